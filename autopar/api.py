@@ -32,8 +32,19 @@ from autopar.request.arguments import (
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
 from autopar.runtime.ranks.agreement import TIMEOUT_S, say
-from autopar.runtime.state.precision import PRECISIONS, captured_in, default_precision, precision_note
-from autopar.trace.batches import ExampleInputs, batch_tensors, check_example, shortened, shorter_lengths
+from autopar.runtime.state.precision import (
+    PRECISIONS,
+    captured_in,
+    default_precision,
+    precision_note,
+)
+from autopar.trace.batches import (
+    ExampleInputs,
+    batch_tensors,
+    check_example,
+    shortened,
+    shorter_lengths,
+)
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
@@ -62,11 +73,15 @@ def trace(
     from autopar.models.hf_delta_rule import triangular_solves
 
     with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
-        warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")  # our graphs hold batch sizes as expressions, on purpose
+        warnings.filterwarnings(
+            "ignore", message="Raw Sym(Int|Float) value"
+        )  # our graphs hold batch sizes as expressions, on purpose
         captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
         normalize(captured.graph)
         split, values = split_loss(captured)
-        parameters = uncast_buffers(captured.graph, captured.attributes, captured.parameters, kept_buffers)
+        parameters = uncast_buffers(
+            captured.graph, captured.attributes, captured.parameters, kept_buffers
+        )
         captured = replace(captured, parameters=parameters)
         if deeper is not None:
             captured = deepened(captured, deeper)
@@ -132,12 +147,24 @@ def plan(
     chosen = precision if precision is not None else default_precision(model, cluster.device_type)
     request = PlanRequest(cluster, batch, dict(pin or {}), chosen, runnable, type(model).__name__, software,
                           allow_micro_batch_mean)  # fmt: skip
-    traced = traced if traced is not None else trace(model, example_inputs, loss_fn, captured_in(chosen, runnable))
-    cast_buffers = captured_in(chosen, runnable) is not None  # else which stay as they are is not known
-    note = _precision_note(model, example_inputs, chosen, traced, cast_buffers) if precision is None else ""
+    traced = (
+        traced
+        if traced is not None
+        else trace(model, example_inputs, loss_fn, captured_in(chosen, runnable))
+    )
+    cast_buffers = (
+        captured_in(chosen, runnable) is not None
+    )  # else which stay as they are is not known
+    note = (
+        _precision_note(model, example_inputs, chosen, traced, cast_buffers)
+        if precision is None
+        else ""
+    )
 
     def plan_for(ask: Ask, limit_s: float) -> Plan:
-        asked = replace(request, pin=dict(ask.pin), cluster=ask.cluster, global_batch=ask.global_batch)
+        asked = replace(
+            request, pin=dict(ask.pin), cluster=ask.cluster, global_batch=ask.global_batch
+        )
         return plan_traced(traced, asked, min(limit_s, time_limit_s), progress)
 
     ask = Ask(request.pin, cluster, batch, None)
@@ -148,7 +175,9 @@ def plan(
     except NoPlanFits as error:
         if error.least_bytes is None:
             raise
-        raise NoPlanFits(str(remedies(error, plan_for, ask)), error.least_bytes, error.proven) from None
+        raise NoPlanFits(
+            str(remedies(error, plan_for, ask)), error.least_bytes, error.proven
+        ) from None
 
 
 _plan = plan  # parallelize has an argument of that name
@@ -188,7 +217,11 @@ def parallelize(
 
     Raises AutoparError if the plan belongs to another model, cluster or world size.
     """
-    from autopar.runtime.engine import Engine, agree_on_plan, start_process_group  # which who only plans need not wait for
+    from autopar.runtime.engine import (
+        Engine,
+        agree_on_plan,
+        start_process_group,
+    )  # which who only plans need not wait for
 
     check_model(model)
     check_plan_given(plan)
@@ -202,13 +235,17 @@ def parallelize(
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)
     if plan is not None and pin:
-        raise AutoparError(f"plan and pin={dict(pin)} are given: a plan has its choices; leave out one of them")
+        raise AutoparError(
+            f"plan and pin={dict(pin)} are given: a plan has its choices; leave out one of them"
+        )
     if plan is not None and global_batch not in (None, plan.global_batch):
         raise AutoparError(
             f"the plan is for a global batch of {plan.global_batch}, not global_batch={global_batch}: plan again, or leave it out"
         )
     if plan is not None and precision not in (None, plan.precision):
-        raise AutoparError(f"the plan is for {plan.precision}, not precision={precision!r}: plan again, or leave it out")
+        raise AutoparError(
+            f"the plan is for {plan.precision}, not precision={precision!r}: plan again, or leave it out"
+        )
     cluster = parsed_cluster(cluster)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     check_example(example_inputs)
@@ -217,8 +254,17 @@ def parallelize(
     start_process_group(device_type, timeout_s)
     chosen = plan.precision if plan is not None else precision
     chosen = chosen if chosen is not None else default_precision(model, device_type)
-    traced, *shorter = _traced_alike(model, [example_inputs, *(shortened(example_inputs, n) for n in lengths or ())], loss_fn, chosen)
-    note = _precision_note(model, example_inputs, chosen, traced) if plan is None and precision is None else ""
+    traced, *shorter = _traced_alike(
+        model,
+        [example_inputs, *(shortened(example_inputs, n) for n in lengths or ())],
+        loss_fn,
+        chosen,
+    )
+    note = (
+        _precision_note(model, example_inputs, chosen, traced)
+        if plan is None and precision is None
+        else ""
+    )
     if note:
         say(note)
 
@@ -234,12 +280,32 @@ def parallelize(
     shorter, agreed = None if lengths is None else shorter, agree_on_plan(decide)
     for line in split_notes(traced, agreed.micro_batch_mean):
         say(line)
-    return Engine(model, traced, agreed, optimizer, max_grad_norm, weights, device_type, seed, shorter, compile)
+    return Engine(
+        model,
+        traced,
+        agreed,
+        optimizer,
+        max_grad_norm,
+        weights,
+        device_type,
+        seed,
+        shorter,
+        compile,
+    )
 
 
-def _precision_note(model: nn.Module, example_inputs: ExampleInputs, precision: str, traced: TracedModel,
-                    cast_buffers: bool = True) -> str:
-    keeping = [spec for spec in traced.parameters.values() if spec.keeps_dtype or (spec.buffer and not cast_buffers)]
+def _precision_note(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    precision: str,
+    traced: TracedModel,
+    cast_buffers: bool = True,
+) -> str:
+    keeping = [
+        spec
+        for spec in traced.parameters.values()
+        if spec.keeps_dtype or (spec.buffer and not cast_buffers)
+    ]
     kept = {name for spec in keeping for name in (spec.name, *spec.aliases)}
     return precision_note(model, batch_tensors(example_inputs), precision, kept)
 
@@ -249,10 +315,14 @@ def _noted(plan: Plan, note: str) -> Plan:
     return replace(plan, notes=(note, *plan.notes)) if note else plan
 
 
-def _traced_alike(model: nn.Module, inputs: Sequence[ExampleInputs], loss_fn: Callable | None, precision: str) -> list[TracedModel]:
+def _traced_alike(
+    model: nn.Module, inputs: Sequence[ExampleInputs], loss_fn: Callable | None, precision: str
+) -> list[TracedModel]:
     """`trace` of a model on batches of several lengths, which read one set of tensors."""
     found = [trace(model, each, loss_fn, precision) for each in inputs]
-    kept = [{name for name, spec in traced.parameters.items() if spec.keeps_dtype} for traced in found]
+    kept = [
+        {name for name, spec in traced.parameters.items() if spec.keeps_dtype} for traced in found
+    ]
     common = set.intersection(*kept)
     return [
         traced if own == common else trace(model, each, loss_fn, precision, kept_buffers=common)
@@ -280,7 +350,11 @@ def default_inputs(model: nn.Module) -> ExampleInputs:
         from autopar.models.hf import hf_example_inputs, is_hf_model
 
         if is_hf_model(model):
-            return hf_example_inputs(model, batch=2, seq=min(getattr(model.config, "max_position_embeddings", 512) or 512, 512))
+            return hf_example_inputs(
+                model,
+                batch=2,
+                seq=min(getattr(model.config, "max_position_embeddings", 512) or 512, 512),
+            )
     raise AutoparError(
         f"{type(model).__name__} needs example_inputs: a mapping from argument names to tensors of one batch "
         "(meta tensors are enough), labels included"

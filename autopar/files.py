@@ -21,7 +21,9 @@ def path_of(path: Any, what: str) -> Path:
         raise AutoparError(f"the path of the {what} is {shown(path)}, not a text or pathlib.Path")
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
-        why = {"": "is empty"}.get(text, "has a NUL character" if isinstance(text, str) else "is made of bytes")
+        why = {"": "is empty"}.get(
+            text, "has a NUL character" if isinstance(text, str) else "is made of bytes"
+        )
         raise AutoparError(f"the path of the {what}, {shown(text)}, {why}: give the name of a file")
     return Path(text)
 
@@ -38,7 +40,9 @@ def read_text(path: Any, what: str, hint: Callable[[], str] = str) -> str:
     found = path_of(path, what)
     try:
         if found.is_file() and (size := found.stat().st_size) > MOST_BYTES:
-            raise AutoparError(f"cannot read {what} {found}: {size / 2**30:.1f} GiB are too much for one; is it another file?")
+            raise AutoparError(
+                f"cannot read {what} {found}: {size / 2**30:.1f} GiB are too much for one; is it another file?"
+            )
         return found.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise AutoparError(f"{what} {found} does not exist{hint()}") from None
@@ -55,10 +59,16 @@ def write_text(path: Any, text: str, what: str) -> None:
     try:
         target = given.resolve()  # a link stays one
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")  # a device or pipe; of a directory the error says what it is
+            target.write_text(
+                text, encoding="utf-8"
+            )  # a device or pipe; of a directory the error says what it is
             return
         _replace(target, text)
-    except (OSError, UnicodeEncodeError, RuntimeError) as error:  # RuntimeError: links that go round in circles
+    except (
+        OSError,
+        UnicodeEncodeError,
+        RuntimeError,
+    ) as error:  # RuntimeError: links that go round in circles
         kept = "; the file that was there is as before" if os.path.isfile(given) else ""
         raise AutoparError(f"cannot write {what} {given}: {reason_of(error)}{kept}") from None
 

@@ -61,7 +61,11 @@ class Compared:
     def faster(self) -> list[Rival]:
         """Rivals that are predicted to be faster than the chosen plan."""
         chosen_s = self.rivals[0].plan.predicted.step_time_s
-        return [r for r in self.rivals if r.plan is not None and r.plan.predicted.step_time_s < chosen_s * (1 - ROUNDING)]
+        return [
+            r
+            for r in self.rivals
+            if r.plan is not None and r.plan.predicted.step_time_s < chosen_s * (1 - ROUNDING)
+        ]
 
     @property
     def measured_best(self) -> str:
@@ -75,7 +79,11 @@ class Compared:
 
     def mean_s(self, name: str) -> float:
         """Measured seconds of a plan, the mean of two of the chosen one."""
-        return (self.measured_s[name] + self.measured_s[AGAIN]) / 2 if name == "chosen" else self.measured_s[name]
+        return (
+            (self.measured_s[name] + self.measured_s[AGAIN]) / 2
+            if name == "chosen"
+            else self.measured_s[name]
+        )
 
     @property
     def noise(self) -> float:
@@ -84,22 +92,36 @@ class Compared:
 
 
 def predicted(task: Task, count: int, seed: int, time_limit_s: float) -> Compared:
-    return Compared(task, tuple(rivals(task.planner(time_limit_s), task.cluster_spec, False, count, seed)), {})
+    return Compared(
+        task, tuple(rivals(task.planner(time_limit_s), task.cluster_spec, False, count, seed)), {}
+    )
 
 
 def measured(task: Task, count: int, seed: int, rounds: int) -> Compared:
     """Rivals that the engine runs, each measured once and the chosen one twice."""
-    found = tuple(rivals(task.planner(precision="fp32", runnable=True), task.cluster_spec, True, count, seed))
+    found = tuple(
+        rivals(task.planner(precision="fp32", runnable=True), task.cluster_spec, True, count, seed)
+    )
     run = [r for r in found if r.plan is not None and not r.same_as]
     run.insert(1 + len(run) // 2, replace(found[0], name=AGAIN))
-    return Compared(task, found, dict(zip([r.name for r in run], measure(task, [r.plan for r in run], rounds), strict=True)))
+    return Compared(
+        task,
+        found,
+        dict(zip([r.name for r in run], measure(task, [r.plan for r in run], rounds), strict=True)),
+    )
 
 
 def table(compared: Compared) -> str:
     """The rivals of one task, the fastest first, then those that are impossible."""
     chosen_s = compared.rivals[0].plan.predicted.step_time_s
-    rows = sorted((r for r in compared.rivals if r.plan is not None), key=lambda r: r.plan.predicted.step_time_s)
-    lines = [str(compared.task), f"{'':14s} {'plan':56s} {'step':>12s} {'regret':>8s} {'memory':>10s}"]
+    rows = sorted(
+        (r for r in compared.rivals if r.plan is not None),
+        key=lambda r: r.plan.predicted.step_time_s,
+    )
+    lines = [
+        str(compared.task),
+        f"{'':14s} {'plan':56s} {'step':>12s} {'regret':>8s} {'memory':>10s}",
+    ]
     lines[-1] += f" {'measured':>9s} {'regret':>8s}" if compared.measured_s else ""
     for rival in rows:
         step_s, peak = rival.plan.predicted.step_time_s, max(rival.plan.predicted.peak_memory_bytes)
@@ -111,7 +133,9 @@ def table(compared: Compared) -> str:
         lines.append(line)
         if rival is compared.rivals[0] and compared.measured_s:
             lines.append(f"{AGAIN:104s}" + _measured_words(compared, AGAIN))
-    lines += [f"{r.name:14s} {pin_text(r.pin)}: {r.reason}" for r in compared.rivals if r.plan is None]
+    lines += [
+        f"{r.name:14s} {pin_text(r.pin)}: {r.reason}" for r in compared.rivals if r.plan is None
+    ]
     return "\n".join([*lines, _verdict(compared)])
 
 
@@ -122,12 +146,20 @@ def _measured_words(compared: Compared, name: str) -> str:
 
 def _verdict(compared: Compared) -> str:
     if compared.measured_s:
-        regret, noise, count = 100 * compared.measured_regret, 100 * compared.noise, len(compared.measured_s) - 1
+        regret, noise, count = (
+            100 * compared.measured_regret,
+            100 * compared.noise,
+            len(compared.measured_s) - 1,
+        )
         return (f"the chosen plan's measured step is {regret:.1f} % above the best of {count} plans ({compared.measured_best}); "
                 f"two measurements of it differ by {noise:.1f} %")  # fmt: skip
     fits = sum(r.plan is not None for r in compared.rivals)
     names = ", ".join(r.name for r in compared.faster)
-    return f"FASTER THAN THE CHOSEN PLAN: {names}" if names else f"the chosen plan is the fastest of {fits} that fit"
+    return (
+        f"FASTER THAN THE CHOSEN PLAN: {names}"
+        if names
+        else f"the chosen plan is the fastest of {fits} that fit"
+    )
 
 
 def summary(found: Sequence[Compared]) -> str:
@@ -146,14 +178,35 @@ def fails(compared: Compared) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=[name for name in CASES if name != "small"])
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=[name for name in CASES if name != "small"]
+    )
     parser.add_argument("--random", type=int, default=4, help="random plans that fit (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="of the random plans")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds to search for each plan (default 60)")
-    parser.add_argument("--cpu", action="store_true", help="plan small models for 4 CPU processes, run and measure them")
-    parser.add_argument("--cluster", help="with --cpu: a calibrated cluster file of 4 devices, instead of calibrating now")
-    parser.add_argument("--models", type=int, default=len(CPU_MODELS), help="with --cpu: how many models")
-    parser.add_argument("--rounds", type=int, default=15, help="with --cpu: steps of each plan after the warm-up (default 15)")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=60.0,
+        help="seconds to search for each plan (default 60)",
+    )
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="plan small models for 4 CPU processes, run and measure them",
+    )
+    parser.add_argument(
+        "--cluster",
+        help="with --cpu: a calibrated cluster file of 4 devices, instead of calibrating now",
+    )
+    parser.add_argument(
+        "--models", type=int, default=len(CPU_MODELS), help="with --cpu: how many models"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=15,
+        help="with --cpu: steps of each plan after the warm-up (default 15)",
+    )
     parser.add_argument("--output", help="write what is printed to a file as well")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -161,7 +214,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines, found = [versions(), f"on {cpu_name()}"], []
     if args.cpu:
         tell = functools.partial(print, file=sys.stderr)
-        cluster = ClusterSpec.parse(args.cluster) if args.cluster else calibrate(RANKS, "cpu", progress=tell)
+        cluster = (
+            ClusterSpec.parse(args.cluster)
+            if args.cluster
+            else calibrate(RANKS, "cpu", progress=tell)
+        )
         lines[-1] = f"{RANKS} gloo processes {lines[-1]}; {SOFTWARE}"
         tasks = [Task(model, cluster, rows, seq) for model, rows, seq in CPU_MODELS[: args.models]]
     else:

@@ -13,7 +13,7 @@ Combination = tuple[tuple[str, Any], ...]
 def combinations_in(row: Mapping[str, Any], together: Sequence[str]) -> set[Combination]:
     """What a row shows: every pair of its values, and its values of the columns `together`.
 
-        {a: 1, b: 2, c: 3}, together a b c  ->  a1 b2, a1 c3, b2 c3, a1 b2 c3
+    {a: 1, b: 2, c: 3}, together a b c  ->  a1 b2, a1 c3, b2 c3, a1 b2 c3
     """
     return {*combinations(row.items(), 2), tuple((name, row[name]) for name in together)}
 

@@ -60,7 +60,9 @@ class Point:
     size_bytes: int
 
 
-def points(models: Mapping[str, AnnotatedModel], schedules: Sequence[tuple[str, int]]) -> set[Point]:
+def points(
+    models: Mapping[str, AnnotatedModel], schedules: Sequence[tuple[str, int]]
+) -> set[Point]:
     """Every plan of one candidate; `models` by recompute mode, the one that keeps most first; `schedules`: those of a pipeline."""
     found: set[Point] = set()
     for placed in placements(models):
@@ -75,7 +77,9 @@ def points(models: Mapping[str, AnnotatedModel], schedules: Sequence[tuple[str, 
 def placements(models: Mapping[str, AnnotatedModel]) -> Iterator[Placed]:
     """Every combination of strategies of all ops of all classes that can run."""
     base = next(iter(models.values()))
-    ways = [list(product(*(range(len(op.strategies)) for op in block.ops))) for block in base.classes]
+    ways = [
+        list(product(*(range(len(op.strategies)) for op in block.ops))) for block in base.classes
+    ]
     whole = [[(number, of) for of in each if _conversions(block, _chosen(block, of)) is not None]
              for number, (block, each) in enumerate(zip(base.classes, ways, strict=True))]  # fmt: skip
     for combination in product(*whole):
@@ -87,41 +91,74 @@ def placements(models: Mapping[str, AnnotatedModel]) -> Iterator[Placed]:
 class Placed:
     """A model under one combination of strategies, given by their numbers, op by op."""
 
-    def __init__(self, models: Mapping[str, AnnotatedModel], numbers: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, models: Mapping[str, AnnotatedModel], numbers: Sequence[Sequence[int]]
+    ) -> None:
         self.models, self.base = models, next(iter(models.values()))
         self.modes = tuple(models)
         self.chosen = {
-            (mode, index): _chosen(block, numbers[index]) for mode, model in models.items() for index, block in enumerate(model.classes)
+            (mode, index): _chosen(block, numbers[index])
+            for mode, model in models.items()
+            for index, block in enumerate(model.classes)
         }
-        self.layers = [n for n, index in enumerate(self.base.segments) if self.base.classes[index].count > 1]
+        self.layers = [
+            n for n, index in enumerate(self.base.segments) if self.base.classes[index].count > 1
+        ]
         self.fits_together = self._agrees()
         if self.fits_together:
-            self.of_class = {(mode, index): self._class_cost(mode, index) for mode, index in self.chosen}
+            self.of_class = {
+                (mode, index): self._class_cost(mode, index) for mode, index in self.chosen
+            }
             self.arriving = [self._arriving(number) for number in range(len(self.base.segments))]
-            self.static = [sum(s.static_bytes for s in self.chosen[self.modes[0], index].values()) for index in self.base.segments]
+            self.static = [
+                sum(s.static_bytes for s in self.chosen[self.modes[0], index].values())
+                for index in self.base.segments
+            ]
 
     # ------------------------------------------------------------------------------------------------ what a segment costs
 
     def _agrees(self) -> bool:
         for group in self.base.ties:
-            if len({str(self.chosen[self.modes[0], index][name].outputs[0].value) for index, name in group}) > 1:
+            if (
+                len(
+                    {
+                        str(self.chosen[self.modes[0], index][name].outputs[0].value)
+                        for index, name in group
+                    }
+                )
+                > 1
+            ):
                 return False
-        return all(e.count == 0 or have == need or (have, need) in e.conversions for e, have, need in self._edges())
+        return all(
+            e.count == 0 or have == need or (have, need) in e.conversions
+            for e, have, need in self._edges()
+        )
 
     def _edges(self):
         mode = self.modes[0]
         for edge in self.base.edges:
             made, read = self.base.classes[edge.source], self.base.classes[edge.target]
             have = self.chosen[mode, edge.source][made.outputs[edge.source_output]].inputs[0]
-            yield edge, have, self.chosen[mode, edge.target][read.inputs[edge.target_input]].outputs[0]
+            yield (
+                edge,
+                have,
+                self.chosen[mode, edge.target][read.inputs[edge.target_input]].outputs[0],
+            )
 
     def _class_cost(self, mode: str, index: int) -> Cost:
         model = self.models[mode]
         block, chosen = model.classes[index], self.chosen[mode, index]
         paid = [*chosen.values(), *_conversions(block, chosen)]
-        inputs = sum(block.input_bytes[name][chosen[name].outputs[0]] for name in block.inputs) if block.recompute else 0
+        inputs = (
+            sum(block.input_bytes[name][chosen[name].outputs[0]] for name in block.inputs)
+            if block.recompute
+            else 0
+        )
         buffers = model.fixed_bytes - self.base.fixed_bytes
-        again, late = _saved(chosen, block.inputs) if block.recompute else 0, max(self._late(mode, index), 0)
+        again, late = (
+            _saved(chosen, block.inputs) if block.recompute else 0,
+            max(self._late(mode, index), 0),
+        )
         return Cost(
             sum(one.forward_s for one in paid), sum(one.backward_s for one in paid), sum(s.backward_weight_s for s in chosen.values()),
             sum(s.step_s for s in chosen.values()), inputs if block.recompute else _saved(chosen, ()),
@@ -134,18 +171,28 @@ class Placed:
         there: dict[str, int] = {}
         for tensor in (tensor for strategy in chosen.values() for tensor in strategy.late):
             there[tensor.key] = max(there.get(tensor.key, 0), tensor.size_bytes)
-        kept = sum(block.input_bytes[name][chosen[name].outputs[0]] for name in block.inputs) if block.recompute else _saved(chosen, ())
+        kept = (
+            sum(block.input_bytes[name][chosen[name].outputs[0]] for name in block.inputs)
+            if block.recompute
+            else _saved(chosen, ())
+        )
         return sum(there.values()) - kept
 
     def _arriving(self, number: int) -> Cost:
         """What changes layout on the way to a segment."""
         index, found = self.base.segments[number], Cost()
-        ends = {(e.source, e.source_output, e.target, e.target_input): (e, have, need) for e, have, need in self._edges()}
+        ends = {
+            (e.source, e.source_output, e.target, e.target_input): (e, have, need)
+            for e, have, need in self._edges()
+        }
         for place, (source, output) in enumerate(self.base.reads[number]):
             if source >= 0:
                 edge, have, need = ends[self.base.segments[source], output, index, place]
                 if have != need:
-                    found += Cost(edge.conversions[have, need].forward_s, edge.conversions[have, need].backward_s)
+                    found += Cost(
+                        edge.conversions[have, need].forward_s,
+                        edge.conversions[have, need].backward_s,
+                    )
         return found
 
     def cost(self, number: int, mode: str) -> Cost:
@@ -158,13 +205,19 @@ class Placed:
         """One rank, every mode of every layer."""
         segments = range(len(self.base.segments))
         for way in self.ways(segments):
-            seconds = self.base.num_microbatches * (way.forward_s + way.backward_s) + way.step_s + self.base.fixed_s
+            seconds = (
+                self.base.num_microbatches * (way.forward_s + way.backward_s)
+                + way.step_s
+                + self.base.fixed_s
+            )
             yield Point(seconds, self.base.fixed_bytes + sum(self.static) + way.kept + way.moment)
 
     def ways(self, segments: Sequence[int], parted: bool = False) -> list[Cost]:
         """What a stage of these segments costs, for every mode of every layer; what costs the same is listed once."""
         freed = self._freed(segments, parted)
-        return list({self._run(segments, modes, freed, parted): None for modes in self._modes(segments)})
+        return list(
+            {self._run(segments, modes, freed, parted): None for modes in self._modes(segments)}
+        )
 
     def _modes(self, segments: Sequence[int]) -> Iterator[dict[int, str]]:
         mine = [number for number in segments if number in self.layers]
@@ -176,13 +229,23 @@ class Placed:
         last = len(self.base.segments) - 1
         if self.base.segments[last] != self.base.last or last not in segments:
             return 0
-        return max(-self._late(self.modes[0], self.base.last), 0) if parted else self.cost(last, self.modes[0]).kept
+        return (
+            max(-self._late(self.modes[0], self.base.last), 0)
+            if parted
+            else self.cost(last, self.modes[0]).kept
+        )
 
-    def _run(self, segments: Sequence[int], modes: Mapping[int, str], freed: int, parted: bool) -> Cost:
+    def _run(
+        self, segments: Sequence[int], modes: Mapping[int, str], freed: int, parted: bool
+    ) -> Cost:
         """A stage whose last segment gives back so much."""
         found, last = Cost(), len(self.base.segments) - 1
         costs = {number: self.cost(number, modes.get(number, self.modes[0])) for number in segments}
-        to_come = parted * sum(own.late for own in costs.values()) * (self.base.segments[last] == self.base.last)
+        to_come = (
+            parted
+            * sum(own.late for own in costs.values())
+            * (self.base.segments[last] == self.base.last)
+        )
         for number, own in costs.items():
             less = parted * own.spared + (to_come if number == last else freed)
             found += replace(own, moment=max(own.moment - less, 0), spared=0)
@@ -196,18 +259,39 @@ class Placed:
         for inner in combinations(range(1, layers), ranks - 1):
             stages = self.stages([b - a for a, b in pairwise((0, *inner, layers))])
             sent = self.messages(stages)
-            tied_s, static = zip(*(self.rank(stages[rank : rank + 1]) for rank in range(ranks)), strict=True)
+            tied_s, static = zip(
+                *(self.rank(stages[rank : rank + 1]) for rank in range(ranks)), strict=True
+            )
             held = [most[0] for (most,) in _held(schedule, ranks, 1, self.base.num_microbatches)]
-            late = [max(counts[0] for counts, _ in turns) for turns in _turns(schedule, ranks, 1, self.base.num_microbatches)]
+            late = [
+                max(counts[0] for counts, _ in turns)
+                for turns in _turns(schedule, ranks, 1, self.base.num_microbatches)
+            ]
             ways = []
             for number, (own, size, h, w) in enumerate(zip(static, sent, held, late, strict=True)):
-                kept, parted = size if self.base.pipeline.keeps_outputs else 0, schedule == "zero_bubble" and number > 0
+                kept, parted = (
+                    size if self.base.pipeline.keeps_outputs else 0,
+                    schedule == "zero_bubble" and number > 0,
+                )
                 of = self.ways(stages[number], parted)
                 gone = parted * (w - 1) * self._freed(stages[number], parted)
-                ways.append([(way, own + h * (way.kept + kept) + parted * w * way.late - gone + way.moment) for way in of])
+                ways.append(
+                    [
+                        (
+                            way,
+                            own + h * (way.kept + kept) + parted * w * way.late - gone + way.moment,
+                        )
+                        for way in of
+                    ]
+                )
             for plan in product(*ways):
-                once_s = max(way.step_s + more_s for (way, _), more_s in zip(plan, tied_s, strict=True))
-                yield Point(self.step([way for way, _ in plan], schedule, ranks, sent) + once_s, max(size for _, size in plan))
+                once_s = max(
+                    way.step_s + more_s for (way, _), more_s in zip(plan, tied_s, strict=True)
+                )
+                yield Point(
+                    self.step([way for way, _ in plan], schedule, ranks, sent) + once_s,
+                    max(size for _, size in plan),
+                )
 
     def dealt(self, schedule: str, count: int) -> Iterator[Point]:
         """Several stages a rank: every deal, and for every rank every number of layers in each mode."""
@@ -216,11 +300,23 @@ class Placed:
             stages = self.stages(sizes)
             sent = self.messages(stages)
             of_rank = [range(rank, len(stages), ranks) for rank in range(ranks)]
-            tied_s, static = zip(*(self.rank([stages[n] for n in mine]) for mine in of_rank), strict=True)
+            tied_s, static = zip(
+                *(self.rank([stages[n] for n in mine]) for mine in of_rank), strict=True
+            )
             parted = [schedule == "zero_bubble" and n > 0 for n in range(len(stages))]
-            ways = [self._rank_ways([stages[n] for n in mine], [parted[n] for n in mine]) for mine in of_rank]
-            held, turns = (of(schedule, ranks, count, self.base.num_microbatches) for of in (_held, _turns))
-            passing = [2 * self.base.pipeline.keeps_outputs * max(sent[k] for n in mine for k in {n, max(n - 1, 0)}) for mine in of_rank]
+            ways = [
+                self._rank_ways([stages[n] for n in mine], [parted[n] for n in mine])
+                for mine in of_rank
+            ]
+            held, turns = (
+                of(schedule, ranks, count, self.base.num_microbatches) for of in (_held, _turns)
+            )
+            passing = [
+                2
+                * self.base.pipeline.keeps_outputs
+                * max(sent[k] for n in mine for k in {n, max(n - 1, 0)})
+                for mine in of_rank
+            ]
             for plan in product(*ways):
                 size = max(
                     static[r] + passing[r] + self._most([sent[n] for n in mine], plan[r], held[r], r == ranks - 1 and not parted[-1], [
@@ -229,19 +325,32 @@ class Placed:
                     ]) for r, mine in enumerate(of_rank)
                 )  # fmt: skip
                 costs = [plan[n % ranks][n // ranks] for n in range(len(stages))]
-                once_s = max(sum(way.step_s for way in of) + more_s for of, more_s in zip(plan, tied_s, strict=True))
+                once_s = max(
+                    sum(way.step_s for way in of) + more_s
+                    for of, more_s in zip(plan, tied_s, strict=True)
+                )
                 yield Point(self.step(costs, schedule, ranks, sent) + once_s, size)
 
-    def _rank_ways(self, stages: Sequence[Sequence[int]], parted: Sequence[bool]) -> list[tuple[Cost, ...]]:
+    def _rank_ways(
+        self, stages: Sequence[Sequence[int]], parted: Sequence[bool]
+    ) -> list[tuple[Cost, ...]]:
         """Costs of a rank's stages: each runs as many of its layers in each mode."""
         mine = [[n for n in stage if n in self.layers] for stage in stages]
         longest, found = max(map(len, mine)), {}
         freed = [self._freed(stage, two) for stage, two in zip(stages, parted, strict=True)]
         for amounts in product(range(longest + 1), repeat=len(self.modes)):
             if sum(amounts) == longest:  # the mode that keeps least first
-                order = [mode for mode, amount in zip(self.modes[::-1], amounts[::-1], strict=True) for _ in range(amount)]
+                order = [
+                    mode
+                    for mode, amount in zip(self.modes[::-1], amounts[::-1], strict=True)
+                    for _ in range(amount)
+                ]
                 modes = [dict(zip(layers, order, strict=False)) for layers in mine]
-                found[tuple(self._run(*each) for each in zip(stages, modes, freed, parted, strict=True))] = None
+                found[
+                    tuple(
+                        self._run(*each) for each in zip(stages, modes, freed, parted, strict=True)
+                    )
+                ] = None
         return list(found)
 
     def _most(self, sent: Sequence[int], costs: Sequence[Cost], held: Sequence[Sequence[int]], ends: bool, late: list[tuple[int, int]]
@@ -253,7 +362,9 @@ class Placed:
         most = max(sum(h * k for h, k in zip(moment, kept, strict=True)) for moment in held)
         if not ends:
             return most + max(size + costs[stage].moment for size, stage in late)
-        others = max(sum(h * k for h, k in zip(moment[:-1], kept[:-1], strict=True)) for moment in held)
+        others = max(
+            sum(h * k for h, k in zip(moment[:-1], kept[:-1], strict=True)) for moment in held
+        )
         return max(most + costs[-1].moment, others + max(cost.moment for cost in costs[:-1]))
 
     def stages(self, sizes: Sequence[int]) -> list[range]:
@@ -282,7 +393,9 @@ class Placed:
                 for name, source in zip(block.inputs, self.base.reads[reader], strict=True):
                     layout = self.chosen[self.modes[0], self.base.segments[reader]][name].outputs[0]
                     if 0 <= source[0] < end:
-                        largest[source] = max(largest.get(source, 0), block.message_bytes(name, layout))
+                        largest[source] = max(
+                            largest.get(source, 0), block.message_bytes(name, layout)
+                        )
             found.append(sum(largest.values()))
         return found
 
@@ -291,11 +404,20 @@ class Placed:
         setting = self.base.pipeline
         hops = [setting.hop_latency_s + size * setting.hop_s_per_byte for size in sent if size]
         times = tuple((cost.forward_s, cost.backward_s, cost.weight_s) for cost in costs)
-        return _schedule_s(schedule, times, ranks, self.base.num_microbatches, max(hops, default=0.0)) + self.base.fixed_s
+        return (
+            _schedule_s(schedule, times, ranks, self.base.num_microbatches, max(hops, default=0.0))
+            + self.base.fixed_s
+        )
 
 
 @lru_cache(maxsize=100_000)
-def _schedule_s(schedule: str, times: tuple[tuple[float, float, float], ...], ranks: int, micro_batches: int, hop_s: float) -> float:
+def _schedule_s(
+    schedule: str,
+    times: tuple[tuple[float, float, float], ...],
+    ranks: int,
+    micro_batches: int,
+    hop_s: float,
+) -> float:
     """The first stage has its whole backward where weights are due: nobody waits for the gradient of its input."""
     first, *rest = times
     stages = [StageTimes(first[0], first[1], first[1]), *(StageTimes(*of) for of in rest)]
@@ -303,7 +425,9 @@ def _schedule_s(schedule: str, times: tuple[tuple[float, float, float], ...], ra
 
 
 @lru_cache(maxsize=1000)
-def _turns(schedule: str, ranks: int, count: int, micro_batches: int) -> list[set[tuple[tuple[int, ...], int]]]:
+def _turns(
+    schedule: str, ranks: int, count: int, micro_batches: int
+) -> list[set[tuple[tuple[int, ...], int]]]:
     """For each rank and backward, or part of it for inputs: how many micro-batches of each stage wait for gradients of parameters, and
     whose turn it is."""
     found = []
@@ -329,7 +453,15 @@ def _held(schedule: str, ranks: int, count: int, micro_batches: int) -> list[lis
             held[stage] += action.kind == "F"
             moments.add(tuple(held))
             held[stage] -= action.kind in "BW"
-        found.append([m for m in moments if not any(o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o in moments)])
+        found.append(
+            [
+                m
+                for m in moments
+                if not any(
+                    o != m and all(a <= b for a, b in zip(m, o, strict=True)) for o in moments
+                )
+            ]
+        )
     return found
 
 
@@ -349,7 +481,11 @@ def deals(layers: int, count: int) -> list[list[int]]:
 
 def best(found: set[Point], capacity_bytes: float = inf) -> Point | None:
     """The fastest plan that fits."""
-    return min((point for point in found if point.size_bytes <= capacity_bytes), key=lambda p: (p.time_s, p.size_bytes), default=None)
+    return min(
+        (point for point in found if point.size_bytes <= capacity_bytes),
+        key=lambda p: (p.time_s, p.size_bytes),
+        default=None,
+    )
 
 
 def front(found: set[Point]) -> list[Point]:
@@ -377,9 +513,21 @@ def _chosen(block: AnnotatedBlock, numbers: Sequence[int]) -> dict[str, Strategy
 
 def _conversions(block: AnnotatedBlock, chosen: Chosen) -> list[Conversion] | None:
     """What changes layout inside: a value once for each layout that is read and not made; None where that is impossible."""
-    made = {value: layout for op in block.ops for value, layout in zip(op.outputs, chosen[op.name].outputs, strict=True)}
-    read = {(value, layout) for op in block.ops for value, layout in zip(op.inputs, chosen[op.name].inputs, strict=True)}
-    pairs = [(value, (made[value], layout)) for value, layout in sorted(read, key=str) if made[value] != layout]
+    made = {
+        value: layout
+        for op in block.ops
+        for value, layout in zip(op.outputs, chosen[op.name].outputs, strict=True)
+    }
+    read = {
+        (value, layout)
+        for op in block.ops
+        for value, layout in zip(op.inputs, chosen[op.name].inputs, strict=True)
+    }
+    pairs = [
+        (value, (made[value], layout))
+        for value, layout in sorted(read, key=str)
+        if made[value] != layout
+    ]
     if any(pair not in block.values[value].conversions for value, pair in pairs):
         return None
     return [block.values[value].conversions[pair] for value, pair in pairs]
@@ -388,6 +536,11 @@ def _conversions(block: AnnotatedBlock, chosen: Chosen) -> list[Conversion] | No
 def _saved(chosen: Chosen, without: Sequence[str]) -> int:
     """Bytes that autograd keeps: each tensor once, at the largest that is asked for."""
     largest: dict[str, int] = {}
-    for saved in (saved for strategy in chosen.values() for saved in strategy.saved if saved.value not in without):
+    for saved in (
+        saved
+        for strategy in chosen.values()
+        for saved in strategy.saved
+        if saved.value not in without
+    ):
         largest[saved.key] = max(largest.get(saved.key, 0), saved.size_bytes)
     return sum(largest.values())

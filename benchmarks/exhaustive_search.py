@@ -56,7 +56,9 @@ class Counts:
         rows = [f"  {self.kinds[kind]:6}  {words}" for kind, words in KINDS.items()]
         worst = max((v.lacks for v in self.lacking), default=0.0)
         rows.append(f"  {self.plans:6}  plans priced (those that cost the same, once)")
-        rows.append(f"  {100 * worst:5.1f}%  by which a plan is slower than the missed optimum, at most (100 %: none was found)")
+        rows.append(
+            f"  {100 * worst:5.1f}%  by which a plan is slower than the missed optimum, at most (100 %: none was found)"
+        )
         return rows
 
 
@@ -82,25 +84,35 @@ def judge(seed: int) -> Verdict:
     by_candidate = {candidate: points_of(task, candidate) for candidate in task.candidates}
     everything = set().union(*by_candidate.values())
     capacity = _capacity(rng, everything)
-    result = search(task.candidates, task.annotate, capacity, time_limit_s=30.0, cell_of=task.cell_of)
+    result = search(
+        task.candidates, task.annotate, capacity, time_limit_s=30.0, cell_of=task.cell_of
+    )
     fitting = _fastest(everything, capacity)
     kinds = ["task", *(["mixed"] if any(c.recompute == "mixed" for c in task.candidates) else [])]
     if fitting is None:
-        assert result.best is None, f"seed {seed}: a plan of {result.best[1].memory_bytes} bytes in {capacity}"
+        assert result.best is None, (
+            f"seed {seed}: a plan of {result.best[1].memory_bytes} bytes in {capacity}"
+        )
         assert result.status == "infeasible", f"seed {seed}: {result.status}, and nothing fits"
         return Verdict(seed, (*kinds, "infeasible"), 0.0, 0.0, len(everything))
     kinds += _kinds(task, by_candidate, fitting, everything)
-    assert result.bound_s <= fitting.time_s * (1 + CLOSE), f"seed {seed}: bound {result.bound_s} above {fitting}"
+    assert result.bound_s <= fitting.time_s * (1 + CLOSE), (
+        f"seed {seed}: bound {result.bound_s} above {fitting}"
+    )
     assert result.status != "infeasible", f"seed {seed}: {fitting} fits"
     _check_bounds(seed, result, by_candidate, task, capacity)
     if result.best is None:
         return _missed(seed, kinds, 1.0, 1.0, len(everything))
     found = result.best[1]
     _check_plan(seed, result, by_candidate, task, capacity)
-    assert found.time_s >= fitting.time_s * (1 - CLOSE), f"seed {seed}: {found.time_s} where the fastest takes {fitting}"
+    assert found.time_s >= fitting.time_s * (1 - CLOSE), (
+        f"seed {seed}: {found.time_s} where the fastest takes {fitting}"
+    )
     lacks = found.time_s / fitting.time_s - 1
     if lacks > CLOSE:
-        assert result.status != "optimal", f"seed {seed}: {found.time_s} called optimal, and {fitting} fits"
+        assert result.status != "optimal", (
+            f"seed {seed}: {found.time_s} called optimal, and {fitting} fits"
+        )
         return _missed(seed, kinds, lacks, result.gap, len(everything))
     kinds += ["equal", "proven" if result.status == "optimal" else "open"]
     kinds += [f"{kind}, equal" for kind in ("memory", "front") if kind in kinds]
@@ -135,42 +147,72 @@ def _capacity(rng: random.Random, everything: set[Point]) -> int | None:
     return rng.choice(between)
 
 
-def _kinds(task: Task, by_candidate: dict[Candidate, set[Point]], fitting: Point, everything: set[Point]) -> list[str]:
+def _kinds(
+    task: Task, by_candidate: dict[Candidate, set[Point]], fitting: Point, everything: set[Point]
+) -> list[str]:
     found = ["memory"] if fitting.time_s > best(everything).time_s * (1 + CLOSE) else []
     found += ["front"] if above_hull(fitting, everything) else []
-    found += ["pipeline"] if any(c.mesh.pp > 1 and fitting in of for c, of in by_candidate.items()) else []
+    found += (
+        ["pipeline"]
+        if any(c.mesh.pp > 1 and fitting in of for c, of in by_candidate.items())
+        else []
+    )
     return found
 
 
-def _check_bounds(seed: int, result: SearchResult, by_candidate: dict[Candidate, set[Point]], task: Task, capacity: int | None) -> None:
+def _check_bounds(
+    seed: int,
+    result: SearchResult,
+    by_candidate: dict[Candidate, set[Point]],
+    task: Task,
+    capacity: int | None,
+) -> None:
     """Of every candidate: the bound is below its best plan, and what is called infeasible does not fit."""
     for candidate, outcome in zip(task.candidates, result.outcomes, strict=True):
         of = _fastest(by_candidate[candidate], capacity)
         if outcome["outcome"] == "infeasible":
-            assert of is None, f"seed {seed}: {candidate} is called infeasible ({outcome['reason']}), and {of} fits"
+            assert of is None, (
+                f"seed {seed}: {candidate} is called infeasible ({outcome['reason']}), and {of} fits"
+            )
         elif of is not None and outcome["bound_s"] is not None:
-            assert outcome["bound_s"] <= of.time_s * (1 + CLOSE), f"seed {seed}: {candidate} has bound {outcome['bound_s']} above {of}"
+            assert outcome["bound_s"] <= of.time_s * (1 + CLOSE), (
+                f"seed {seed}: {candidate} has bound {outcome['bound_s']} above {of}"
+            )
         elif of is not None:
-            raise AssertionError(f"seed {seed}: {candidate} is {outcome['outcome']} without a bound, and {of} fits")
+            raise AssertionError(
+                f"seed {seed}: {candidate} is {outcome['outcome']} without a bound, and {of} fits"
+            )
 
 
-def _check_plan(seed: int, result: SearchResult, by_candidate: dict[Candidate, set[Point]], task: Task, capacity: int | None) -> None:
+def _check_plan(
+    seed: int,
+    result: SearchResult,
+    by_candidate: dict[Candidate, set[Point]],
+    task: Task,
+    capacity: int | None,
+) -> None:
     """The plan fits, and costs what one of the enumerated plans of its candidate costs."""
     candidate, found = result.best
-    assert capacity is None or found.memory_bytes <= capacity, f"seed {seed}: {found.memory_bytes} bytes in {capacity}"
+    assert capacity is None or found.memory_bytes <= capacity, (
+        f"seed {seed}: {found.memory_bytes} bytes in {capacity}"
+    )
     number = next(n for n, outcome in enumerate(result.outcomes) if outcome["outcome"] == "chosen")
     assert (candidate.mesh, candidate.micro_batch, candidate.zero) == (
         task.candidates[number].mesh, task.candidates[number].micro_batch, task.candidates[number].zero
     )  # fmt: skip
     same = [p for p in by_candidate[task.candidates[number]]
             if abs(p.time_s - found.time_s) <= CLOSE * p.time_s and p.size_bytes == found.memory_bytes]  # fmt: skip
-    assert same, f"seed {seed}: no plan of {candidate} takes {found.time_s} s and {found.memory_bytes} bytes"
+    assert same, (
+        f"seed {seed}: no plan of {candidate} takes {found.time_s} s and {found.memory_bytes} bytes"
+    )
 
 
 @click.command()
 @click.option("--tasks", default=400, show_default=True, help="How many random tasks.")
 @click.option("--first", default=0, show_default=True, help="Seed of the first.")
-@click.option("--list", "listed", is_flag=True, help="List the tasks of which the optimum was not found.")
+@click.option(
+    "--list", "listed", is_flag=True, help="List the tasks of which the optimum was not found."
+)
 def main(tasks: int, first: int, listed: bool) -> None:
     """Plan random small tasks, and hold every answer to all plans there are."""
     start, counts = time.perf_counter(), Counts()
@@ -178,7 +220,9 @@ def main(tasks: int, first: int, listed: bool) -> None:
         counts.add(judge(seed))
     print("\n".join(counts.lines()))
     for verdict in sorted(counts.lacking, key=lambda v: -v.lacks) if listed else ():
-        print(f"  seed {verdict.seed}: {100 * verdict.lacks:.3f} % slower than the optimum, gap {100 * verdict.gap:.2f} %")
+        print(
+            f"  seed {verdict.seed}: {100 * verdict.lacks:.3f} % slower than the optimum, gap {100 * verdict.gap:.2f} %"
+        )
     print(f"  {time.perf_counter() - start:.0f} s")
 
 

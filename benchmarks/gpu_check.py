@@ -60,20 +60,37 @@ class Found:
     reserved: int
 
 
-def measured(model: str, rows: int, seq: int, pins: Mapping[str, Any], cluster: ClusterSpec, rounds: int) -> Found:
+def measured(
+    model: str, rows: int, seq: int, pins: Mapping[str, Any], cluster: ClusterSpec, rounds: int
+) -> Found:
     """Plan a case and train it."""
     spec, device = parse_model(model), torch.device(cluster.device_type)
     precision = "fp32" if device.type == "cpu" else "bf16"
     batch = spec.example_inputs(rows, seq, "cpu")
-    plan = api.plan(spec.build("meta"), cluster, batch, pin=dict(pins), precision=precision, runnable=True)
-    engine = api.parallelize(spec.build("meta"), cluster, batch, lambda own: torch.optim.AdamW(own, 1e-4, fused=True), plan=plan)
-    local, seconds = engine.local_batch({name: tensor.to(device) for name, tensor in batch.items()}), []
+    plan = api.plan(
+        spec.build("meta"), cluster, batch, pin=dict(pins), precision=precision, runnable=True
+    )
+    engine = api.parallelize(
+        spec.build("meta"),
+        cluster,
+        batch,
+        lambda own: torch.optim.AdamW(own, 1e-4, fused=True),
+        plan=plan,
+    )
+    local, seconds = (
+        engine.local_batch({name: tensor.to(device) for name, tensor in batch.items()}),
+        [],
+    )
     for turn in range(rounds + 2):
         if turn == 2 and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         engine.step(local)
         seconds.append(engine.metrics.step_time_s)
-    sizes = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if device.type == "cuda" else (0, 0)
+    sizes = (
+        (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        if device.type == "cuda"
+        else (0, 0)
+    )
     del engine
     gc.collect()
     if device.type == "cuda":
@@ -82,20 +99,34 @@ def measured(model: str, rows: int, seq: int, pins: Mapping[str, Any], cluster: 
 
 
 def line(found: Found, reserved_bytes: int) -> str:
-    predicted, words = found.plan.predicted, " ".join(f"{key}={value}" for key, value in found.pins.items())
+    predicted, words = (
+        found.plan.predicted,
+        " ".join(f"{key}={value}" for key, value in found.pins.items()),
+    )
     text = f"{found.model.partition(':')[0]:10s} {words:34s} {1e3 * predicted.step_time_s:9.2f} ms {1e3 * found.time_s:9.2f} ms"
     text += f" {predicted.step_time_s / found.time_s:7.3f}"
     if not found.allocated:
         return text
-    gib = [size / 2**30 for size in (max(predicted.peak_memory_bytes) - reserved_bytes, found.allocated, found.reserved)]
+    gib = [
+        size / 2**30
+        for size in (
+            max(predicted.peak_memory_bytes) - reserved_bytes,
+            found.allocated,
+            found.reserved,
+        )
+    ]
     return f"{text}  {gib[0]:7.2f} GiB {gib[1]:7.2f} GiB {gib[0] / gib[1]:7.3f}  {gib[2]:7.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cluster", help="a cluster of one device (default: calibrate this machine)")
+    parser.add_argument(
+        "--cluster", help="a cluster of one device (default: calibrate this machine)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="steps after the warm-up (default 5)")
-    parser.add_argument("--tiny", action="store_true", help="the small cases alone, as a CPU can train them")
+    parser.add_argument(
+        "--tiny", action="store_true", help="the small cases alone, as a CPU can train them"
+    )
     parser.add_argument("--output", help="write what is printed to a file as well")
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -111,8 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines.append(line(every[-1], cluster.device.reserved_bytes))
         print(lines[-1], flush=True)
     ratios = [one.plan.predicted.step_time_s / one.time_s for one in every]
-    rank = spearman([one.plan.predicted.step_time_s for one in every], [one.time_s for one in every])
-    more = ["", f"time: {min(ratios):.3f} to {max(ratios):.3f} of what is measured, rank correlation {rank:.3f}"]
+    rank = spearman(
+        [one.plan.predicted.step_time_s for one in every], [one.time_s for one in every]
+    )
+    more = [
+        "",
+        f"time: {min(ratios):.3f} to {max(ratios):.3f} of what is measured, rank correlation {rank:.3f}",
+    ]
     print("\n".join(more))
     if args.output:
         Path(args.output).write_text("\n".join([*lines, *more]) + "\n")

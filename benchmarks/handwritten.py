@@ -84,10 +84,14 @@ def tensor_parallel(model: Llama, optimizer: Optimizer, sequences: bool) -> Step
         parallelize_module(layer, mesh, layer_plan)
     ends = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     parallelize_module(model, mesh, ends | ({"norm": SequenceParallel()} if sequences else {}))
-    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]  # a group must not mix the two
+    sharded = [
+        p for p in model.parameters() if isinstance(p, DTensor)
+    ]  # a group must not mix the two
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     run = _loop(model, optimizer([{"params": group} for group in (sharded, whole) if group]))
 

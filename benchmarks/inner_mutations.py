@@ -45,7 +45,9 @@ class Message:
     what: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return f"{self.function} {self.call}.{self.index} {self.phase}" + (f" {self.what}" if self.what else "")
+        return f"{self.function} {self.call}.{self.index} {self.phase}" + (
+            f" {self.what}" if self.what else ""
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------------- damage
@@ -54,16 +56,26 @@ class Message:
 def _refilled(x: Tensor, shape: Iterable[int]) -> Tensor:
     """The elements of x, in order, in another shape: cut, or filled up with zeros."""
     flat, wanted = x.reshape(-1), prod(shape := tuple(shape))
-    flat = flat[:wanted] if flat.numel() >= wanted else torch.cat([flat, flat.new_zeros(wanted - flat.numel())])
+    flat = (
+        flat[:wanted]
+        if flat.numel() >= wanted
+        else torch.cat([flat, flat.new_zeros(wanted - flat.numel())])
+    )
     return flat.view(shape)
 
 
 def _damaged_sum(send: Callable, kind: str, x: Tensor, group: Any, op: str) -> Tensor:
     """All-reduce of the vocabulary-parallel loss."""
-    return {"delete": lambda: x, "zero": lambda: torch.zeros_like(x), "double": lambda: send(send(x, group, op), group, op)}[kind]()
+    return {
+        "delete": lambda: x,
+        "zero": lambda: torch.zeros_like(x),
+        "double": lambda: send(send(x, group, op), group, op),
+    }[kind]()
 
 
-def _damaged_hop(send: Callable, kind: str, ring: Any, outgoing: Tensor, incoming: Tensor, tag: int) -> list:
+def _damaged_hop(
+    send: Callable, kind: str, ring: Any, outgoing: Tensor, incoming: Tensor, tag: int
+) -> list:
     """A message to the next rank of a ring."""
     if kind == "zero":
         incoming.zero_()
@@ -77,7 +89,9 @@ def _damaged_hop(send: Callable, kind: str, ring: Any, outgoing: Tensor, incomin
     return []
 
 
-def _damaged_exchange(send: Callable, kind: str, x: Tensor, to: list[int], of: list[int], group: Any) -> Tensor:
+def _damaged_exchange(
+    send: Callable, kind: str, x: Tensor, to: list[int], of: list[int], group: Any
+) -> Tensor:
     """Rows between experts' ranks, or how many there will be."""
     shape = (sum(of), *x.shape[1:])
     if kind == "double":
@@ -101,7 +115,11 @@ _SENDING = (
 )
 """Module, its function that communicates, and what does the same wrongly."""
 
-COMMUNICATING = (vocabulary_parallel.vocab_parallel_cross_entropy, context_attention.context_attention, expert_parallel.expert_parallel)
+COMMUNICATING = (
+    vocabulary_parallel.vocab_parallel_cross_entropy,
+    context_attention.context_attention,
+    expert_parallel.expert_parallel,
+)
 """Functions of programs inside which there are messages."""
 
 
@@ -155,7 +173,10 @@ class Watch:
 
     def _watched(self, name: str, send: Callable, damaged: Callable) -> Callable:
         def watched(*args, **kwargs):
-            message = self._identify(name, next((a for a in args if a in ("max", "sum")), "") if name == "_reduced" else "")
+            message = self._identify(
+                name,
+                next((a for a in args if a in ("max", "sum")), "") if name == "_reduced" else "",
+            )
             kind = self._see(message) if message is not None else None
             return send(*args, **kwargs) if kind is None else damaged(send, kind, *args, **kwargs)
 

@@ -25,7 +25,12 @@ from autopar_kernels.routed_experts import FLOP_FORMULAS
 from model_zoo import HIDDEN, LAYERS, RATIO_EXEMPT, ZooModel
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from autopar.api import plan as make_plan
 from autopar.errors import AutoparError
@@ -37,7 +42,14 @@ from autopar.ops.values import ops
 from autopar.runtime.engine import Engine
 from autopar.runtime.ranks.launch import WorkerError, run_workers
 from autopar.verify.verify import TOLERANCE as TOLERANCES
-from autopar.verify.verify import Setup, compare, free_network, make_case, make_engine, relative_error
+from autopar.verify.verify import (
+    Setup,
+    compare,
+    free_network,
+    make_case,
+    make_engine,
+    relative_error,
+)
 
 NPROC, ROWS, STEPS = 4, 8, 3
 WORKERS_TIMEOUT_S, PLANNING_TIMEOUT_S = 120.0, 60.0
@@ -77,7 +89,9 @@ class Cell:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data; an infinite error becomes the text 'inf'."""
-        return asdict(self) | {"worst_error": self.worst_error if self.worst_error < float("inf") else "inf"}
+        return asdict(self) | {
+            "worst_error": self.worst_error if self.worst_error < float("inf") else "inf"
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +120,25 @@ def run_cell(model: ZooModel, mesh: str, pins: dict[str, int]) -> Cell:
     except Exception as error:  # noqa: BLE001 - a model that cannot be traced or trained is a result of the matrix
         return without_numbers("failed", f"on one device: {_words(error)}")
     try:
-        plan = make_plan(case.model, free_network(NPROC), case.batches[0], ROWS, {"zero": 0} | pins, precision=PRECISION, runnable=True,
-                         traced=case.traced, time_limit_s=PLANNING_TIMEOUT_S)
+        plan = make_plan(
+            case.model,
+            free_network(NPROC),
+            case.batches[0],
+            ROWS,
+            {"zero": 0} | pins,
+            precision=PRECISION,
+            runnable=True,
+            traced=case.traced,
+            time_limit_s=PLANNING_TIMEOUT_S,
+        )
     except AutoparError as error:
         return without_numbers("refused", str(error))
     except Exception as error:  # noqa: BLE001 - so is a planner that breaks
         return without_numbers("failed", f"planning: {_words(error)}")
     try:
-        ranks = run_workers(_rank, plan.mesh.num_devices, (setup, plan.to_json()), WORKERS_TIMEOUT_S)
+        ranks = run_workers(
+            _rank, plan.mesh.num_devices, (setup, plan.to_json()), WORKERS_TIMEOUT_S
+        )
     except (WorkerError, AutoparError) as error:
         return without_numbers("failed", f"running: {_words(error)}")
     return _judge(model, mesh, setup, plan, ranks, whole_flops, start)
@@ -123,19 +148,42 @@ def _words(error: Exception) -> str:
     """A worker's traceback is shortened to its last line."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
     text = lines[-1].strip() if isinstance(error, WorkerError) else str(error)
-    return text if isinstance(error, (AutoparError, WorkerError)) else f"{type(error).__name__}: {text}"
+    return (
+        text
+        if isinstance(error, (AutoparError, WorkerError))
+        else f"{type(error).__name__}: {text}"
+    )
 
 
-def _judge(model: ZooModel, mesh: str, setup: Setup, plan: Plan, ranks: list[RankResult], whole_flops: int, start: float) -> Cell:
+def _judge(
+    model: ZooModel,
+    mesh: str,
+    setup: Setup,
+    plan: Plan,
+    ranks: list[RankResult],
+    whole_flops: int,
+    start: float,
+) -> Cell:
     case = make_case(setup)
     worst = max(ranks, key=lambda rank: rank.worst_error)
-    loss_error = max(relative_error(a, b) for rank in ranks for a, b in zip(rank.losses, case.losses, strict=True))
+    loss_error = max(
+        relative_error(a, b)
+        for rank in ranks
+        for a, b in zip(rank.losses, case.losses, strict=True)
+    )
     tp, ep = plan.mesh.tp, getattr(plan.mesh, "ep", 1)
     matrices = {name: spec for name, spec in case.traced.parameters.items() if is_matrix(spec)}
     whole = sum(_elements(spec) for spec in matrices.values())
-    shares = {name: _elements(spec) / tp / (ep if is_expert(spec) else 1) for name, spec in matrices.items()}
+    shares = {
+        name: _elements(spec) / tp / (ep if is_expert(spec) else 1)
+        for name, spec in matrices.items()
+    }
     fullest = max(ranks, key=lambda rank: sum(rank.held.values()))
-    flops = sum(rank.flops for rank in ranks) / len(ranks) if ep > 1 else max(rank.flops for rank in ranks)
+    flops = (
+        sum(rank.flops for rank in ranks) / len(ranks)
+        if ep > 1
+        else max(rank.flops for rank in ranks)
+    )
     exempt = model.name in RATIO_EXEMPT
     cell = Cell(
         model.name,
@@ -148,14 +196,21 @@ def _judge(model: ZooModel, mesh: str, setup: Setup, plan: Plan, ranks: list[Ran
         flops_ratio=whole_flops / flops,
         needed_flops=0.0 if exempt else FLOPS_SHARE * plan.mesh.num_devices,
         replicated=replicated_ops(case.traced, plan),
-        whole_matrices=tuple((name, _elements(matrices[name]) / whole) for name, held in fullest.held.items() if held > 1.2 * shares[name]),
+        whole_matrices=tuple(
+            (name, _elements(matrices[name]) / whole)
+            for name, held in fullest.held.items()
+            if held > 1.2 * shares[name]
+        ),
         uncounted=tuple(sorted({op for rank in ranks for op in rank.uncounted})),
-        moved=max(rank.moved for rank in ranks) / (ROWS / plan.mesh.dp * model.seq * HIDDEN * LAYERS),
+        moved=max(rank.moved for rank in ranks)
+        / (ROWS / plan.mesh.dp * model.seq * HIDDEN * LAYERS),
         time_s=time.perf_counter() - start,
     )
     missing = []
     if not cell.worst_error <= TOLERANCE:
-        missing.append(f"not exact: {cell.worst_tensor} is off by {cell.worst_error:.1e} of its update")
+        missing.append(
+            f"not exact: {cell.worst_tensor} is off by {cell.worst_error:.1e} of its update"
+        )
     elif not loss_error <= TOLERANCE:
         missing.append(f"not exact: a loss is off by {loss_error:.1e}")
     if cell.bytes_ratio < cell.needed_bytes:
@@ -178,7 +233,15 @@ def _rank(rank: int, setup: Setup, plan_text: str) -> RankResult:
     losses += [float(engine.step(engine.local_batch(batch))) for batch in case.batches[1:]]
     worst, tensor = compare(case.before, case.after, engine.full_state_dict(), PRECISION)
     held = {name: local.numel() for name, local in local_matrices(engine)}
-    return RankResult(worst, tensor, tuple(losses), counter.flops, held, counter.moved, tuple(sorted(counter.unknown)))
+    return RankResult(
+        worst,
+        tensor,
+        tuple(losses),
+        counter.flops,
+        held,
+        counter.moved,
+        tuple(sorted(counter.unknown)),
+    )
 
 
 def local_matrices(engine: Engine) -> Iterator[tuple[str, Tensor]]:
@@ -188,7 +251,10 @@ def local_matrices(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         if is_matrix(parameter.spec) and parameter.spec.name not in seen:
             seen.add(parameter.spec.name)
             module = getattr(engine.program.module, parameter.module)
-            yield parameter.spec.name, getattr(getattr(module, "body", module), parameter.attribute)  # `body`: a recomputed segment
+            yield (
+                parameter.spec.name,
+                getattr(getattr(module, "body", module), parameter.attribute),
+            )  # `body`: a recomputed segment
 
 
 def is_matrix(spec: ParameterSpec) -> bool:
@@ -209,8 +275,17 @@ def _elements(spec: ParameterSpec) -> int:
 def single_device_flops(setup: Setup) -> int:
     """FLOPs of one step of the whole batch by the program of one device."""
     case = make_case(setup)
-    plan = make_plan(case.model, free_network(1), case.batches[0], setup.rows, {}, precision=PRECISION, runnable=True,
-                     traced=case.traced, time_limit_s=PLANNING_TIMEOUT_S)
+    plan = make_plan(
+        case.model,
+        free_network(1),
+        case.batches[0],
+        setup.rows,
+        {},
+        precision=PRECISION,
+        runnable=True,
+        traced=case.traced,
+        time_limit_s=PLANNING_TIMEOUT_S,
+    )
     engine = make_engine(case, plan)
     with counting() as counter:
         engine.step(case.batches[0])
@@ -220,12 +295,18 @@ def single_device_flops(setup: Setup) -> int:
 # ------------------------------------------------------------------------------------------------------------------ counting
 
 
-def _cpu_attention(query, key, value, dropout_p=0.0, is_causal=False, *args, out_val=None, **kwargs) -> int:
+def _cpu_attention(
+    query, key, value, dropout_p=0.0, is_causal=False, *args, out_val=None, **kwargs
+) -> int:
     return sdpa_flop_count(query.shape, key.shape, value.shape) // (2 if is_causal else 1)
 
 
-def _cpu_attention_backward(grad, query, key, value, out, logsumexp, dropout_p, is_causal, *args, out_val=None, **kwargs) -> int:
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape) // (2 if is_causal else 1)
+def _cpu_attention_backward(
+    grad, query, key, value, out, logsumexp, dropout_p, is_causal, *args, out_val=None, **kwargs
+) -> int:
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape) // (
+        2 if is_causal else 1
+    )
 
 
 def _grouped_mm(a, b, offs=None, *args, out_val=None, **kwargs) -> int:
@@ -233,7 +314,9 @@ def _grouped_mm(a, b, offs=None, *args, out_val=None, **kwargs) -> int:
     shared = a.shape[-1]
     if offs is None:
         return 2 * a.shape[:-1].numel() * shared * b.shape[-1]
-    if a.dim() == 2 and b.dim() == 2:  # (m, tokens) x (tokens, n) for each expert: the gradient of the weights
+    if (
+        a.dim() == 2 and b.dim() == 2
+    ):  # (m, tokens) x (tokens, n) for each expert: the gradient of the weights
         return 2 * a.shape[0] * _grouped_rows(offs, shared) * b.shape[1]
     rows = a.shape[0] if a.dim() == 2 else b.shape[-1]
     return 2 * _grouped_rows(offs, rows) * shared * (b.shape[-1] if a.dim() == 2 else a.shape[-2])
@@ -244,6 +327,8 @@ def _grouped_rows(offs: Tensor, rows: int) -> int:
 
 
 _aten = torch.ops.aten
+
+
 def _grouped_mm_fallback(rows, weights, offs, *args, out_val=None, **kwargs) -> int:
     return _grouped_mm(rows, weights, offs)
 
@@ -308,8 +393,13 @@ class _Watch(TorchDispatchMode):
         if function.namespace not in _OPAQUE_IS_FINE and function._overloadpacket not in self.known:
             self.unknown.add(str(function._overloadpacket))
         result = function(*args, **(kwargs or {}))
-        if function.namespace == "_c10d_functional" and function._schema.name != "_c10d_functional::wait_tensor":
-            self.moved += max(tensor.numel() for tensor in (args[0], result) if isinstance(tensor, Tensor))
+        if (
+            function.namespace == "_c10d_functional"
+            and function._schema.name != "_c10d_functional::wait_tensor"
+        ):
+            self.moved += max(
+                tensor.numel() for tensor in (args[0], result) if isinstance(tensor, Tensor)
+            )
         return result
 
 
@@ -332,7 +422,9 @@ def replicated_ops(traced: TracedModel, plan: Plan) -> tuple[tuple[str, str, flo
             flops = _forward_flops(node, rows)
             total += flops
             for axis, choice in choices[block.name].get(node.name, {}).items():
-                if flops and not any(layout.is_shard for layout in (*choice.inputs, *choice.outputs)):
+                if flops and not any(
+                    layout.is_shard for layout in (*choice.inputs, *choice.outputs)
+                ):
                     found[f"{block.name}.{node.name}", axis] += flops
     return tuple((op, axis, flops / total) for (op, axis), flops in found.most_common())
 
@@ -344,7 +436,9 @@ def _forward_flops(node: torch.fx.Node, rows: int) -> int:
         if isinstance(value, (list, tuple)):
             return [concrete(v) for v in value]
         if is_symbolic(value):
-            return int(value.node.expr.subs({symbol: rows for symbol in value.node.expr.free_symbols}))
+            return int(
+                value.node.expr.subs({symbol: rows for symbol in value.node.expr.free_symbols})
+            )
         return int(value) if isinstance(value, torch.SymInt) else value
 
     def meta(operand: torch.fx.Node) -> Tensor:
@@ -353,5 +447,7 @@ def _forward_flops(node: torch.fx.Node, rows: int) -> int:
 
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), meta)
     with torch.no_grad(), counting() as counter:
-        node.target(*concrete(list(args)), **{name: concrete(value) for name, value in kwargs.items()})
+        node.target(
+            *concrete(list(args)), **{name: concrete(value) for name, value in kwargs.items()}
+        )
     return counter.flops

@@ -36,7 +36,14 @@ _batch: dict[str, torch.Tensor] = {}
 def measure(task: Task, plans: Sequence[Plan], rounds: int) -> list[float]:
     """Seconds of a step of each plan of a task for `RANKS` devices."""
     with WorkerPool(RANKS) as pool:
-        pool.run(_build, task.model, task.global_batch, task.seq, [plan.to_json() for plan in plans], timeout_s=900)
+        pool.run(
+            _build,
+            task.model,
+            task.global_batch,
+            task.seq,
+            [plan.to_json() for plan in plans],
+            timeout_s=900,
+        )
         seconds: list[list[float]] = [[] for _ in plans]
         for turn in range(rounds + 1):
             for index in range(len(plans)):

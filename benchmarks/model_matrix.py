@@ -48,7 +48,11 @@ def run_one_by_one(names: list[str], meshes: list[str]) -> list[Cell]:
     for name, mesh in cells(names, meshes):
         cell = run_cell(ZooModel.of(name), mesh, parse_pins(mesh))
         note = f": {cell.message}" if cell.message else ""
-        print(f"{name} {mesh}: {cell.status} in {cell.time_s:.1f} s{note}"[:LONGEST_MESSAGE], file=sys.stderr, flush=True)
+        print(
+            f"{name} {mesh}: {cell.status} in {cell.time_s:.1f} s{note}"[:LONGEST_MESSAGE],
+            file=sys.stderr,
+            flush=True,
+        )
         found.append(cell)
     return found
 
@@ -59,10 +63,24 @@ def run_side_by_side(names: list[str], meshes: list[str], jobs: int) -> list[Cel
     def run(name: str) -> list[Cell]:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "cells.json"
-            command = [sys.executable, __file__, "--models", name, "--meshes", *meshes, "--json", str(file)]
-            done = subprocess.run(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            command = [
+                sys.executable,
+                __file__,
+                "--models",
+                name,
+                "--meshes",
+                *meshes,
+                "--json",
+                str(file),
+            ]
+            done = subprocess.run(
+                command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
             if not file.exists():
-                return [Cell(name, mesh, "failed", f"the process ended with code {done.returncode}") for _, mesh in cells([name], meshes)]
+                return [
+                    Cell(name, mesh, "failed", f"the process ended with code {done.returncode}")
+                    for _, mesh in cells([name], meshes)
+                ]
             return read_json(file)
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -77,8 +95,13 @@ def write_json(file: Path, found: list[Cell]) -> None:
 def read_json(file: Path) -> list[Cell]:
     """Read what `write_json` wrote."""
     rows = json.loads(file.read_text())
-    return [Cell(**{key: tuple(map(_tuple, v)) if isinstance(v, list) else v for key, v in row.items()}
-                 | {"worst_error": float(row["worst_error"])}) for row in rows]
+    return [
+        Cell(
+            **{key: tuple(map(_tuple, v)) if isinstance(v, list) else v for key, v in row.items()}
+            | {"worst_error": float(row["worst_error"])}
+        )
+        for row in rows
+    ]
 
 
 def _tuple(value: object) -> object:
@@ -87,9 +110,19 @@ def _tuple(value: object) -> object:
 
 def table(found: list[Cell]) -> Table:
     """One row a cell."""
-    shown = Table(title=f"model matrix: {sum(cell.status == 'ok' for cell in found)} of {len(found)} cells are exact and sharded")
-    for name, justify in (("model", "left"), ("mesh", "left"), ("worst error", "right"), ("bytes /", "right"), ("FLOPs /", "right"),
-                          ("moved", "right"), ("verdict", "left"), ("replicated ops (FLOPs), whole matrices (bytes)", "left")):
+    shown = Table(
+        title=f"model matrix: {sum(cell.status == 'ok' for cell in found)} of {len(found)} cells are exact and sharded"
+    )
+    for name, justify in (
+        ("model", "left"),
+        ("mesh", "left"),
+        ("worst error", "right"),
+        ("bytes /", "right"),
+        ("FLOPs /", "right"),
+        ("moved", "right"),
+        ("verdict", "left"),
+        ("replicated ops (FLOPs), whole matrices (bytes)", "left"),
+    ):
         shown.add_column(name, justify=justify, no_wrap=name == "mesh")
     for cell in found:
         measured = cell.bytes_ratio > 0
@@ -108,9 +141,16 @@ def table(found: list[Cell]) -> Table:
 
 def _replication(cell: Cell) -> str:
     ops = [f"{op} over {axis} {share:.0%}" for op, axis, share in cell.replicated]
-    matrices = [f"{name} {share:.0%}" for name, share in sorted(cell.whole_matrices, key=lambda item: -item[1])]
-    parts = [", ".join(part[:SHOWN_OPS]) + (f" and {len(part) - SHOWN_OPS} more" if len(part) > SHOWN_OPS else "")
-             for part in (ops, matrices) if part]
+    matrices = [
+        f"{name} {share:.0%}"
+        for name, share in sorted(cell.whole_matrices, key=lambda item: -item[1])
+    ]
+    parts = [
+        ", ".join(part[:SHOWN_OPS])
+        + (f" and {len(part) - SHOWN_OPS} more" if len(part) > SHOWN_OPS else "")
+        for part in (ops, matrices)
+        if part
+    ]
     if cell.uncounted:
         parts.append("not counted: " + ", ".join(cell.uncounted))
     return " | ".join(parts)
@@ -119,10 +159,19 @@ def _replication(cell: Cell) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(CONFIGS), help="comma-separated names (default: all)")
-    parser.add_argument("--meshes", nargs="+", default=list(MESHES), help=f"pins of each mesh (default: {' '.join(MESHES)})")
+    parser.add_argument(
+        "--models", default=",".join(CONFIGS), help="comma-separated names (default: all)"
+    )
+    parser.add_argument(
+        "--meshes",
+        nargs="+",
+        default=list(MESHES),
+        help=f"pins of each mesh (default: {' '.join(MESHES)})",
+    )
     parser.add_argument("--json", type=Path, help="also write the cells to this file")
-    parser.add_argument("--jobs", type=int, default=1, help="models run at a time, each on 4 processes")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="models run at a time, each on 4 processes"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -132,7 +181,11 @@ def main(arguments: list[str] | None = None) -> int:
     except AutoparError as error:
         parser.error(str(error))
     print(f"{count} cells", file=sys.stderr)
-    found = run_side_by_side(names, options.meshes, options.jobs) if options.jobs > 1 else run_one_by_one(names, options.meshes)
+    found = (
+        run_side_by_side(names, options.meshes, options.jobs)
+        if options.jobs > 1
+        else run_one_by_one(names, options.meshes)
+    )
     if options.json:
         write_json(options.json, found)
     Console(width=WIDTH, highlight=False).print(table(found))

@@ -12,7 +12,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mutations import DIFFERS, EXACT, RAISED, REJECTED, STUCK, Mutation, Source, Trial, damaged, mutations_of
+from mutations import (
+    DIFFERS,
+    EXACT,
+    RAISED,
+    REJECTED,
+    STUCK,
+    Mutation,
+    Source,
+    Trial,
+    damaged,
+    mutations_of,
+)
 
 from autopar.ir.plan import Plan
 from autopar.runtime.ranks.launch import WorkerError, WorkerPool
@@ -52,7 +63,12 @@ class MutationCell:
 
 
 def run_mutations(
-    pool: WorkerPool, source: Source, plan: Plan, every: int = 1, start: int = 0, progress: Callable[[Mutation, str], None] | None = None
+    pool: WorkerPool,
+    source: Source,
+    plan: Plan,
+    every: int = 1,
+    start: int = 0,
+    progress: Callable[[Mutation, str], None] | None = None,
 ) -> list[tuple[Mutation, str]]:
     """What became of every `every`-th mutation of the program of `plan`, from number `start` on.
 
@@ -76,15 +92,25 @@ def run_mutations(
         found.append((mutation, verdict))
         if progress is not None:
             progress(mutation, verdict)
-    if healthy and (verdicts := set(pool.run(_mutant, text, None, timeout_s=PREPARE_TIMEOUT_S))) != {EXACT}:
-        raise RuntimeError(f"the program after all mutations are undone: {', '.join(sorted(verdicts))}")
+    if healthy and (
+        verdicts := set(pool.run(_mutant, text, None, timeout_s=PREPARE_TIMEOUT_S))
+    ) != {EXACT}:
+        raise RuntimeError(
+            f"the program after all mutations are undone: {', '.join(sorted(verdicts))}"
+        )
     return found
 
 
-def judged(model: str, mesh: str, found: list[tuple[Mutation, str]], start_s: float) -> MutationCell:
+def judged(
+    model: str, mesh: str, found: list[tuple[Mutation, str]], start_s: float
+) -> MutationCell:
     """Count what became of the mutations."""
-    predicted = [(mutation, verdict) for mutation, verdict in found if mutation.no_op or mutation.same]
-    others = [(mutation, verdict) for mutation, verdict in found if not (mutation.no_op or mutation.same)]
+    predicted = [
+        (mutation, verdict) for mutation, verdict in found if mutation.no_op or mutation.same
+    ]
+    others = [
+        (mutation, verdict) for mutation, verdict in found if not (mutation.no_op or mutation.same)
+    ]
     counted = [verdict for _, verdict in others]
     return MutationCell(
         model,
@@ -126,4 +152,6 @@ def _mutant(rank: int, plan: str, mutation: Mutation | None) -> str:
     if mutation is None:
         return trial.outcome(verify=False)
     with damaged(trial.engine, mutation):
-        return trial.outcome(verify=mutation.kind in ("delete", "double") and mutation.message is None)
+        return trial.outcome(
+            verify=mutation.kind in ("delete", "double") and mutation.message is None
+        )

@@ -42,17 +42,32 @@ def solved_plan(name: str, mesh: str) -> Plan:
     """The plan of one cell.  Raises AutoparError if the planner refuses."""
     setup = setup_of(name)
     case = make_case(setup)
-    return make_plan(case.model, free_network(NPROC), case.batches[0], ROWS, {"zero": 0} | parse_pins(mesh), precision=PRECISION,
-                     runnable=True, traced=case.traced, time_limit_s=PLANNING_TIMEOUT_S)
+    return make_plan(
+        case.model,
+        free_network(NPROC),
+        case.batches[0],
+        ROWS,
+        {"zero": 0} | parse_pins(mesh),
+        precision=PRECISION,
+        runnable=True,
+        traced=case.traced,
+        time_limit_s=PLANNING_TIMEOUT_S,
+    )
 
 
-def run_cell(pool: WorkerPool, name: str, mesh: str, every: int = 1, start: int = 0, verbose: bool = False) -> MutationCell:
+def run_cell(
+    pool: WorkerPool, name: str, mesh: str, every: int = 1, start: int = 0, verbose: bool = False
+) -> MutationCell:
     """Plan, mutate and judge.  What prevents a program becomes the cell's message."""
     began = time.perf_counter()
 
     def progress(mutation: Mutation, verdict: str) -> None:
         if verbose:
-            print(f"{name} {mesh}: {time.perf_counter() - began:6.1f} s {verdict}: {mutation}", file=sys.stderr, flush=True)
+            print(
+                f"{name} {mesh}: {time.perf_counter() - began:6.1f} s {verdict}: {mutation}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     try:
         plan = solved_plan(name, mesh)
@@ -62,7 +77,9 @@ def run_cell(pool: WorkerPool, name: str, mesh: str, every: int = 1, start: int 
     return judged(name, mesh, found, began)
 
 
-def run_models(names: list[str], meshes: list[str], every: int, verbose: bool) -> list[MutationCell]:
+def run_models(
+    names: list[str], meshes: list[str], every: int, verbose: bool
+) -> list[MutationCell]:
     """The cells, model by model: the workers of a model are copies of this process once it has traced and trained the model."""
     found = []
     for name in names:
@@ -70,21 +87,45 @@ def run_models(names: list[str], meshes: list[str], every: int, verbose: bool) -
             for _, mesh in cells([name], meshes):
                 cell = run_cell(pool, name, mesh, every, verbose=verbose)
                 verdict = cell.message or f"{len(cell.escaped)} of {cell.mutations} escaped"
-                print(f"{name} {mesh}: {verdict} in {cell.time_s:.0f} s", file=sys.stderr, flush=True)
+                print(
+                    f"{name} {mesh}: {verdict} in {cell.time_s:.0f} s", file=sys.stderr, flush=True
+                )
                 found.append(cell)
     return found
 
 
 def table(found: list[MutationCell]) -> Table:
     """One row a cell; `inside` counts the mutations inside special lowerings, `same` wrong backwards that return the right gradients."""
-    shown = Table(title=f"mutation matrix: {sum(cell.ok for cell in found)} of {len(found)} cells let no mutation escape")
+    shown = Table(
+        title=f"mutation matrix: {sum(cell.ok for cell in found)} of {len(found)} cells let no mutation escape"
+    )
     for name in ("model", "mesh"):
         shown.add_column(name, no_wrap=True)
-    for name in ("mutations", "inside", "verifier", "differ", "raised", "stuck", "no-ops", "same", "escaped", "time"):
+    for name in (
+        "mutations",
+        "inside",
+        "verifier",
+        "differ",
+        "raised",
+        "stuck",
+        "no-ops",
+        "same",
+        "escaped",
+        "time",
+    ):
         shown.add_column(name, justify="right")
     for cell in found:
-        counts = (cell.mutations, cell.inside, cell.rejected, cell.differ, cell.raised, cell.stuck, cell.no_ops,
-                  len(cell.same), len(cell.escaped))
+        counts = (
+            cell.mutations,
+            cell.inside,
+            cell.rejected,
+            cell.differ,
+            cell.raised,
+            cell.stuck,
+            cell.no_ops,
+            len(cell.same),
+            len(cell.escaped),
+        )
         shown.add_row(cell.model, cell.mesh, *map(str, counts), f"{cell.time_s:.0f} s")
     return shown
 
@@ -92,8 +133,15 @@ def table(found: list[MutationCell]) -> Table:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(CONFIGS), help="comma-separated names (default: all)")
-    parser.add_argument("--meshes", nargs="+", default=list(MESHES), help=f"pins of each mesh (default: {' '.join(MESHES)})")
+    parser.add_argument(
+        "--models", default=",".join(CONFIGS), help="comma-separated names (default: all)"
+    )
+    parser.add_argument(
+        "--meshes",
+        nargs="+",
+        default=list(MESHES),
+        help=f"pins of each mesh (default: {' '.join(MESHES)})",
+    )
     parser.add_argument("--every", type=int, default=1, help="apply every N-th mutation only")
     parser.add_argument("--json", type=Path, help="also write the cells to this file")
     parser.add_argument("--verbose", action="store_true", help="tell of every mutation, on stderr")
@@ -114,7 +162,11 @@ def main(arguments: list[str] | None = None) -> int:
     for cell in found:
         for text in cell.same:
             print(f"{cell.model} {cell.mesh}: {text}")
-        for problem in (cell.message, *(f"NOT CAUGHT: {text}" for text in cell.escaped), *(f"no no-op: {text}" for text in cell.wrong)):
+        for problem in (
+            cell.message,
+            *(f"NOT CAUGHT: {text}" for text in cell.escaped),
+            *(f"no no-op: {text}" for text in cell.wrong),
+        ):
             if problem:
                 print(f"{cell.model} {cell.mesh}: {problem}")
     return 0 if all(cell.ok for cell in found) else 1

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from inner_mutations import COMMUNICATING, Message, Place, Watch, kinds_of
@@ -40,7 +41,13 @@ from autopar.verify.verify import TOLERANCE as TOLERANCES
 from autopar.verify.verify import Case, _optimizer, compare, make_engine, relative_error
 
 TOLERANCE, ABSOLUTE = TOLERANCES["fp64"]
-EXACT, DIFFERS, REJECTED, RAISED, STUCK = "exact", "differs", "rejected by the verifier", "raised", "stuck"
+EXACT, DIFFERS, REJECTED, RAISED, STUCK = (
+    "exact",
+    "differs",
+    "rejected by the verifier",
+    "raised",
+    "stuck",
+)
 _PRIMITIVE = {function: name for name, function in NODE_FUNCTIONS.items()}
 
 Source = tuple
@@ -69,7 +76,10 @@ class Mutation:
 def modules(engine: Engine) -> dict[str, GraphModule]:
     """The root ('') and each segment; a recomputed segment wraps its graph."""
     found = {"": engine.program.module}
-    found.update((name, getattr(child, "body", child)) for name, child in engine.program.module.named_children())
+    found.update(
+        (name, getattr(child, "body", child))
+        for name, child in engine.program.module.named_children()
+    )
     return found
 
 
@@ -103,14 +113,22 @@ def _origin(node: Node, classes: dict[str, int]) -> tuple:
         return (node.name,)
     if node.op == "call_module":
         return (classes[node.target],)
-    rest = (str(node.target), str([a for a in node.args if not isinstance(a, Node)]), str(dict(node.kwargs)))
+    rest = (
+        str(node.target),
+        str([a for a in node.args if not isinstance(a, Node)]),
+        str(dict(node.kwargs)),
+    )
     return (*rest, *(_origin(source, classes) for source in node.all_input_nodes))
 
 
 def _uses(node: Node, classes: dict[str, int]) -> Iterator[tuple]:
     for user in node.users:
         position = user.args.index(node) if node in user.args else -1
-        yield (classes[user.target], position) if user.op == "call_module" else (str(user.target), position)
+        yield (
+            (classes[user.target], position)
+            if user.op == "call_module"
+            else (str(user.target), position)
+        )
 
 
 class _Differentiable(Interpreter):
@@ -132,37 +150,73 @@ def mutations_of(trial: Trial) -> list[Mutation]:
     engine, case = trial.engine, trial.case
     nodes, messages = list(_distinct_nodes(engine, case.traced)), []
     watch = Watch(messages.append)
-    with watch.over([(name, module, node) for name, module, node in nodes if node.target in COMMUNICATING]):
+    with watch.over(
+        [(name, module, node) for name, module, node in nodes if node.target in COMMUNICATING]
+    ):
         gradients = _run_once(engine, case.batches[0])
-    transitions = [(name, module, node) for name, module, node in nodes if "transition" in node.meta]
-    candidates = [(*place, _others(place[2])) for place in transitions if place[2].meta["differentiable"]]
+    transitions = [
+        (name, module, node) for name, module, node in nodes if "transition" in node.meta
+    ]
+    candidates = [
+        (*place, _others(place[2])) for place in transitions if place[2].meta["differentiable"]
+    ]
     same = same_backwards(engine, case.batches, candidates, trial.reset)
     found = []
     for name, _, node in transitions:
         forward, backward = _PRIMITIVE[node.target], node.kwargs["backward"]
-        at, what = (name, node.name), f"{forward}/{backward} {'->'.join(map(str, node.meta['transition']))} on {node.args[1]}"
+        at, what = (
+            (name, node.name),
+            f"{forward}/{backward} {'->'.join(map(str, node.meta['transition']))} on {node.args[1]}",
+        )
         untouched = not node.meta["differentiable"]
         # an identity that changes the gradient of a value without gradient is nothing at all; masking twice is masking once
         gone = same.get((at, "identity"), "") if forward == "identity" else ""
         found.append(Mutation(at, "delete", forward == "identity" and untouched, what, same=gone))
-        found.append(Mutation(at, "double", forward == "mask" or forward == "identity" and (backward == "mask" or untouched), what))
-        found += [Mutation(at, other, untouched, what, same=same.get((at, other), "")) for other in _others(node)]
+        found.append(
+            Mutation(
+                at,
+                "double",
+                forward == "mask" or forward == "identity" and (backward == "mask" or untouched),
+                what,
+            )
+        )
+        found += [
+            Mutation(at, other, untouched, what, same=same.get((at, other), ""))
+            for other in _others(node)
+        ]
     for message in messages:
-        found += [Mutation(message.place, kind, no_op, "", message) for kind, no_op in kinds_of(message)]
+        found += [
+            Mutation(message.place, kind, no_op, "", message) for kind, no_op in kinds_of(message)
+        ]
     first = representatives(case.traced)
-    mutated = {parameter.spec.name for parameter in engine.program.parameters if parameter.module in first}
+    mutated = {
+        parameter.spec.name for parameter in engine.program.parameters if parameter.module in first
+    }
     for name in engine._masters:
-        still = name in case.after and float((case.after[name] - case.before[name]).norm()) <= ABSOLUTE
+        still = (
+            name in case.after and float((case.after[name] - case.before[name]).norm()) <= ABSOLUTE
+        )
         for axis in engine.gradient_axes(name) if name in mutated else ():
             what = f"gradient over {axis}"
-            found.append(Mutation((name, axis), "drop", still and _is_zero_without(engine, name, axis, gradients), what))
+            found.append(
+                Mutation(
+                    (name, axis),
+                    "drop",
+                    still and _is_zero_without(engine, name, axis, gradients),
+                    what,
+                )
+            )
             found.append(Mutation((name, axis), "reduce_again", still, what))
     return found
 
 
 def _others(node: Node) -> list[str]:
     """The wrong backwards of a transition that its function allows."""
-    return [backward for backward in _LEGAL_BACKWARD[_PRIMITIVE[node.target]] if backward != node.kwargs["backward"]]
+    return [
+        backward
+        for backward in _LEGAL_BACKWARD[_PRIMITIVE[node.target]]
+        if backward != node.kwargs["backward"]
+    ]
 
 
 def _is_zero_without(engine: Engine, name: str, axis: str, gradients: dict[str, Tensor]) -> bool:
@@ -177,11 +231,16 @@ def _is_zero_without(engine: Engine, name: str, axis: str, gradients: dict[str, 
 def _run_once(engine: Engine, batch: dict) -> dict[str, Tensor]:
     """Forward and backward of the first micro-batch, node by node; the gradients of this rank, before they are added up."""
     work = engine.batches.split(engine.local_batch(batch))
-    program = replace(engine.program, module=lambda *args: _Differentiable(engine.program.module).run(*args))
+    program = replace(
+        engine.program, module=lambda *args: _Differentiable(engine.program.module).run(*args)
+    )
     with active_axes(engine.axes):
         loss, _ = engine._forward(program, work.inputs[0], engine._noise(work, 0))
         loss.backward()
-    gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in engine._leaves.items()}
+    gradients = {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name, leaf in engine._leaves.items()
+    }
     for leaf in engine._leaves.values():
         leaf.grad = None
     return gradients
@@ -199,7 +258,9 @@ def damaged(engine: Engine, mutation: Mutation) -> Iterator[None]:
         module = modules(engine)[mutation.place[0]]
         node = next(n for n in module.graph.nodes if n.name == mutation.place[1])
         if mutation.message is not None:
-            with Watch(lambda seen: mutation.kind if seen == mutation.message else None).over([(mutation.place[0], module, node)]):
+            with Watch(lambda seen: mutation.kind if seen == mutation.message else None).over(
+                [(mutation.place[0], module, node)]
+            ):
                 yield
             return
         undo = _damage_node(module, node, mutation.kind)
@@ -212,7 +273,9 @@ def damaged(engine: Engine, mutation: Mutation) -> Iterator[None]:
 def _damage_node(module: GraphModule, node: Node, kind: str) -> Callable[[], None]:
     """Delete or double a transition, or give it another backward; returns what undoes it."""
     kwargs = {key: value for key, value in node.kwargs.items() if key != "async_op"}
-    value = next(iter(node.users)) if len(kwargs) < len(node.kwargs) else node  # of an asynchronous transition, what is waited for
+    value = (
+        next(iter(node.users)) if len(kwargs) < len(node.kwargs) else node
+    )  # of an asynchronous transition, what is waited for
     if kind == "delete":
         before = [(user, user.args, user.kwargs) for user in value.users]
         value.replace_all_uses_with(node.args[0])
@@ -283,8 +346,11 @@ class Trial:
         before = engine.full_state_dict()
         engine.step(engine.local_batch(case.batches[0]))
         trial.first = {key: leaf.detach().clone() for key, leaf in engine._leaves.items()}
-        trial.moved = {key: float((whole - before[key]).norm()) for key, whole in engine.full_state_dict().items()
-                       if whole.is_floating_point()}
+        trial.moved = {
+            key: float((whole - before[key]).norm())
+            for key, whole in engine.full_state_dict().items()
+            if whole.is_floating_point()
+        }
         return trial
 
     def reset(self) -> None:
@@ -294,7 +360,13 @@ class Trial:
             for name, leaf in engine._leaves.items():
                 leaf.copy_(self.initial[name])
                 leaf.grad = None
-        engine.optimizer, engine.steps = _optimizer(self.case.learning_rate)(list(engine._masters.values())), 0
+        engine.optimizer, engine.steps = (
+            _optimizer(self.case.learning_rate)(list(engine._masters.values())),
+            0,
+        )
+
+    def _step(self, batch, found: list[float]) -> None:
+        found.append(float(self.engine.step(self.engine.local_batch(batch))))
 
     def outcome(self, verify: bool = True) -> str:
         """EXACT, or how the program was caught; stops at the first difference.  Equal on all ranks unless they part ways."""
@@ -303,8 +375,13 @@ class Trial:
         self.reset()
         for batch, loss in zip(self.case.batches, self.case.losses, strict=True):
             found: list[float] = []
-            raised = _fails(lambda: found.append(float(self.engine.step(self.engine.local_batch(batch)))))  # noqa: B023 - runs now
-            wrong = raised or not relative_error(found[0], loss) <= TOLERANCE or batch is self.case.batches[0] and self._parted()
+            raised = _fails(partial(self._step, batch, found))
+            wrong = (
+                raised
+                or not relative_error(found[0], loss) <= TOLERANCE
+                or batch is self.case.batches[0]
+                and self._parted()
+            )
             if any_rank(wrong):
                 return RAISED if any_rank(raised) else DIFFERS
         error, _ = compare(self.case.before, self.case.after, self.engine.full_state_dict(), "fp64")

@@ -28,7 +28,9 @@ WARM_UP = 4
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-2, weight_decay=0.1),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, 2e-2, weight_decay=0.1),
-    "adafactor_eps": lambda parameters: torch.optim.Adafactor(parameters, 4e-2, eps=(1e-10, 1e-3), weight_decay=0.1),
+    "adafactor_eps": lambda parameters: torch.optim.Adafactor(
+        parameters, 4e-2, eps=(1e-10, 1e-3), weight_decay=0.1
+    ),
 }
 
 
@@ -42,20 +44,38 @@ class Run:
 
     @property
     def text(self) -> str:
-        return f"{self.model} {self.optimizer} " + " ".join(f"{name}={value}" for name, value in self.pins.items())
+        return f"{self.model} {self.optimizer} " + " ".join(
+            f"{name}={value}" for name, value in self.pins.items()
+        )
 
 
 PIPELINE = {"pp": 2, "dp": 2, "tp": 1}
 RUNS = (
     Run("autopar-gpt", "adamw", PIPELINE | {"zero": 1, "schedule": "1f1b", "micro_batch": 1}),
-    Run("autopar-llama", "adamw", PIPELINE | {"zero": 2, "schedule": "zero_bubble", "micro_batch": 1}),
-    Run("autopar-llama", "adamw", PIPELINE | {"zero": 3, "schedule": "interleaved_1f1b", "vpp": 2, "micro_batch": 2}),
+    Run(
+        "autopar-llama",
+        "adamw",
+        PIPELINE | {"zero": 2, "schedule": "zero_bubble", "micro_batch": 1},
+    ),
+    Run(
+        "autopar-llama",
+        "adamw",
+        PIPELINE | {"zero": 3, "schedule": "interleaved_1f1b", "vpp": 2, "micro_batch": 2},
+    ),
     Run("autopar-llama", "adamw", {"pp": 1, "dp": 2, "tp": 2, "zero": 1}),
     Run("autopar-moe", "adamw", {"pp": 1, "dp": 4, "tp": 1, "ep": 2, "zero": 0, "micro_batch": 2}),
-    Run("autopar-gpt", "adamw", {"pp": 2, "dp": 1, "tp": 2, "zero": 0, "schedule": "gpipe", "micro_batch": 2}),
+    Run(
+        "autopar-gpt",
+        "adamw",
+        {"pp": 2, "dp": 1, "tp": 2, "zero": 0, "schedule": "gpipe", "micro_batch": 2},
+    ),
     Run("autopar-llama", "adafactor", PIPELINE | {"zero": 1, "schedule": "1f1b", "micro_batch": 1}),
-    Run("autopar-llama", "adafactor", PIPELINE | {"zero": 3, "schedule": "gpipe", "micro_batch": 2}),
-    Run("autopar-gpt", "adafactor_eps", PIPELINE | {"zero": 1, "schedule": "1f1b", "micro_batch": 1}),
+    Run(
+        "autopar-llama", "adafactor", PIPELINE | {"zero": 3, "schedule": "gpipe", "micro_batch": 2}
+    ),
+    Run(
+        "autopar-gpt", "adafactor_eps", PIPELINE | {"zero": 1, "schedule": "1f1b", "micro_batch": 1}
+    ),
 )
 
 
@@ -72,7 +92,11 @@ class Found:
 
 def rate(step: int) -> float:
     """The share of the learning rate in a step: warm-up, then a cosine."""
-    return (step + 1) / WARM_UP if step < WARM_UP else 0.5 + 0.5 * math.cos(math.pi * (step - WARM_UP) / (STEPS - WARM_UP))
+    return (
+        (step + 1) / WARM_UP
+        if step < WARM_UP
+        else 0.5 + 0.5 * math.cos(math.pi * (step - WARM_UP) / (STEPS - WARM_UP))
+    )
 
 
 def on_one_device(case: Case, optimizer: str) -> tuple[dict[str, Tensor], tuple[float, ...], int]:
@@ -91,13 +115,25 @@ def on_one_device(case: Case, optimizer: str) -> tuple[dict[str, Tensor], tuple[
     return {name: p.detach() for name, p in model.named_parameters()}, tuple(losses), clipped
 
 
-def on_a_rank(rank: int, setup: Setup, plan_text: str, optimizer: str, after: dict[str, Tensor]) -> tuple[float, str, list[float]]:
+def on_a_rank(
+    rank: int, setup: Setup, plan_text: str, optimizer: str, after: dict[str, Tensor]
+) -> tuple[float, str, list[float]]:
     """(largest error against `after`, its tensor, losses) of a rank under a plan."""
     case = make_case(setup)
-    engine = Engine(case.model, case.traced, Plan.from_json(plan_text), OPTIMIZERS[optimizer], LIMIT, None, "cpu")
+    engine = Engine(
+        case.model,
+        case.traced,
+        Plan.from_json(plan_text),
+        OPTIMIZERS[optimizer],
+        LIMIT,
+        None,
+        "cpu",
+    )
     schedule, losses = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, rate), []
     for step in range(STEPS):
-        losses.append(float(engine.step(engine.local_batch(case.batches[step % len(case.batches)]))))
+        losses.append(
+            float(engine.step(engine.local_batch(case.batches[step % len(case.batches)])))
+        )
         schedule.step()
     return *compare(case.before, after, engine.full_state_dict(), PRECISION), losses
 
@@ -112,5 +148,7 @@ def run_optimizer(run: Run) -> Found:
     with WorkerPool(devices) as pool:
         ranks = pool.run(on_a_rank, setup, plan.to_json(), run.optimizer, after)
     error, tensor, _ = max(ranks, key=lambda rank: rank[0])
-    loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, losses, strict=True))
+    loss_error = max(
+        relative_error(a, b) for _, _, found in ranks for a, b in zip(found, losses, strict=True)
+    )
     return Found(error, tensor, loss_error, clipped, losses)

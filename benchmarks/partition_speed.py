@@ -55,9 +55,13 @@ def main() -> None:
     table = Table("what", "size", "CPU s")
     for mesh in (MeshShape(dp=8), MeshShape(dp=1, tp=8), MeshShape(dp=2, cp=2, tp=2)):
         seconds, strategies = enumeration_s(mesh)
-        table.add_row(f"strategies of a llama3-8b block, {mesh}", f"{strategies} strategies", f"{seconds:.3f}")
+        table.add_row(
+            f"strategies of a llama3-8b block, {mesh}", f"{strategies} strategies", f"{seconds:.3f}"
+        )
     seconds, segments = partition_s()
-    table.add_row(f"program of llama3-405b, tp=8, rank {RANK}", f"{segments} segments", f"{seconds:.2f}")
+    table.add_row(
+        f"program of llama3-405b, tp=8, rank {RANK}", f"{segments} segments", f"{seconds:.2f}"
+    )
     Console().print(table)
 
 

@@ -72,8 +72,17 @@ CASES = (
     Asked("llama3-70b/512", "llama3-70b", "dgx-h100:64", 1024, 8192, {}),
     Asked("mixtral-8x7b/128", "mixtral-8x7b", "dgx-h100:16", 512, 4096, {}),
     Asked("llama3-405b/16384", "llama3-405b", "dgx-h100:2048", 2048, 8192, {}),
-    Asked("gpt-1t/3072", "gpt-1t", "dgx-a100-80g:384", 3072, 2048, {}),  # table 1 of Narayanan et al., SC 2021
-    Asked("128 layers, 64 stages", "gpt:layers=128,hidden=12288,heads=96,vocab=51200,seq=2048", "dgx-a100-80g:64", 512, 2048, {"pp": 64}),
+    Asked(
+        "gpt-1t/3072", "gpt-1t", "dgx-a100-80g:384", 3072, 2048, {}
+    ),  # table 1 of Narayanan et al., SC 2021
+    Asked(
+        "128 layers, 64 stages",
+        "gpt:layers=128,hidden=12288,heads=96,vocab=51200,seq=2048",
+        "dgx-a100-80g:64",
+        512,
+        2048,
+        {"pp": 64},
+    ),
 )
 
 
@@ -84,7 +93,9 @@ def of_gpus(family: str, gpus: int) -> Asked:
 
 def of_layers(family: str, layers: int) -> Asked:
     model = SIZES[family].format(layers=layers)
-    return Asked(f"{layers} layers", model, _cluster(GPUS_OF_LAYERS), ROWS_PER_GPU * GPUS_OF_LAYERS, SEQ, {})
+    return Asked(
+        f"{layers} layers", model, _cluster(GPUS_OF_LAYERS), ROWS_PER_GPU * GPUS_OF_LAYERS, SEQ, {}
+    )
 
 
 def _cluster(gpus: int) -> str:
@@ -105,34 +116,65 @@ def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
     spec, cluster = parse_model(asked.model), ClusterSpec.parse(asked.cluster)
     traced = api.trace_spec(spec, asked.seq)
     traced_s = time.perf_counter()
-    request = PlanRequest(cluster, asked.global_batch, asked.pin, choose_precision(cluster), False, spec.name)
+    request = PlanRequest(
+        cluster, asked.global_batch, asked.pin, choose_precision(cluster), False, spec.name
+    )
     plan, error = None, ""
     try:
         plan = api.plan_traced(traced, request, time_limit_s)
     except AutoparError as found:
         error = str(found)
-    took = 0.0, imported_s - started_s, traced_s - imported_s, time.perf_counter() - traced_s, _peak_bytes()
+    took = (
+        0.0,
+        imported_s - started_s,
+        traced_s - imported_s,
+        time.perf_counter() - traced_s,
+        _peak_bytes(),
+    )
     if plan is None:
         return Took(*took, error=error)
-    return Took(*took, short_words(plan), plan.predicted.step_time_s, plan.certificate.gap, len(plan.certificate.meshes))
+    return Took(
+        *took,
+        short_words(plan),
+        plan.predicted.step_time_s,
+        plan.certificate.gap,
+        len(plan.certificate.meshes),
+    )
 
 
 def _peak_bytes() -> int:
     """Of this process and of the helpers of its searches, as if each had been as large as the largest."""
     from autopar.solve.search.workers import processes_for_search
 
-    own, helper = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    own, helper = (
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     return 1024 * (own + helper * (processes_for_search() - 1))  # Linux counts KiB
 
 
 def plan_afresh(asked: Asked, time_limit_s: float) -> Took:
     """Plan in a process of its own."""
     start = time.perf_counter()
-    command = [sys.executable, __file__, "--one", json.dumps(asdict(asked)), "--time-limit", str(time_limit_s)]
+    command = [
+        sys.executable,
+        __file__,
+        "--one",
+        json.dumps(asdict(asked)),
+        "--time-limit",
+        str(time_limit_s),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     process_s = time.perf_counter() - start
     if done.returncode:
-        return Took(process_s, 0.0, 0.0, 0.0, 0, error=(done.stderr.strip().splitlines() or ["no message"])[-1])
+        return Took(
+            process_s,
+            0.0,
+            0.0,
+            0.0,
+            0,
+            error=(done.stderr.strip().splitlines() or ["no message"])[-1],
+        )
     return Took(**json.loads(done.stdout.splitlines()[-1]) | {"process_s": process_s})
 
 
@@ -157,14 +199,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, nargs="*", default=GPUS)
     parser.add_argument("--layers", type=int, nargs="*", default=LAYERS)
-    parser.add_argument("--family", choices=SIZES, default="llama", help="of the models of --gpus and --layers")
+    parser.add_argument(
+        "--family", choices=SIZES, default="llama", help="of the models of --gpus and --layers"
+    )
     parser.add_argument("--cases", nargs="*", default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds to search for a plan (default 60)")
+    parser.add_argument(
+        "--time-limit", type=float, default=60.0, help="seconds to search for a plan (default 60)"
+    )
     parser.add_argument("--output", help="write what is printed to a file as well")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.one is not None:
-        print(json.dumps(asdict(plan_here(Asked(**json.loads(args.one)), args.time_limit, started_s))))
+        print(
+            json.dumps(asdict(plan_here(Asked(**json.loads(args.one)), args.time_limit, started_s)))
+        )
         return 0
     if unknown := set(args.cases) - set(names):
         parser.error(f"--cases: {', '.join(sorted(unknown))} is not known; {', '.join(names)} are")
@@ -181,7 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def part(title: str, asked: Sequence[Asked]) -> list[Took]:
         if asked:
-            say(f"\n{title}\n{'':22s} {'process':>10s} {'plan':>10s} {'(trace)':>9s} {'RSS':>11s} {'gap':>8s} {'cand.':>6s}  chosen")
+            say(
+                f"\n{title}\n{'':22s} {'process':>10s} {'plan':>10s} {'(trace)':>9s} {'RSS':>11s} {'gap':>8s} {'cand.':>6s}  chosen"
+            )
         found = []
         for one in asked:
             found.append(plan_afresh(one, args.time_limit))
@@ -189,10 +239,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return found
 
     of = f"{args.family}, {ROWS_PER_GPU} sequences of {SEQ} a GPU"
-    took = part(f"{of}, {LAYERS_OF_GPUS} layers", [of_gpus(args.family, gpus) for gpus in args.gpus])
+    took = part(
+        f"{of}, {LAYERS_OF_GPUS} layers", [of_gpus(args.family, gpus) for gpus in args.gpus]
+    )
     if words := ratio(dict(zip(args.gpus, took, strict=True))):
         say(words)
-    took += part(f"{of}, {GPUS_OF_LAYERS} GPUs", [of_layers(args.family, layers) for layers in args.layers])
+    took += part(
+        f"{of}, {GPUS_OF_LAYERS} GPUs", [of_layers(args.family, layers) for layers in args.layers]
+    )
     took += part("named models", [asked for asked in CASES if asked.name in args.cases])
     if args.output:
         Path(args.output).write_text("\n".join(lines) + "\n")

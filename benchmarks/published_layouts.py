@@ -49,7 +49,11 @@ class Row:
     @property
     def slower(self) -> float | None:
         """By what share the free choice is predicted to be slower; below 0 it is faster."""
-        return None if self.free is None else self.free.predicted.step_time_s / self.pinned.step_time_s - 1
+        return (
+            None
+            if self.free is None
+            else self.free.predicted.step_time_s / self.pinned.step_time_s - 1
+        )
 
 
 def compared(run: Run, time_limit_s: float, planned: dict[tuple, Plan]) -> Row:
@@ -61,13 +65,26 @@ def compared(run: Run, time_limit_s: float, planned: dict[tuple, Plan]) -> Row:
         if run.dims.one_layer:
             raise AutoparError("it timed one layer alone, for which nothing can be planned")
         memory_bytes = max(case.cluster.device.memory_bytes, ceil(ROOM * pinned.peak_memory_bytes))
-        task = replace(spec_of(run), name=""), run.dims.seq, run.global_batch, case.cluster, case.software, memory_bytes
+        task = (
+            replace(spec_of(run), name=""),
+            run.dims.seq,
+            run.global_batch,
+            case.cluster,
+            case.software,
+            memory_bytes,
+        )
         if task not in planned:
             planned[task] = plan_freely(case, memory_bytes, time_limit_s)
         free = planned[task]
     except AutoparError as error:
         return Row(run, pinned, None, time.perf_counter() - start, reason=str(error))
-    return Row(run, pinned, free, time.perf_counter() - start, memory_bytes > case.cluster.device.memory_bytes)
+    return Row(
+        run,
+        pinned,
+        free,
+        time.perf_counter() - start,
+        memory_bytes > case.cluster.device.memory_bytes,
+    )
 
 
 def layout(run: Run) -> str:
@@ -94,29 +111,51 @@ def verdict(rows: Sequence[Row], tolerance: float) -> list[str]:
     free = [row for row in rows if row.free is not None]
     slower = sorted((row for row in free if row.slower > tolerance), key=lambda row: -row.slower)
     words = f"{len(free)} of {len(rows)} runs were planned freely; the free choice is predicted to be slower in {len(slower)}"
-    return [words, *(f"SLOWER by {100 * r.slower:.2f} %: {r.run.id}, {layout(r.run)}; free: {short_words(r.free)}" for r in slower)]
+    return [
+        words,
+        *(
+            f"SLOWER by {100 * r.slower:.2f} %: {r.run.id}, {layout(r.run)}; free: {short_words(r.free)}"
+            for r in slower
+        ),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", metavar="RUNS.csv")
     parser.add_argument("--limit", type=int, help="only the first N runs")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds to search for each plan (default 60)")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="share by which the free choice may be slower (default 0.0001)")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=60.0,
+        help="seconds to search for each plan (default 60)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        help="share by which the free choice may be slower (default 0.0001)",
+    )
     parser.add_argument("--output", help="write what is printed to a file as well")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     runs, problems = read_runs(args.runs)
     lines = [versions(), f"on {cpu_name()}; at most {args.time_limit:g} s of search", ""]
-    lines.append(f"{'run':34s} {'its layout':38s} {'predicted':>12s} {'free choice':>12s} {'slower by':>10s} {'gap':>8s} {'took':>7s}")
+    lines.append(
+        f"{'run':34s} {'its layout':38s} {'predicted':>12s} {'free choice':>12s} {'slower by':>10s} {'gap':>8s} {'took':>7s}"
+    )
     print("\n".join(lines))
     rows, planned = [], {}
     for run in runs[: args.limit]:
         rows.append(compared(run, args.time_limit, planned))
         lines.append(line(rows[-1]))
         print(lines[-1], flush=True)
-    more = ["", *verdict(rows, args.tolerance), f"{len(problems)} rows of the file could not be read as runs"]
+    more = [
+        "",
+        *verdict(rows, args.tolerance),
+        f"{len(problems)} rows of the file could not be read as runs",
+    ]
     print("\n".join(more))
     if args.output:
         Path(args.output).write_text("\n".join([*lines, *more]) + "\n")

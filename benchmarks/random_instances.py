@@ -46,12 +46,19 @@ def random_sharing(rng: random.Random, segments: Sequence[int]) -> tuple[Shared,
     for number, index in enumerate(segments):
         if index in borrowing:
             readers.setdefault(rng.choice(pool), []).append(number)
-    return tuple(Shared(((payer, "w"),), tuple((number, "w") for number in of)) for payer, of in sorted(readers.items()))
+    return tuple(
+        Shared(((payer, "w"),), tuple((number, "w") for number in of))
+        for payer, of in sorted(readers.items())
+    )
 
 
-def ties_of(shared: Sequence[Shared], segments: Sequence[int]) -> tuple[tuple[tuple[int, str], ...], ...]:
+def ties_of(
+    shared: Sequence[Shared], segments: Sequence[int]
+) -> tuple[tuple[tuple[int, str], ...], ...]:
     """The groups of (class, op) that hold one tensor."""
-    groups = ({(segments[number], name) for number, name in (*one.paying, *one.reading)} for one in shared)
+    groups = (
+        {(segments[number], name) for number, name in (*one.paying, *one.reading)} for one in shared
+    )
     return tuple(sorted({tuple(sorted(group)) for group in groups}))
 
 
@@ -78,7 +85,9 @@ class Task:
         if other.random() < 0.3:  # between two layers
             place, glue = other.randint(2, self.layers), self.segments[-1]
             self.segments = (*self.segments[:place], glue, *self.segments[place:-1], glue + 1)
-        self.skips = rng.random() < 0.3  # every layer also reads what the first segment made, as cross-attention does
+        self.skips = (
+            rng.random() < 0.3
+        )  # every layer also reads what the first segment made, as cross-attention does
         ends = Shared(((0, "w"),), ((len(self.segments) - 1, "w"),))
         self.shared = (ends,) if rng.random() < 0.3 else ()
         if other.random() < 0.4:
@@ -104,10 +113,14 @@ class Task:
     def _annotated(self, candidate: Candidate) -> AnnotatedModel:
         mesh, reads = candidate.mesh, self._reads()
         counts = Counter(self.segments)
-        rng = random.Random(f"{self.seed} {mesh.tp}")  # the same draws for every micro-batch, so that a larger one never needs less
+        rng = random.Random(
+            f"{self.seed} {mesh.tp}"
+        )  # the same draws for every micro-batch, so that a larger one never needs less
         budget = [MOST_PLACEMENTS[self.layers] if mesh.tp > 1 else 1]
         draw = _Drawing(rng, self, candidate, budget)
-        borrowing = {self.segments[number] for shared in self.shared for number, _ in shared.reading}
+        borrowing = {
+            self.segments[number] for shared in self.shared for number, _ in shared.reading
+        }
         classes = tuple(
             draw.block(index, counts[index], self.skips and counts[index] > 1, index in borrowing) for index in range(len(counts))
         )  # fmt: skip
@@ -115,11 +128,21 @@ class Task:
             (self.segments[source], output, self.segments[number], place)
             for number, sources in enumerate(reads) for place, (source, output) in enumerate(sources) if source >= 0
         )  # fmt: skip
-        edges = tuple(BoundaryEdge(*ends, count, self.conversions(rng, candidate)) for ends, count in sorted(times.items()))
+        edges = tuple(
+            BoundaryEdge(*ends, count, self.conversions(rng, candidate))
+            for ends, count in sorted(times.items())
+        )
         setting = None
         if mesh.pp > 1:
             latency_s, each_s = self.hop
-            setting = PipelineSetting(mesh.pp, candidate.stages_per_rank, candidate.schedule, each_s, latency_s, self.keeps_outputs)
+            setting = PipelineSetting(
+                mesh.pp,
+                candidate.stages_per_rank,
+                candidate.schedule,
+                each_s,
+                latency_s,
+                self.keeps_outputs,
+            )
         last = len(classes) - 1
         return AnnotatedModel(
             classes,
@@ -127,7 +150,9 @@ class Task:
             ties_of(self.shared, self.segments),
             candidate.num_microbatches,
             self.fixed_s,
-            self.fixed_bytes + (5 if candidate.zero == 3 else 0) + (3 * candidate.micro_batch if candidate.recompute == "selective" else 0),
+            self.fixed_bytes
+            + (5 if candidate.zero == 3 else 0)
+            + (3 * candidate.micro_batch if candidate.recompute == "selective" else 0),
             setting,
             last if self.last_frees else None,
             self.segments,
@@ -140,10 +165,14 @@ class Task:
         found: list[tuple[tuple[int, int], ...]] = [((-1, 0),)]
         for number in range(1, len(self.segments)):
             is_layer = self.segments.count(self.segments[number]) > 1
-            found.append(((number - 1, 0), (0, 0)) if self.skips and is_layer else ((number - 1, 0),))
+            found.append(
+                ((number - 1, 0), (0, 0)) if self.skips and is_layer else ((number - 1, 0),)
+            )
         return tuple(found)
 
-    def conversions(self, rng: random.Random, candidate: Candidate) -> dict[tuple[Layout, Layout], Conversion]:
+    def conversions(
+        self, rng: random.Random, candidate: Candidate
+    ) -> dict[tuple[Layout, Layout], Conversion]:
         scale = 0.3 * candidate.micro_batch
         return {
             (a, b): Conversion(scale * rng.randint(0, 4), scale * rng.randint(0, 4))
@@ -154,7 +183,12 @@ class Task:
 def _candidates(rng: random.Random, layers: int) -> tuple[Candidate, ...]:
     """One to four ways to use two to eight devices, and one of them with pairs of ranks that share out what ZeRO does."""
     devices, found = rng.choice([2, 4, 4, 8]), []
-    meshes = [MeshShape(pp=pp, dp=devices // pp // tp, tp=tp) for pp in (1, 2, 3) for tp in (1, 2, 4) if devices % (pp * tp) == 0]
+    meshes = [
+        MeshShape(pp=pp, dp=devices // pp // tp, tp=tp)
+        for pp in (1, 2, 3)
+        for tp in (1, 2, 4)
+        if devices % (pp * tp) == 0
+    ]
     for mesh in meshes:
         for micro_batch in (1, 2, 4):
             number, rest = divmod(BATCH, mesh.dp * micro_batch)
@@ -164,15 +198,25 @@ def _candidates(rng: random.Random, layers: int) -> tuple[Candidate, ...]:
                 if rest or not number or (mesh.pp > 1 and not schedules):
                     continue
                 name, count = schedules[0] if schedules else ("none", 1)
-                found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules))
+                found.append(
+                    Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules)
+                )
     some = rng.sample(found, min(len(found), rng.randint(1, 4)))
-    return *[replace(one, shard=2) for one in some if one.zero and one.mesh.dp > 2][:1], *some  # first those that hold more
+    return *[replace(one, shard=2) for one in some if one.zero and one.mesh.dp > 2][
+        :1
+    ], *some  # first those that hold more
 
 
-def _schedules(rng: random.Random, ranks: int, layers: int, micro_batches: int) -> tuple[tuple[str, int], ...]:
+def _schedules(
+    rng: random.Random, ranks: int, layers: int, micro_batches: int
+) -> tuple[tuple[str, int], ...]:
     """(schedule, stages a rank) of those that can run, or one of them as if it were pinned."""
     found = []
-    for name, count in (("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2), ("zero_bubble", 2)) if ranks > 1 else ():
+    for name, count in (
+        (("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2), ("zero_bubble", 2))
+        if ranks > 1
+        else ()
+    ):
         try:
             check_schedule(name, ranks, count, micro_batches)
         except ValueError:
@@ -185,7 +229,9 @@ def _schedules(rng: random.Random, ranks: int, layers: int, micro_batches: int) 
 class _Drawing:
     """Draws one class: what it costs in each mode follows from one set of draws, so that equal cells get equal ops."""
 
-    def __init__(self, rng: random.Random, task: Task, candidate: Candidate, budget: list[int]) -> None:
+    def __init__(
+        self, rng: random.Random, task: Task, candidate: Candidate, budget: list[int]
+    ) -> None:
         self.rng, self.task, self.at, self.budget = rng, task, candidate, budget
 
     def block(self, index: int, count: int, skips: bool, borrows: bool) -> AnnotatedBlock:
@@ -202,13 +248,30 @@ class _Drawing:
         ops.append(AnnotatedOp("out", "output", "", (result,), (), tuple(
             Strategy(f"s{n}", (layout,), ()) for n, layout in enumerate(self.layouts(2))
         )))  # fmt: skip
-        values = {value: AnnotatedValue(value, 10, task.conversions(rng, self.at)) for op in ops for value in op.outputs}
-        sizes = {name: {layout: self.size(rng.randint(1, 12), layout) for layout in task.palette} for name in inputs}
+        values = {
+            value: AnnotatedValue(value, 10, task.conversions(rng, self.at))
+            for op in ops
+            for value in op.outputs
+        }
+        sizes = {
+            name: {layout: self.size(rng.randint(1, 12), layout) for layout in task.palette}
+            for name in inputs
+        }
         block = AnnotatedBlock(
-            f"class{index}", count, tuple(ops), values, inputs, ("out",), False, sizes, rng.randint(0, 12) * self.at.micro_batch
+            f"class{index}",
+            count,
+            tuple(ops),
+            values,
+            inputs,
+            ("out",),
+            False,
+            sizes,
+            rng.randint(0, 12) * self.at.micro_batch,
         )
         shares = {op.name: rng.choice([0.0, 0.25, 0.5]) for op in ops}
-        pays = any(task.segments[payer] == index for shared in task.shared for payer, _ in shared.paying)
+        pays = any(
+            task.segments[payer] == index for shared in task.shared for payer, _ in shared.paying
+        )
         return self._in_mode(block, shares | {"w": 0.0} if pays else shares) if layer else block
 
     def _in_mode(self, block: AnnotatedBlock, shares: dict[str, float]) -> AnnotatedBlock:
@@ -217,11 +280,19 @@ class _Drawing:
         mode = self.at.recompute
         if mode == "full":
             ops = tuple(
-                replace(op, strategies=tuple(replace(s.rerun(), step_s=s.step_s * (1 - shares[op.name])) for s in op.strategies))
+                replace(
+                    op,
+                    strategies=tuple(
+                        replace(s.rerun(), step_s=s.step_s * (1 - shares[op.name]))
+                        for s in op.strategies
+                    ),
+                )
                 for op in block.ops
             )
             values = {
-                name: replace(value, conversions={pair: c.rerun() for pair, c in value.conversions.items()})
+                name: replace(
+                    value, conversions={pair: c.rerun() for pair, c in value.conversions.items()}
+                )
                 for name, value in block.values.items()
             }
             return replace(block, ops=ops, values=values, recompute=True)
@@ -236,7 +307,9 @@ class _Drawing:
         return [R, *self.rng.sample(self.task.palette[1:], wanted - 1)]
 
     def size(self, size_bytes: int, layout: Layout) -> int:
-        return max(size_bytes * self.at.micro_batch // (self.at.mesh.tp if layout.is_shard else 1), 1)
+        return max(
+            size_bytes * self.at.micro_batch // (self.at.mesh.tp if layout.is_shard else 1), 1
+        )
 
     def entry(self, name: str) -> AnnotatedOp:
         return AnnotatedOp(name, "input", "", (), (name,), tuple(
@@ -245,7 +318,11 @@ class _Drawing:
 
     def parameter(self) -> AnnotatedOp:
         """Held whole or sharded; gradient and optimizer state shrink under ZeRO with the ranks that share out, which gather and reduce."""
-        size, step_s, gather_s = self.rng.randint(1, 12), self.rng.choice([0.0, 0.5, 2.0]), self.rng.choice([0.0, 0.2])
+        size, step_s, gather_s = (
+            self.rng.randint(1, 12),
+            self.rng.choice([0.0, 0.5, 2.0]),
+            self.rng.choice([0.0, 0.2]),
+        )
         zero, ranks, found = self.at.zero, self.at.shard or self.at.mesh.dp, []
         for n, layout in enumerate(self.layouts(2)):
             held = max(size // (self.at.mesh.tp if layout.is_shard else 1), 1)
@@ -267,7 +344,11 @@ class _Drawing:
         self.budget[0] //= wanted
         found = []
         for n in range(wanted):
-            layouts = [R] * (len(reads) + 1) if n == 0 else [rng.choice(self.task.palette) for _ in range(len(reads) + 1)]
+            layouts = (
+                [R] * (len(reads) + 1)
+                if n == 0
+                else [rng.choice(self.task.palette) for _ in range(len(reads) + 1)]
+            )
             split = any(layout.is_shard for layout in layouts)
             forward_s = seconds / (at.mesh.tp if split else 1) * rng.choice([0.7, 1.0, 1.0, 1.3])
             backward_s = 2 * forward_s * rng.choice([0.8, 1.0, 1.2])

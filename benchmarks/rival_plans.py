@@ -1,11 +1,11 @@
 """What a planner's choice is compared with: plans that somebody else would have made, by the pins that make them.
 
-    runner-up       the fastest of the three other meshes that the certificate has best, each planned again with its mesh pinned
-    Megatron rule   the smallest tensor parallelism inside a node with which some plan fits, then the fewest pipeline ranks, the rest data
-                    parallelism, with sequence parallelism, the distributed optimizer, and layers dealt evenly under 1F1B (Narayanan et al.,
-                    SC 2021, takeaways of section 3; Korthikanti et al., arXiv:2205.05198); micro-batch and recomputation are the planner's
-    pure DP, FSDP   no model parallelism, ZeRO stage 0 and 3
-    random          drawn from a seed, until so many fit
+runner-up       the fastest of the three other meshes that the certificate has best, each planned again with its mesh pinned
+Megatron rule   the smallest tensor parallelism inside a node with which some plan fits, then the fewest pipeline ranks, the rest data
+                parallelism, with sequence parallelism, the distributed optimizer, and layers dealt evenly under 1F1B (Narayanan et al.,
+                SC 2021, takeaways of section 3; Korthikanti et al., arXiv:2205.05198); micro-batch and recomputation are the planner's
+pure DP, FSDP   no model parallelism, ZeRO stage 0 and 3
+random          drawn from a seed, until so many fit
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Rival:
     same_as: str = ""
 
 
-def rivals(plan_under: PlanUnder, cluster: ClusterSpec, runnable: bool, count: int, seed: int) -> list[Rival]:
+def rivals(
+    plan_under: PlanUnder, cluster: ClusterSpec, runnable: bool, count: int, seed: int
+) -> list[Rival]:
     """The chosen plan first, then its rivals, `count` random ones among them.  Raises AutoparError where nothing fits."""
     chosen = Rival("chosen", {}, plan_under({}))
     found = [
@@ -55,7 +57,9 @@ def rivals(plan_under: PlanUnder, cluster: ClusterSpec, runnable: bool, count: i
         planned("FSDP", plan_under, {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 3, "shard": 0}),
     ]
     fits = 0
-    for number, pin in enumerate(islice(random_pins(cluster, runnable, seed), DRAWS_PER_PLAN * count)):
+    for number, pin in enumerate(
+        islice(random_pins(cluster, runnable, seed), DRAWS_PER_PLAN * count)
+    ):
         if fits == count:
             break
         found.append(planned(f"random {number}", plan_under, pin))
@@ -68,7 +72,9 @@ def planned(name: str, plan_under: PlanUnder, pin: Pins) -> Rival:
     try:
         return Rival(name, pin, plan_under(pin))
     except AutoparError as error:
-        return Rival(name, pin, None, textwrap.shorten(str(error), REASON_WIDTH, placeholder=" ..."))
+        return Rival(
+            name, pin, None, textwrap.shorten(str(error), REASON_WIDTH, placeholder=" ...")
+        )
 
 
 def other_meshes(plan: Plan) -> Iterator[Pins]:
@@ -77,7 +83,11 @@ def other_meshes(plan: Plan) -> Iterator[Pins]:
     own = _degrees(plan.mesh.as_dict())
     for entry in plan.certificate.meshes:
         seconds = entry["time_s"] if entry["outcome"] == "solved" else entry["bound_s"]
-        if entry["outcome"] not in ("infeasible", "too large") and seconds is not None and _degrees(entry["mesh"]) != own:
+        if (
+            entry["outcome"] not in ("infeasible", "too large")
+            and seconds is not None
+            and _degrees(entry["mesh"]) != own
+        ):
             mesh = tuple(_degrees(entry["mesh"]).items())
             best[mesh] = min(best.get(mesh, seconds), seconds)
     return (dict(mesh) for mesh in sorted(best, key=best.get))
@@ -90,10 +100,16 @@ def _degrees(mesh: Pins) -> Pins:
 
 def megatron_pins(cluster: ClusterSpec, runnable: bool) -> list[Pins]:
     """The layouts of the rule, in the order in which it tries them."""
-    degrees = [tp for tp in _powers(cluster.topology.devices_per_node) if cluster.num_devices % tp == 0]
+    degrees = [
+        tp for tp in _powers(cluster.topology.devices_per_node) if cluster.num_devices % tp == 0
+    ]
     found = [_megatron(tp, 1, cluster) for tp in degrees]
     if not runnable:
-        deep = [pp for pp in _powers(cluster.num_devices // degrees[-1])[1:] if cluster.num_devices // degrees[-1] % pp == 0]
+        deep = [
+            pp
+            for pp in _powers(cluster.num_devices // degrees[-1])[1:]
+            if cluster.num_devices // degrees[-1] % pp == 0
+        ]
         found += [_megatron(degrees[-1], pp, cluster) for pp in deep]
     return found
 
@@ -124,14 +140,25 @@ def _drawn(draw: random.Random, cluster: ClusterSpec, runnable: bool) -> Pins:
     pin["zero"] = 0 if cluster.num_devices == tp * pp else draw.choice((0, 1, 3))
     pin["recompute"] = draw.choice(("none", "full") if runnable else ("none", "selective", "full"))
     pin |= {"sequence_parallel": draw.random() < 0.5} if tp > 1 else {}
-    return pin | ({"stages": "even", **draw.choice(({"schedule": "1f1b"}, {"schedule": "zero_bubble"}, {"vpp": 2}))} if pp > 1 else {})
+    return pin | (
+        {
+            "stages": "even",
+            **draw.choice(({"schedule": "1f1b"}, {"schedule": "zero_bubble"}, {"vpp": 2})),
+        }
+        if pp > 1
+        else {}
+    )
 
 
 def _fastest(name: str, plan_under: PlanUnder, pins: Iterable[Pins]) -> Rival:
     """The fastest plan under any of several pins."""
     found = [planned(name, plan_under, pin) for pin in pins]
     fits = [rival for rival in found if rival.plan is not None]
-    return min(fits, key=lambda rival: rival.plan.predicted.step_time_s) if fits else Rival(name, {}, None, "no other mesh fits")
+    return (
+        min(fits, key=lambda rival: rival.plan.predicted.step_time_s)
+        if fits
+        else Rival(name, {}, None, "no other mesh fits")
+    )
 
 
 def _first_feasible(name: str, plan_under: PlanUnder, pins: Iterable[Pins]) -> Rival:
@@ -148,7 +175,14 @@ def _marked(found: list[Rival]) -> list[Rival]:
     """The same, with those that decide what an earlier one does marked."""
     marked: list[Rival] = []
     for rival in found:
-        same = next((other.name for other in marked if rival.plan is not None and decides_the_same(rival.plan, other.plan)), "")
+        same = next(
+            (
+                other.name
+                for other in marked
+                if rival.plan is not None and decides_the_same(rival.plan, other.plan)
+            ),
+            "",
+        )
         marked.append(Rival(rival.name, rival.pin, rival.plan, rival.reason, same))
     return marked
 

@@ -35,7 +35,16 @@ from autopar.api import plan as make_plan
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.runtime.ranks.launch import WorkerError, WorkerPool
-from autopar.verify.verify import TOLERANCE, Case, Setup, expected_of, free_network, make_case, rank_errors, relative_error
+from autopar.verify.verify import (
+    TOLERANCE,
+    Case,
+    Setup,
+    expected_of,
+    free_network,
+    make_case,
+    rank_errors,
+    relative_error,
+)
 
 MODELS = {"llama": "autopar-llama", "gpt": "autopar-gpt", "moe": "autopar-moe", "hf-llama": "llama", "hf-gpt2": "gpt2",
           "hf-mixtral": "mixtral", "hf-t5": "t5"}  # fmt: skip
@@ -76,7 +85,11 @@ class Cell:
 
     @property
     def pins(self) -> dict[str, Any]:
-        pipeline = {"schedule": self.schedule, "vpp": 2 if self.schedule == "interleaved_1f1b" else 1} if self.pp > 1 else {}
+        pipeline = (
+            {"schedule": self.schedule, "vpp": 2 if self.schedule == "interleaved_1f1b" else 1}
+            if self.pp > 1
+            else {}
+        )
         return {"pp": self.pp, "tp": self.tp, "dp": self.dp, "zero": self.zero, "recompute": self.recompute,
                 "micro_batch": ROWS // self.dp // MICRO_BATCHES, **pipeline}  # fmt: skip
 
@@ -95,7 +108,11 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal("ZeRO shares out over dp, and dp is 1", lambda cell: cell.zero > 0 and cell.dp == 1, "shares out over dp and cp"),
+    Refusal(
+        "ZeRO shares out over dp, and dp is 1",
+        lambda cell: cell.zero > 0 and cell.dp == 1,
+        "shares out over dp and cp",
+    ),
 )
 
 
@@ -129,8 +146,12 @@ def every_cell() -> list[Cell]:
     for model, pp, tp, dp in product(MODELS, *DEGREES.values()):
         if pp * tp * dp in PROCESSES:
             schedules = SCHEDULES if pp > 1 else ("none",)
-            found += [Cell(model, pp, tp, dp, *rest) for rest in product(ZERO, RECOMPUTE, schedules)]
-    return sorted(found, key=lambda cell: (list(MODELS).index(cell.model), cell.layers, cell.processes))
+            found += [
+                Cell(model, pp, tp, dp, *rest) for rest in product(ZERO, RECOMPUTE, schedules)
+            ]
+    return sorted(
+        found, key=lambda cell: (list(MODELS).index(cell.model), cell.layers, cell.processes)
+    )
 
 
 def refusal_of(cell: Cell) -> Refusal | None:
@@ -140,7 +161,10 @@ def refusal_of(cell: Cell) -> Refusal | None:
 
 def covering_cells(cells: list[Cell]) -> list[Cell]:
     """Few of the cells that run, which show all pairs of values and all of TOGETHER; the smaller meshes where there is a choice."""
-    running = sorted((cell for cell in cells if refusal_of(cell) is None), key=lambda cell: (cell.processes, cell.layers))
+    running = sorted(
+        (cell for cell in cells if refusal_of(cell) is None),
+        key=lambda cell: (cell.processes, cell.layers),
+    )
     chosen = {running[number] for number in covering([asdict(cell) for cell in running], TOGETHER)}
     return [cell for cell in cells if cell in chosen]
 
@@ -174,7 +198,9 @@ def run_cell(cell: Cell, pool: WorkerPool) -> Outcome:
         plan = plan_of(cell, case)
     except AutoparError as error:
         listed = refusal is not None and refusal.words in str(error)
-        return outcome("refused" if listed else "failed", str(error) if listed else f"refused: {error}")
+        return outcome(
+            "refused" if listed else "failed", str(error) if listed else f"refused: {error}"
+        )
     except Exception as error:  # noqa: BLE001 - a planner that breaks is a result of the matrix
         return outcome("failed", f"planning: {type(error).__name__}: {error}")
     if refusal is not None:
@@ -184,10 +210,14 @@ def run_cell(cell: Cell, pool: WorkerPool) -> Outcome:
         ranks = pool.run(rank_errors, setup, plan.to_json(), after, timeout_s=CELL_TIMEOUT_S)
     except (WorkerError, AutoparError) as error:
         lines = str(error).strip().splitlines()
-        told = lines[:8] if "most recent call first" in str(error) else (lines[0], lines[-1])  # of a crash, where it was
+        told = (
+            lines[:8] if "most recent call first" in str(error) else (lines[0], lines[-1])
+        )  # of a crash, where it was
         return outcome("failed", f"running: {' ... '.join(dict.fromkeys(told))}")
     worst, tensor, _ = max(ranks, key=lambda rank: rank[0])
-    loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, losses, strict=True))
+    loss_error = max(
+        relative_error(a, b) for _, _, found in ranks for a, b in zip(found, losses, strict=True)
+    )
     if loss_error > worst:
         worst, tensor = loss_error, "the loss"
     return outcome("exact" if worst <= TOLERANCE[PRECISION][0] else "failed", "", worst, tensor)
@@ -223,14 +253,20 @@ def report(outcomes: list[Outcome]) -> str:
         own = [outcome for outcome in outcomes if outcome.cell.model == model]
         counts = Counter(outcome.status for outcome in own)
         worst = max((outcome.error for outcome in own if outcome.status == "exact"), default=0.0)
-        lines.append(f"{model:12}{counts['exact']:8}{counts['refused']:9}{counts['failed']:8}   {worst:.1e}")
+        lines.append(
+            f"{model:12}{counts['exact']:8}{counts['refused']:9}{counts['failed']:8}   {worst:.1e}"
+        )
     counts = Counter(outcome.status for outcome in outcomes)
     lines.append(f"{'all':12}{counts['exact']:8}{counts['refused']:9}{counts['failed']:8}")
-    reasons = Counter(refusal_of(outcome.cell).reason for outcome in outcomes if outcome.status == "refused")
+    reasons = Counter(
+        refusal_of(outcome.cell).reason for outcome in outcomes if outcome.status == "refused"
+    )
     lines += [f"refused {count:5}  {reason}" for reason, count in reasons.items()]
     for outcome in outcomes:
         if outcome.status == "failed":
-            lines.append(f"failed  {outcome.cell.text}: {outcome.message or f'{outcome.tensor} is off by {outcome.error:.1e}'}")
+            lines.append(
+                f"failed  {outcome.cell.text}: {outcome.message or f'{outcome.tensor} is off by {outcome.error:.1e}'}"
+            )
     return "\n".join(lines)
 
 
@@ -241,8 +277,11 @@ def run_optimizers() -> bool:
         found = run_optimizer(run)
         agrees = max(found.error, found.loss_error) <= TOLERANCE[PRECISION][0]
         exact &= agrees
-        print(f"{run.text}: {'exact' if agrees else 'failed'}; parameters {found.error:.1e} ({found.tensor}), {len(found.losses)} losses "
-              f"{found.loss_error:.1e} ({found.losses[0]:.3f} to {found.losses[-1]:.3f}), clipped in {found.clipped}", flush=True)
+        print(
+            f"{run.text}: {'exact' if agrees else 'failed'}; parameters {found.error:.1e} ({found.tensor}), {len(found.losses)} losses "
+            f"{found.loss_error:.1e} ({found.losses[0]:.3f} to {found.losses[-1]:.3f}), clipped in {found.clipped}",
+            flush=True,
+        )
     return exact
 
 
@@ -250,10 +289,24 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (default: all)")
-    parser.add_argument("--pairs", action="store_true", help="a covering part of the cells that run")
-    parser.add_argument("--shard", type=shard_of, default=(1, 1), metavar="I/N", help="every N-th cell, from the I-th on")
-    parser.add_argument("--log", type=Path, help="add each cell to this file; those that passed there are not run again")
-    parser.add_argument("--adamw", action="store_true", help="20 steps of AdamW and Adafactor instead")
+    parser.add_argument(
+        "--pairs", action="store_true", help="a covering part of the cells that run"
+    )
+    parser.add_argument(
+        "--shard",
+        type=shard_of,
+        default=(1, 1),
+        metavar="I/N",
+        help="every N-th cell, from the I-th on",
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        help="add each cell to this file; those that passed there are not run again",
+    )
+    parser.add_argument(
+        "--adamw", action="store_true", help="20 steps of AdamW and Adafactor instead"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -263,8 +316,14 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := [name for name in models if name not in MODELS]:
         parser.error(f"no model {unknown[0]!r} in the matrix; it has {', '.join(MODELS)}")
     cells = covering_cells(every_cell()) if options.pairs else every_cell()
-    cells = [cell for cell in cells if cell.model in models][options.shard[0] - 1 :: options.shard[1]]
-    done = [Outcome.of_line(line) for line in options.log.read_text().splitlines()] if options.log and options.log.exists() else []
+    cells = [cell for cell in cells if cell.model in models][
+        options.shard[0] - 1 :: options.shard[1]
+    ]
+    done = (
+        [Outcome.of_line(line) for line in options.log.read_text().splitlines()]
+        if options.log and options.log.exists()
+        else []
+    )
     passed = {outcome.cell: outcome for outcome in done if outcome.status != "failed"}
     outcomes = [passed[cell] for cell in cells if cell in passed]
     print(f"{len(cells)} cells, {len(outcomes)} of them done already", file=sys.stderr, flush=True)

@@ -54,11 +54,16 @@ class Arrival:
     def through(self, backward: str) -> Tensor:
         """What the transition returns for the gradient, with another backward or its own."""
         x = torch.zeros_like(self.operand, device=self.gradient.device, requires_grad=True)
-        return torch.autograd.grad(self.function(x, *self.args, **{**self.kwargs, "backward": backward}), x, self.gradient)[0]
+        return torch.autograd.grad(
+            self.function(x, *self.args, **{**self.kwargs, "backward": backward}), x, self.gradient
+        )[0]
 
 
 def same_backwards(
-    engine: Engine, batches: list[dict[str, Tensor]], candidates: Candidates, reset: Callable[[], None]
+    engine: Engine,
+    batches: list[dict[str, Tensor]],
+    candidates: Candidates,
+    reset: Callable[[], None],
 ) -> dict[tuple[Place, str], str]:
     """(place, backward) of the candidates that do what the right backward does -> SAME or UNREAD; equal on every rank.
 
@@ -86,14 +91,23 @@ def same_backwards(
     return found
 
 
-def _train(engine: Engine, runs: list[dict[str, Tensor]], reset: Callable[[], None]) -> list[Tensor]:
+def _train(
+    engine: Engine, runs: list[dict[str, Tensor]], reset: Callable[[], None]
+) -> list[Tensor]:
     """The loss of each step and this rank's tensors after the last."""
     reset()
     losses = [engine.step(engine.local_batch(batch)) for batch in runs]
     return [*losses, *(leaf.detach().clone() for leaf in engine._leaves.values())]
 
 
-def _is_unread(engine: Engine, runs: list, module: GraphModule, node: Node, reset: Callable[[], None], trained: list[Tensor]) -> bool:
+def _is_unread(
+    engine: Engine,
+    runs: list,
+    module: GraphModule,
+    node: Node,
+    reset: Callable[[], None],
+    trained: list[Tensor],
+) -> bool:
     """Whether training is the same to the last bit with random numbers in the place of a transition's value."""
     value = _value(node)
     target = value.target
@@ -116,7 +130,9 @@ def _value(node: Node) -> Node:
     """The transition itself or, of an asynchronous one, where it is waited for."""
     value = next(iter(node.users)) if node.kwargs.get("async_op") else node
     if value is not node and value.target is not wait:
-        raise RuntimeError(f"{node.name} is asynchronous, and {value.name} is not where it is waited for")
+        raise RuntimeError(
+            f"{node.name} is asynchronous, and {value.name} is not where it is waited for"
+        )
     return value
 
 
@@ -127,11 +143,16 @@ def _agree(seen: list[Arrival], right: list[Tensor], backward: str) -> bool:
 
 def without_ignored(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch with the largest of its targets where it has ignored ones."""
-    return {name: x.masked_fill(x == IGNORED, x.max()) if x.dtype == torch.int64 and x.numel() else x for name, x in batch.items()}
+    return {
+        name: x.masked_fill(x == IGNORED, x.max()) if x.dtype == torch.int64 and x.numel() else x
+        for name, x in batch.items()
+    }
 
 
 @contextlib.contextmanager
-def arrivals(nodes: Iterable[tuple[str, GraphModule, Node]]) -> Iterator[dict[Place, list[Arrival]]]:
+def arrivals(
+    nodes: Iterable[tuple[str, GraphModule, Node]],
+) -> Iterator[dict[Place, list[Arrival]]]:
     """Within the block, every gradient that reaches a transition is added to the list of its place, in the order of arrival."""
     found: dict[Place, list[Arrival]] = {}
     originals: list[tuple[GraphModule, Node, Callable]] = []
@@ -139,11 +160,20 @@ def arrivals(nodes: Iterable[tuple[str, GraphModule, Node]]) -> Iterator[dict[Pl
         for name, module, node in nodes:
             done = _value(node)
             started, waited = _watching(node.target, found.setdefault((name, node.name), []))
-            originals += [(module, node, node.target)] if done is node else [(module, node, node.target), (module, done, done.target)]
+            originals += (
+                [(module, node, node.target)]
+                if done is node
+                else [(module, node, node.target), (module, done, done.target)]
+            )
             if done is node:
-                node.target = lambda *args, started=started, waited=waited, **kwargs: waited(started(*args, **kwargs))
+                node.target = lambda *args, started=started, waited=waited, **kwargs: waited(
+                    started(*args, **kwargs)
+                )
             else:
-                node.target, done.target = started, lambda pending, waited=waited: waited(wait(pending))
+                node.target, done.target = (
+                    started,
+                    lambda pending, waited=waited: waited(wait(pending)),
+                )
             module.recompile()
         yield found
     finally:
@@ -164,7 +194,9 @@ def _watching(function: Callable, found: list[Arrival]) -> tuple[Callable, Calla
     def waited(value: Tensor) -> Tensor:
         if value.requires_grad:
             call = latest[0]
-            value.register_hook(lambda gradient: found.append(Arrival(gradient.detach().clone(), *call)))
+            value.register_hook(
+                lambda gradient: found.append(Arrival(gradient.detach().clone(), *call))
+            )
         return value
 
     return started, waited

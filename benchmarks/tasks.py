@@ -33,9 +33,18 @@ class Task:
     def cluster_spec(self) -> ClusterSpec:
         return ClusterSpec.parse(self.cluster) if isinstance(self.cluster, str) else self.cluster
 
-    def planner(self, time_limit_s: float = 60.0, precision: str | None = None, runnable: bool = False) -> PlanUnder:
+    def planner(
+        self, time_limit_s: float = 60.0, precision: str | None = None, runnable: bool = False
+    ) -> PlanUnder:
         """The planner of this task, which traces the model once."""
         spec, cluster = parse_model(self.model), self.cluster_spec
         traced = api.trace_spec(spec, self.seq, precision)
-        request = PlanRequest(cluster, self.global_batch, {}, precision or choose_precision(cluster), runnable, spec.name)
+        request = PlanRequest(
+            cluster,
+            self.global_batch,
+            {},
+            precision or choose_precision(cluster),
+            runnable,
+            spec.name,
+        )
         return lambda pin: api.plan_traced(traced, replace(request, pin=dict(pin)), time_limit_s)

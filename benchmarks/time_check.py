@@ -32,7 +32,12 @@ PINS = (
     {"tp": 1, "micro_batch": 4},
     {"tp": 1, "micro_batch": 1, "recompute": "full"},  # tp=1 has no sequence parallelism to turn on
     {"tp": 1, "micro_batch": 4, "recompute": "full"},
-    *({"tp": tp, "micro_batch": rows, "sequence_parallel": sp} for tp in (2, 4) for rows in (1, 4) for sp in (False, True)),
+    *(
+        {"tp": tp, "micro_batch": rows, "sequence_parallel": sp}
+        for tp in (2, 4)
+        for rows in (1, 4)
+        for sp in (False, True)
+    ),
 )
 LEAST = 0.8
 
@@ -54,20 +59,37 @@ def report(plans: list[Plan], measured: list[float], breakdown: bool = False) ->
         f"{'plan':58s} {'predicted':>10s} {'measured':>10s} {'ratio':>6s}",
     ]
     for plan, pin, p, m in zip(plans, PINS, predicted, measured, strict=True):
-        words = f"{plan.mesh} " + " ".join(f"{key}={value}" for key, value in pin.items() if key != "tp")
+        words = f"{plan.mesh} " + " ".join(
+            f"{key}={value}" for key, value in pin.items() if key != "tp"
+        )
         lines.append(f"{words:58s} {p:8.3f} s {m:8.3f} s {p / m:6.2f}")
         if breakdown:
-            lines.append("    " + ", ".join(f"{part} {1e3 * seconds:.0f} ms" for part, seconds in plan.predicted.breakdown.items()))
+            lines.append(
+                "    "
+                + ", ".join(
+                    f"{part} {1e3 * seconds:.0f} ms"
+                    for part, seconds in plan.predicted.breakdown.items()
+                )
+            )
     ratios = [p / m for p, m in zip(predicted, measured, strict=True)]
-    lines += ["", f"Spearman {spearman(predicted, measured):.3f} (at least {LEAST}); median ratio {statistics.median(ratios):.2f}"]
+    lines += [
+        "",
+        f"Spearman {spearman(predicted, measured):.3f} (at least {LEAST}); median ratio {statistics.median(ratios):.2f}",
+    ]
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9, help="steps of each plan after the warm-up (default 9)")
-    parser.add_argument("--cluster", help="a calibrated cluster file of 4 devices, instead of calibrating now")
-    parser.add_argument("--breakdown", action="store_true", help="print what each predicted time consists of")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="steps of each plan after the warm-up (default 9)"
+    )
+    parser.add_argument(
+        "--cluster", help="a calibrated cluster file of 4 devices, instead of calibrating now"
+    )
+    parser.add_argument(
+        "--breakdown", action="store_true", help="print what each predicted time consists of"
+    )
     parser.add_argument("--output", help="write the table to a file as well")
     args = parser.parse_args()
     if args.rounds < 1:
@@ -75,9 +97,13 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     tell = functools.partial(print, file=sys.stderr)
-    cluster = ClusterSpec.parse(args.cluster) if args.cluster else calibrate(RANKS, "cpu", progress=tell)
+    cluster = (
+        ClusterSpec.parse(args.cluster) if args.cluster else calibrate(RANKS, "cpu", progress=tell)
+    )
     if cluster.num_devices != RANKS:
-        parser.error(f"--cluster {args.cluster} has {cluster.num_devices} devices; the plans are for {RANKS}")
+        parser.error(
+            f"--cluster {args.cluster} has {cluster.num_devices} devices; the plans are for {RANKS}"
+        )
     plans = make_plans(cluster)
     measured = measure(Task(MODEL, cluster, ROWS, SEQ), plans, args.rounds)
     text = report(plans, measured, args.breakdown)

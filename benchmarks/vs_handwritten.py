@@ -68,7 +68,11 @@ class Case:
 
     @property
     def layout(self) -> str:
-        return "itself" if self.pin is None else " ".join(f"{key}={str(value).lower()}" for key, value in self.pin.items())
+        return (
+            "itself"
+            if self.pin is None
+            else " ".join(f"{key}={str(value).lower()}" for key, value in self.pin.items())
+        )
 
 
 CASES = (
@@ -103,7 +107,9 @@ class Measured:
 
 # ----------------------------------------------------------------------------------------------------------------- on the ranks
 
-_sides: list[tuple[Step, list[Mapping[str, Tensor]]]] = []  # of this rank: the hand-written loop and the engine, with their batches
+_sides: list[
+    tuple[Step, list[Mapping[str, Tensor]]]
+] = []  # of this rank: the hand-written loop and the engine, with their batches
 
 
 def _build(rank: int, case: Case, work: Work, plan: str) -> None:
@@ -112,13 +118,24 @@ def _build(rank: int, case: Case, work: Work, plan: str) -> None:
     _sides.clear()
     gc.collect()
     generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(0, parse_model(work.model).vocab, (work.rows, work.seq), generator=generator) for _ in range(4)]
+    tokens = [
+        torch.randint(0, parse_model(work.model).vocab, (work.rows, work.seq), generator=generator)
+        for _ in range(4)
+    ]
     batches = [{"input_ids": t, "labels": t.clone()} for t in tokens]
     _sides.append(_by_hand(rank, case, work, batches))
     if case.pin is None:
         _sides.append(_by_hand(rank, case, work, batches))
         return
-    engine = Engine(_model(work), _traced(work), Plan.from_json(plan), OPTIMIZERS[work.optimizer], None, None, "cpu")
+    engine = Engine(
+        _model(work),
+        _traced(work),
+        Plan.from_json(plan),
+        OPTIMIZERS[work.optimizer],
+        None,
+        None,
+        "cpu",
+    )
     _sides.append((engine.step, [engine.local_batch(batch) for batch in batches]))
 
 
@@ -129,25 +146,43 @@ def _model(work: Work) -> torch.nn.Module:
 
 @functools.lru_cache(1)
 def _traced(work: Work) -> TracedModel:
-    return api.trace(parse_model(work.model).build("meta"), parse_model(work.model).example_inputs(work.rows, work.seq), precision="fp32")
+    return api.trace(
+        parse_model(work.model).build("meta"),
+        parse_model(work.model).example_inputs(work.rows, work.seq),
+        precision="fp32",
+    )
 
 
-def _by_hand(rank: int, case: Case, work: Work, batches: list[dict[str, Tensor]]) -> tuple[Step, list[Mapping[str, Tensor]]]:
-    model, optimizer, pin = _model(work), OPTIMIZERS[work.optimizer], case.pin or {"dp": 4, "zero": 0}
+def _by_hand(
+    rank: int, case: Case, work: Work, batches: list[dict[str, Tensor]]
+) -> tuple[Step, list[Mapping[str, Tensor]]]:
+    model, optimizer, pin = (
+        _model(work),
+        OPTIMIZERS[work.optimizer],
+        case.pin or {"dp": 4, "zero": 0},
+    )
     if "tp" in pin:
         return tensor_parallel(model, optimizer, pin["sequence_parallel"]), batches
     if "pp" in pin:
         cuts = [len(model.layers) * stage // RANKS for stage in range(RANKS + 1)]
         return pipeline(model, optimizer, cuts, work.micro_batches), batches
-    step = data_parallel(model, optimizer) if pin["zero"] == 0 else fully_sharded(model, optimizer, reshard=pin["zero"] == 3)
-    return step, [{name: tensor.chunk(RANKS)[rank] for name, tensor in batch.items()} for batch in batches]
+    step = (
+        data_parallel(model, optimizer)
+        if pin["zero"] == 0
+        else fully_sharded(model, optimizer, reshard=pin["zero"] == 3)
+    )
+    return step, [
+        {name: tensor.chunk(RANKS)[rank] for name, tensor in batch.items()} for batch in batches
+    ]
 
 
 Numbers = tuple[list[float], list[float]]
 """One of each step, of the hand-written loop and of the engine."""
 
 
-def _round(rank: int, steps: int, first: int) -> tuple[Numbers, Numbers, tuple[list[float | None], list[float | None]]]:
+def _round(
+    rank: int, steps: int, first: int
+) -> tuple[Numbers, Numbers, tuple[list[float | None], list[float | None]]]:
     """Seconds, processor seconds and losses of `steps` alternating steps; `first` counts the steps before."""
     seconds, worked, losses = ([], []), ([], []), ([], [])
     for number in range(first, first + steps):
@@ -167,14 +202,20 @@ def _round(rank: int, steps: int, first: int) -> tuple[Numbers, Numbers, tuple[l
 
 
 def planner(work: Work) -> PlanUnder:
-    return Task(work.model, f"cpu:{RANKS}", work.rows, work.seq).planner(precision="fp32", runnable=True)
+    return Task(work.model, f"cpu:{RANKS}", work.rows, work.seq).planner(
+        precision="fp32", runnable=True
+    )
 
 
-def measure(pool: WorkerPool, case: Case, work: Work, plan_under: PlanUnder, rounds: int, steps: int) -> Measured:
+def measure(
+    pool: WorkerPool, case: Case, work: Work, plan_under: PlanUnder, rounds: int, steps: int
+) -> Measured:
     """One case; the steps before the first round are the warm-up."""
     plan = ""
     if case.pin is not None:
-        rows = work.rows // (case.pin.get("dp", 1) * (work.micro_batches if "pp" in case.pin else 1))
+        rows = work.rows // (
+            case.pin.get("dp", 1) * (work.micro_batches if "pp" in case.pin else 1)
+        )
         plan = plan_under(case.pin | {"micro_batch": rows, "recompute": "none"}).to_json()
     pool.run(_build, case, work, plan, timeout_s=900)
     times, worked = ([], []), ([], [])
@@ -185,7 +226,9 @@ def measure(pool: WorkerPool, case: Case, work: Work, plan_under: PlanUnder, rou
         done += count
         for side in (0, 1):
             if turn:
-                times[side].append(statistics.mean(max(rank[0][side][k] for rank in found) for k in range(count)))
+                times[side].append(
+                    statistics.mean(max(rank[0][side][k] for rank in found) for k in range(count))
+                )
                 worked[side].append(sum(sum(rank[1][side]) for rank in found))
         for k in range(count):
             by_hand, engine = (_mean([rank[2][side][k] for rank in found]) for side in (0, 1))
@@ -194,7 +237,9 @@ def measure(pool: WorkerPool, case: Case, work: Work, plan_under: PlanUnder, rou
     by_hand, engine = map(statistics.median, times)
     cpu_ratio = statistics.median(worked[1]) / statistics.median(worked[0])
     worst = float(torch.tensor(differences).max())  # a NaN stays one
-    return Measured(case.name, case.layout, by_hand, engine, min(ratios), max(ratios), cpu_ratio, worst)
+    return Measured(
+        case.name, case.layout, by_hand, engine, min(ratios), max(ratios), cpu_ratio, worst
+    )
 
 
 def _mean(losses: list[float | None]) -> float:
@@ -203,7 +248,9 @@ def _mean(losses: list[float | None]) -> float:
 
 
 def table(found: Sequence[Measured]) -> str:
-    lines = [f"{'by hand':26s} {'autopar':34s} {'by hand':>10s} {'autopar':>10s} {'ratio':>6s} {'rounds':>13s} {'CPU':>6s} {'loss':>8s}"]
+    lines = [
+        f"{'by hand':26s} {'autopar':34s} {'by hand':>10s} {'autopar':>10s} {'ratio':>6s} {'rounds':>13s} {'CPU':>6s} {'loss':>8s}"
+    ]
     for one in found:
         lines.append(
             f"{one.name:26s} {one.layout:34s} {1e3 * one.handwritten_s:7.1f} ms {1e3 * one.autopar_s:7.1f} ms {one.ratio:6.3f} "
@@ -219,7 +266,11 @@ def verdict(found: Sequence[Measured]) -> tuple[str, bool]:
         return f"LOSSES DIFFER by more than {LOSS_TOLERANCE:g}: {', '.join(wrong)}", False
     noise = [one.ratio for one in found if one.layout == "itself"]
     stated = f"; a loop against itself is {noise[0]:.3f}" if noise else ""
-    slow = [f"{one.name} ({one.ratio:.3f})" for one in found if one.layout != "itself" and one.ratio > MOST]
+    slow = [
+        f"{one.name} ({one.ratio:.3f})"
+        for one in found
+        if one.layout != "itself" and one.ratio > MOST
+    ]
     if slow:
         return f"above {MOST}: {', '.join(slow)}{stated}", False
     worst = max((one.ratio for one in found if one.layout != "itself"), default=float("nan"))
@@ -228,14 +279,23 @@ def verdict(found: Sequence[Measured]) -> tuple[str, bool]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], default=[case.name for case in CASES])
-    parser.add_argument("--model", default="llama:layers=8,hidden=256,heads=8,kv_heads=4,ffn=688,vocab=1024,seq=128")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=[case.name for case in CASES],
+        default=[case.name for case in CASES],
+    )
+    parser.add_argument(
+        "--model", default="llama:layers=8,hidden=256,heads=8,kv_heads=4,ffn=688,vocab=1024,seq=128"
+    )
     parser.add_argument("--rows", type=int, default=8, help="sequences of a step (default 8)")
     parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default 128)")
     parser.add_argument("--micro-batches", type=int, default=8, help="of the pipeline (default 8)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=20, help="alternating steps of a round (default 20)")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="alternating steps of a round (default 20)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
     parser.add_argument("--output", help="write the table to a file as well")
     args = parser.parse_args(arguments)
@@ -255,7 +315,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
              table(found), "", words]  # fmt: skip
     if args.json:
         rows = [asdict(one) | {"ratio": one.ratio} for one in found]
-        print(json.dumps({"versions": lines[0], "machine": lines[1], "work": asdict(work), "rows": rows, "verdict": words, "met": good}))
+        print(
+            json.dumps(
+                {
+                    "versions": lines[0],
+                    "machine": lines[1],
+                    "work": asdict(work),
+                    "rows": rows,
+                    "verdict": words,
+                    "met": good,
+                }
+            )
+        )
     else:
         print("\n".join(lines))
     if args.output:

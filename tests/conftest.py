@@ -26,7 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes more than some seconds; runs with --runslow only")
+    config.addinivalue_line(
+        "markers", "slow: takes more than some seconds; runs with --runslow only"
+    )
     if config.getoption("--runslow"):
         os.environ[RUNSLOW] = "1"
 

@@ -10,9 +10,16 @@ from torch import Tensor, nn
 
 import autopar
 
-WHOLE = {"dp=2": {"dp": 2, "tp": 1}, "tp=2": {"dp": 1, "tp": 2}, "pp=2 of the whole batch": {"pp": 2, "dp": 1, "tp": 1, "micro_batch": 8}}
+WHOLE = {
+    "dp=2": {"dp": 2, "tp": 1},
+    "tp=2": {"dp": 1, "tp": 2},
+    "pp=2 of the whole batch": {"pp": 2, "dp": 1, "tp": 1, "micro_batch": 8},
+}
 """Pins under which each rank's rows are one micro-batch."""
-PARTS = {"two micro-batches": {"dp": 2, "tp": 1, "micro_batch": 2}, "pp=2": {"pp": 2, "dp": 1, "tp": 1, "micro_batch": 4}}
+PARTS = {
+    "two micro-batches": {"dp": 2, "tp": 1, "micro_batch": 2},
+    "pp=2": {"pp": 2, "dp": 1, "tp": 1, "micro_batch": 4},
+}
 PINS = WHOLE | PARTS
 ROWS, STEPS = 8, 3
 
@@ -22,7 +29,10 @@ class Behind(nn.Module):
 
     def __init__(self, model: nn.Module, width: int) -> None:
         super().__init__()
-        self.layers, self.model = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2)), model
+        self.layers, self.model = (
+            nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2)),
+            model,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -32,7 +42,10 @@ class Behind(nn.Module):
 
 def batches(width: int = 6) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [{"x": torch.randn(ROWS, width, dtype=torch.float64, generator=generator)} for _ in range(STEPS)]
+    return [
+        {"x": torch.randn(ROWS, width, dtype=torch.float64, generator=generator)}
+        for _ in range(STEPS)
+    ]
 
 
 def paragraph(error: Exception) -> str:
@@ -42,7 +55,9 @@ def paragraph(error: Exception) -> str:
     return message
 
 
-def errors(rank: int, build: Callable[[], nn.Module], pins: list[str], data: list[dict[str, Tensor]]) -> list[float]:
+def errors(
+    rank: int, build: Callable[[], nn.Module], pins: list[str], data: list[dict[str, Tensor]]
+) -> list[float]:
     """On one rank: for each pin, the largest error over the tolerance of 1e-9; exact means at most 1.  Under pp the model is `Behind`
     layers."""
     found = []
@@ -50,12 +65,18 @@ def errors(rank: int, build: Callable[[], nn.Module], pins: list[str], data: lis
 
         def made(pin=pin) -> nn.Module:
             torch.manual_seed(0)
-            return (Behind(build(), data[0]["x"].shape[1]) if "pp" in PINS[pin] else build()).double()
+            return (
+                Behind(build(), data[0]["x"].shape[1]) if "pp" in PINS[pin] else build()
+            ).double()
 
         result = train_in_place(made(), data)
         assert moved(result) > 1e-3, "training moves the weights"
-        engine = autopar.parallelize(made(), "cpu:2", data[0], optimizer=sgd, pin=PINS[pin], precision="fp64")
+        engine = autopar.parallelize(
+            made(), "cpu:2", data[0], optimizer=sgd, pin=PINS[pin], precision="fp64"
+        )
         losses, state = run_steps(engine, data)
-        assert all(abs(a - b) <= 1e-9 * abs(b) for a, b in zip(losses, result.losses, strict=True)), (pin, losses, result.losses)
+        assert all(
+            abs(a - b) <= 1e-9 * abs(b) for a, b in zip(losses, result.losses, strict=True)
+        ), (pin, losses, result.losses)
         found.append(update_error(result, state))
     return found

@@ -32,7 +32,14 @@ from autopar.ir.sharding import RP, R
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.models.hf import HFSpec
-from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_grads, value_name
+from autopar.ops.values import (
+    operand_names,
+    ops,
+    output_nodes,
+    result_names,
+    value_grads,
+    value_name,
+)
 from autopar.planning.plan_writer import axis_choices
 from autopar.runtime.engine import Engine
 from autopar.solve.integer_program.placement_solver import solve_placement
@@ -84,7 +91,9 @@ class Case:
     annotator: Annotator
 
 
-def token_batches(vocab: int, rows: int = ROWS, seq: int = SEQ, steps: int = STEPS) -> list[dict[str, Tensor]]:
+def token_batches(
+    vocab: int, rows: int = ROWS, seq: int = SEQ, steps: int = STEPS
+) -> list[dict[str, Tensor]]:
     """Random tokens; row r has (3 r mod seq) labels of -100, so that ranks hold different numbers of valid targets."""
     generator = torch.Generator().manual_seed(3)
     batches = []
@@ -137,12 +146,16 @@ def reference(name: str) -> Reference:
         return train(case_.model, case_.batches)
 
 
-def train(model: nn.Module, batches: list, max_grad_norm: float | None = None, call=None) -> Reference:
+def train(
+    model: nn.Module, batches: list, max_grad_norm: float | None = None, call=None
+) -> Reference:
     """Train a copy of `model` on one device; `call(model, batch)` gives the loss."""
     return train_in_place(copy.deepcopy(model), batches, max_grad_norm, call)
 
 
-def train_in_place(model: nn.Module, batches: list, max_grad_norm: float | None = None, call=None) -> Reference:
+def train_in_place(
+    model: nn.Module, batches: list, max_grad_norm: float | None = None, call=None
+) -> Reference:
     call = call or (lambda model, batch: loss_of(model(**batch)))
     before = {k: v.clone() for k, v in model.state_dict().items()}
     optimizer, losses = sgd([p for p in model.parameters() if p.requires_grad]), []
@@ -159,7 +172,11 @@ def train_in_place(model: nn.Module, batches: list, max_grad_norm: float | None 
 
 def moved(result: Reference) -> float:
     """How far training moved the median tensor, relative to its norm."""
-    shares = [((result.after[k] - v).norm() / v.norm()).item() for k, v in result.before.items() if v.is_floating_point() and v.norm() > 0]
+    shares = [
+        ((result.after[k] - v).norm() / v.norm()).item()
+        for k, v in result.before.items()
+        if v.is_floating_point() and v.norm() > 0
+    ]
     return sorted(shares)[len(shares) // 2]
 
 
@@ -169,8 +186,15 @@ def update_error(result: Reference, state: dict[str, Tensor]) -> float:
     for name, after in result.after.items():
         if not after.is_floating_point():
             continue
-        difference, update = (state[name] - after).norm().item(), (after - result.before[name]).norm().item()
-        share = difference / ABSOLUTE if update * TOLERANCE < ABSOLUTE else difference / update / TOLERANCE
+        difference, update = (
+            (state[name] - after).norm().item(),
+            (after - result.before[name]).norm().item(),
+        )
+        share = (
+            difference / ABSOLUTE
+            if update * TOLERANCE < ABSOLUTE
+            else difference / update / TOLERANCE
+        )
         worst = max(worst, share if share == share else float("inf"))
     return worst
 
@@ -178,8 +202,18 @@ def update_error(result: Reference, state: dict[str, Tensor]) -> float:
 # ----------------------------------------------------------------------------------------------------------------------- plans
 
 
-def setting(mesh: MeshShape, num_microbatches: int = 1, recompute: str = "none", rows: int = ROWS) -> Setting:
-    return Setting(mesh, rows // mesh.dp // num_microbatches, num_microbatches, 0, recompute, "fp64", free_network(mesh.num_devices))
+def setting(
+    mesh: MeshShape, num_microbatches: int = 1, recompute: str = "none", rows: int = ROWS
+) -> Setting:
+    return Setting(
+        mesh,
+        rows // mesh.dp // num_microbatches,
+        num_microbatches,
+        0,
+        recompute,
+        "fp64",
+        free_network(mesh.num_devices),
+    )
 
 
 def make_plan(traced: TracedModel, where: Setting, blocks: tuple[BlockPlan, ...]) -> Plan:
@@ -220,26 +254,43 @@ def solved_plan(traced: TracedModel, annotator: Annotator, where: Setting) -> Pl
         for op in block.ops:
             strategy = op.strategy(solution.choices[index][op.name])
             choices[op.name] = axis_choices(where.mesh, fixed[index].get(op.name, {}), strategy)
-        blocks.append(BlockPlan(block.name, _segments(traced, index), "full" if block.recompute else "none", choices))
+        blocks.append(
+            BlockPlan(
+                block.name, _segments(traced, index), "full" if block.recompute else "none", choices
+            )
+        )
     return make_plan(traced, where, tuple(blocks))
 
 
-def random_plan(traced: TracedModel, annotator: Annotator, where: Setting, seed: int, random_fixed: bool = True) -> Plan:
+def random_plan(
+    traced: TracedModel, annotator: Annotator, where: Setting, seed: int, random_fixed: bool = True
+) -> Plan:
     """Any strategy for any op, on tp and (with `random_fixed`) on the axes that propagation decides; tied parameters alike; any layout on
     every boundary."""
     rng = random.Random(seed)
     model = annotator.annotate(where)
     shared: dict[tuple[int, str], dict] = {}
-    for places in nx.connected_components(nx.Graph([pair for group in model.ties for pair in pairwise(group)])):
+    for places in nx.connected_components(
+        nx.Graph([pair for group in model.ties for pair in pairwise(group)])
+    ):
         shared |= dict.fromkeys(places, {})
     fixed = annotator.axis_choices(where)
-    propagations = {axis: propagation(traced, annotator, where, axis) for axis in where.mesh.active if axis != "tp"}
+    propagations = {
+        axis: propagation(traced, annotator, where, axis)
+        for axis in where.mesh.active
+        if axis != "tp"
+    }
     blocks = []
     for index, block in enumerate(model.classes):
         outer = fixed[index]
         if random_fixed:
-            found = {axis: random_axis(run, index, rng, shared, axis, fixed[index]) for axis, run in propagations.items()}
-            outer = {op: {axis: choices[op] for axis, choices in found.items()} for op in fixed[index]}
+            found = {
+                axis: random_axis(run, index, rng, shared, axis, fixed[index])
+                for axis, run in propagations.items()
+            }
+            outer = {
+                op: {axis: choices[op] for axis, choices in found.items()} for op in fixed[index]
+            }
         choices = {}
         for op in block.ops:
             found = list(op.strategies)
@@ -257,14 +308,22 @@ def random_plan(traced: TracedModel, annotator: Annotator, where: Setting, seed:
     return plan
 
 
-def propagation(traced: TracedModel, annotator: Annotator, where: Setting, axis: str) -> Propagation:
+def propagation(
+    traced: TracedModel, annotator: Annotator, where: Setting, axis: str
+) -> Propagation:
     """What knows an op's strategies on an axis that the solver does not decide."""
     if axis != "cp":
-        return BatchPropagation(traced, annotator.facts.reach, where.mesh.size(axis), experts=axis == "ep")
-    return ContextPropagation(traced, annotator.facts.reach, annotator.context(where), annotator.facts.positions)
+        return BatchPropagation(
+            traced, annotator.facts.reach, where.mesh.size(axis), experts=axis == "ep"
+        )
+    return ContextPropagation(
+        traced, annotator.facts.reach, annotator.context(where), annotator.facts.positions
+    )
 
 
-def random_axis(run: Propagation, index: int, rng: random.Random, shared: dict, axis: str, propagated: dict) -> dict[str, AxisChoice]:
+def random_axis(
+    run: Propagation, index: int, rng: random.Random, shared: dict, axis: str, propagated: dict
+) -> dict[str, AxisChoice]:
     """Random choices on one axis of one class."""
     graph = run.traced.classes[index].graph
     grads, wanted, produced = value_grads(graph), {}, {}
@@ -280,7 +339,9 @@ def random_axis(run: Propagation, index: int, rng: random.Random, shared: dict, 
     for node in graph.nodes:
         whole = RP if grads.get(node.name) else R
         if node.op == "placeholder":
-            layout = rng.choice([whole, propagated[node.name][axis].outputs[0], *wanted.get(node.name, [])])
+            layout = rng.choice(
+                [whole, propagated[node.name][axis].outputs[0], *wanted.get(node.name, [])]
+            )
             choices[node.name] = AxisChoice(str(layout), (), (layout,))
             produced[node.name] = layout
         elif node.op == "get_attr":
@@ -302,20 +363,38 @@ def check_conversions(model, plan: Plan) -> None:
     if plan.mesh.tp == 1:
         return
     for block, chosen in zip(model.classes, plan.blocks, strict=True):
-        produced = {name: chosen.ops[op.name]["tp"].outputs[k] for op in block.ops for k, name in enumerate(op.outputs)}
+        produced = {
+            name: chosen.ops[op.name]["tp"].outputs[k]
+            for op in block.ops
+            for k, name in enumerate(op.outputs)
+        }
         for op in block.ops:
             for name, layout in zip(op.inputs, chosen.ops[op.name]["tp"].inputs, strict=True):
-                assert produced[name] == layout or (produced[name], layout) in block.values[name].conversions, (block.name, op.name, name)
+                assert (
+                    produced[name] == layout
+                    or (produced[name], layout) in block.values[name].conversions
+                ), (block.name, op.name, name)
     for edge in model.edges:
         have = plan.blocks[edge.source].ops[f"output{edge.source_output}"]["tp"].inputs[0]
-        want = plan.blocks[edge.target].ops[model.classes[edge.target].inputs[edge.target_input]]["tp"].outputs[0]
-        assert have == want or (have, want) in edge.conversions, (edge.source, edge.target, str(have), str(want))
+        want = (
+            plan.blocks[edge.target]
+            .ops[model.classes[edge.target].inputs[edge.target_input]]["tp"]
+            .outputs[0]
+        )
+        assert have == want or (have, want) in edge.conversions, (
+            edge.source,
+            edge.target,
+            str(have),
+            str(want),
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------------- workers
 
 
-def engine_for(name: str, plan: Plan, max_grad_norm: float | None = None, compile: bool | dict = False) -> Engine:
+def engine_for(
+    name: str, plan: Plan, max_grad_norm: float | None = None, compile: bool | dict = False
+) -> Engine:
     found = case(name)
     return Engine(found.model, found.traced, plan, sgd, max_grad_norm, None, "cpu", compile=compile)
 
@@ -336,5 +415,10 @@ def train_under(rank: int, name: str, plans: list[str]) -> list[tuple[float, flo
         except Exception:  # noqa: BLE001 - the test shows it, with the plan's number
             found.append(traceback.format_exc())
             continue
-        found.append((update_error(result, state), max(abs(a - b) for a, b in zip(losses, result.losses, strict=True))))
+        found.append(
+            (
+                update_error(result, state),
+                max(abs(a - b) for a, b in zip(losses, result.losses, strict=True)),
+            )
+        )
     return found

@@ -36,10 +36,25 @@ def activate(activation: str, u: Tensor) -> Tensor:
     return first / (1 + (-alpha * first).exp()) * (second + 1)
 
 
-def naive(x, index, weights, up, up_bias, down, down_bias, activation, transposed=False, capacity_factor=0.0) -> Tensor:
+def naive(
+    x,
+    index,
+    weights,
+    up,
+    up_bias,
+    down,
+    down_bias,
+    activation,
+    transposed=False,
+    capacity_factor=0.0,
+) -> Tensor:
     """Arguments of `routed_experts`; every expert matrix is (out, in) here."""
     experts, (tokens, choices) = up.shape[0], index.shape
-    capacity = ceil(capacity_factor * (tokens * choices) / experts) if capacity_factor else tokens * choices
+    capacity = (
+        ceil(capacity_factor * (tokens * choices) / experts)
+        if capacity_factor
+        else tokens * choices
+    )
     taken = [0] * experts
     rows = []
     for t in range(tokens):
@@ -49,16 +64,28 @@ def naive(x, index, weights, up, up_bias, down, down_bias, activation, transpose
             if e == experts or taken[e] == capacity:
                 continue
             taken[e] += 1
-            inner = (x[t] @ up[e] if transposed else up[e] @ x[t]) + (0 if up_bias is None else up_bias[e])
+            inner = (x[t] @ up[e] if transposed else up[e] @ x[t]) + (
+                0 if up_bias is None else up_bias[e]
+            )
             inner = activate(activation, inner)
-            outer = (inner @ down[e] if transposed else down[e] @ inner) + (0 if down_bias is None else down_bias[e])
+            outer = (inner @ down[e] if transposed else down[e] @ inner) + (
+                0 if down_bias is None else down_bias[e]
+            )
             total = total + weights[t, k] * outer
         rows.append(total)
     return torch.stack(rows) if rows else 1 * x
 
 
 def make(
-    tokens: int, choices: int, experts: int, hidden: int, ffn: int, activation: str, transposed: bool, bias: bool, seed: int = 0
+    tokens: int,
+    choices: int,
+    experts: int,
+    hidden: int,
+    ffn: int,
+    activation: str,
+    transposed: bool,
+    bias: bool,
+    seed: int = 0,
 ) -> dict:
     """Random fp64 arguments, all but index requiring gradients; a token chooses different experts."""
     generator = torch.Generator().manual_seed(seed)
@@ -82,9 +109,14 @@ def make(
 
 def value_and_gradients(function, arguments: dict, seed: int = 1) -> dict[str, Tensor]:
     """The result, and the gradient of each argument that requires one, for a random gradient of the result."""
-    leaves = {k: v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    leaves = {
+        k: v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v
+        for k, v in arguments.items()
+    }
     out = function(**leaves)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=out.dtype)
     wanted = {k: v for k, v in leaves.items() if isinstance(v, Tensor) and v.requires_grad}
-    found = torch.autograd.grad(out, list(wanted.values()), grad, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        out, list(wanted.values()), grad, allow_unused=True, materialize_grads=True
+    )
     return {"out": out.detach(), **dict(zip(wanted, found, strict=True))}

@@ -32,17 +32,29 @@ ROOMS = """
     autopar.__main__
 """.split()
 """A room may import from those before it, and from the packages of cost models and kernels as tested below."""
-CLOSED_FORMS = ("costs.pipeline_cost", "staging.one_stage_per_rank", "staging.interleaved", "staging.staged_time", "bounds.lagrangian")
+CLOSED_FORMS = (
+    "costs.pipeline_cost",
+    "staging.one_stage_per_rank",
+    "staging.interleaved",
+    "staging.staged_time",
+    "bounds.lagrangian",
+)
 
 
 def users_of(package: str) -> set[str]:
     """The modules that import a package."""
-    return {name for name in modules() if any(target.split(".")[0] == package for target in imported(name))}
+    return {
+        name
+        for name in modules()
+        if any(target.split(".")[0] == package for target in imported(name))
+    }
 
 
 def in_rooms(names: set[str], *rooms: str) -> set[str]:
     """Of modules those in rooms of `autopar`, and in rooms inside them."""
-    return {name for name in names if any(f"{name}.".startswith(f"autopar.{room}.") for room in rooms)}
+    return {
+        name for name in names if any(f"{name}.".startswith(f"autopar.{room}.") for room in rooms)
+    }
 
 
 def test_no_imports_go_round():
@@ -60,7 +72,9 @@ def test_a_circle_is_found():
 def test_rooms_import_from_rooms_before_them():
     place = {room: number for number, room in enumerate(ROOMS)}
     own = [name for name in modules() if name.split(".")[0] == "autopar"]
-    assert {folder_of(name) for name in own if modules()[name].stem != "__init__"} - {"autopar"} == set(ROOMS) - {"autopar"}
+    assert {folder_of(name) for name in own if modules()[name].stem != "__init__"} - {
+        "autopar"
+    } == set(ROOMS) - {"autopar"}
     wrong = [
         (room, target)
         for room, target in folder_graph().edges
@@ -73,13 +87,21 @@ def test_torch_and_cost_models_stay_where_they_belong():
     heavy = users_of("torch") | users_of("transformers")
     of_types = in_rooms(heavy, "ir", "solve")
     assert of_types == {"autopar.ir.traced", "autopar.ir.calls"}
-    assert run(f"import sys, {', '.join(of_types)}; print('torch' in sys.modules)").split() == ["False"]
+    assert run(f"import sys, {', '.join(of_types)}; print('torch' in sys.modules)").split() == [
+        "False"
+    ]
     assert not {name for name in heavy if name.startswith("autopar_cost_models")}
-    assert not {name for name in users_of("autopar") if not name.startswith("autopar.") and name != "autopar"}
+    assert not {
+        name
+        for name in users_of("autopar")
+        if not name.startswith("autopar.") and name != "autopar"
+    }
     # of solve those may use the closed forms of pipeline schedules, which know times and no device
     known = {f"autopar.ir.{name}" for name in ("cluster", "cluster_parts", "plan_checks")}
     known |= {f"autopar.solve.{name}" for name in CLOSED_FORMS}
-    assert in_rooms(users_of("autopar_cost_models"), "ir", "solve", "ops", "trace", "rewrite") <= known
+    assert (
+        in_rooms(users_of("autopar_cost_models"), "ir", "solve", "ops", "trace", "rewrite") <= known
+    )
     kernels = {name for name in users_of("autopar_kernels") if name.startswith("autopar.")}
     assert kernels == in_rooms(kernels, "models", "ops", "rewrite"), kernels
 
@@ -99,8 +121,21 @@ def test_no_public_name_is_that_of_a_subpackage():
 
 
 def run(code: str) -> str:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "cost_models"), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT)
+    path = os.pathsep.join(
+        [
+            str(ROOT),
+            str(ROOT / "cost_models"),
+            str(ROOT / "kernels"),
+            os.environ.get("PYTHONPATH", ""),
+        ]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

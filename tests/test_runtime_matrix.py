@@ -9,7 +9,18 @@ from itertools import combinations, product
 import pytest
 import runtime_matrix
 from covering import covering
-from runtime_matrix import MODELS, REFUSALS, SCHEDULES, Cell, Outcome, Refusal, covering_cells, every_cell, refusal_of, run_cells
+from runtime_matrix import (
+    MODELS,
+    REFUSALS,
+    SCHEDULES,
+    Cell,
+    Outcome,
+    Refusal,
+    covering_cells,
+    every_cell,
+    refusal_of,
+    run_cells,
+)
 
 pytest.importorskip("transformers")
 
@@ -47,10 +58,14 @@ def test_the_covering_part_covers():
     """Every triple and pair, counted apart from the code that chose."""
     cells = [cell for cell in every_cell() if refusal_of(cell) is None]
     chosen = covering_cells(every_cell())
-    for schedule, zero, recompute in product(SCHEDULES, (0, 1, 2, 3), ("none", "selective", "full")):
+    for schedule, zero, recompute in product(
+        SCHEDULES, (0, 1, 2, 3), ("none", "selective", "full")
+    ):
         assert any((c.schedule, c.zero, c.recompute) == (schedule, zero, recompute) for c in chosen)
     for one, other in combinations(("model", "pp", "tp", "dp", "zero", "recompute", "schedule"), 2):
-        pairs, shown = ({(getattr(c, one), getattr(c, other)) for c in of} for of in (cells, chosen))
+        pairs, shown = (
+            {(getattr(c, one), getattr(c, other)) for c in of} for of in (cells, chosen)
+        )
         assert pairs == shown
     assert set(chosen) <= set(cells) and len(chosen) < len(cells) / 20
     assert chosen == covering_cells(every_cell())
@@ -59,7 +74,12 @@ def test_the_covering_part_covers():
 def test_a_covering_part_of_a_small_table():
     rows = [dict(zip("abc", values, strict=True)) for values in product((0, 1), (0, 1), (0, 1))]
     chosen = covering(rows, "ab")
-    assert len(chosen) == 4 and {(rows[n]["b"], rows[n]["c"]) for n in chosen} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert len(chosen) == 4 and {(rows[n]["b"], rows[n]["c"]) for n in chosen} == {
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    }
     assert covering(rows, "abc") == list(range(8))
 
 
@@ -76,7 +96,11 @@ def run_with(monkeypatch, cell: Cell, ranks=None, refused: str = "") -> Outcome:
             return ranks
 
     if refused:
-        monkeypatch.setattr(runtime_matrix, "plan_of", lambda cell, case: (_ for _ in ()).throw(runtime_matrix.AutoparError(refused)))
+        monkeypatch.setattr(
+            runtime_matrix,
+            "plan_of",
+            lambda cell, case: (_ for _ in ()).throw(runtime_matrix.AutoparError(refused)),
+        )
     return runtime_matrix.run_cell(cell, Pool())
 
 
@@ -85,11 +109,17 @@ def test_what_fails_a_cell(monkeypatch, cell):
     assert run_with(monkeypatch, cell, [(1e-14, "w", losses)] * 4).status == "exact"
     found = run_with(monkeypatch, cell, [(1e-14, "w", losses), (2e-9, "v", losses)])
     assert (found.status, found.tensor, found.error) == ("failed", "v", 2e-9)
-    found = run_with(monkeypatch, cell, [(1e-14, "w", losses), (1e-14, "w", (losses[0] * (1 + 1e-8), *losses[1:]))])
+    found = run_with(
+        monkeypatch,
+        cell,
+        [(1e-14, "w", losses), (1e-14, "w", (losses[0] * (1 + 1e-8), *losses[1:]))],
+    )
     assert (found.status, found.tensor) == ("failed", "the loss")
     assert run_with(monkeypatch, cell, [(float("inf"), "w", losses)]).status == "failed"
     with monkeypatch.context() as change:
-        change.setattr(runtime_matrix, "REFUSALS", (Refusal("listed", lambda cell: True, "some words"),))
+        change.setattr(
+            runtime_matrix, "REFUSALS", (Refusal("listed", lambda cell: True, "some words"),)
+        )
         assert run_with(change, cell, []).message == "not refused, though listed"
         assert run_with(change, cell, [], "some words here").status == "refused"
         assert run_with(change, cell, [], "others").status == "failed"
@@ -107,11 +137,16 @@ def test_the_command(monkeypatch, tmp_path, capsys):
             status = "refused" if refusal_of(cell) else "failed" if cell in broken else "exact"
             yield Outcome(cell, status, "broken" if status == "failed" else "", 1e-15)
 
-    failing = [cell for cell in of_gpt if (cell.pp, cell.dp, cell.tp, cell.schedule) == (4, 2, 1, "gpipe")]
+    failing = [
+        cell for cell in of_gpt if (cell.pp, cell.dp, cell.tp, cell.schedule) == (4, 2, 1, "gpipe")
+    ]
     broken = set(failing)
     monkeypatch.setattr(runtime_matrix, "run_cells", made_up)
     log = tmp_path / "cells.jsonl"
-    ended = [runtime_matrix.main(["--models", "gpt", "--shard", part, "--log", str(log)]) for part in ("1/3", "2/3", "3/3")]
+    ended = [
+        runtime_matrix.main(["--models", "gpt", "--shard", part, "--log", str(log)])
+        for part in ("1/3", "2/3", "3/3")
+    ]
     assert set(ended) == {0, 1}  # one part has no cell that fails
     assert sorted(map(str, ran)) == sorted(map(str, of_gpt))
     ran.clear()
@@ -119,7 +154,10 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert runtime_matrix.main(["--models", "gpt", "--log", str(log)]) == 0
     assert ran == failing
     out = capsys.readouterr().out
-    assert "failed  gpt pp=4 tp=1 dp=2 zero=0 none gpipe: broken" in out and f"refused   108  {REFUSALS[0].reason}" in out
+    assert (
+        "failed  gpt pp=4 tp=1 dp=2 zero=0 none gpipe: broken" in out
+        and f"refused   108  {REFUSALS[0].reason}" in out
+    )
     with pytest.raises(SystemExit):
         runtime_matrix.main(["--models", "lama"])
     with pytest.raises(SystemExit):
@@ -128,11 +166,21 @@ def test_the_command(monkeypatch, tmp_path, capsys):
 
 def test_outcomes_are_lines():
     outcome = Outcome(SOME[0], "failed", "no", float("inf"), "w", 1.5)
-    assert Outcome.of_line(outcome.as_line()) == outcome and asdict(outcome)["cell"]["model"] == "gpt"
-    assert replace(SOME[0], schedule="interleaved_1f1b").pins["vpp"] == 2 and "schedule" not in Cell("gpt", 1, 2, 2, 0, "none", "none").pins
+    assert (
+        Outcome.of_line(outcome.as_line()) == outcome and asdict(outcome)["cell"]["model"] == "gpt"
+    )
+    assert (
+        replace(SOME[0], schedule="interleaved_1f1b").pins["vpp"] == 2
+        and "schedule" not in Cell("gpt", 1, 2, 2, 0, "none", "none").pins
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b", "zero_bubble"])
 def test_zero_without_data_parallelism_says_so_in_a_pipeline(schedule, cell):
-    found = run_with(pytest.MonkeyPatch(), replace(cell, tp=2, dp=1, zero=2, schedule=schedule, model="gpt"))
-    assert found.status == "refused" and "shares out over dp and cp what several ranks hold" in found.message
+    found = run_with(
+        pytest.MonkeyPatch(), replace(cell, tp=2, dp=1, zero=2, schedule=schedule, model="gpt")
+    )
+    assert (
+        found.status == "refused"
+        and "shares out over dp and cp what several ranks hold" in found.message
+    )

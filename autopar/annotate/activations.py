@@ -25,7 +25,11 @@ from autopar.ops.strategies import OpStrategy
 from autopar.ops.values import operand_names, ops, result_names
 
 _EXPERTS = "autopar::routed_experts"
-_PASSES = ("aten::add", "aten::alias", "aten::contiguous")  # hand the gradient of their result on as it is
+_PASSES = (
+    "aten::add",
+    "aten::alias",
+    "aten::contiguous",
+)  # hand the gradient of their result on as it is
 
 
 class KeptPricer(CallPricer):
@@ -59,16 +63,28 @@ class KeptPricer(CallPricer):
         """What an op saved that the gradients of its parameters are computed from: all, but for a norm that is written out, which
         multiplies its weight by what it made on the way."""
         own = tuple(one for one in saved if one.key.endswith(":own"))
-        return own if op_name(node) in NORMS and sum(one.size_bytes for one in own) >= written[0] else saved
+        return (
+            own
+            if op_name(node) in NORMS and sum(one.size_bytes for one in own) >= written[0]
+            else saved
+        )
 
     def _kept(
-        self, node: Node, choice: OpStrategy, names: tuple[str, ...], outs: tuple[str, ...], keeping: dict[str, SavedByOp]
+        self,
+        node: Node,
+        choice: OpStrategy,
+        names: tuple[str, ...],
+        outs: tuple[str, ...],
+        keeping: dict[str, SavedByOp],
     ) -> tuple[Saved, ...]:
         observed = keeping.get(node.name, self.saved.get(node.name))
         if observed is None or not node.meta.get("grad"):
             return ()
         fixed = self.choices.get(node.name, {})
-        held = [(n, x, {a: c.inputs[i] for a, c in fixed.items()}) for i, (n, x) in enumerate(zip(names, choice.inputs, strict=True))]
+        held = [
+            (n, x, {a: c.inputs[i] for a, c in fixed.items()})
+            for i, (n, x) in enumerate(zip(names, choice.inputs, strict=True))
+        ]
         held += [(n, x, self.fixed[n]) for n, x in zip(outs, choice.outputs, strict=True)]
         by_root = {self.roots[name]: (layout, layouts) for name, layout, layouts in reversed(held)}
         kept = []
@@ -77,7 +93,10 @@ class KeptPricer(CallPricer):
                 continue
             layout, layouts = by_root.get(root, (R, self.fixed[root]))
             key = _sharding({**layouts, "tp": layout})
-            size = self.size_bytes(self.tensors[root], {a: x for a, x in layouts.items() if x.dim < self.tensors[root].dim()})
+            size = self.size_bytes(
+                self.tensors[root],
+                {a: x for a, x in layouts.items() if x.dim < self.tensors[root].dim()},
+            )
             size = self.sharded(size, layout)
             if self._gathers_again(node, root, layout):
                 key, size = f"{key}/tp", ceil(size / self.tp)
@@ -86,10 +105,17 @@ class KeptPricer(CallPricer):
             kept.append(Saved(root + key, size))
         if observed.extra_bytes_per_row:
             own = self._own_bytes(node, observed.extra_bytes_per_row)
-            if "cp" in fixed and any(x.is_shard for x in (*fixed["cp"].inputs, *fixed["cp"].outputs)):
+            if "cp" in fixed and any(
+                x.is_shard for x in (*fixed["cp"].inputs, *fixed["cp"].outputs)
+            ):
                 own = ceil(own / self.setting.mesh.cp)
             whole = min(self._whole_rows_bytes(node, names), own) if choice.letter == "f" else 0
-            kept.append(Saved(f"{node.name}:own", whole + ceil((own - whole) / self.tp) if choice.letter else own))
+            kept.append(
+                Saved(
+                    f"{node.name}:own",
+                    whole + ceil((own - whole) / self.tp) if choice.letter else own,
+                )
+            )
         return tuple(kept)
 
     def _workspace_bytes(self, weights: bool, alone: bool) -> int:
@@ -98,7 +124,9 @@ class KeptPricer(CallPricer):
         sizes: dict[str, int] = {}
         for op in (*self.inputs, *self.calls):
             for k, name in enumerate(op.outputs):
-                least = self._held(min(self.sharded(self.bytes[name], s.outputs[k]) for s in op.strategies))
+                least = self._held(
+                    min(self.sharded(self.bytes[name], s.outputs[k]) for s in op.strategies)
+                )
                 sizes[name] = least if self.grads[name] and name not in self.unwritten else 0
         least = {name: self._least_bytes(name) for name in self.stored if self.grads[name]}
         backward = []
@@ -108,16 +136,24 @@ class KeptPricer(CallPricer):
             keeps = self._least_kept(op)
             dims, own = self.dims[node.name], 0
             if op_name(node) in LOSSES and self.setting.software.loss_kernel == "plain":
-                own = 2 * keeps.get(f"{node.name}:own", 0) - sizes[op.inputs[0]]  # gradients before and after the log-softmax, both as kept
+                own = (
+                    2 * keeps.get(f"{node.name}:own", 0) - sizes[op.inputs[0]]
+                )  # gradients before and after the log-softmax, both as kept
             elif op_name(node) in LOSSES and self.setting.software.loss_kernel == "fused":
                 own = -sizes[op.inputs[0]]
-            elif weights and not self.setting.software.fused_kernels:  # the gradient of a weight, before it is added to what is there
+            elif (
+                weights and not self.setting.software.fused_kernels
+            ):  # the gradient of a weight, before it is added to what is there
                 own = max((least[name] for name in op.inputs if name in least), default=0)
             passes = op_name(node) in _PASSES or (dims is not None and dims.movement_free)
-            writes = tuple(name for name in op.inputs if self.grads[name] and name not in self.weights)
+            writes = tuple(
+                name for name in op.inputs if self.grads[name] and name not in self.weights
+            )
             backward.append(BackwardOp(op.outputs, writes, keeps, own, passes))
         ends = [op.inputs[0] for op in self.outputs if self.grads[op.inputs[0]]]
-        return backward_workspace(backward, sizes, ends) + (self._waiting_bytes() if weights and alone else 0)
+        return backward_workspace(backward, sizes, ends) + (
+            self._waiting_bytes() if weights and alone else 0
+        )
 
     def _waiting_bytes(self) -> int:
         """The gradient of the head's weight, where it is tied: autograd holds it until the embedding's comes, through backward of all
@@ -132,7 +168,9 @@ class KeptPricer(CallPricer):
 
     def _own(self, kept: Iterable[Saved]) -> tuple[Saved, ...]:
         """Of what autograd keeps what is this segment's own, in bytes of the device."""
-        return tuple(Saved(s.key, self._held(s.size_bytes)) for s in kept if s.key not in self.as_made)
+        return tuple(
+            Saved(s.key, self._held(s.size_bytes)) for s in kept if s.key not in self.as_made
+        )
 
     @cached_property
     def as_made(self) -> frozenset[str]:
@@ -141,8 +179,15 @@ class KeptPricer(CallPricer):
 
     def _least_kept(self, op: AnnotatedOp) -> dict[str, int]:
         """Value or `:own` -> bytes, of what an op keeps under every strategy."""
-        found = [{(s.key if s.key.endswith(":own") else s.value): s.size_bytes for s in strategy.saved} for strategy in op.strategies]
-        return {key: min(sizes[key] for sizes in found) for key in found[0] if all(key in sizes for sizes in found)}
+        found = [
+            {(s.key if s.key.endswith(":own") else s.value): s.size_bytes for s in strategy.saved}
+            for strategy in op.strategies
+        ]
+        return {
+            key: min(sizes[key] for sizes in found)
+            for key in found[0]
+            if all(key in sizes for sizes in found)
+        }
 
     def _least_bytes(self, name: str) -> int:
         """Bytes of a parameter on one rank of tp where it is stored smallest."""
@@ -168,31 +213,57 @@ class KeptPricer(CallPricer):
         computes on the way."""
         own = int(per_row * self.setting.micro_batch)
         software, name = self.setting.software, op_name(node)
-        result, first = (self.tensors[names[0]] for names in (result_names(node), operand_names(node)))
-        exact = name in NORMS or (name in LOSSES and software.loss_kernel != "fused") or is_attention(node) or drops(node)
+        result, first = (
+            self.tensors[names[0]] for names in (result_names(node), operand_names(node))
+        )
+        exact = (
+            name in NORMS
+            or (name in LOSSES and software.loss_kernel != "fused")
+            or is_attention(node)
+            or drops(node)
+        )
         if not exact:  # activations, seen in the dtype of the trace; the others keep fp32 or bytes in any precision
             own = own * self.itemsize(first) // first.element_size()
         if name == _EXPERTS and software.fused_kernels:
             own = min(own, self._fused_experts_bytes(node))
         if name in NORMS and (software.compiled or software.fused_kernels):
-            rows = self.size_bytes(result, {axis: S(0) for axis in BATCH_AXES}) // (self.itemsize(result) * int(result.shape[-1]))
+            rows = self.size_bytes(result, {axis: S(0) for axis in BATCH_AXES}) // (
+                self.itemsize(result) * int(result.shape[-1])
+            )
             own = min(own, 8 * rows)
         return own
 
     def _by_weight(self, node: Node) -> bool:
         """Whether an op is a product with a parameter."""
         dims = self.dims.get(node.name)
-        return dims is not None and bool(dims.contraction) and any(n.name in self.weights for n in node.all_input_nodes)
+        return (
+            dims is not None
+            and bool(dims.contraction)
+            and any(n.name in self.weights for n in node.all_input_nodes)
+        )
 
     def _in_fp8(self, node: Node) -> bool:
         """Whether an op multiplies by a parameter in fp8."""
         software = self.setting.software
-        return software.matmul_dtype == "fp8" and self._by_weight(node) and (software.fp8_head or node.name not in self.heads)
+        return (
+            software.matmul_dtype == "fp8"
+            and self._by_weight(node)
+            and (software.fp8_head or node.name not in self.heads)
+        )
 
     def _gathers_again(self, node: Node, root: str, layout: Layout) -> bool:
         """Whether a layer keeps its shard along positions of an input that it has gathered."""
-        pinned = self.setting.sequence_parallel is True and self.tp > 1 and self.setting.software.gathers_again
-        return pinned and self._by_weight(node) and not layout.is_shard and bool(self.positions.get(root))
+        pinned = (
+            self.setting.sequence_parallel is True
+            and self.tp > 1
+            and self.setting.software.gathers_again
+        )
+        return (
+            pinned
+            and self._by_weight(node)
+            and not layout.is_shard
+            and bool(self.positions.get(root))
+        )
 
     def _fused_experts_bytes(self, node: Node) -> int:
         """What routed experts of fused kernels keep of each choice: the inputs of both products, and what the activation reads.  Weights of
@@ -200,8 +271,13 @@ class KeptPricer(CallPricer):
         call, software = Call(node), self.setting.software
         x, up, down = self.tensors[operand_names(node)[0]], call.arg("up"), call.arg("down")
         transposed = bool(call.arg("transposed", False))
-        choices = self._whole_rows_bytes(node, operand_names(node)) // (2 * int(x.shape[1]) * self.itemsize(x))
-        inner, width = (int(w.meta["val"].shape[axis]) for w, axis in ((up, 2 if transposed else 1), (down, 1 if transposed else 2)))
+        choices = self._whole_rows_bytes(node, operand_names(node)) // (
+            2 * int(x.shape[1]) * self.itemsize(x)
+        )
+        inner, width = (
+            int(w.meta["val"].shape[axis])
+            for w, axis in ((up, 2 if transposed else 1), (down, 1 if transposed else 2))
+        )
         narrow = 1 if software.keeps_fp8 and software.matmul_dtype == "fp8" else self.itemsize(x)
         return choices * (narrow * (int(x.shape[1]) + width) + self.itemsize(x) * inner)
 
@@ -209,7 +285,10 @@ class KeptPricer(CallPricer):
         """What routed experts keep whatever their width: each choice's row before the first product and after the second."""
         if op_name(node) != _EXPERTS:
             return 0
-        x, fixed = self.tensors[names[0]], {a: c.inputs[1] for a, c in self.choices.get(node.name, {}).items()}
+        x, fixed = (
+            self.tensors[names[0]],
+            {a: c.inputs[1] for a, c in self.choices.get(node.name, {}).items()},
+        )
         choices = self.size_bytes(self.tensors[names[1]], fixed) // 8
         return 2 * choices * int(x.shape[1]) * self.itemsize(x)
 

@@ -12,7 +12,13 @@ from functools import cache
 from itertools import pairwise
 from math import prod
 
-from autopar_cost_models import Topology, activation_itemsize, all_gather_time_s, communicator_bytes, point_to_point_time_s
+from autopar_cost_models import (
+    Topology,
+    activation_itemsize,
+    all_gather_time_s,
+    communicator_bytes,
+    point_to_point_time_s,
+)
 from torch.fx import Node
 
 from autopar.annotate.class_facts import ClassFacts
@@ -45,7 +51,9 @@ class Annotator:
         self._propagated: dict[tuple, AxisChoices] = {}
         self._context = cache(self.context)
         self._rows_alike: dict[int, bool] = {}
-        self._trained: dict[tuple[int, Setting], dict[tuple, Trained]] = {}  # by class, and by what `ClassPricer` asks for
+        self._trained: dict[
+            tuple[int, Setting], dict[tuple, Trained]
+        ] = {}  # by class, and by what `ClassPricer` asks for
         self._priced: dict[Setting, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def axis_choices(self, setting: Setting) -> AxisChoices:
@@ -54,7 +62,14 @@ class Annotator:
         context = self._context(_of_calls(setting, setting.mesh, "none")) if mesh.cp > 1 else None
         key = (mesh.size("dp") > 1, mesh.ep, context)
         if key not in self._propagated:
-            self._propagated[key] = propagate(self.traced, self.facts.reach, mesh.size("dp"), mesh.ep, context, self.facts.positions)
+            self._propagated[key] = propagate(
+                self.traced,
+                self.facts.reach,
+                mesh.size("dp"),
+                mesh.ep,
+                context,
+                self.facts.positions,
+            )
         return self._propagated[key]
 
     def context(self, setting: Setting) -> ContextSetting:
@@ -66,7 +81,9 @@ class Annotator:
                 if is_attention(node) and dims is not None and "s" in dims.letters:
                     calls.append((index, node, dims))
         zigzag = any(Call(node).arg("is_causal", False) for _, node, _ in calls) and all(
-            size % (2 * mesh.cp) == 0 for _, node, _ in calls for size in (Call(node).tensors[0].shape[-2], Call(node).tensors[1].shape[-2])
+            size % (2 * mesh.cp) == 0
+            for _, node, _ in calls
+            for size in (Call(node).tensors[0].shape[-2], Call(node).tensors[1].shape[-2])
         )
         methods, pricing = [], Pricing(setting)
         for index, node, dims in calls:
@@ -80,7 +97,9 @@ class Annotator:
                     f"and {positions} positions; {' and '.join(legal)} would do (ulysses wants tp x cp to divide the heads)"
                 )
             if wanted is None:
-                attention = pricing.context_attention(node, dims, zigzag, self.facts.mask_of(index, node))
+                attention = pricing.context_attention(
+                    node, dims, zigzag, self.facts.mask_of(index, node)
+                )
                 wanted = choose_method(attention, legal, mesh, setting.cluster)
             methods.append((index, node.name, wanted))
         return ContextSetting(mesh.cp, zigzag, tuple(methods))
@@ -107,14 +126,22 @@ class Annotator:
             shared=self.facts.shared,
         )
 
-    def _priced_alike(self, alike: Setting, choices: AxisChoices) -> tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]:
+    def _priced_alike(
+        self, alike: Setting, choices: AxisChoices
+    ) -> tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]:
         """The classes and edges under what settings share."""
         if alike not in self._priced:
-            counts, plain, edges = Counter(self.facts.segments), [None] * len(self.traced.classes), None
+            counts, plain, edges = (
+                Counter(self.facts.segments),
+                [None] * len(self.traced.classes),
+                None,
+            )
             if alike.recompute != "none":
                 plain, edges = self._priced_alike(replace(alike, recompute="none"), choices)
             pricers = [
-                ClassPricer(self.facts, self._trained, index, alike, choices, counts[index], plain[index])
+                ClassPricer(
+                    self.facts, self._trained, index, alike, choices, counts[index], plain[index]
+                )
                 for index in range(len(self.traced.classes))
             ]
             self._keep_common(pricers)
@@ -130,16 +157,25 @@ class Annotator:
                 sizes[source] = max(sizes.get(source, 0), *pricer.common_bytes[name].values())
         if not sizes:
             return
-        kept = tuple(Saved(f"output {k} of segment {segment}", size) for (segment, k), size in sorted(sizes.items()))
+        kept = tuple(
+            Saved(f"output {k} of segment {segment}", size)
+            for (segment, k), size in sorted(sizes.items())
+        )
         first = pricers[self.facts.last].inputs[0]
-        pricers[self.facts.last].inputs[0] = replace(first, strategies=tuple(replace(s, saved=(*s.saved, *kept)) for s in first.strategies))
+        pricers[self.facts.last].inputs[0] = replace(
+            first, strategies=tuple(replace(s, saved=(*s.saved, *kept)) for s in first.strategies)
+        )
         for pricer in pricers:
             if pricer.index != self.facts.last:
                 pricer.staying_bytes = sum(sizes.values())
 
     def alike(self, setting: Setting) -> Setting:
         """What settings share under which calls and edges cost the same."""
-        return _of_calls(setting, self._alike(setting), setting.recompute if setting.recompute in SELECTIVE_MODES else "none")
+        return _of_calls(
+            setting,
+            self._alike(setting),
+            setting.recompute if setting.recompute in SELECTIVE_MODES else "none",
+        )
 
     def _alike(self, setting: Setting) -> MeshShape:
         """A mesh over which a call takes what it takes over that of `setting`: where dp shards whatever has a batch, how many ranks it has
@@ -147,7 +183,9 @@ class Annotator:
         whole, mesh = setting.mesh, replace(setting.mesh, pp=1, dp=max(2 * setting.mesh.ep, 2))
         choices = self.axis_choices(replace(setting, mesh=mesh))
         if id(choices) not in self._rows_alike:
-            self._rows_alike[id(choices)] = all(map(self._sharded_by_rows, range(len(self.traced.classes)), choices))
+            self._rows_alike[id(choices)] = all(
+                map(self._sharded_by_rows, range(len(self.traced.classes)), choices)
+            )
         if self._rows_alike[id(choices)] and _lie_alike(mesh, whole, ("ep", "cp", "tp")):
             return mesh
         return flat if _lie_alike(flat := replace(whole, pp=1), whole, whole.active) else whole
@@ -158,12 +196,22 @@ class Annotator:
         have: dict[str, Layout] = {}
         for node in self.traced.classes[index].graph.nodes:
             choice = choices.get(node.name, {}).get("dp")
-            for k, name in enumerate(result_names(node) if node.op == "call_function" else (node.name,)):
-                have[name] = choice.outputs[k] if choice is not None and k < len(choice.outputs) else R
-        follows = {name for name, t in self.facts.tensors[index].items() if any(map(is_symbolic, t.shape))}
+            for k, name in enumerate(
+                result_names(node) if node.op == "call_function" else (node.name,)
+            ):
+                have[name] = (
+                    choice.outputs[k] if choice is not None and k < len(choice.outputs) else R
+                )
+        follows = {
+            name for name, t in self.facts.tensors[index].items() if any(map(is_symbolic, t.shape))
+        }
         if any(not have[name].is_shard for name in follows):
             return False
-        calls = [(node, choices[node.name]["dp"]) for node in ops(self.traced.classes[index].graph) if "dp" in choices.get(node.name, {})]
+        calls = [
+            (node, choices[node.name]["dp"])
+            for node in ops(self.traced.classes[index].graph)
+            if "dp" in choices.get(node.name, {})
+        ]
         return all(
             have[name] == want or (name not in follows and not {*PARTS} & {*transition(have[name], want)})
             for node, choice in calls for name, want in zip(operand_names(node), choice.inputs, strict=True)
@@ -171,17 +219,31 @@ class Annotator:
 
     def _pipeline(self, setting: Setting) -> PipelineSetting:
         mesh, topology, between = setting.mesh, setting.cluster.topology, setting.between
-        here = mesh.pp if between is None else topology.num_devices // mesh.stride("pp")  # ranks of the pipeline on this kind of devices
+        here = (
+            mesh.pp if between is None else topology.num_devices // mesh.stride("pp")
+        )  # ranks of the pipeline on this kind of devices
 
         def hop_s(size_bytes: float) -> float:
             own_s = point_to_point_time_s(size_bytes, here, mesh.stride("pp"), topology)
-            return own_s if between is None else max(own_s, point_to_point_time_s(size_bytes, 2, 1, Topology(1, 2, between, between)))
+            return (
+                own_s
+                if between is None
+                else max(
+                    own_s, point_to_point_time_s(size_bytes, 2, 1, Topology(1, 2, between, between))
+                )
+            )
 
         def message_s(size_bytes: int) -> float:
             """A message of one rank; where every rank of tp has all of it, each sends a part and the receivers gather."""
-            if mesh.tp == 1 or setting.sequence_parallel is not False or not setting.software.scatters_messages:
+            if (
+                mesh.tp == 1
+                or setting.sequence_parallel is not False
+                or not setting.software.scatters_messages
+            ):
                 return hop_s(size_bytes)
-            return hop_s(size_bytes / mesh.tp) + all_gather_time_s(size_bytes, mesh.tp, mesh.stride("tp"), topology)
+            return hop_s(size_bytes / mesh.tp) + all_gather_time_s(
+                size_bytes, mesh.tp, mesh.stride("tp"), topology
+            )
 
         none_s, much_s = message_s(0), message_s(_MESSAGE_BYTES)
         return PipelineSetting(
@@ -193,20 +255,30 @@ class Annotator:
             setting.software.keeps_stage_outputs,
         )
 
-    def _edges(self, setting: Setting, choices: AxisChoices, pricers: list[ClassPricer]) -> tuple[BoundaryEdge, ...]:
+    def _edges(
+        self, setting: Setting, choices: AxisChoices, pricers: list[ClassPricer]
+    ) -> tuple[BoundaryEdge, ...]:
         """How often an output of one class feeds an input of another."""
         multiplicity: Counter = Counter()
         for segment in self.traced.segments:
             for position, source in enumerate(segment.inputs):
                 if source.segment >= 0:
-                    multiplicity[self.traced.segments[source.segment].class_index, source.index, segment.class_index, position] += 1
+                    multiplicity[
+                        self.traced.segments[source.segment].class_index,
+                        source.index,
+                        segment.class_index,
+                        position,
+                    ] += 1
         edges = []
         for (source, output, target, position), count in sorted(multiplicity.items()):
             node = output_nodes(self.traced.classes[source].graph)[output]
             have = {s.inputs[0] for s in pricers[source].outputs[output].strategies}
             want = {s.outputs[0] for s in pricers[target].inputs[position].strategies}
             pricer = Pricing(setting)
-            size = pricer.size_bytes(node.meta["val"], {a: c.inputs[0] for a, c in choices[source].get(f"output{output}", {}).items()})
+            size = pricer.size_bytes(
+                node.meta["val"],
+                {a: c.inputs[0] for a, c in choices[source].get(f"output{output}", {}).items()},
+            )
             edges.append(
                 BoundaryEdge(
                     source,
@@ -243,8 +315,12 @@ def gathered_row_bytes(traced: TracedModel, setting: Setting) -> int:
     if values is None:
         return 0
     batch = setting.micro_batch * setting.num_microbatches * setting.mesh.dp
-    tensors = [traced.graph_inputs[name] for name in values.rows] + [val for val in values.vals if has_batch(val)]
-    return sum(val.element_size() * prod(at_batch(size, batch) for size in val.shape) for val in tensors)
+    tensors = [traced.graph_inputs[name] for name in values.rows] + [
+        val for val in values.vals if has_batch(val)
+    ]
+    return sum(
+        val.element_size() * prod(at_batch(size, batch) for size in val.shape) for val in tensors
+    )
 
 
 def _buffer_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequence[int]) -> int:
@@ -256,22 +332,35 @@ def _buffer_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequen
     again in fp32, is being reduced.
     """
     mesh, shard = setting.mesh, setting.shard
-    sizes = [*mesh.sizes, *((mesh.sharing_dp(shard), mesh.copies(shard)[0]) if shard else ())]  # of the groups that a rank talks in
+    sizes = [
+        *mesh.sizes,
+        *((mesh.sharing_dp(shard), mesh.copies(shard)[0]) if shard else ()),
+    ]  # of the groups that a rank talks in
     groups = sum(size > 1 for size in sizes) if setting.cluster.device.generation != "cpu" else 0
-    found = communicator_bytes(groups) + setting.software.workspace_bytes + max(sum(p.rerun_bytes.values()) for p in pricers)
+    found = (
+        communicator_bytes(groups)
+        + setting.software.workspace_bytes
+        + max(sum(p.rerun_bytes.values()) for p in pricers)
+    )
     itemsize = activation_itemsize(setting.precision)
     if setting.zero == 3 and setting.software.live_parameters:
         found += itemsize * setting.software.live_parameters
     elif setting.zero == 3 and setting.mesh.pp == 1 and setting.software.root_unit:
         held = [(sum(p.gathered), p.is_layer) for p in pricers]
         found += 2 * itemsize * sum(scalars for scalars, is_layer in held if not is_layer)
-        found += max([(3 * itemsize + 4) * scalars for scalars, is_layer in held if is_layer], default=0)
+        found += max(
+            [(3 * itemsize + 4) * scalars for scalars, is_layer in held if is_layer], default=0
+        )
     elif setting.offload == "parameters" and not setting.gathers_by_segment:
-        found += itemsize * _fetched_scalars(pricers, segments, ahead=setting.cluster.device.generation != "cpu")
+        found += itemsize * _fetched_scalars(
+            pricers, segments, ahead=setting.cluster.device.generation != "cpu"
+        )
     return found
 
 
-def _scalars_by_segment(pricers: list[ClassPricer], segments: Sequence[int]) -> tuple[list[int], list[int]]:
+def _scalars_by_segment(
+    pricers: list[ClassPricer], segments: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """By segment, where parameters are gathered or fetched for those that read them: trained scalars of the parameters that it alone reads,
     and of others that are there in its backward: each stays from the backward of the last segment that reads it to that of the first."""
     of_class = [sum(p.scalars_of.values()) for p in pricers]
@@ -285,7 +374,9 @@ def _scalars_by_segment(pricers: list[ClassPricer], segments: Sequence[int]) -> 
     return alone, staying
 
 
-def _gathered_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequence[int]) -> list[int]:
+def _gathered_bytes(
+    setting: Setting, pricers: list[ClassPricer], segments: Sequence[int]
+) -> list[int]:
     """By class, bytes of what is gathered while a segment runs its backward, and of gradients that are on their way.
 
     A parameter is freed when its gradient is there; one of several segments stays with its gradient, which adds up.  Meanwhile a bucket of
@@ -295,14 +386,23 @@ def _gathered_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequ
     found = [0] * len(pricers)
     if not setting.gathers_by_segment:
         return found
-    itemsize, gathers_ahead = activation_itemsize(setting.precision), setting.cluster.device.generation != "cpu"
+    itemsize, gathers_ahead = (
+        activation_itemsize(setting.precision),
+        setting.cluster.device.generation != "cpu",
+    )
     alone, staying = _scalars_by_segment(pricers, segments)
     largest = [max(p.gathered, default=0) for p in pricers]
     for number, own in enumerate(segments):
         ahead = alone[number - 1] if number and gathers_ahead else 0
         before = number + 1  # in the order of forward
-        moving = min(alone[before], BUCKET_BYTES // 4 + largest[segments[before]]) if before < len(segments) else 0
-        found[own] = max(found[own], itemsize * (alone[number] + ahead + 2 * staying[number]) + 2 * 4 * moving)
+        moving = (
+            min(alone[before], BUCKET_BYTES // 4 + largest[segments[before]])
+            if before < len(segments)
+            else 0
+        )
+        found[own] = max(
+            found[own], itemsize * (alone[number] + ahead + 2 * staying[number]) + 2 * 4 * moving
+        )
     return found
 
 
@@ -311,7 +411,14 @@ def _fetched_scalars(pricers: list[ClassPricer], segments: Sequence[int], ahead:
     fetched `ahead`, of a neighbour.  Tied ones stay from the head's backward to the embedding's, which makes their gradient whole."""
     alone, staying = _scalars_by_segment(pricers, segments)
     found = [own + there for own, there in zip(alone, staying, strict=True)]
-    pairs = [sum(own) + max(there) for own, there in zip(pairwise(alone), pairwise(staying), strict=True)] if ahead else []
+    pairs = (
+        [
+            sum(own) + max(there)
+            for own, there in zip(pairwise(alone), pairwise(staying), strict=True)
+        ]
+        if ahead
+        else []
+    )
     return max(found + pairs)
 
 

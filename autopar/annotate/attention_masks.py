@@ -20,9 +20,22 @@ from autopar.ops.values import is_getitem, ops, output_nodes
 Bounds = tuple[float, float]
 """The least and the greatest i - j that is visible."""
 
-_COMPARISONS = {"aten::ge": (0, inf), "aten::gt": (1, inf), "aten::le": (-inf, 0), "aten::lt": (-inf, -1)}
+_COMPARISONS = {
+    "aten::ge": (0, inf),
+    "aten::gt": (1, inf),
+    "aten::le": (-inf, 0),
+    "aten::lt": (-inf, -1),
+}
 _JOINED = ("aten::__and__", "aten::bitwise_and", "aten::logical_and", "aten::mul")
-_SAME = ("aten::unsqueeze", "aten::reshape", "aten::expand", "aten::to", "aten::alias", "aten::clone", "aten::contiguous")
+_SAME = (
+    "aten::unsqueeze",
+    "aten::reshape",
+    "aten::expand",
+    "aten::to",
+    "aten::alias",
+    "aten::clone",
+    "aten::contiguous",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +47,9 @@ class _Linear:
     constant: int
 
     def minus(self, other: _Linear) -> _Linear:
-        return _Linear(self.rows - other.rows, self.columns - other.columns, self.constant - other.constant)
+        return _Linear(
+            self.rows - other.rows, self.columns - other.columns, self.constant - other.constant
+        )
 
 
 def windows(traced: TracedModel) -> dict[tuple[int, str], int | None]:
@@ -55,22 +70,32 @@ def windows(traced: TracedModel) -> dict[tuple[int, str], int | None]:
     return found
 
 
-def _bounds(traced: TracedModel, index: int, node: Node, known: dict[tuple[int, Node], Bounds | None]) -> Bounds | None:
+def _bounds(
+    traced: TracedModel, index: int, node: Node, known: dict[tuple[int, Node], Bounds | None]
+) -> Bounds | None:
     """The bounds of a mask, followed to the segment that computes it; None if it is not recognized.  `known`: those found so far."""
     if (index, node) not in known:
-        known[index, node] = _new_bounds(traced, index, node, lambda i, source: _bounds(traced, i, source, known))
+        known[index, node] = _new_bounds(
+            traced, index, node, lambda i, source: _bounds(traced, i, source, known)
+        )
     return known[index, node]
 
 
-def _new_bounds(traced: TracedModel, index: int, node: Node, bounds_of: Callable[[int, Node], Bounds | None]) -> Bounds | None:
+def _new_bounds(
+    traced: TracedModel, index: int, node: Node, bounds_of: Callable[[int, Node], Bounds | None]
+) -> Bounds | None:
     """The bounds of a mask, from those of what it is computed from."""
     if node.op == "placeholder":
-        position = [n for n in traced.classes[index].graph.nodes if n.op == "placeholder"].index(node)
+        position = [n for n in traced.classes[index].graph.nodes if n.op == "placeholder"].index(
+            node
+        )
         sources = {s.inputs[position] for s in traced.segments if s.class_index == index}
         if any(source.segment < 0 for source in sources):
             return None
         above = {(traced.segments[source.segment].class_index, source.index) for source in sources}
-        bounds = {bounds_of(i, output_nodes(traced.classes[i].graph)[k]) for i, k in above if i != index}
+        bounds = {
+            bounds_of(i, output_nodes(traced.classes[i].graph)[k]) for i, k in above if i != index
+        }
         return bounds.pop() if len(bounds) == 1 else None
     if node.op != "call_function" or is_getitem(node):
         return None
@@ -79,7 +104,11 @@ def _new_bounds(traced: TracedModel, index: int, node: Node, bounds_of: Callable
         return bounds_of(index, node.args[0])
     if name in _JOINED:
         parts = [bounds_of(index, x) for x in node.args[:2] if isinstance(x, Node)]
-        return None if None in parts or len(parts) < 2 else (max(low for low, _ in parts), min(high for _, high in parts))
+        return (
+            None
+            if None in parts or len(parts) < 2
+            else (max(low for low, _ in parts), min(high for _, high in parts))
+        )
     if name in _COMPARISONS:
         left, right = (_linear(x) for x in node.args[:2])
         if left is not None and right is not None:
@@ -91,7 +120,11 @@ def _distance(found: _Linear, low: float, high: float) -> Bounds | None:
     """low <= found <= high as bounds on i - j."""
     if (found.rows, found.columns) == (1, -1):
         return low - found.constant, high - found.constant
-    return (found.constant - high, found.constant - low) if (found.rows, found.columns) == (-1, 1) else None
+    return (
+        (found.constant - high, found.constant - low)
+        if (found.rows, found.columns) == (-1, 1)
+        else None
+    )
 
 
 def _linear(value: object) -> _Linear | None:
@@ -102,14 +135,25 @@ def _linear(value: object) -> _Linear | None:
         return None
     name, shape = op_name(value), value.meta["val"].shape
     source = value
-    while op_name(source) in _SAME and isinstance(source.args[0], Node) and source.args[0].op == "call_function":
+    while (
+        op_name(source) in _SAME
+        and isinstance(source.args[0], Node)
+        and source.args[0].op == "call_function"
+    ):
         source = source.args[0]
     if op_name(source) == "aten::arange":
         counts_up = (argument(source, "start", 0) or 0) == 0 and argument(source, "step", 1) == 1
         length = source.meta["val"].shape[0]
-        if counts_up and len(shape) and shape[-1] == length and all(size == 1 for size in shape[:-1]):
+        if (
+            counts_up
+            and len(shape)
+            and shape[-1] == length
+            and all(size == 1 for size in shape[:-1])
+        ):
             return _Linear(0, 1, 0)
-        return _Linear(1, 0, 0) if counts_up and len(shape) > 1 and shape[-2:] == (length, 1) else None
+        return (
+            _Linear(1, 0, 0) if counts_up and len(shape) > 1 and shape[-2:] == (length, 1) else None
+        )
     if name in ("aten::sub", "aten::add") and argument(value, "alpha", 1) == 1:
         left, right = (_linear(x) for x in value.args[:2])
         if left is None or right is None:

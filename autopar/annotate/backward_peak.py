@@ -23,7 +23,9 @@ class BackwardOp:
     passes: bool = False
 
 
-def backward_workspace(backward: Iterable[BackwardOp], sizes: Mapping[str, int], outputs: Iterable[str]) -> int:
+def backward_workspace(
+    backward: Iterable[BackwardOp], sizes: Mapping[str, int], outputs: Iterable[str]
+) -> int:
     """Bytes at the fullest moment of a segment's backward over the bytes that its forward keeps.
 
     `backward` is in forward order, `sizes` are bytes of values, `outputs` those of which the gradients arrive.
@@ -35,7 +37,9 @@ def backward_workspace(backward: Iterable[BackwardOp], sizes: Mapping[str, int],
         for key, size in call.keeps.items():
             first.setdefault(key, number)
             kept[key] = max(kept.get(key, 0), size)
-    buffer: dict[str, str] = {name: name for name in outputs}  # value -> the value in whose gradient's memory its gradient is
+    buffer: dict[str, str] = {
+        name: name for name in outputs
+    }  # value -> the value in whose gradient's memory its gradient is
     alive: dict[str, int] = {name: sizes.get(name, 0) for name in outputs}
     fullest = excess = sum(alive.values())
     for number, call in reversed(list(enumerate(calls))):

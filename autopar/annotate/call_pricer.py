@@ -24,7 +24,9 @@ from autopar.ops.dims import Call, OpDims
 from autopar.ops.random import drops
 from autopar.ops.strategies import OpStrategy, letter_of, lowering_of
 
-_LOOKUPS = {f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "take_along_dim")}
+_LOOKUPS = {
+    f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "take_along_dim")
+}
 _CONVOLUTIONS = {f"aten::{name}" for name in CONVOLUTIONS if name.startswith("conv")}
 _NORM_KERNELS = 7  # forward of a composite norm; those of backward are about as many
 _GROUPED = ("autopar::grouped_mm", "aten::_grouped_mm")
@@ -56,7 +58,9 @@ class PricedCall:
     def mask_bytes(self) -> int:
         """Bytes of dropout's mask.  What else an op keeps beside values of the graph are statistics; where the meta device shows more, it
         ran a composite of an op that has one kernel on a GPU."""
-        return sum(s.size_bytes for s in self.kept if s.key == f"{self.node.name}:own" and drops(self.node))
+        return sum(
+            s.size_bytes for s in self.kept if s.key == f"{self.node.name}:own" and drops(self.node)
+        )
 
     @property
     def kept_values(self) -> list[Saved]:
@@ -76,15 +80,22 @@ class CallPricer(Pricing):
     heads: set[str]
     mask_of: Callable[[Node], tuple[bool, int | None]]
 
-    def call_strategy(self, call: PricedCall, paid: list, saved: tuple[Saved, ...], late: tuple[Saved, ...]) -> Strategy:
+    def call_strategy(
+        self, call: PricedCall, paid: list, saved: tuple[Saved, ...], late: tuple[Saved, ...]
+    ) -> Strategy:
         """The strategy with its prices and with what it keeps; `paid` are the changes of layout on propagated axes that the op is the
         first to ask for, of which what is sent over dp is left out (`ClassPricer.over_dp`)."""
         computed = self._computed(call)
         local_s, sent_s = self._sent(call, computed, paid)
         added = [b for b, more in zip(call.read, call.added, strict=True) if more]
         local_s[1] += self._added_s(call, added)
-        view = call.dims is not None and call.dims.movement_free and not self.setting.software.compiled  # costs the host, not the device
-        issued = computed.forward_kernels + view, computed.backward_kernels + (view and any(call.grads)) + len(added)
+        view = (
+            call.dims is not None and call.dims.movement_free and not self.setting.software.compiled
+        )  # costs the host, not the device
+        issued = (
+            computed.forward_kernels + view,
+            computed.backward_kernels + (view and any(call.grads)) + len(added),
+        )
         return Strategy(
             call.choice.name,
             call.choice.inputs,
@@ -103,13 +114,17 @@ class CallPricer(Pricing):
     def _added_s(self, call: PricedCall, added: list[int]) -> float:
         """Autograd adds up the gradients of a value's readers: a kernel for each but the first, or one more read of a fused kernel."""
         if self.setting.software.compiled:
-            fused = call.shares is None or not any(more and not r for more, r in zip(call.added, call.shares.reads, strict=True))
+            fused = call.shares is None or not any(
+                more and not r for more, r in zip(call.added, call.shares.reads, strict=True)
+            )
             return self.kernels.stream(sum(added) if fused else 0, 0, False, 0).forward_s
         return sum(self.kernels.stream(3 * size, 0, False).forward_s for size in added)
 
     # ----------------------------------------------------------------------------------------------------------- what is sent
 
-    def _sent(self, call: PricedCall, computed: KernelTime, paid: list) -> tuple[list[float], list[float]]:
+    def _sent(
+        self, call: PricedCall, computed: KernelTime, paid: list
+    ) -> tuple[list[float], list[float]]:
         """Seconds (forward, backward) besides the op's kernels: local work, and communication."""
         local_s, sent_s = [0.0, 0.0], [0.0, 0.0]
         if call.choice.lowering == "vocab_parallel_cross_entropy":
@@ -121,7 +136,11 @@ class CallPricer(Pricing):
                 sent_s[place] += sent
         if self.lowered(call.node, call.dims) == "expert_parallel":
             x, down = self.tensors[call.names[0]], Call(call.node).arg("down").meta["val"]
-            for place, extra in enumerate(self.expert_parallel_s(call.read[1], int(x.shape[1]), int(down.shape[0]), self.itemsize(x))):
+            for place, extra in enumerate(
+                self.expert_parallel_s(
+                    call.read[1], int(x.shape[1]), int(down.shape[0]), self.itemsize(x)
+                )
+            ):
                 sent_s[place] += extra
         for i, axis, there, back, size in paid:
             part = self.sharded(size, call.choice.inputs[i])
@@ -132,7 +151,9 @@ class CallPricer(Pricing):
                     sent_s[place] += self.move_s(move, part, axis)
         return local_s, sent_s
 
-    def _context_extra(self, call: PricedCall, computed: KernelTime) -> tuple[tuple[float, float], ...]:
+    def _context_extra(
+        self, call: PricedCall, computed: KernelTime
+    ) -> tuple[tuple[float, float], ...]:
         """What context parallelism adds to an attention op, forward and backward: (waiting for the slowest rank, what rings and all-to-alls
         do not hide)."""
         letter, _, pattern = call.fixed["cp"].strategy.partition(" ")
@@ -144,11 +165,16 @@ class CallPricer(Pricing):
         extra = context_extra_s(method, op, self.setting.mesh, self.setting.cluster, gathers=False)
         waste = op.waste(self.setting.mesh.cp) if method != "ulysses" else 0.0
         idle = op.forward_s * waste, op.backward_s * waste
-        return tuple((waits, max(total - waits, 0.0)) for waits, total in zip(idle, extra, strict=True))
+        return tuple(
+            (waits, max(total - waits, 0.0)) for waits, total in zip(idle, extra, strict=True)
+        )
 
     def lowered(self, node: Node, dims: OpDims | None) -> str:
         """The special lowering that propagation chose for an op, or ''."""
-        found = (lowering_of(dims, choice.strategy) for choice in self.choices.get(node.name, {}).values())
+        found = (
+            lowering_of(dims, choice.strategy)
+            for choice in self.choices.get(node.name, {}).values()
+        )
         return next(filter(None, found), "")
 
     # ------------------------------------------------------------------------------------------------------- what is computed
@@ -170,12 +196,18 @@ class CallPricer(Pricing):
                 return self.kernels.product(product)
             products = sum(call.grads)
             backward_bytes = 2 * call.gradient_bytes + sum(call.written)
-            return self.kernels.roofline(self._flops(call), sum(call.read) + sum(call.written), backward_bytes, products)
+            return self.kernels.roofline(
+                self._flops(call), sum(call.read) + sum(call.written), backward_bytes, products
+            )
         if name in _LOOKUPS:
             return self._lookup(call)
         if name == "aten::cross_entropy_loss":
             return self._cross_entropy(call)
-        if name == "aten::rms_norm" and self.setting.software.composite_norms and not self.setting.software.compiled:
+        if (
+            name == "aten::rms_norm"
+            and self.setting.software.composite_norms
+            and not self.setting.software.compiled
+        ):
             return self._composite_norm(call)
         return self._streamed(call)
 
@@ -201,9 +233,16 @@ class CallPricer(Pricing):
 
     def _convolution(self, call: PricedCall) -> Product | None:
         """The implicit matrix product of a convolution: positions x (channels x kernel) x channels, for each group."""
-        x, weight, space = self._local(call, 0), self._local(call, 1), len(self.shapes[call.names[1]]) - 2
+        x, weight, space = (
+            self._local(call, 0),
+            self._local(call, 1),
+            len(self.shapes[call.names[1]]) - 2,
+        )
         groups = max(x[-space - 1] // weight[1], 1)
-        rows, columns = weight[0] // groups, prod(weight[1:])  # output channels of a group, and what each of them sums
+        rows, columns = (
+            weight[0] // groups,
+            prod(weight[1:]),
+        )  # output channels of a group, and what each of them sums
         if bool(Call(call.node).arg("transposed", False)) or "transpose" in op_name(call.node):
             groups = max(x[-space - 1] // weight[0], 1)
             sizes = prod(x[: -space - 1]) * prod(x[-space:]), columns, weight[0] // groups
@@ -212,28 +251,46 @@ class CallPricer(Pricing):
             sizes = prod(x[: -space - 1]) * prod(out[-space:]), rows, columns
         if not prod(sizes) * groups:
             return None
-        return Product(*sizes, groups, *call.grads[:2], parameter=1 if call.names[1] in self.weights else -1)
+        return Product(
+            *sizes, groups, *call.grads[:2], parameter=1 if call.names[1] in self.weights else -1
+        )
 
     def _attention(self, call: PricedCall) -> KernelTime:
-        shapes, whole = [self._local(call, i) for i in range(3)], [self.shapes[name] for name in call.names[:3]]
+        shapes, whole = (
+            [self._local(call, i) for i in range(3)],
+            [self.shapes[name] for name in call.names[:3]],
+        )
         letter = letter_of(call.fixed["cp"].strategy) if "cp" in call.fixed else ""
         context = self.setting.mesh.cp if letter in ("s", "ring", "ulysses") else 1
         ranks = context * (self.tp if call.choice.letter == "s" else 1)
         if ranks > 1:
-            shapes = [(*shape[:-2], all_ranks[-2], shape[-1]) for shape, all_ranks in zip(shapes, whole, strict=True)]
+            shapes = [
+                (*shape[:-2], all_ranks[-2], shape[-1])
+                for shape, all_ranks in zip(shapes, whole, strict=True)
+            ]
         ulysses = context if letter == "ulysses" else 1
         blocks, mask = context if letter == "ring" else 1, self.mask_of(call.node)
         attention = attention_of(Call(call.node), shapes, mask, ranks // ulysses, blocks, ulysses)
         size = sum(call.read) + sum(call.written)
-        return self.kernels.attention(attention, self._flops(call), size, 2 * call.gradient_bytes + sum(call.written))
+        return self.kernels.attention(
+            attention, self._flops(call), size, 2 * call.gradient_bytes + sum(call.written)
+        )
 
     def _experts(self, call: PricedCall) -> KernelTime:
         """Routing is taken to be even, so that every expert of every rank has as many rows."""
         node = Call(call.node)
-        place = [name for name in ("x", "index", "weights", "up", "up_bias", "down") if node.arg(name) is not None].index
-        x, index, up, down = (self._local(call, place(name)) for name in ("x", "index", "up", "down"))
+        place = [
+            name
+            for name in ("x", "index", "weights", "up", "up_bias", "down")
+            if node.arg(name) is not None
+        ].index
+        x, index, up, down = (
+            self._local(call, place(name)) for name in ("x", "index", "up", "down")
+        )
         flip = node.arg("transposed")
-        return self.kernels.experts(x[0], prod(index), x[1], down[0], up[2 if flip else 1], down[1 if flip else 2])
+        return self.kernels.experts(
+            x[0], prod(index), x[1], down[0], up[2 if flip else 1], down[1 if flip else 2]
+        )
 
     def _grouped(self, call: PricedCall) -> KernelTime:
         """A grouped product of its own: (rows, k) by (groups, n, k) or (groups, k, n), evenly."""
@@ -248,7 +305,11 @@ class CallPricer(Pricing):
         out, indices = sum(call.written), sum(call.read[1:])
         table = call.read[0] * call.grads[0]
         itemsize, kept = self.kernels.itemsize, self.kernels.gradient_itemsize
-        buffer = table + 2 * table // itemsize * kept if call.names[0] in self.weights and kept != itemsize else 0
+        buffer = (
+            table + 2 * table // itemsize * kept
+            if call.names[0] in self.weights and kept != itemsize
+            else 0
+        )
         backward = table + 3 * out + indices + buffer if table else 0
         return self.kernels.stream(2 * out + indices, backward, any(call.grads))
 
@@ -263,9 +324,17 @@ class CallPricer(Pricing):
     def _composite_norm(self, call: PricedCall) -> KernelTime:
         """A root-mean-square norm of n elements op by op.  Forward casts to fp32, squares, averages, multiplies, casts back and multiplies
         by the weight; backward runs the derivative of each, casts from and to fp32, and adds up the two gradients of the fp32 input."""
-        n, low, high = sum(call.written) // self.kernels.itemsize, self.kernels.itemsize, max(self.kernels.itemsize, 4)
+        n, low, high = (
+            sum(call.written) // self.kernels.itemsize,
+            self.kernels.itemsize,
+            max(self.kernels.itemsize, 4),
+        )
         forward = (low + high) + 2 * high + high + 2 * high + (high + low) + 2 * low
-        weight, scaled, mean = 6 * low, (2 + 3 + 1) * high, 1 * high  # gradients of two factors, one of them summed up
+        weight, scaled, mean = (
+            6 * low,
+            (2 + 3 + 1) * high,
+            1 * high,
+        )  # gradients of two factors, one of them summed up
         squared, summed = (2 + 2 + 3) * high, 3 * high  # of the power: power, doubled, product
         backward = weight + (low + high) + scaled + mean + squared + summed + (high + low)
         return self.kernels.stream(n * forward, n * backward, any(call.grads), _NORM_KERNELS)
@@ -276,15 +345,25 @@ class CallPricer(Pricing):
         A sum passes its gradient on as it is, unless it was broadcast.
         """
         shares = call.shares if self.setting.software.fuses else None
-        mask = 0 if shares and self.setting.software.compiled else call.mask_bytes  # a compiler draws the numbers again
+        mask = (
+            0 if shares and self.setting.software.compiled else call.mask_bytes
+        )  # a compiler draws the numbers again
         reads = shares.reads if shares else (True,) * len(call.read)
         writes = shares.writes if shares else (True,) * len(call.written)
         arriving = sum(b for b, counted in zip(call.written, writes, strict=True) if counted)
-        leaving = [b for b, counted, grad in zip(call.read, reads, call.grads, strict=True) if counted and grad]
-        forward = sum(b for b, counted in zip(call.read, reads, strict=True) if counted) + arriving + mask
+        leaving = [
+            b
+            for b, counted, grad in zip(call.read, reads, call.grads, strict=True)
+            if counted and grad
+        ]
+        forward = (
+            sum(b for b, counted in zip(call.read, reads, strict=True) if counted) + arriving + mask
+        )
         if op_name(call.node) == "aten::add":
             broadcast = [b for b in leaving if b < sum(call.written)]
-            whole = max(leaving, default=0) if not arriving else 0  # of a chain: the gradient that comes out of it, once for both operands
+            whole = (
+                max(leaving, default=0) if not arriving else 0
+            )  # of a chain: the gradient that comes out of it, once for both operands
             backward = sum(broadcast) + (sum(call.written) if broadcast and arriving else whole)
         else:
             backward = arriving + sum(leaving) + self._kept_bytes(call, shares) + mask
@@ -295,5 +374,9 @@ class CallPricer(Pricing):
         """What backward reads of the kept tensors: in a chain, those that enter it."""
         if shares is None:
             return sum(s.size_bytes for s in call.kept_values)
-        entering = {self.roots[name] for name, counted in zip(call.names, shares.reads, strict=True) if counted}
+        entering = {
+            self.roots[name]
+            for name, counted in zip(call.names, shares.reads, strict=True)
+            if counted
+        }
         return sum(s.size_bytes for s in call.kept_values if s.key.partition("/")[0] in entering)

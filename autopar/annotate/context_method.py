@@ -1,8 +1,8 @@
 """Context parallelism of attention: what its three methods cost, and which one a block gets.
 
-    gather    keys and values are all-gathered; their gradients are reduce-scattered
-    ring      keys and values travel round the ring while blocks are computed (Liu et al. 2023, arXiv:2310.01889)
-    ulysses   all-to-all from positions to heads and back (Jacobs et al. 2023, arXiv:2309.14509)
+gather    keys and values are all-gathered; their gradients are reduce-scattered
+ring      keys and values travel round the ring while blocks are computed (Liu et al. 2023, arXiv:2310.01889)
+ulysses   all-to-all from positions to heads and back (Jacobs et al. 2023, arXiv:2309.14509)
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class ContextAttention:
         return (cp - 1) / cp if self.causal and not self.zigzag else 0.0
 
 
-def context_extra_s(method: str, op: ContextAttention, mesh: MeshShape, cluster: ClusterSpec, gathers: bool) -> tuple[float, float]:
+def context_extra_s(
+    method: str, op: ContextAttention, mesh: MeshShape, cluster: ClusterSpec, gathers: bool
+) -> tuple[float, float]:
     """Seconds (forward, backward) beyond a balanced cp-th of the compute.  `gathers`: count the all-gathers of keys and values, which
     in a program are transitions of their own."""
     cp, stride, topology = mesh.cp, mesh.stride("cp"), cluster.topology
@@ -50,8 +52,14 @@ def context_extra_s(method: str, op: ContextAttention, mesh: MeshShape, cluster:
     keys_bytes = op.key_bytes + op.value_bytes
     if method == "gather":
         if gathers:
-            forward += sum(collective_time_s("all_gather", size, cp, stride, topology) for size in (op.key_bytes, op.value_bytes))
-            backward += sum(collective_time_s("reduce_scatter", size, cp, stride, topology) for size in (op.key_bytes, op.value_bytes))
+            forward += sum(
+                collective_time_s("all_gather", size, cp, stride, topology)
+                for size in (op.key_bytes, op.value_bytes)
+            )
+            backward += sum(
+                collective_time_s("reduce_scatter", size, cp, stride, topology)
+                for size in (op.key_bytes, op.value_bytes)
+            )
         return forward, backward
     if method == "ring":
         hop_s = point_to_point_time_s(keys_bytes / cp, cp, stride, topology)
@@ -59,13 +67,24 @@ def context_extra_s(method: str, op: ContextAttention, mesh: MeshShape, cluster:
         back_s = point_to_point_time_s((keys_bytes + op.gradient_bytes) / cp, cp, stride, topology)
         hidden = (cp - 1) / cp  # the last block has nothing left to hide
         forward += max((cp - 1) * hop_s - op.forward_s * hidden, 0.0)
-        backward += max((cp - 1) * back_s - op.backward_s * hidden, 0.0) + home_s  # gradients travel one hop further, home
+        backward += (
+            max((cp - 1) * back_s - op.backward_s * hidden, 0.0) + home_s
+        )  # gradients travel one hop further, home
         return forward, backward
-    sizes = (op.query_bytes, op.key_copies * op.key_bytes, op.key_copies * op.value_bytes, op.result_bytes)
+    sizes = (
+        op.query_bytes,
+        op.key_copies * op.key_bytes,
+        op.key_copies * op.value_bytes,
+        op.result_bytes,
+    )
     moved = sum(collective_time_s("all_to_all", size, cp, stride, topology) for size in sizes)
     return moved, moved  # heads are balanced
 
 
-def choose_method(op: ContextAttention, legal: tuple[str, ...], mesh: MeshShape, cluster: ClusterSpec) -> str:
+def choose_method(
+    op: ContextAttention, legal: tuple[str, ...], mesh: MeshShape, cluster: ClusterSpec
+) -> str:
     """The method that costs least."""
-    return min(legal, key=lambda method: sum(context_extra_s(method, op, mesh, cluster, gathers=True)))
+    return min(
+        legal, key=lambda method: sum(context_extra_s(method, op, mesh, cluster, gathers=True))
+    )

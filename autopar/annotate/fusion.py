@@ -25,13 +25,35 @@ from autopar.ir.calls import op_name
 from autopar.ops.dims import OpDims, operands
 from autopar.ops.elementwise import ELEMENTWISE
 from autopar.ops.reductions import REDUCTIONS
-from autopar.ops.values import is_getitem, operand_names, ops, output_nodes, result_names, value_name
+from autopar.ops.values import (
+    is_getitem,
+    operand_names,
+    ops,
+    output_nodes,
+    result_names,
+    value_name,
+)
 from autopar.request.software import Joins
 
-_ALONE = {"sort", "argsort", "topk", "kthvalue", "median", "nanmedian", "mode", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
+_ALONE = {
+    "sort",
+    "argsort",
+    "topk",
+    "kthvalue",
+    "median",
+    "nanmedian",
+    "mode",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "logcumsumexp",
+}
 NORMS = ("aten::rms_norm", "aten::layer_norm", "aten::native_layer_norm", "aten::group_norm")
 _SOFTMAX = ("aten::softmax", "aten::_softmax", "aten::_safe_softmax")
-FUSIBLE = frozenset(f"aten::{name}" for name in ({*ELEMENTWISE, *REDUCTIONS, "cat", "stack"} - _ALONE))
+FUSIBLE = frozenset(
+    f"aten::{name}" for name in ({*ELEMENTWISE, *REDUCTIONS, "cat", "stack"} - _ALONE)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +64,13 @@ class Share:
     writes: tuple[bool, ...]
 
 
-def fuse(graph: Graph, dims: dict[str, OpDims | None], joins: Joins = "compiler") -> dict[str, Share]:
+def fuse(
+    graph: Graph, dims: dict[str, OpDims | None], joins: Joins = "compiler"
+) -> dict[str, Share]:
     """The share of every fusible op of a class, by name."""
-    views = {n.name for n in ops(graph) if dims.get(n.name) is not None and dims[n.name].movement_free}
+    views = {
+        n.name for n in ops(graph) if dims.get(n.name) is not None and dims[n.name].movement_free
+    }
     roots = _roots(graph, views)
     level, producer = _levels(graph, views, roots, joins)
     readers: dict[str, set[str]] = {}  # root value -> ops that read it, through views
@@ -64,7 +90,10 @@ def fuse(graph: Graph, dims: dict[str, OpDims | None], joins: Joins = "compiler"
             outside = level.get(producer.get(root, "")) != own
             reads.append(outside and (root, own) not in entered)
             entered.add((root, own))
-        writes = tuple(v in kept or any(level.get(r) != own for r in readers.get(v, ())) or v not in readers for v in result_names(node))
+        writes = tuple(
+            v in kept or any(level.get(r) != own for r in readers.get(v, ())) or v not in readers
+            for v in result_names(node)
+        )
         shares[node.name] = Share(tuple(reads), writes)
     return shares
 
@@ -76,12 +105,16 @@ def _roots(graph: Graph, views: set[str]) -> dict[str, str]:
         if node.op == "output" or is_getitem(node):
             continue
         source = operands(node)[:1] if node.name in views else []
-        for name in (node.name, *result_names(node)) if node.op == "call_function" else (node.name,):
+        for name in (
+            (node.name, *result_names(node)) if node.op == "call_function" else (node.name,)
+        ):
             roots[name] = roots[value_name(source[0])] if source else name
     return roots
 
 
-def _levels(graph: Graph, views: set[str], roots: dict[str, str], joins: Joins) -> tuple[dict[str, int], dict[str, str]]:
+def _levels(
+    graph: Graph, views: set[str], roots: dict[str, str], joins: Joins
+) -> tuple[dict[str, int], dict[str, str]]:
     """(fusible op -> level, root value -> op that writes it)."""
     reached: dict[str, int] = {}  # root value -> level of an op that reads nothing else
     level: dict[str, int] = {}
@@ -91,7 +124,9 @@ def _levels(graph: Graph, views: set[str], roots: dict[str, str], joins: Joins) 
     for node in ops(graph):
         if node.name in views:
             continue
-        own = max((reached.get(roots[name], 0) for name in operand_names(node)), default=0) + (op_name(node) in alone)
+        own = max((reached.get(roots[name], 0) for name in operand_names(node)), default=0) + (
+            op_name(node) in alone
+        )
         if is_fusible(node):
             level[node.name] = own
         for name in result_names(node):

@@ -11,7 +11,11 @@ from functools import lru_cache
 from math import ceil, prod
 
 from autopar_cost_models import Device, activation_itemsize, matmul_time_s, memory_time_s
-from autopar_cost_models.attention import FLASH_RATES, flash_attention_time_s, unfused_attention_time_s
+from autopar_cost_models.attention import (
+    FLASH_RATES,
+    flash_attention_time_s,
+    unfused_attention_time_s,
+)
 from autopar_cost_models.matmul import (
     cast_to_fp8_time_s,
     fp8_linear_time_s,
@@ -77,7 +81,9 @@ class Attention:
     dropout: bool = False
 
 
-def product_of(dims: OpDims, shapes: list[Shape], grads: list[bool], parameters: list[bool], fp8: bool) -> Product | None:
+def product_of(
+    dims: OpDims, shapes: list[Shape], grads: list[bool], parameters: list[bool], fp8: bool
+) -> Product | None:
     """The product that a contraction of two factors is, from its letters and this rank's shapes; None for more factors.
 
     Letters of both factors that the result has are a batch, those that it lacks are summed; a result's other letters are rows and columns.
@@ -92,11 +98,22 @@ def product_of(dims: OpDims, shapes: list[Shape], grads: list[bool], parameters:
     if not m * n * k * batch:
         return None
     parameter = next((place for place, i in enumerate(factors) if parameters[i]), -1)
-    return Product(m, n, k, batch, grads[factors[0]], grads[factors[1]], parameter, fp8 and parameter >= 0 and batch == 1)
+    return Product(
+        m,
+        n,
+        k,
+        batch,
+        grads[factors[0]],
+        grads[factors[1]],
+        parameter,
+        fp8 and parameter >= 0 and batch == 1,
+    )
 
 
 @lru_cache(maxsize=4096)
-def _roles(left: Letters, right: Letters, result: Letters) -> tuple[list[int], list[int], list[int], list[int]]:
+def _roles(
+    left: Letters, right: Letters, result: Letters
+) -> tuple[list[int], list[int], list[int], list[int]]:
     """Places of the dims that a product sums (in its left factor), that are a batch (there), its rows (there), its columns (in the
     right)."""
     a, b = ({letter: place for place, letter in enumerate(of)} for of in (left, right))
@@ -116,9 +133,20 @@ class Kernels:
 
     def __init__(self, device: Device, precision: str, software: Software) -> None:
         self.device, self.precision, self.software = device, precision, software
-        self.itemsize, self.gradient_itemsize = activation_itemsize(precision), RECIPES[precision][1]
-        rates = {kernel: rate.forward for (generation, kernel), rate in FLASH_RATES.items() if generation == device.generation}
-        self.flash = (software.attention_kernel or max(rates, key=rates.get, default=None)) if precision in ("bf16", "fp16") else None
+        self.itemsize, self.gradient_itemsize = (
+            activation_itemsize(precision),
+            RECIPES[precision][1],
+        )
+        rates = {
+            kernel: rate.forward
+            for (generation, kernel), rate in FLASH_RATES.items()
+            if generation == device.generation
+        }
+        self.flash = (
+            (software.attention_kernel or max(rates, key=rates.get, default=None))
+            if precision in ("bf16", "fp16")
+            else None
+        )
         self._known: dict[object, KernelTime] = {}
 
     # ----------------------------------------------------------------------------------------------------------- matrix products
@@ -126,19 +154,32 @@ class Kernels:
     def product(self, p: Product) -> KernelTime:
         """A matrix product forward, and the products of its backward."""
         if p not in self._known:
-            self._known[p] = self._fp8_product(p) if p.fp8 and self.software.matmul_dtype == "fp8" else self._product(p)
+            self._known[p] = (
+                self._fp8_product(p)
+                if p.fp8 and self.software.matmul_dtype == "fp8"
+                else self._product(p)
+            )
         return self._known[p]
 
     def _product(self, p: Product) -> KernelTime:
         def seconds(m: int, n: int, k: int, summed_up: bool) -> float:
-            itemsize = self.gradient_itemsize if summed_up and self.software.fused_accumulation else None
+            itemsize = (
+                self.gradient_itemsize if summed_up and self.software.fused_accumulation else None
+            )
             added_s = self._accumulation_s(p.batch * m * n) if summed_up else 0.0
-            return shaped_matmul_time_s(m, n, k, self.device, self.precision, batch=p.batch, result_itemsize=itemsize) + added_s
+            return (
+                shaped_matmul_time_s(
+                    m, n, k, self.device, self.precision, batch=p.batch, result_itemsize=itemsize
+                )
+                + added_s
+            )
 
         left_s = seconds(p.m, p.k, p.n, p.parameter == 0) if p.left_grad else 0.0
         right_s = seconds(p.n, p.k, p.m, p.parameter == 1) if p.right_grad else 0.0
         weight_s = (left_s, right_s)[p.parameter] if p.parameter >= 0 else 0.0
-        return KernelTime(seconds(p.m, p.n, p.k, False), left_s + right_s, weight_s, 1, p.left_grad + p.right_grad)
+        return KernelTime(
+            seconds(p.m, p.n, p.k, False), left_s + right_s, weight_s, 1, p.left_grad + p.right_grad
+        )
 
     def _accumulation_s(self, numel: int) -> float:
         """A kernel that adds a gradient to what other micro-batches gave, if the product does not."""
@@ -150,20 +191,42 @@ class Kernels:
         """A linear layer in fp8, whichever factor is the weight.  One that needs only one gradient casts and makes that."""
         rows, outputs = (p.m, p.n) if p.parameter == 1 else (p.n, p.m)
         scaling, device = self.software.fp8_scaling, self.device
-        input_grad, weight_grad = (p.left_grad, p.right_grad) if p.parameter == 1 else (p.right_grad, p.left_grad)
+        input_grad, weight_grad = (
+            (p.left_grad, p.right_grad) if p.parameter == 1 else (p.right_grad, p.left_grad)
+        )
         forward_s = fp8_linear_time_s(rows, p.k, outputs, device, scaling=scaling)
-        weight_s = shaped_matmul_time_s(outputs, p.k, rows, device, "fp8", scaling=scaling, result_itemsize=4) if weight_grad else 0.0
+        weight_s = (
+            shaped_matmul_time_s(
+                outputs, p.k, rows, device, "fp8", scaling=scaling, result_itemsize=4
+            )
+            if weight_grad
+            else 0.0
+        )
         added_s = self._accumulation_s(outputs * p.k) if weight_grad else 0.0
         if input_grad and weight_grad:
-            backward_s = fp8_linear_time_s(rows, p.k, outputs, device, backward=True, scaling=scaling)
+            backward_s = fp8_linear_time_s(
+                rows, p.k, outputs, device, backward=True, scaling=scaling
+            )
         elif input_grad or weight_grad:
-            input_s = shaped_matmul_time_s(rows, p.k, outputs, device, "fp8", scaling=scaling) if input_grad else 0.0
+            input_s = (
+                shaped_matmul_time_s(rows, p.k, outputs, device, "fp8", scaling=scaling)
+                if input_grad
+                else 0.0
+            )
             backward_s = cast_to_fp8_time_s(rows * outputs, device, scaling) + input_s + weight_s
         else:
             backward_s = 0.0
-        return KernelTime(forward_s, backward_s + added_s, weight_s + added_s, 3, input_grad + weight_grad + (input_grad or weight_grad))
+        return KernelTime(
+            forward_s,
+            backward_s + added_s,
+            weight_s + added_s,
+            3,
+            input_grad + weight_grad + (input_grad or weight_grad),
+        )
 
-    def experts(self, tokens: int, choices: int, hidden: int, experts: int, wide: int, width: int) -> KernelTime:
+    def experts(
+        self, tokens: int, choices: int, hidden: int, experts: int, wide: int, width: int
+    ) -> KernelTime:
         """Routed experts on one rank: `choices` rows of `hidden` elements, evenly over `experts`, through matrices (hidden, wide) and
         (width, hidden), added up for each of `tokens`.
 
@@ -174,19 +237,45 @@ class Kernels:
         if key in self._known:
             return self._known[key]
         fp8 = self.software.matmul_dtype == "fp8"
-        dtype, device, compiled = ("fp8" if fp8 else self.precision), self.device, self.software.fuses
+        dtype, device, compiled = (
+            ("fp8" if fp8 else self.precision),
+            self.device,
+            self.software.fuses,
+        )
         scaling = self.software.fp8_scaling
         rows = [choices // experts + (e < choices % experts) for e in range(experts)]
         mean = max(ceil(choices / experts), 1)
-        inner, outer, result = (self.itemsize * x for x in (choices * hidden, choices * width, tokens * hidden))
+        inner, outer, result = (
+            self.itemsize * x for x in (choices * hidden, choices * width, tokens * hidden)
+        )
         between = self.itemsize * choices * wide
-        activation, activation_back = [[2 * outer], [3 * outer]] if wide == width else [[2 * outer, 3 * outer], [5 * outer, 3 * outer]]
-        gathered, combined = ([result + inner], result + inner), ([2 * inner, 2 * inner, inner + result], inner + result)
+        activation, activation_back = (
+            [[2 * outer], [3 * outer]]
+            if wide == width
+            else [[2 * outer, 3 * outer], [5 * outer, 3 * outer]]
+        )
+        gathered, combined = (
+            ([result + inner], result + inner),
+            ([2 * inner, 2 * inner, inner + result], inner + result),
+        )
         forward = gathered, (activation, between + outer), combined
-        backward = ([3 * inner], inner + result), (activation_back, 2 * between + outer), ([2 * inner, 3 * inner, 3 * inner], 3 * inner)
-        chains = forward, backward  # of each chain: bytes of eager kernels, bytes of one fused kernel
-        forward_s, backward_s = (sum(chain_time_s(*chain, device, compiled) for chain in direction) for direction in chains)
-        kernels = [len(direction) if compiled else sum(len(c[0]) for c in direction) for direction in chains]
+        backward = (
+            ([3 * inner], inner + result),
+            (activation_back, 2 * between + outer),
+            ([2 * inner, 3 * inner, 3 * inner], 3 * inner),
+        )
+        chains = (
+            forward,
+            backward,
+        )  # of each chain: bytes of eager kernels, bytes of one fused kernel
+        forward_s, backward_s = (
+            sum(chain_time_s(*chain, device, compiled) for chain in direction)
+            for direction in chains
+        )
+        kernels = [
+            len(direction) if compiled else sum(len(c[0]) for c in direction)
+            for direction in chains
+        ]
 
         def cast_s(elements: int) -> float:
             return cast_to_fp8_time_s(elements, device, scaling) if fp8 else 0.0
@@ -194,10 +283,23 @@ class Kernels:
         forward_s += _ROUTING_KERNELS * device.launch_s
         weight_s = 0.0
         for k, n in ((hidden, wide), (width, hidden)):
-            forward_s += cast_s(choices * k) + cast_s(experts * n * k) + grouped_matmul_time_s(rows, n, k, device, dtype, scaling=scaling)
-            backward_s += cast_s(choices * n) + grouped_matmul_time_s(rows, k, n, device, dtype, scaling=scaling)
+            forward_s += (
+                cast_s(choices * k)
+                + cast_s(experts * n * k)
+                + grouped_matmul_time_s(rows, n, k, device, dtype, scaling=scaling)
+            )
+            backward_s += cast_s(choices * n) + grouped_matmul_time_s(
+                rows, k, n, device, dtype, scaling=scaling
+            )
             weight_s += shaped_matmul_time_s(
-                n, k, mean, device, dtype, batch=experts, result_itemsize=self.gradient_itemsize, scaling=scaling
+                n,
+                k,
+                mean,
+                device,
+                dtype,
+                batch=experts,
+                result_itemsize=self.gradient_itemsize,
+                scaling=scaling,
             )
         count = kernels[0] + 2 + 4 * fp8 + _ROUTING_KERNELS, kernels[1] + 4 + 2 * fp8
         self._known[key] = KernelTime(forward_s, backward_s + weight_s, weight_s, *count)
@@ -210,18 +312,34 @@ class Kernels:
         if not differentiable:
             return KernelTime(forward_s, 0.0, 0.0, 1, 0)
         mean, itemsize = max(ceil(rows / groups), 1), self.gradient_itemsize
-        weight_s = shaped_matmul_time_s(n, k, mean, self.device, self.precision, batch=groups, result_itemsize=itemsize)
-        return KernelTime(forward_s, grouped_matmul_time_s(counts, k, n, self.device, self.precision) + weight_s, weight_s, 1, 2)
+        weight_s = shaped_matmul_time_s(
+            n, k, mean, self.device, self.precision, batch=groups, result_itemsize=itemsize
+        )
+        return KernelTime(
+            forward_s,
+            grouped_matmul_time_s(counts, k, n, self.device, self.precision) + weight_s,
+            weight_s,
+            1,
+            2,
+        )
 
-    def roofline(self, flops: float, forward_bytes: float, backward_bytes: float, products: float) -> KernelTime:
+    def roofline(
+        self, flops: float, forward_bytes: float, backward_bytes: float, products: float
+    ) -> KernelTime:
         """A contraction without a kernel model of its own; backward has `products` times its FLOPs."""
         forward_s = matmul_time_s(flops, forward_bytes, self.device, self.precision)
-        backward_s = matmul_time_s(int(flops * products), backward_bytes, self.device, self.precision) if products else 0.0
+        backward_s = (
+            matmul_time_s(int(flops * products), backward_bytes, self.device, self.precision)
+            if products
+            else 0.0
+        )
         return KernelTime(forward_s, backward_s, 0.0, 1, ceil(products))
 
     # ---------------------------------------------------------------------------------------------------------------- attention
 
-    def attention(self, a: Attention, flops: int, forward_bytes: int, backward_bytes: int) -> KernelTime:
+    def attention(
+        self, a: Attention, flops: int, forward_bytes: int, backward_bytes: int
+    ) -> KernelTime:
         """Attention by the flash kernel of the device; with dropout its ops one by one, as it then runs; by FLOPs and bytes, backward 2.5
         times forward, where nobody has measured a kernel.
 
@@ -232,15 +350,25 @@ class Kernels:
             self._known[key] = self._attention(a, flops, forward_bytes, backward_bytes)
         return self._known[key]
 
-    def _attention(self, a: Attention, flops: int, forward_bytes: int, backward_bytes: int) -> KernelTime:
+    def _attention(
+        self, a: Attention, flops: int, forward_bytes: int, backward_bytes: int
+    ) -> KernelTime:
         if a.dropout:
             sizes = a.batch, a.heads, a.queries, a.keys, a.head_dim, self.device
             compiled = self.software.fuses and self.software.joins != "by hand, softmax alone"
             forward_s, backward_s = (
-                unfused_attention_time_s(*sizes, dtype=self.precision, fused_softmax=compiled, dropout=True, backward=backward)
+                unfused_attention_time_s(
+                    *sizes,
+                    dtype=self.precision,
+                    fused_softmax=compiled,
+                    dropout=True,
+                    backward=backward,
+                )
                 for backward in (False, True)
             )
-            return KernelTime(forward_s, backward_s, 0.0, 4 if compiled else 6, 6 if compiled else 8)
+            return KernelTime(
+                forward_s, backward_s, 0.0, 4 if compiled else 6, 6 if compiled else 8
+            )
         if self.flash is None:
             return self.roofline(flops, forward_bytes, backward_bytes, 2.5)
 
@@ -249,17 +377,27 @@ class Kernels:
                 a.batch, a.heads, a.key_heads, a.queries, a.keys, a.head_dim, self.device, kernel=self.flash, dtype=self.precision,
                 causal=a.causal, window=a.window, backward=backward, fitted=self.software.fitted,
             )  # fmt: skip
-            return (whole_s - self.device.launch_s) / a.context_ranks + a.blocks * self.device.launch_s
+            return (
+                whole_s - self.device.launch_s
+            ) / a.context_ranks + a.blocks * self.device.launch_s
 
         return KernelTime(seconds(False), seconds(True), 0.0, a.blocks, a.blocks)
 
     # ------------------------------------------------------------------------------------------------------------------- memory
 
-    def stream(self, forward_bytes: float, backward_bytes: float, differentiable: bool, kernels: int = 1) -> KernelTime:
+    def stream(
+        self, forward_bytes: float, backward_bytes: float, differentiable: bool, kernels: int = 1
+    ) -> KernelTime:
         """Kernels that read and write so many bytes; with no kernel of its own, a part of a chain that others launch."""
 
         def seconds(size_bytes: float) -> float:
             return memory_time_s(size_bytes, self.device) + (kernels - 1) * self.device.launch_s
 
         backward = bool(backward_bytes) and differentiable
-        return KernelTime(seconds(forward_bytes), seconds(backward_bytes) if backward else 0.0, 0.0, kernels, kernels if backward else 0)
+        return KernelTime(
+            seconds(forward_bytes),
+            seconds(backward_bytes) if backward else 0.0,
+            0.0,
+            kernels,
+            kernels if backward else 0,
+        )

@@ -16,8 +16,25 @@ from autopar.ir.sharding import RP, Layout, P, Pattern, R, S, transition
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.dims import OpDims, has_batch, locate, wanted_of
 from autopar.ops.reach import Marks, Reach
-from autopar.ops.strategies import OpStrategy, fits, replicated, replicated_partial, shard_jointly, shard_letter, strategies
-from autopar.ops.values import is_getitem, operand_names, ops, output_nodes, result_names, value_grads, value_name, value_tensors
+from autopar.ops.strategies import (
+    OpStrategy,
+    fits,
+    replicated,
+    replicated_partial,
+    shard_jointly,
+    shard_letter,
+    strategies,
+)
+from autopar.ops.values import (
+    is_getitem,
+    operand_names,
+    ops,
+    output_nodes,
+    result_names,
+    value_grads,
+    value_name,
+    value_tensors,
+)
 from autopar.ops.views import concrete
 
 Choices = dict[str, AxisChoice]
@@ -45,7 +62,9 @@ class Propagation:
             index = segment.class_index
             if not choices[index]:
                 given = [
-                    produced[source.segment, source.index] if source.segment >= 0 else self.input_layout(vals.get(source.name))
+                    produced[source.segment, source.index]
+                    if source.segment >= 0
+                    else self.input_layout(vals.get(source.name))
                     for source in segment.inputs
                 ]
                 choices[index] = self._class(index, self.traced.classes[index], given)
@@ -57,7 +76,14 @@ class Propagation:
         """How a model input (None: not a tensor of the user's) is given to the ranks."""
         raise NotImplementedError
 
-    def candidates(self, index: int, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
+    def candidates(
+        self,
+        index: int,
+        node: Node,
+        dims: OpDims,
+        input_grads: list[bool],
+        output_grads: list[bool],
+    ) -> list[OpStrategy]:
         """The ways in which an op may be sharded."""
         raise NotImplementedError
 
@@ -68,47 +94,83 @@ class Propagation:
     def _class(self, index: int, block: BlockClass, given: list[Layout]) -> Choices:
         graph = block.graph
         tensors, grads = value_tensors(graph), value_grads(graph)
-        layout: dict[str, Layout] = dict(zip((n.name for n in graph.nodes if n.op == "placeholder"), given, strict=True))
+        layout: dict[str, Layout] = dict(
+            zip((n.name for n in graph.nodes if n.op == "placeholder"), given, strict=True)
+        )
         parameters = {n.name for n in graph.nodes if n.op == "get_attr"}
         layout |= {name: RP if grads[name] else R for name in parameters}
         chosen: dict[str, OpStrategy] = {}
         for node in ops(graph):
             names, outs = operand_names(node), result_names(node)
-            sizes = [_numel(tensors[n]) if n not in parameters else 0 for n in names]  # parameters are stored as they are asked for
+            sizes = [
+                _numel(tensors[n]) if n not in parameters else 0 for n in names
+            ]  # parameters are stored as they are asked for
             flows = [grads[n] for n in names]
             found = self.options(index, node, flows, [grads[n] for n in outs])
             elements = sum(_numel(tensors[n]) for n in (*names, *outs))
             dims = self.reach.dims[index][node.name]
             work = self.work(dims, elements) if dims is not None else 0.0
             have = [layout[n] for n in names]
-            found = [s for s in found if s.letter or P not in s.inputs or P in have]  # a sum stays pending, nothing is made one
-            best = min(found, key=lambda s: (moved(have, s.inputs, sizes, flows) + work / (self.parts if s.letter else 1), not s.letter))
+            found = [
+                s for s in found if s.letter or P not in s.inputs or P in have
+            ]  # a sum stays pending, nothing is made one
+            best = min(
+                found,
+                key=lambda s: (
+                    moved(have, s.inputs, sizes, flows) + work / (self.parts if s.letter else 1),
+                    not s.letter,
+                ),
+            )
             layout.update(zip(outs, best.outputs, strict=True))
             chosen[node.name] = best
         layout |= _parameter_shards(graph, chosen, parameters)
         return _written(graph, layout, chosen)
 
-    def options(self, index: int, node: Node, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
+    def options(
+        self, index: int, node: Node, input_grads: list[bool], output_grads: list[bool]
+    ) -> list[OpStrategy]:
         """How an op may run: whole, or as `candidates` says."""
         whole = (
-            replicated_partial(input_grads, output_grads) if any(output_grads) else replicated(len(input_grads), len(output_grads))
+            replicated_partial(input_grads, output_grads)
+            if any(output_grads)
+            else replicated(len(input_grads), len(output_grads))
         )
         dims = self.reach.dims[index][node.name]
-        return [whole, *(self.candidates(index, node, dims, input_grads, output_grads) if dims is not None else ())]
+        return [
+            whole,
+            *(
+                self.candidates(index, node, dims, input_grads, output_grads)
+                if dims is not None
+                else ()
+            ),
+        ]
 
 
 class BatchPropagation(Propagation):
     """dp and ep; on ep, ops that can shard experts do."""
 
-    def __init__(self, traced: TracedModel, reach: Reach, parts: int, experts: bool = False) -> None:
+    def __init__(
+        self, traced: TracedModel, reach: Reach, parts: int, experts: bool = False
+    ) -> None:
         super().__init__(traced, reach, parts)
         self.experts = experts
 
     def input_layout(self, val) -> Layout:
         return S(0) if has_batch(val) else R
 
-    def candidates(self, index: int, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
-        joints = [name for name, joint in dims.joint.items() if joint.axis == "ep" and self.experts and joint.size >= self.parts]
+    def candidates(
+        self,
+        index: int,
+        node: Node,
+        dims: OpDims,
+        input_grads: list[bool],
+        output_grads: list[bool],
+    ) -> list[OpStrategy]:
+        joints = [
+            name
+            for name, joint in dims.joint.items()
+            if joint.axis == "ep" and self.experts and joint.size >= self.parts
+        ]
         if joints:
             return [shard_jointly(dims, name, Pattern(), input_grads) for name in joints]
         found = strategies(dims, self.parts, input_grads, output_grads, "batch")
@@ -127,7 +189,9 @@ class ContextSetting:
 class ContextPropagation(Propagation):
     """cp.  `marks` are the dims that are positions of sequences."""
 
-    def __init__(self, traced: TracedModel, reach: Reach, context: ContextSetting, marks: Marks) -> None:
+    def __init__(
+        self, traced: TracedModel, reach: Reach, context: ContextSetting, marks: Marks
+    ) -> None:
         super().__init__(traced, reach, context.cp)
         self.zigzag, self.marks = context.zigzag, marks
         self.methods = {(index, name): method for index, name, method in context.methods}
@@ -139,11 +203,22 @@ class ContextPropagation(Propagation):
         flops = dims.total_flops()
         return elements / _ELEMENTS_PER_MOVE + concrete(flops) / _FLOPS_PER_MOVE
 
-    def candidates(self, index: int, node: Node, dims: OpDims, input_grads: list[bool], output_grads: list[bool]) -> list[OpStrategy]:
+    def candidates(
+        self,
+        index: int,
+        node: Node,
+        dims: OpDims,
+        input_grads: list[bool],
+        output_grads: list[bool],
+    ) -> list[OpStrategy]:
         method = self.methods.get((index, node.name))
         if method in dims.joint:
             return [shard_jointly(dims, method, Pattern(zigzag=self.zigzag), input_grads)]
-        found = [s for s in strategies(dims, 1, input_grads, output_grads, "none") if not s.letter and s.name not in ("R", "R/P")]
+        found = [
+            s
+            for s in strategies(dims, 1, input_grads, output_grads, "none")
+            if not s.letter and s.name not in ("R", "R/P")
+        ]
         for letter, wanted in self._marked(index, node, dims):
             pattern = Pattern(wanted.sections, wanted.rows, self.zigzag)
             if fits(dims, letter, pattern, self.parts, self.parts):
@@ -153,7 +228,13 @@ class ContextPropagation(Propagation):
     def _marked(self, index: int, node: Node, dims: OpDims) -> list[tuple[str, Pattern]]:
         """Letters of the op that are positions, with the pattern that their dims ask for."""
         found: dict[tuple[str, Pattern], None] = {}
-        places = list(zip((*operand_names(node), *result_names(node)), (*dims.inputs, *dims.outputs), strict=True))
+        places = list(
+            zip(
+                (*operand_names(node), *result_names(node)),
+                (*dims.inputs, *dims.outputs),
+                strict=True,
+            )
+        )
         for letter in dims.letters:
             for value, term in places:
                 place = locate(term, letter)
@@ -167,7 +248,12 @@ class ContextPropagation(Propagation):
 
 
 def propagate(
-    traced: TracedModel, reach: Reach, dp: int, ep: int, context: ContextSetting | None, marks: Marks
+    traced: TracedModel,
+    reach: Reach,
+    dp: int,
+    ep: int,
+    context: ContextSetting | None,
+    marks: Marks,
 ) -> list[dict[str, dict[str, AxisChoice]]]:
     """For each class and op the choice on each of the axes dp, ep and cp that has more than one rank.  `marks`: sequence dims."""
     axes: dict[str, list[Choices]] = {}
@@ -185,7 +271,9 @@ def propagate(
     return joined
 
 
-def moved(have: list[Layout], want: tuple[Layout, ...], sizes: list[float], grads: list[bool]) -> float:
+def moved(
+    have: list[Layout], want: tuple[Layout, ...], sizes: list[float], grads: list[bool]
+) -> float:
     """Elements moved to convert the operands, forward and, where a gradient flows, backward."""
     total = 0.0
     for src, dst, size, grad in zip(have, want, sizes, grads, strict=True):
@@ -194,7 +282,9 @@ def moved(have: list[Layout], want: tuple[Layout, ...], sizes: list[float], grad
     return total
 
 
-def _parameter_shards(graph: Graph, chosen: dict[str, OpStrategy], parameters: set[str]) -> dict[str, Layout]:
+def _parameter_shards(
+    graph: Graph, chosen: dict[str, OpStrategy], parameters: set[str]
+) -> dict[str, Layout]:
     """Parameters that all their readers want sharded alike are stored so."""
     wanted: dict[str, set[Layout]] = {}
     for node in ops(graph):
@@ -203,7 +293,9 @@ def _parameter_shards(graph: Graph, chosen: dict[str, OpStrategy], parameters: s
                 wanted.setdefault(name, set()).add(want)
     returned = {value_name(n) for n in output_nodes(graph)}
     return {
-        name: next(iter(found)) for name, found in wanted.items() if len(found) == 1 and next(iter(found)).is_shard and name not in returned
+        name: next(iter(found))
+        for name, found in wanted.items()
+        if len(found) == 1 and next(iter(found)).is_shard and name not in returned
     }
 
 

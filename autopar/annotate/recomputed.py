@@ -37,34 +37,65 @@ class Rerun:
 NOTHING = Rerun()
 
 
-def rerun_of(mode: str, graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str], compiled: bool) -> Rerun:
+def rerun_of(
+    mode: str, graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str], compiled: bool
+) -> Rerun:
     """What runs again in a class graph; `saved` and `roots` are those of `observe_saved`."""
-    return _core_again(graph, saved, roots) if mode == "selective" else _layer_again(graph, saved, roots, compiled)
+    return (
+        _core_again(graph, saved, roots)
+        if mode == "selective"
+        else _layer_again(graph, saved, roots, compiled)
+    )
 
 
 def _core_again(graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str]) -> Rerun:
     """The core keeps what comes from outside."""
     core = attention_core(graph)
-    inside = {roots[name] for node in ops(graph) if node.name in core for name in result_names(node) if name in roots}
-    kept = {name: SavedByOp(tuple(v for v in saved[name].values if v not in inside), 0.0) for name in core}
+    inside = {
+        roots[name]
+        for node in ops(graph)
+        if node.name in core
+        for name in result_names(node)
+        if name in roots
+    }
+    kept = {
+        name: SavedByOp(tuple(v for v in saved[name].values if v not in inside), 0.0)
+        for name in core
+    }
     return Rerun(core, kept)
 
 
-def _layer_again(graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str], compiled: bool) -> Rerun:
+def _layer_again(
+    graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str], compiled: bool
+) -> Rerun:
     nodes, resident = ops(graph), {n.name for n in graph.nodes if n.op == "get_attr"}
     dear = dear_ops(graph)
-    again, needed = _between(nodes, saved, roots, dear) if compiled else _until_last(nodes, saved, dear)
+    again, needed = (
+        _between(nodes, saved, roots, dear) if compiled else _until_last(nodes, saved, dear)
+    )
     there = {roots[n.name] for n in graph.nodes if n.op == "placeholder"}
-    there |= {roots[name] for node in nodes if node.name in dear for name in result_names(node) if name in roots}
+    there |= {
+        roots[name]
+        for node in nodes
+        if node.name in dear
+        for name in result_names(node)
+        if name in roots
+    }
     kept = {}
     for node in nodes:
         observed = saved.get(node.name, SavedByOp((), 0.0))
         values = [value for value in observed.values if value in there]
         if node.name in again:
-            values += [roots[name] for name in operand_names(node) if name not in resident and roots[name] in there]
+            values += [
+                roots[name]
+                for name in operand_names(node)
+                if name not in resident and roots[name] in there
+            ]
         if node.name in dear and not compiled:
             values += [roots[name] for name in result_names(node)]
-        kept[node.name] = SavedByOp(tuple(dict.fromkeys(values)), observed.extra_bytes_per_row if node.name in dear else 0.0)
+        kept[node.name] = SavedByOp(
+            tuple(dict.fromkeys(values)), observed.extra_bytes_per_row if node.name in dear else 0.0
+        )
     return Rerun(frozenset(again), kept, frozenset(needed - resident), sums=True)
 
 
@@ -79,7 +110,10 @@ def _between(
     for node in nodes:
         if (observed := saved.get(node.name)) is None:
             continue
-        waiting += [*observed.values, *(name for name in operand_names(node) if roots.get(name) in observed.values)]
+        waiting += [
+            *observed.values,
+            *(name for name in operand_names(node) if roots.get(name) in observed.values),
+        ]
         if observed.extra_bytes_per_row and node.name not in dear:
             again.add(node.name)
             waiting += operand_names(node)
@@ -95,14 +129,22 @@ def _between(
     return again, needed
 
 
-def _until_last(nodes: Iterable[Node], saved: dict[str, SavedByOp], dear: frozenset[str]) -> tuple[set[str], set[str]]:
+def _until_last(
+    nodes: Iterable[Node], saved: dict[str, SavedByOp], dear: frozenset[str]
+) -> tuple[set[str], set[str]]:
     """(ops, values they read) of a second call, which ends with the last tensor that autograd asks for."""
     listed = list(nodes)
-    asking = [place for place, node in enumerate(listed) if saved.get(node.name, SavedByOp((), 0.0)) != SavedByOp((), 0.0)]
+    asking = [
+        place
+        for place, node in enumerate(listed)
+        if saved.get(node.name, SavedByOp((), 0.0)) != SavedByOp((), 0.0)
+    ]
     if not asking:
         return set(), set()
     last = listed[asking[-1]]
-    own = bool(saved[last.name].extra_bytes_per_row) or any(name in saved[last.name].values for name in result_names(last))
+    own = bool(saved[last.name].extra_bytes_per_row) or any(
+        name in saved[last.name].values for name in result_names(last)
+    )
     called = listed[: asking[-1] + own]  # operands are asked for before the op runs, results after
     needed = {name for node in (*called, last) for name in operand_names(node)}
     return {node.name for node in called if node.name not in dear}, needed

@@ -57,20 +57,30 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
             env[node] = args[0][args[1]]
             continue
         packed: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, packed=packed: packed.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, packed=packed: packed.append(t) or t, lambda t: t
+        ):
             env[node] = node.target(*args, **kwargs)
         if _fused_attention(node):
             env[node] = _positions_outside_heads(env[node])
         out = env[node] if isinstance(env[node], (list, tuple)) else (env[node],)
-        for name, tensor in zip(result_names(node), [t for t in out if isinstance(t, torch.Tensor)], strict=False):
+        for name, tensor in zip(
+            result_names(node), [t for t in out if isinstance(t, torch.Tensor)], strict=False
+        ):
             enter(name, tensor)
-        saved[node.name] = _attention(node, roots) if is_attention(node) else _classify(packed, owner, graph)
+        saved[node.name] = (
+            _attention(node, roots) if is_attention(node) else _classify(packed, owner, graph)
+        )
         if drops(node) and not is_attention(node):  # a byte says whether an element stays
-            saved[node.name] = SavedByOp((), math.prod(env[node].shape) / PROBE_ROWS if node.meta.get("grad") else 0.0)
+            saved[node.name] = SavedByOp(
+                (), math.prod(env[node].shape) / PROBE_ROWS if node.meta.get("grad") else 0.0
+            )
     return saved, roots
 
 
-def rerun_ops(graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str], early_stop: bool) -> frozenset[str]:
+def rerun_ops(
+    graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str], early_stop: bool
+) -> frozenset[str]:
     """The ops that recomputation of a whole graph runs again: all, or with `early_stop` those before the last tensor that backward needs.
 
     `torch.utils.checkpoint` with use_reentrant=False stops there: an op saves its operands before it computes, its results after.
@@ -78,10 +88,14 @@ def rerun_ops(graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str], 
     calls = ops(graph)
     if not early_stop:
         return frozenset(node.name for node in calls)
-    last = max((number for number, node in enumerate(calls) if _keeps(saved.get(node.name))), default=-1)
+    last = max(
+        (number for number, node in enumerate(calls) if _keeps(saved.get(node.name))), default=-1
+    )
     if last >= 0:
         node, found = calls[last], saved[calls[last].name]
-        if not found.extra_bytes_per_row and set(found.values) <= {roots[name] for name in operand_names(node)}:
+        if not found.extra_bytes_per_row and set(found.values) <= {
+            roots[name] for name in operand_names(node)
+        }:
             last -= 1
     return frozenset(node.name for node in calls[: last + 1])
 
@@ -97,13 +111,20 @@ def _fused_attention(node: Node) -> bool:
 def _positions_outside_heads(result: torch.Tensor) -> torch.Tensor:
     """Fused attention writes (b, s, n, d) and returns a (b, n, s, d) view of it, on CPUs and GPUs: joining the heads is a view, no copy."""
     b, n, s, d = result.shape
-    return torch.empty((b, s, n, d), dtype=result.dtype, device=result.device, requires_grad=result.requires_grad).transpose(1, 2)
+    return torch.empty(
+        (b, s, n, d), dtype=result.dtype, device=result.device, requires_grad=result.requires_grad
+    ).transpose(1, 2)
 
 
 def _probe(node: Node) -> torch.Tensor:
     val = node.meta["val"]
     shape = [_rows(s) for s in val.shape]
-    return torch.empty(shape, dtype=val.dtype, device="meta", requires_grad=bool(node.meta.get("grad")) and val.is_floating_point())
+    return torch.empty(
+        shape,
+        dtype=val.dtype,
+        device="meta",
+        requires_grad=bool(node.meta.get("grad")) and val.is_floating_point(),
+    )
 
 
 def _rows(value):
@@ -130,11 +151,15 @@ def _attention(node: Node, roots: dict[str, str]) -> SavedByOp:
         key, size = node.args[1].meta["val"], query.element_size()
         queries = math.prod(_rows(s) for s in query.shape[:-1])
         own = queries * (_rows(query.shape[-1]) * size + _rows(key.shape[-2]) * (2 * size + 1))
-        return SavedByOp(tuple(dict.fromkeys(roots[value_name(n)] for n in node.args[1:3])), own / PROBE_ROWS)
+        return SavedByOp(
+            tuple(dict.fromkeys(roots[value_name(n)] for n in node.args[1:3])), own / PROBE_ROWS
+        )
     rows = 4.0
     for size in query.shape[:-1]:
         rows *= _rows(size)
-    return SavedByOp((*dict.fromkeys(roots[name] for name in operand_names(node)), node.name), rows / PROBE_ROWS)
+    return SavedByOp(
+        (*dict.fromkeys(roots[name] for name in operand_names(node)), node.name), rows / PROBE_ROWS
+    )
 
 
 def _classify(packed: list[torch.Tensor], owner: dict[int, str], graph: Graph) -> SavedByOp:

@@ -25,10 +25,14 @@ class Setting:
     recompute: str
     precision: str
     cluster: ClusterSpec
-    context_method: str | None = None  # of all attention under context parallelism; None: the cheapest of each
+    context_method: str | None = (
+        None  # of all attention under context parallelism; None: the cheapest of each
+    )
     stages_per_rank: int = 1  # of a pipeline
     schedule: str = "none"
-    sequence_parallel: bool | None = None  # whether tp shards positions between the matrix products of a block; None: as the solver finds
+    sequence_parallel: bool | None = (
+        None  # whether tp shards positions between the matrix products of a block; None: as the solver finds
+    )
     software: Software = Software()
     offload: str = "none"
     between: Link | None = None
@@ -37,7 +41,12 @@ class Setting:
     @property
     def gathers_by_segment(self) -> bool:
         """Whether the engine gathers the parameters of a segment when it runs, and frees them after (`runtime/state/gathering.py`)."""
-        return self.zero == 3 and self.mesh.pp == 1 and not self.software.root_unit and not self.software.live_parameters
+        return (
+            self.zero == 3
+            and self.mesh.pp == 1
+            and not self.software.root_unit
+            and not self.software.live_parameters
+        )
 
 
 def is_periodic(recompute: str) -> bool:

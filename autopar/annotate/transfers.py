@@ -29,7 +29,9 @@ class Pricing:
         self.setting = setting
         self.tp = setting.mesh.tp
         self.device, self.topology = setting.cluster.device, setting.cluster.topology
-        self.overlaps = self.device.generation != "cpu"  # there a collective is waited for at once (`rewrite/collectives/primitives.py`)
+        self.overlaps = (
+            self.device.generation != "cpu"
+        )  # there a collective is waited for at once (`rewrite/collectives/primitives.py`)
         self.kernels = kernels_of(self.device, setting.precision, setting.software)
         self._moves: dict[tuple[str, int, str], float] = {}
         self._sizes: dict[tuple, int] = {}
@@ -61,27 +63,43 @@ class Pricing:
                 sizes[layout.dim] = ceil(sizes[layout.dim] / self.setting.mesh.size(axis))
         return tuple(sizes)
 
-    def context_attention(self, node: Node, dims: OpDims, zigzag: bool, mask: tuple[bool, int | None]) -> ContextAttention:
+    def context_attention(
+        self, node: Node, dims: OpDims, zigzag: bool, mask: tuple[bool, int | None]
+    ) -> ContextAttention:
         """An attention op on one rank, heads sharded over tp; `mask` is (causal, sliding window)."""
         call, mesh = Call(node), self.setting.mesh
         rows = {axis: S(0) for axis in BATCH_AXES}
         sizes = [
-            ceil(self.size_bytes(t, rows) / (mesh.tp if t.shape[1] % mesh.tp == 0 else 1)) for t in (*call.tensors[:3], *call.results)
+            ceil(self.size_bytes(t, rows) / (mesh.tp if t.shape[1] % mesh.tp == 0 else 1))
+            for t in (*call.tensors[:3], *call.results)
         ]
         flops = ceil(self.number(dims.total_flops()) / (mesh.dp * mesh.cp * mesh.tp))
-        layouts = {axis: S(0) for axis in BATCH_AXES} | ({"tp": S(1)} if call.tensors[1].shape[1] % mesh.tp == 0 else {})
-        shapes = [self.local_shape(tuple(map(self.number, t.shape)), layouts) for t in call.tensors[:3]]
+        layouts = {axis: S(0) for axis in BATCH_AXES} | (
+            {"tp": S(1)} if call.tensors[1].shape[1] % mesh.tp == 0 else {}
+        )
+        shapes = [
+            self.local_shape(tuple(map(self.number, t.shape)), layouts) for t in call.tensors[:3]
+        ]
         computed = self.kernels.attention(
-            attention_of(call, shapes, mask, context_ranks=mesh.cp), flops, sum(sizes) // mesh.cp, 2 * sum(sizes) // mesh.cp
+            attention_of(call, shapes, mask, context_ranks=mesh.cp),
+            flops,
+            sum(sizes) // mesh.cp,
+            2 * sum(sizes) // mesh.cp,
         )
         itemsize = self.itemsize(call.tensors[0])
         gradients = (sizes[1] + sizes[2]) // itemsize * max(itemsize, 4)
-        key_heads = ceil(call.tensors[1].shape[1] / (mesh.tp if call.tensors[1].shape[1] % mesh.tp == 0 else 1))
+        key_heads = ceil(
+            call.tensors[1].shape[1] / (mesh.tp if call.tensors[1].shape[1] % mesh.tp == 0 else 1)
+        )
         copies = mesh.cp // gcd(key_heads, mesh.cp)
         causal = bool(call.arg("is_causal", False))
-        return ContextAttention(*sizes, computed.forward_s, computed.backward_s, causal, zigzag, gradients, copies)
+        return ContextAttention(
+            *sizes, computed.forward_s, computed.backward_s, causal, zigzag, gradients, copies
+        )
 
-    def expert_parallel_s(self, index_bytes: int, hidden: int, experts: int, hidden_itemsize: int) -> tuple[float, float]:
+    def expert_parallel_s(
+        self, index_bytes: int, hidden: int, experts: int, hidden_itemsize: int
+    ) -> tuple[float, float]:
         """Seconds (forward, backward) of what expert parallelism exchanges: how many rows, rows to the experts, their results; gradients of
         the latter two (`rewrite/lowerings/expert_parallel.py`).
 
@@ -89,11 +107,17 @@ class Pricing:
         even.
         """
         ranks = self.setting.mesh.ep
-        rows_s = self.move_s("all_to_all", index_bytes // 8 * hidden * hidden_itemsize * ranks, "ep")
+        rows_s = self.move_s(
+            "all_to_all", index_bytes // 8 * hidden * hidden_itemsize * ranks, "ep"
+        )
         return self.move_s("all_to_all", 8 * experts * ranks, "ep") + 2 * rows_s, 2 * rows_s
 
     def itemsize(self, tensor: torch.Tensor) -> int:
-        return activation_itemsize(self.setting.precision) if tensor.is_floating_point() else tensor.dtype.itemsize
+        return (
+            activation_itemsize(self.setting.precision)
+            if tensor.is_floating_point()
+            else tensor.dtype.itemsize
+        )
 
     def sharded(self, size_bytes: int, layout: Layout) -> int:
         return ceil(size_bytes / self.tp) if layout.is_shard else size_bytes
@@ -107,9 +131,13 @@ class Pricing:
             ranks = self.setting.mesh.size(axis)
             if primitive in COLLECTIVES:
                 name = "all_gather" if primitive == "reshuffle" else primitive
-                self._moves[key] = collective_time_s(name, size_bytes, ranks, self.setting.mesh.stride(axis), self.topology)
+                self._moves[key] = collective_time_s(
+                    name, size_bytes, ranks, self.setting.mesh.stride(axis), self.topology
+                )
             else:
-                self._moves[key] = memory_time_s(2 * size_bytes // (ranks if primitive in PARTS else 1), self.device)
+                self._moves[key] = memory_time_s(
+                    2 * size_bytes // (ranks if primitive in PARTS else 1), self.device
+                )
         return self._moves[key]
 
     def exposed_s(self, compute_s: float, transfer_s: float) -> float:
@@ -120,33 +148,61 @@ class Pricing:
 
     def overlapped(self, conversion: Conversion, forward_s: float, backward_s: float) -> Conversion:
         """A change of layout beside so many seconds of kernels."""
-        if not ((forward_s and conversion.forward_comm_s) or (backward_s and conversion.backward_comm_s)):
+        if not (
+            (forward_s and conversion.forward_comm_s) or (backward_s and conversion.backward_comm_s)
+        ):
             return conversion
-        sent = self.exposed_s(forward_s, conversion.forward_comm_s), self.exposed_s(backward_s, conversion.backward_comm_s)
-        local = conversion.forward_s - conversion.forward_comm_s, conversion.backward_s - conversion.backward_comm_s
+        sent = (
+            self.exposed_s(forward_s, conversion.forward_comm_s),
+            self.exposed_s(backward_s, conversion.backward_comm_s),
+        )
+        local = (
+            conversion.forward_s - conversion.forward_comm_s,
+            conversion.backward_s - conversion.backward_comm_s,
+        )
         return Conversion(local[0] + sent[0], local[1] + sent[1], *sent)
 
-    def conversions(self, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool) -> dict:
+    def conversions(
+        self, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool
+    ) -> dict:
         """Prices of all possible changes of layout from `have` to `want`."""
-        return {(src, dst): self._conversion(size_bytes, grad, src, dst) for src in have for dst in want if src is not dst}
+        return {
+            (src, dst): self._conversion(size_bytes, grad, src, dst)
+            for src in have
+            for dst in want
+            if src is not dst
+        }
 
     def _conversion(self, size_bytes: int, grad: bool, src: Layout, dst: Layout) -> Conversion:
         key = size_bytes, grad, src, dst
         if key not in self._conversions:
             forward, backward = transition(src, dst)
-            seconds = self.move_s(forward, size_bytes), self.move_s(backward, size_bytes) if grad else 0.0
-            moves = (s if name in COLLECTIVES else 0.0 for name, s in zip((forward, backward), seconds, strict=True))
+            seconds = (
+                self.move_s(forward, size_bytes),
+                self.move_s(backward, size_bytes) if grad else 0.0,
+            )
+            moves = (
+                s if name in COLLECTIVES else 0.0
+                for name, s in zip((forward, backward), seconds, strict=True)
+            )
             self._conversions[key] = Conversion(*seconds, *moves)
         return self._conversions[key]
 
 
 def attention_of(
-    call: Call, shapes: list[Shape], mask: tuple[bool, int | None], context_ranks: int = 1, blocks: int = 1, heads_split: int = 1
+    call: Call,
+    shapes: list[Shape],
+    mask: tuple[bool, int | None],
+    context_ranks: int = 1,
+    blocks: int = 1,
+    heads_split: int = 1,
 ) -> Attention:
     """The attention that a call runs on one rank, from the shapes of its queries, keys and values: local but for positions, which are those
     of the whole sequence.  `mask` is (causal, sliding window); `heads_split`: by how much Ulysses divides the heads."""
     query, key, value = shapes
-    causal = mask[0] and query[-2] == key[-2]  # torch's masks of other shapes begin at the first key; the model's end at the last
+    causal = (
+        mask[0] and query[-2] == key[-2]
+    )  # torch's masks of other shapes begin at the first key; the model's end at the last
     heads, key_heads = (shape[-3] if len(shape) > 2 else 1 for shape in (query, key))
     return Attention(
         batch=prod(query[:-3]),
@@ -154,7 +210,9 @@ def attention_of(
         key_heads=ceil(key_heads / heads_split),
         queries=query[-2],
         keys=key[-2],
-        head_dim=ceil((query[-1] + value[-1]) / 2),  # both products together: 2 x pairs x (channels of queries + of values)
+        head_dim=ceil(
+            (query[-1] + value[-1]) / 2
+        ),  # both products together: 2 x pairs x (channels of queries + of values)
         causal=causal,
         window=mask[1] if causal else None,
         context_ranks=context_ranks,

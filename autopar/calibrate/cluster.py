@@ -13,7 +13,16 @@ from autopar_cost_models.catalogue import ETHERNET
 from autopar_cost_models.constants import CPU_RESERVED_BYTES
 from autopar_cost_models.curves import Curve, best_rate
 
-from autopar.calibrate.measure import CPU_EFFORT, CUDA_EFFORT, Effort, Kernels, Points, measure_kernels, measure_messages, measure_transfers
+from autopar.calibrate.measure import (
+    CPU_EFFORT,
+    CUDA_EFFORT,
+    Effort,
+    Kernels,
+    Points,
+    measure_kernels,
+    measure_messages,
+    measure_transfers,
+)
 from autopar.calibrate.operations import count_operations
 from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import ClusterSpec
@@ -45,15 +54,21 @@ def calibrate(
     if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
         raise AutoparError(f"nproc={shown(nproc)} must be a whole number >= 1")
     if device_type == "cuda" and nproc > gpus:
-        raise AutoparError(f"nproc={nproc} is more than the {gpus} CUDA device(s) of this machine; use --nproc {gpus} or less")
+        raise AutoparError(
+            f"nproc={nproc} is more than the {gpus} CUDA device(s) of this machine; use --nproc {gpus} or less"
+        )
     effort = effort or (CUDA_EFFORT if device_type == "cuda" else CPU_EFFORT)
     with WorkerPool(nproc, "spawn" if device_type == "cuda" else None) as pool:
         progress(f"measuring kernels on {nproc} {device_type} device(s)")
-        kernels = pool.run(measure_kernels, device_type, effort, count_operations(device_type), timeout_s=TIMEOUT_S)
+        kernels = pool.run(
+            measure_kernels, device_type, effort, count_operations(device_type), timeout_s=TIMEOUT_S
+        )
         transfers: dict[str, dict[int, list[Points]]] = {}
         for size in (size for size in range(2, nproc + 1) if nproc % size == 0):
             progress(f"measuring collectives in groups of {size}")
-            for found in pool.run(measure_transfers, nproc, size, device_type, effort, timeout_s=TIMEOUT_S):
+            for found in pool.run(
+                measure_transfers, nproc, size, device_type, effort, timeout_s=TIMEOUT_S
+            ):
                 for name, points in found.items():
                     transfers.setdefault(name, {}).setdefault(size, []).append(points)
         if nproc > 1:
@@ -63,18 +78,27 @@ def calibrate(
     return assemble(device_type, kernels, transfers)
 
 
-def assemble(device_type: str, kernels: Sequence[Kernels], transfers: dict[str, dict[int, list[Points]]]) -> ClusterSpec:
+def assemble(
+    device_type: str, kernels: Sequence[Kernels], transfers: dict[str, dict[int, list[Points]]]
+) -> ClusterSpec:
     """The cluster of one node that these ranks are; `transfers` has for each transfer and group size the points of every rank."""
     first, nproc, cpu = kernels[0], len(kernels), device_type == "cpu"
     memory = merged([found.memory for found in kernels])
     operation_s = statistics.median(found.operation_s for found in kernels)
-    launch_s = max(operation_s, memory[0][1]) if cpu else memory[0][1]  # on CPU an operation waits for itself
+    launch_s = (
+        max(operation_s, memory[0][1]) if cpu else memory[0][1]
+    )  # on CPU an operation waits for itself
 
     def in_a_step(points: Curve) -> Curve:
         """A point has in it what the smallest operation takes: in its place, what an operation costs."""
-        return tuple((size, max(seconds - memory[0][1], 0.0) + launch_s) for size, seconds in points)
+        return tuple(
+            (size, max(seconds - memory[0][1], 0.0) + launch_s) for size, seconds in points
+        )
 
-    matmuls = {dtype: in_a_step(merged([found.matmuls[dtype] for found in kernels])) for dtype in first.matmuls}
+    matmuls = {
+        dtype: in_a_step(merged([found.matmuls[dtype] for found in kernels]))
+        for dtype in first.matmuls
+    }
     source = f"measured by autopar calibrate on {nproc} {'CPU processes' if cpu else first.name} at once, torch {torch.__version__}"
     device = Device(
         first.name,
@@ -92,11 +116,18 @@ def assemble(device_type: str, kernels: Sequence[Kernels], transfers: dict[str, 
         memory_curve=in_a_step(memory),
         dispatch_s=None if cpu else operation_s,
     )
-    curves = {name: {size: merged(points) for size, points in by_size.items()} for name, by_size in transfers.items()}
+    curves = {
+        name: {size: merged(points) for size, points in by_size.items()}
+        for name, by_size in transfers.items()
+    }
     intra = replace(ETHERNET, source="one device: no link")
     if curves:
-        (_, latency_s), (size_bytes, most_s) = (curves["point_to_point"][2][place] for place in (0, -1))
-        intra = Link(size_bytes / max(most_s - latency_s, most_s / 2), latency_s, source, curves=curves)
+        (_, latency_s), (size_bytes, most_s) = (
+            curves["point_to_point"][2][place] for place in (0, -1)
+        )
+        intra = Link(
+            size_bytes / max(most_s - latency_s, most_s / 2), latency_s, source, curves=curves
+        )
     return ClusterSpec.make(
         device, 1, nproc, name=f"calibrated {device_type}:{nproc}",
         **{f"intra_{key}": getattr(intra, key) for key in ("bandwidth_Bps", "latency_s", "source", "efficiency", "kind", "curves")},
@@ -112,7 +143,10 @@ def merged(ranks: Sequence[Points]) -> Curve:
         seconds, count = statistics.median(found[place][1] for found in ranks), 1
         while pools and pools[-1][0] > seconds:
             before_s, others = pools.pop()
-            seconds, count = (before_s * others + seconds * count) / (others + count), others + count
+            seconds, count = (
+                (before_s * others + seconds * count) / (others + count),
+                others + count,
+            )
         pools.append((seconds, count))
     fitted = [seconds for seconds, count in pools for _ in range(count)]
     return tuple((size, seconds) for (size, _), seconds in zip(ranks[0], fitted, strict=True))

@@ -28,13 +28,23 @@ from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split
 from autopar.rewrite.collectives.primitives import apply_primitive
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 MOST = 200  # repetitions between two readings of the clock; kernels ahead of a device, whose queue holds about 1000
-BLOCKERS = 16  # products of 4096**3 that keep a device busy while a chain is issued: some 10 ms in tf32
+BLOCKERS = (
+    16  # products of 4096**3 that keep a device busy while a chain is issued: some 10 ms in tf32
+)
 WORK = 4  # products before a collective: milliseconds
 LEAST_S = 1e-6  # of a transfer that noise hides
 IN_A_ROW = 16  # operations
-POOL_BYTES = 2**26  # of operands that take turns, and of results that stay as long: more than a cache holds
+POOL_BYTES = (
+    2**26
+)  # of operands that take turns, and of results that stay as long: more than a cache holds
 POOL_TENSORS = 256  # at most
 ROWS = 4  # of a tensor whose second dim a collective gathers or scatters, as it does positions of a micro-batch
 Points = list[tuple[float, float]]
@@ -84,14 +94,24 @@ def measure_kernels(rank: int, device_type: str, effort: Effort, operations: flo
     clock = _Clock(device, effort)
     memory = _memory_curve(clock)
     matmuls = {dtype: points for dtype in effort.dtypes if (points := _matmul_curve(clock, dtype))}
-    return Kernels(*_identity(device), matmuls, memory, layers_s(clock.host_s, 2 * effort.rounds, device) / operations)
+    return Kernels(
+        *_identity(device),
+        matmuls,
+        memory,
+        layers_s(clock.host_s, 2 * effort.rounds, device) / operations,
+    )
 
 
-def measure_transfers(rank: int, ranks: int, size: int, device_type: str, effort: Effort) -> dict[str, Points]:
+def measure_transfers(
+    rank: int, ranks: int, size: int, device_type: str, effort: Effort
+) -> dict[str, Points]:
     """The collectives among `size` neighbours, over NCCL on CUDA.  All `ranks` of the world call it."""
     device = _device(rank, device_type)
     clock, group = _Clock(device, effort), _group(rank, ranks, size, device)
-    return {name: _transfer_curve(clock, lambda n, p=prepare: p(n, group, device)) for name, prepare in _COLLECTIVES.items()}
+    return {
+        name: _transfer_curve(clock, lambda n, p=prepare: p(n, group, device))
+        for name, prepare in _COLLECTIVES.items()
+    }
 
 
 def _device(rank: int, device_type: str) -> torch.device:
@@ -108,8 +128,20 @@ def _identity(device: torch.device) -> tuple[str, int, int, str]:
 
         return "cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 1, "cpu"
     found = torch.cuda.get_device_properties(device)
-    generation = {(8, 0): "ampere", (8, 6): "ampere", (8, 9): "ada", (9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell"}
-    return found.name, found.total_memory, found.multi_processor_count, generation.get((found.major, found.minor), "other")
+    generation = {
+        (8, 0): "ampere",
+        (8, 6): "ampere",
+        (8, 9): "ada",
+        (9, 0): "hopper",
+        (10, 0): "blackwell",
+        (10, 3): "blackwell",
+    }
+    return (
+        found.name,
+        found.total_memory,
+        found.multi_processor_count,
+        generation.get((found.major, found.minor), "other"),
+    )
 
 
 class _Clock:
@@ -161,8 +193,15 @@ class _Clock:
 
         The rounds go over all sizes in turn, so that a disturbance does not hit one point alone; a point is the median of its rounds.
         """
-        most = MOST // max(operations for _, _, operations in works) if ahead and self.device.type == "cuda" else MOST
-        plan = [(*work, max(1, min(most, int(self.effort.point_s / self.slowest_s(work[1]))))) for work in works]
+        most = (
+            MOST // max(operations for _, _, operations in works)
+            if ahead and self.device.type == "cuda"
+            else MOST
+        )
+        plan = [
+            (*work, max(1, min(most, int(self.effort.point_s / self.slowest_s(work[1])))))
+            for work in works
+        ]
         seconds: dict[float, list[float]] = {size: [] for size, *_ in works}
         for _ in range(self.effort.rounds):
             for size, work, operations, times in plan:
@@ -173,10 +212,15 @@ class _Clock:
 # ------------------------------------------------------------------------------------------------------------------- kernels
 
 
-def _in_turn(operation: Callable[[Tensor, Tensor], Tensor], make: Callable[[], Tensor], operations: int) -> Callable[[], object]:
+def _in_turn(
+    operation: Callable[[Tensor, Tensor], Tensor], make: Callable[[], Tensor], operations: int
+) -> Callable[[], object]:
     """So many operations on tensors that take turns, as their results do."""
     first = make()
-    tensors = [first, *(make() for _ in range(max(1, min(POOL_TENSORS, POOL_BYTES // first.nbytes) - 1)))]
+    tensors = [
+        first,
+        *(make() for _ in range(max(1, min(POOL_TENSORS, POOL_BYTES // first.nbytes) - 1))),
+    ]
     results: list[Tensor | None] = [None] * len(tensors)
     turns = itertools.cycle(range(len(tensors)))
 
@@ -224,7 +268,10 @@ def _matmul_curve(clock: _Clock, dtype: str) -> Points:
 def _group(rank: int, ranks: int, size: int, device: torch.device) -> AxisGroup:
     """This rank's group of `size` neighbours.  All ranks make all groups."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    groups = [dist.new_group(list(range(first, first + size)), backend=backend) for first in range(0, ranks, size)]
+    groups = [
+        dist.new_group(list(range(first, first + size)), backend=backend)
+        for first in range(0, ranks, size)
+    ]
     return AxisGroup("measured", size, rank % size, groups[rank // size].group_name)
 
 
@@ -234,27 +281,39 @@ def _tensor(size_bytes: int, ranks: int, device: torch.device) -> tuple[Tensor, 
     return torch.ones(ROWS, columns, 1, device=device), columns
 
 
-def _all_reduce(size_bytes: int, group: AxisGroup, device: torch.device) -> tuple[float, Callable[[], object]]:
+def _all_reduce(
+    size_bytes: int, group: AxisGroup, device: torch.device
+) -> tuple[float, Callable[[], object]]:
     whole, _ = _tensor(size_bytes, group.size, device)
     return whole.nbytes, lambda: apply_primitive("all_reduce", whole, group)
 
 
-def _all_gather(size_bytes: int, group: AxisGroup, device: torch.device) -> tuple[float, Callable[[], object]]:
+def _all_gather(
+    size_bytes: int, group: AxisGroup, device: torch.device
+) -> tuple[float, Callable[[], object]]:
     whole, columns = _tensor(size_bytes, group.size, device)
     shard = whole[:, : columns // group.size].contiguous()
     return whole.nbytes, lambda: apply_primitive("all_gather", shard, group, Split(1, columns))
 
 
-def _reduce_scatter(size_bytes: int, group: AxisGroup, device: torch.device) -> tuple[float, Callable[[], object]]:
+def _reduce_scatter(
+    size_bytes: int, group: AxisGroup, device: torch.device
+) -> tuple[float, Callable[[], object]]:
     whole, columns = _tensor(size_bytes, group.size, device)
-    return whole.nbytes, lambda: apply_primitive("reduce_scatter", whole, group, None, Split(1, columns))
+    return whole.nbytes, lambda: apply_primitive(
+        "reduce_scatter", whole, group, None, Split(1, columns)
+    )
 
 
-def _all_to_all(size_bytes: int, group: AxisGroup, device: torch.device) -> tuple[float, Callable[[], object]]:
+def _all_to_all(
+    size_bytes: int, group: AxisGroup, device: torch.device
+) -> tuple[float, Callable[[], object]]:
     """From shards of the second dim to shards of the third."""
     side = max(round((size_bytes / (4 * ROWS)) ** 0.5 / group.size), 1) * group.size
     shard = torch.ones(ROWS, side // group.size, side, device=device)
-    return shard.nbytes * group.size, lambda: apply_primitive("all_to_all", shard, group, Split(1, side), Split(2, side))
+    return shard.nbytes * group.size, lambda: apply_primitive(
+        "all_to_all", shard, group, Split(1, side), Split(2, side)
+    )
 
 
 _COLLECTIVES: dict[str, Callable[[int, AxisGroup, torch.device], tuple[float, Callable[[], object]]]] = {
@@ -262,7 +321,9 @@ _COLLECTIVES: dict[str, Callable[[int, AxisGroup, torch.device], tuple[float, Ca
 }  # fmt: skip
 
 
-def _transfer_curve(clock: _Clock, prepare: Callable[[int], tuple[float, Callable[[], object]]]) -> Points:
+def _transfer_curve(
+    clock: _Clock, prepare: Callable[[int], tuple[float, Callable[[], object]]]
+) -> Points:
     works = dict(map(prepare, clock.effort.messages))  # small sizes may round up to one
     side = 256 if clock.device.type == "cpu" else 2048
     x = torch.ones(side, side, device=clock.device)
@@ -274,7 +335,10 @@ def _transfer_curve(clock: _Clock, prepare: Callable[[int], tuple[float, Callabl
     def between(transfer: Callable[[], object]) -> Callable[[], object]:
         return lambda: (compute(), transfer())
 
-    points = clock.curve([(0.0, compute, 1), *((size, between(work), 1) for size, work in works.items())], ahead=False)
+    points = clock.curve(
+        [(0.0, compute, 1), *((size, between(work), 1) for size, work in works.items())],
+        ahead=False,
+    )
     return [(size, max(seconds - points[0][1], LEAST_S)) for size, seconds in points[1:]]
 
 
@@ -282,7 +346,9 @@ def measure_messages(rank: int, ranks: int, device_type: str, effort: Effort) ->
     """Seconds of a message: half of a round trip, in all pairs of neighbours at once.  The last rank of an odd number looks on."""
     device = _device(rank, device_type)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    pairs = [dist.new_group([first, first + 1], backend=backend) for first in range(0, ranks - 1, 2)]
+    pairs = [
+        dist.new_group([first, first + 1], backend=backend) for first in range(0, ranks - 1, 2)
+    ]
     group = pairs[rank // 2] if rank // 2 < len(pairs) else None
 
     def prepare(size_bytes: int) -> tuple[float, Callable[[], object], int]:

@@ -36,25 +36,38 @@ def count_operations(device_type: str) -> float:
     """Operations of one layer of each kind together, as plans count them: kernels, and on CUDA views too, which take the host's time."""
     device = ClusterSpec.parse("cpu:1" if device_type == "cpu" else "h100:1").device
     rates = {dtype: _TOO_FAST_TO_TELL for dtype in device.flops}
-    device = replace(device, flops=rates, memory_bandwidth_Bps=_TOO_FAST_TO_TELL, launch_s=1.0, dispatch_s=1.0)
+    device = replace(
+        device, flops=rates, memory_bandwidth_Bps=_TOO_FAST_TO_TELL, launch_s=1.0, dispatch_s=1.0
+    )
     setting = Setting(MeshShape(), 1, 1, 0, "none", "fp32", ClusterSpec.make(device, 1, 1))
 
     def operations(kind: str, layers: int) -> float:
         traced = api.trace_spec(parse_model(_model(kind, layers)), _SEQ, "fp32")
         model = annotator_of(traced).annotate(setting)
-        found = [op.strategies[0] for segment in model.segments for op in model.classes[segment].ops if op.kind == "op"]
+        found = [
+            op.strategies[0]
+            for segment in model.segments
+            for op in model.classes[segment].ops
+            if op.kind == "op"
+        ]
         if device_type == "cpu":
             return fsum(s.forward_s + s.backward_s for s in found)
         return fsum(s.forward_dispatch_s + s.backward_dispatch_s for s in found)
 
-    return sum(operations(kind, _DEEP) - operations(kind, _SHALLOW) for kind in _KINDS) / (_DEEP - _SHALLOW)
+    return sum(operations(kind, _DEEP) - operations(kind, _SHALLOW) for kind in _KINDS) / (
+        _DEEP - _SHALLOW
+    )
 
 
-def layers_s(clock: Callable[[Callable[[], object]], float], rounds: int, device: torch.device) -> float:
+def layers_s(
+    clock: Callable[[Callable[[], object]], float], rounds: int, device: torch.device
+) -> float:
     """Seconds, by `clock`, of one layer of each kind forward and backward, together; the models take turns."""
     models = [(kind, layers) for kind in _KINDS for layers in (_SHALLOW, _DEEP)]
     works = [_training(*model, device) for model in models]
-    seconds = [[clock(work) for work in works] for _ in range(rounds + 1)][1:]  # the first is the warm-up
+    seconds = [[clock(work) for work in works] for _ in range(rounds + 1)][
+        1:
+    ]  # the first is the warm-up
     taken = dict(zip(models, map(statistics.median, zip(*seconds, strict=True)), strict=True))
     more = [taken[kind, _DEEP] - taken[kind, _SHALLOW] for kind in _KINDS]
     return max(sum(more), 0.0) / (_DEEP - _SHALLOW)

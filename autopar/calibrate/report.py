@@ -24,7 +24,10 @@ def calibration_table(spec: ClusterSpec, path: str) -> Group:
 
     def row(what: str, curve: tuple[tuple[float, float], ...], unit: str) -> None:
         rate = max(size / seconds for size, seconds in curve) / 1e9
-        ends = (f"{_size(size, unit)} in {1e3 * seconds:.3g} ms" for size, seconds in (curve[0], curve[-1]))
+        ends = (
+            f"{_size(size, unit)} in {1e3 * seconds:.3g} ms"
+            for size, seconds in (curve[0], curve[-1])
+        )
         table.add_row(what, *ends, f"{rate:.3g} G{unit}/s")
 
     for dtype, curve in device.matmul_curves.items():
@@ -37,7 +40,11 @@ def calibration_table(spec: ClusterSpec, path: str) -> Group:
     if device.dispatch_s is not None:
         launch = f"a kernel is launched in {1e6 * device.launch_s:.3g} us, its operation issued in {1e6 * device.dispatch_s:.3g} us"
     head = f"{spec}, {device.memory_bytes / 2**30:.1f} GiB each; {launch}"
-    return Group(Text(head), table, Text(f"written to {path}: autopar explain MODEL {path} --global-batch N plans for it"))
+    return Group(
+        Text(head),
+        table,
+        Text(f"written to {path}: autopar explain MODEL {path} --global-batch N plans for it"),
+    )
 
 
 def _size(size: float, unit: str) -> str:

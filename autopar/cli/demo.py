@@ -52,29 +52,44 @@ class TrainResult:
 
     @property
     def agrees(self) -> bool:
-        close = all(abs(a - b) <= self.tolerance * abs(b) for a, b in zip(self.losses, self.reference_losses, strict=True))
+        close = all(
+            abs(a - b) <= self.tolerance * abs(b)
+            for a, b in zip(self.losses, self.reference_losses, strict=True)
+        )
         return close and self.worst_error <= self.tolerance
 
 
 def run(show: Callable[[Any], None], progress: Progress) -> bool:
     """The whole demo; True if the parallel run agrees with one device."""
-    show("1. Llama-3-8B on 8 nodes of 8 H100 (global batch 512, sequences of 8192).  No GPU is needed: the model is on the meta device.\n")
+    show(
+        "1. Llama-3-8B on 8 nodes of 8 H100 (global batch 512, sequences of 8192).  No GPU is needed: the model is on the meta device.\n"
+    )
     with progress("planning Llama-3-8B"):
         start = time.perf_counter()
         spec = parse_model("llama3-8b")
-        plan = make_plan(spec.build("meta"), "dgx-h100:8", spec.example_inputs(2, 8192), global_batch=512)
+        plan = make_plan(
+            spec.build("meta"), "dgx-h100:8", spec.example_inputs(2, 8192), global_batch=512
+        )
         took_s = time.perf_counter() - start
     show(plan_table(plan))
     show(f"\nBuilt, traced and planned in {took_s:.1f} s.\n")
-    show("2. A small Llama, trained on the source of Python's standard library by 4 CPU processes (gloo) and by one device.\n")
+    show(
+        "2. A small Llama, trained on the source of Python's standard library by 4 CPU processes (gloo) and by one device.\n"
+    )
     with progress("training on 1 device, then on 4 processes") as tell:
         result = train_both(tell=tell)
     show(demo_table(result))
     return result.agrees
 
 
-def train_both(model: str = "llama-small", nproc: int = 4, steps: int = 10, seq: int = 64, rows: int = 8,
-               tell: Callable[[str], None] = lambda text: None) -> TrainResult:
+def train_both(
+    model: str = "llama-small",
+    nproc: int = 4,
+    steps: int = 10,
+    seq: int = 64,
+    rows: int = 8,
+    tell: Callable[[str], None] = lambda text: None,
+) -> TrainResult:
     """Train `model` (256 tokens or more: the text is bytes) on one device and under a plan for cpu:nproc; `rows` sequences a step."""
     spec = parse_model(model)
     batches = text_batches(steps, rows, seq)
@@ -89,7 +104,16 @@ def train_both(model: str = "llama-small", nproc: int = 4, steps: int = 10, seq:
     end = time.perf_counter()
     errors = [compare(before, after, state, "fp32") for _, state in ranks]
     worst, tensor = max(errors, key=lambda error: error[0])
-    return TrainResult(plan, replanned, tuple(ranks[0][0]), tuple(reference_losses), worst, tensor, end - middle, middle - start)
+    return TrainResult(
+        plan,
+        replanned,
+        tuple(ranks[0][0]),
+        tuple(reference_losses),
+        worst,
+        tensor,
+        end - middle,
+        middle - start,
+    )
 
 
 def _plan(spec: ModelSpec, nproc: int, rows: int, seq: int) -> tuple[Plan, bool]:
@@ -99,16 +123,22 @@ def _plan(spec: ModelSpec, nproc: int, rows: int, seq: int) -> tuple[Plan, bool]
     plan = make_plan(model, f"cpu:{nproc}", inputs, global_batch=rows, runnable=True)
     if nproc % 2 or nproc == 2 or (plan.mesh.tp > 1 and plan.mesh.dp > 1):
         return plan, False
-    return make_plan(model, f"cpu:{nproc}", inputs, global_batch=rows, runnable=True, pin={"tp": 2}), True
+    return make_plan(
+        model, f"cpu:{nproc}", inputs, global_batch=rows, runnable=True, pin={"tp": 2}
+    ), True
 
 
 def text_batches(steps: int, rows: int, seq: int) -> list[dict[str, Tensor]]:
     """`steps` batches of rows x seq bytes of Python's standard library, the same on every call; the labels of each row's first bytes
     (a different number in each row) are -100, so that ranks hold different numbers of valid targets."""
     folder = Path(os.__file__).parent
-    text = b"".join((folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file())
+    text = b"".join(
+        (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()
+    )
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    starts = torch.randint(0, len(tokens) - seq, (steps, rows), generator=torch.Generator().manual_seed(SEED))
+    starts = torch.randint(
+        0, len(tokens) - seq, (steps, rows), generator=torch.Generator().manual_seed(SEED)
+    )
     batches = []
     for row_starts in starts:
         ids = torch.stack([tokens[start : start + seq] for start in row_starts])
@@ -129,7 +159,9 @@ def _build(spec: ModelSpec) -> torch.nn.Module:
     return spec.build("cpu")
 
 
-def train_alone(spec: ModelSpec, batches: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+def train_alone(
+    spec: ModelSpec, batches: list[dict[str, Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     """(parameters before, after, losses) of plain PyTorch on one device and one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -148,10 +180,14 @@ def train_alone(spec: ModelSpec, batches: list[dict[str, Tensor]]) -> tuple[dict
         torch.set_num_threads(threads)
 
 
-def _rank(rank: int, spec: ModelSpec, plan_text: str, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+def _rank(
+    rank: int, spec: ModelSpec, plan_text: str, batches: list[dict[str, Tensor]]
+) -> tuple[list[float], dict[str, Tensor]]:
     """One process: the losses and the whole parameters after training."""
     plan = Plan.from_json(plan_text)
-    engine = parallelize(_build(spec), plan.cluster_name, batches[0], optimizer=optimizer, plan=plan)
+    engine = parallelize(
+        _build(spec), plan.cluster_name, batches[0], optimizer=optimizer, plan=plan
+    )
     losses = [engine.step(engine.local_batch(batch)).item() for batch in batches]
     return losses, engine.full_state_dict()
 
@@ -162,18 +198,37 @@ def demo_table(result: TrainResult) -> Group:
     from rich.text import Text
 
     plan = result.plan
-    choices = [(op, describe(op, axes["tp"])) for op, axes in plan.blocks[len(plan.blocks) // 2].ops.items() if "tp" in axes]
+    choices = [
+        (op, describe(op, axes["tp"]))
+        for op, axes in plan.blocks[len(plan.blocks) // 2].ops.items()
+        if "tp" in axes
+    ]
     wanted = interesting(plan.blocks[len(plan.blocks) // 2])
     words = ", ".join(f"{op} {how}" for op, how in choices if op in wanted)
-    whose = "its own choice had one axis only, so tp=2 was pinned" if result.replanned else "autopar's own choice"
+    whose = (
+        "its own choice had one axis only, so tp=2 was pinned"
+        if result.replanned
+        else "autopar's own choice"
+    )
     head = f"Plan for {plan.cluster_name}: {plan.mesh}, micro-batch {plan.micro_batch} ({whose})."
-    rows = [(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
-            for step, (a, b) in enumerate(zip(result.losses, result.reference_losses, strict=True), 1)]
-    table = grid("", ("step", f"loss on {plan.mesh.num_devices} processes", "loss on one device", "difference"), rows, right=(0, 1, 2, 3))
+    rows = [
+        (str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
+        for step, (a, b) in enumerate(zip(result.losses, result.reference_losses, strict=True), 1)
+    ]
+    table = grid(
+        "",
+        ("step", f"loss on {plan.mesh.num_devices} processes", "loss on one device", "difference"),
+        rows,
+        right=(0, 1, 2, 3),
+    )
     verdict = "agree" if result.agrees else "DO NOT AGREE"
-    tail = (f"Parameters and losses {verdict}: the largest update-relative difference of a parameter is {result.worst_error:.1e} "
-            f"({result.worst_tensor}); fp32 tolerance {result.tolerance:g}.")
-    times = (f"{result.time_s:.1f} s on {plan.mesh.num_devices} processes, their start and tracing included; "
-             f"{result.reference_time_s:.1f} s on one device.")
+    tail = (
+        f"Parameters and losses {verdict}: the largest update-relative difference of a parameter is {result.worst_error:.1e} "
+        f"({result.worst_tensor}); fp32 tolerance {result.tolerance:g}."
+    )
+    times = (
+        f"{result.time_s:.1f} s on {plan.mesh.num_devices} processes, their start and tracing included; "
+        f"{result.reference_time_s:.1f} s on one device."
+    )
     chosen = f"In a block: {words}." if words else "Every op runs whole."
     return Group(Text(head), Text(chosen), table, Text(times), Text(tail, style="bold"))

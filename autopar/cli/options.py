@@ -18,9 +18,20 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option, count in Counter(given).items():
-            if count > 1 and isinstance(option, click.Option) and not option.multiple and not option.is_flag:
-                once = "; write all choices in one, as in --pin tp=8,zero=1" if option.name == "pin" else ""
-                raise click.UsageError(f"{option.opts[0]} is given {count} times and taken once{once}", ctx)
+            if (
+                count > 1
+                and isinstance(option, click.Option)
+                and not option.multiple
+                and not option.is_flag
+            ):
+                once = (
+                    "; write all choices in one, as in --pin tp=8,zero=1"
+                    if option.name == "pin"
+                    else ""
+                )
+                raise click.UsageError(
+                    f"{option.opts[0]} is given {count} times and taken once{once}", ctx
+                )
         return super().parse_args(ctx, args)
 
 
@@ -32,7 +43,9 @@ class Numbers(click.ParamType):
     def __init__(self, kind: type[int] | type[float]) -> None:
         self.kind = kind
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple:
         if isinstance(value, tuple):
             return value
         try:
@@ -41,7 +54,11 @@ class Numbers(click.ParamType):
             numbers = ()
         if not numbers or not all(0 < number <= MOST for number in numbers):
             whole = "whole " if self.kind is int else ""
-            self.fail(f"{shown(value)} is not a list of positive {whole}numbers such as 64,128,256", param, ctx)
+            self.fail(
+                f"{shown(value)} is not a list of positive {whole}numbers such as 64,128,256",
+                param,
+                ctx,
+            )
         return numbers
 
 
@@ -60,13 +77,22 @@ POSITIVE_REAL = _Positive(min=0, min_open=True)
 PERCENT = click.FloatRange(min=0, max=100, min_open=True, max_open=True)
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
-batch = click.option("--global-batch", type=POSITIVE, required=True, help="Sequences per step over all devices.")
-seq = click.option("--seq", type=POSITIVE, help="Tokens per sequence (default: what the model was designed for).")
-precision = click.option("--precision", type=click.Choice(PRECISIONS), help="Default: bf16 on GPUs, fp32 on CPUs.")
+batch = click.option(
+    "--global-batch", type=POSITIVE, required=True, help="Sequences per step over all devices."
+)
+seq = click.option(
+    "--seq", type=POSITIVE, help="Tokens per sequence (default: what the model was designed for)."
+)
+precision = click.option(
+    "--precision", type=click.Choice(PRECISIONS), help="Default: bf16 on GPUs, fp32 on CPUs."
+)
 limit = click.option("--time-limit", type=POSITIVE_REAL, default=60.0, show_default=True,
                      help="Seconds to search for a plan; objectives, comparisons and sweeps make several.")  # fmt: skip
 micro_batch_mean = click.option("--allow-micro-batch-mean", "micro_batch_mean", is_flag=True,
                                 help="Split batches though the mean of micro-batch losses is another loss.")  # fmt: skip
 runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
-price = click.option("--price", type=POSITIVE_REAL, help="Dollars a device and hour (default: what the cluster file says).")
-
+price = click.option(
+    "--price",
+    type=POSITIVE_REAL,
+    help="Dollars a device and hour (default: what the cluster file says).",
+)

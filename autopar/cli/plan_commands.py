@@ -47,7 +47,9 @@ class _Commands(click.Group):
             with _brief():
                 return super().invoke(ctx)
         except NoPlanFits as error:
-            raise _Mistake(f"{error}; `autopar explain` with the same pins finds what would fit") from error
+            raise _Mistake(
+                f"{error}; `autopar explain` with the same pins finds what would fit"
+            ) from error
         except AutoparError as error:
             raise _Mistake(str(error)) from error
 
@@ -78,25 +80,76 @@ def cli() -> None:
 @click.argument("cluster", required=False)
 @click.option("--global-batch", type=options.POSITIVE, help="Sequences per step over all devices.")
 @options.seq
-@click.option("--pin", default="", metavar="tp=8,zero=1,...", help="Choices to fix; an unknown one lists all that there are.")
-@click.option("--objective", default="time", show_default=True, metavar="time|cost|gpus|memory", help="What the plan is to be best at.")
-@click.option("--deadline", type=options.POSITIVE_REAL, help="Seconds that a step may take, for --objective gpus.")
-@click.option("--tokens-per-second", type=options.POSITIVE_REAL, help="Throughput to reach, for --objective gpus.")
+@click.option(
+    "--pin",
+    default="",
+    metavar="tp=8,zero=1,...",
+    help="Choices to fix; an unknown one lists all that there are.",
+)
+@click.option(
+    "--objective",
+    default="time",
+    show_default=True,
+    metavar="time|cost|gpus|memory",
+    help="What the plan is to be best at.",
+)
+@click.option(
+    "--deadline",
+    type=options.POSITIVE_REAL,
+    help="Seconds that a step may take, for --objective gpus.",
+)
+@click.option(
+    "--tokens-per-second",
+    type=options.POSITIVE_REAL,
+    help="Throughput to reach, for --objective gpus.",
+)
 @options.price
 @options.precision
 @options.limit
 @options.runnable
 @options.micro_batch_mean
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
-@click.option("--plan", "saved", type=click.Path(dir_okay=False), help="Explain this saved plan, without MODEL and CLUSTER.")
-@click.option("--replay", "replays", is_flag=True, help="Simulate the plan's step and memory too; exit code 1 if that disagrees.")
-@click.option("--audit", "audits", is_flag=True, help="Price every block and edge from scratch too; exit code 1 if that disagrees.")
+@click.option(
+    "--plan",
+    "saved",
+    type=click.Path(dir_okay=False),
+    help="Explain this saved plan, without MODEL and CLUSTER.",
+)
+@click.option(
+    "--replay",
+    "replays",
+    is_flag=True,
+    help="Simulate the plan's step and memory too; exit code 1 if that disagrees.",
+)
+@click.option(
+    "--audit",
+    "audits",
+    is_flag=True,
+    help="Price every block and edge from scratch too; exit code 1 if that disagrees.",
+)
 @options.as_json
 @click.pass_context
-def explain(ctx: click.Context, model: str | None, cluster: str | None, global_batch: int | None, seq: int | None, pin: str,
-            objective: str, deadline: float | None, tokens_per_second: float | None, price: float | None, precision: str | None,
-            time_limit: float, runnable: bool, micro_batch_mean: bool, save: str | None, saved: str | None, replays: bool, audits: bool,
-            as_json: bool) -> None:
+def explain(
+    ctx: click.Context,
+    model: str | None,
+    cluster: str | None,
+    global_batch: int | None,
+    seq: int | None,
+    pin: str,
+    objective: str,
+    deadline: float | None,
+    tokens_per_second: float | None,
+    price: float | None,
+    precision: str | None,
+    time_limit: float,
+    runnable: bool,
+    micro_batch_mean: bool,
+    save: str | None,
+    saved: str | None,
+    replays: bool,
+    audits: bool,
+    as_json: bool,
+) -> None:
     """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives.
 
     Objectives: time, the fastest step; cost, the lowest cost per token on a part of CLUSTER; gpus, the fewest devices of CLUSTER that meet
@@ -108,7 +161,9 @@ def explain(ctx: click.Context, model: str | None, cluster: str | None, global_b
              "--audit (autopar audit is for saved plans)": audits}  # fmt: skip
     if saved is not None:
         if unused := [name for name, value in given.items() if value]:
-            raise AutoparError(f"explain --plan {saved} explains a saved plan, which says what it is for: leave out {', '.join(unused)}")
+            raise AutoparError(
+                f"explain --plan {saved} explains a saved plan, which says what it is for: leave out {', '.join(unused)}"
+            )
         _explain_saved(saved, as_json)
         return
     if missing := [name for name in ("MODEL", "CLUSTER", "--global-batch") if given[name] is None]:
@@ -118,7 +173,18 @@ def explain(ctx: click.Context, model: str | None, cluster: str | None, global_b
         from autopar.planning.objectives import Goal, choose
 
         goal = Goal(objective, deadline, tokens_per_second)
-        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, price, micro_batch_mean)
+        planned = Planner(
+            model,
+            cluster,
+            global_batch,
+            seq,
+            precision,
+            time_limit,
+            runnable,
+            tell,
+            price,
+            micro_batch_mean,
+        )
         try:
             chosen = choose(goal, planned.plan, planned.cluster, pins, tell)
         except NoPlanFits as error:
@@ -167,7 +233,9 @@ def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = N
     from autopar.planning.objectives import chosen_data, chosen_table
 
     if as_json:
-        added = {"lints": [asdict(finding) for finding in findings]} | ({"objective": chosen_data(chosen)} if chosen else {})
+        added = {"lints": [asdict(finding) for finding in findings]} | (
+            {"objective": chosen_data(chosen)} if chosen else {}
+        )
         added |= {type(check).__name__.lower(): check.as_dict() for check in checks}
         click.echo(json.dumps(plan_data(plan) | added, indent=1))
         return
@@ -183,7 +251,12 @@ def _saved_plan(command: Any) -> Any:
     for option in (
         options.as_json,
         options.precision,
-        click.option("--pin", default="", metavar="context_method=...", help="What the plan was made under and does not say itself."),
+        click.option(
+            "--pin",
+            default="",
+            metavar="context_method=...",
+            help="What the plan was made under and does not say itself.",
+        ),
         options.seq,
         click.argument("cluster"),
         click.argument("model"),
@@ -229,15 +302,32 @@ def _check_saved(ctx: click.Context, check: str, plan: str, model: str, cluster:
 @options.batch
 @options.seq
 @click.option("--pin", default="", metavar="tp=8,zero=1,...", help="The choice to ask about.")
-@click.option("--plan", "saved", type=click.Path(dir_okay=False), help="What was chosen (default: planned now).")
+@click.option(
+    "--plan",
+    "saved",
+    type=click.Path(dir_okay=False),
+    help="What was chosen (default: planned now).",
+)
 @options.precision
 @options.limit
 @options.runnable
 @options.micro_batch_mean
 @options.as_json
 @click.pass_context
-def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq: int | None, pin: str, saved: str | None,
-            precision: str | None, time_limit: float, runnable: bool, micro_batch_mean: bool, as_json: bool) -> None:
+def why_not(
+    ctx: click.Context,
+    model: str,
+    cluster: str,
+    global_batch: int,
+    seq: int | None,
+    pin: str,
+    saved: str | None,
+    precision: str | None,
+    time_limit: float,
+    runnable: bool,
+    micro_batch_mean: bool,
+    as_json: bool,
+) -> None:
     """What a choice would cost MODEL on CLUSTER, and where; or what forbids it.  Exit code 1 if it is impossible or does not fit."""
     pins = parse_pins(pin)
     with progress("planning") as tell:
@@ -248,7 +338,17 @@ def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq
         plan = None if saved is None else Plan.load(saved)
         if plan is not None:
             _note_stale(saved, plan)
-        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, micro_batch_mean=micro_batch_mean)
+        planned = Planner(
+            model,
+            cluster,
+            global_batch,
+            seq,
+            precision,
+            time_limit,
+            runnable,
+            tell,
+            micro_batch_mean=micro_batch_mean,
+        )
         answer = why_not(planned.plan, planned.cluster, pins, plan and planned.check(plan))
     if as_json:
         click.echo(json.dumps(why_not_data(answer), indent=1))
@@ -262,16 +362,40 @@ def why_not(ctx: click.Context, model: str, cluster: str, global_batch: int, seq
 @click.argument("cluster")
 @options.batch
 @options.seq
-@click.option("--pin", "pins", multiple=True, metavar="tp=8,...", help="One plan to compare; give it several times.")
-@click.option("--plan", "saved", multiple=True, type=click.Path(dir_okay=False), help="A saved plan to compare.")
+@click.option(
+    "--pin",
+    "pins",
+    multiple=True,
+    metavar="tp=8,...",
+    help="One plan to compare; give it several times.",
+)
+@click.option(
+    "--plan",
+    "saved",
+    multiple=True,
+    type=click.Path(dir_okay=False),
+    help="A saved plan to compare.",
+)
 @options.price
 @options.precision
 @options.limit
 @options.runnable
 @options.micro_batch_mean
 @options.as_json
-def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: tuple[str, ...], saved: tuple[str, ...],
-            price: float | None, precision: str | None, time_limit: float, runnable: bool, micro_batch_mean: bool, as_json: bool) -> None:
+def compare(
+    model: str,
+    cluster: str,
+    global_batch: int,
+    seq: int | None,
+    pins: tuple[str, ...],
+    saved: tuple[str, ...],
+    price: float | None,
+    precision: str | None,
+    time_limit: float,
+    runnable: bool,
+    micro_batch_mean: bool,
+    as_json: bool,
+) -> None:
     """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved ones."""
     parsed = [parse_pins(pin) for pin in pins]
     with progress("planning") as tell:
@@ -280,7 +404,18 @@ def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: 
 
         check_compared(parsed, saved)
         plans = [(os.path.basename(path), Plan.load(path)) for path in saved]
-        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, price, micro_batch_mean)
+        planned = Planner(
+            model,
+            cluster,
+            global_batch,
+            seq,
+            precision,
+            time_limit,
+            runnable,
+            tell,
+            price,
+            micro_batch_mean,
+        )
         entries = compare(planned.plan, planned.cluster, parsed, plans)
     if as_json:
         click.echo(json.dumps(compare_data(entries, planned.cluster), indent=1))
@@ -291,28 +426,71 @@ def compare(model: str, cluster: str, global_batch: int, seq: int | None, pins: 
 @cli.command()
 @click.argument("model")
 @click.argument("cluster")
-@click.option("--gpus", type=options.Numbers(int), default=(), help="Numbers of devices: whole nodes of CLUSTER, or a divisor of one.")
-@click.option("--seq", type=options.Numbers(int), default=(), help="Tokens per sequence (default: what the model was designed for).")
-@click.option("--global-batch", type=options.Numbers(int), required=True, help="Sequences per step over all devices.")
-@click.option("--inter-bandwidth", type=options.Numbers(float), default=(), help="GB/s of line rate between nodes, per GPU and direction.")
+@click.option(
+    "--gpus",
+    type=options.Numbers(int),
+    default=(),
+    help="Numbers of devices: whole nodes of CLUSTER, or a divisor of one.",
+)
+@click.option(
+    "--seq",
+    type=options.Numbers(int),
+    default=(),
+    help="Tokens per sequence (default: what the model was designed for).",
+)
+@click.option(
+    "--global-batch",
+    type=options.Numbers(int),
+    required=True,
+    help="Sequences per step over all devices.",
+)
+@click.option(
+    "--inter-bandwidth",
+    type=options.Numbers(float),
+    default=(),
+    help="GB/s of line rate between nodes, per GPU and direction.",
+)
 @options.price
 @options.precision
 @options.limit
 @options.runnable
 @options.micro_batch_mean
 @options.as_json
-def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...], global_batch: tuple[int, ...],
-          inter_bandwidth: tuple[float, ...], price: float | None, precision: str | None, time_limit: float, runnable: bool,
-          micro_batch_mean: bool,
-          as_json: bool) -> None:
+def sweep(
+    model: str,
+    cluster: str,
+    gpus: tuple[int, ...],
+    seq: tuple[int, ...],
+    global_batch: tuple[int, ...],
+    inter_bandwidth: tuple[float, ...],
+    price: float | None,
+    precision: str | None,
+    time_limit: float,
+    runnable: bool,
+    micro_batch_mean: bool,
+    as_json: bool,
+) -> None:
     """Plan MODEL for every combination of the given values; show the Pareto front, and the bandwidths at which the plan changes."""
     with progress("planning") as tell:
         from autopar.explaining.sweep import points_of, sweep, sweep_data, sweep_table
 
         spec = priced_cluster(cluster, price)
         points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
-        planned = Planner(model, cluster, global_batch[0], None, precision, time_limit, runnable, tell, price, micro_batch_mean)
-        found = sweep(lambda at, tokens, batch, pin: planned.plan(pin, at, batch, tokens), spec, points, tell)
+        planned = Planner(
+            model,
+            cluster,
+            global_batch[0],
+            None,
+            precision,
+            time_limit,
+            runnable,
+            tell,
+            price,
+            micro_batch_mean,
+        )
+        found = sweep(
+            lambda at, tokens, batch, pin: planned.plan(pin, at, batch, tokens), spec, points, tell
+        )
     if as_json:
         click.echo(json.dumps(sweep_data(found), indent=1))
     else:
@@ -325,24 +503,63 @@ def sweep(model: str, cluster: str, gpus: tuple[int, ...], seq: tuple[int, ...],
 @options.batch
 @options.seq
 @click.option("--pin", default="", metavar="tp=8,zero=1,...", help="Choices to fix, in every plan.")
-@click.option("--off", type=options.PERCENT, default=20.0, show_default=True, help="Percent by which predictions are off.")
-@click.option("--together", is_flag=True, help="Rates also all at once, in every combination of lower and higher.")
-@click.option("--near", type=options.POSITIVE_REAL, help="Also find the most robust plan of those at most so many percent slower.")
+@click.option(
+    "--off",
+    type=options.PERCENT,
+    default=20.0,
+    show_default=True,
+    help="Percent by which predictions are off.",
+)
+@click.option(
+    "--together",
+    is_flag=True,
+    help="Rates also all at once, in every combination of lower and higher.",
+)
+@click.option(
+    "--near",
+    type=options.POSITIVE_REAL,
+    help="Also find the most robust plan of those at most so many percent slower.",
+)
 @options.precision
 @options.limit
 @options.runnable
 @options.micro_batch_mean
 @options.as_json
-def robust(model: str, cluster: str, global_batch: int, seq: int | None, pin: str, off: float, together: bool, near: float | None,
-           precision: str | None, time_limit: float, runnable: bool, micro_batch_mean: bool, as_json: bool) -> None:
+def robust(
+    model: str,
+    cluster: str,
+    global_batch: int,
+    seq: int | None,
+    pin: str,
+    off: float,
+    together: bool,
+    near: float | None,
+    precision: str | None,
+    time_limit: float,
+    runnable: bool,
+    micro_batch_mean: bool,
+    as_json: bool,
+) -> None:
     """How much slower than the best the plan of MODEL on CLUSTER is if rates, bandwidths and memory are not as predicted."""
     pins = parse_pins(pin)
     with progress("planning") as tell:
         from autopar.explaining.robust import robust_data, robust_table, robustness, scenarios_of
 
-        planned = Planner(model, cluster, global_batch, seq, precision, time_limit, runnable, tell, micro_batch_mean=micro_batch_mean)
+        planned = Planner(
+            model,
+            cluster,
+            global_batch,
+            seq,
+            precision,
+            time_limit,
+            runnable,
+            tell,
+            micro_batch_mean=micro_batch_mean,
+        )
         scenarios = scenarios_of(planned.cluster, off / 100, together)
-        found = robustness(planned.plan, planned.cluster, pins, scenarios, off / 100, near and near / 100, tell)
+        found = robustness(
+            planned.plan, planned.cluster, pins, scenarios, off / 100, near and near / 100, tell
+        )
     if as_json:
         click.echo(json.dumps(robust_data(found), indent=1))
     else:
@@ -364,7 +581,11 @@ def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
     if as_json:
         for path, plan in zip((plan_a, plan_b), plans, strict=True):
             _note_stale(path, plan)
-        click.echo(json.dumps([asdict(difference) | {"words": str(difference)} for difference in found], indent=1))
+        click.echo(
+            json.dumps(
+                [asdict(difference) | {"words": str(difference)} for difference in found], indent=1
+            )
+        )
     else:
         show(diffs.diff_table((plan_a, plan_b), plans))
     ctx.exit(1 if found else 0)
@@ -397,7 +618,10 @@ def main() -> None:
 def _run() -> int:
     """The exit code of the command that the arguments ask for, once its output is written."""
     if sys.stdout is None:
-        click.echo("Error: standard output is closed, so that the answer would be lost; give it a file or a terminal", err=True)
+        click.echo(
+            "Error: standard output is closed, so that the answer would be lost; give it a file or a terminal",
+            err=True,
+        )
         return LOST_OUTPUT
     try:
         code = _command()
@@ -408,7 +632,9 @@ def _run() -> int:
         return 141
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.filename is None:  # a write to a stream; what is written to files is told by `files.py`
+        if (
+            error.filename is None
+        ):  # a write to a stream; what is written to files is told by `files.py`
             _drop_output()
             reason = f"standard output cannot be written ({reason}), so that the answer is lost or cut short; send it to a place with room"
         with suppress(OSError):

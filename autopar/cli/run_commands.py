@@ -22,24 +22,58 @@ if TYPE_CHECKING:
 
 @click.command(cls=options.Command)
 @click.argument("model")
-@click.option("--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="CPU processes.")
-@click.option("--pin", default="", metavar="tp=2,...", help="Choices to fix; without tp or dp every mesh is verified.")
+@click.option(
+    "--nproc", type=click.IntRange(1, 64), default=4, show_default=True, help="CPU processes."
+)
+@click.option(
+    "--pin",
+    default="",
+    metavar="tp=2,...",
+    help="Choices to fix; without tp or dp every mesh is verified.",
+)
 @click.option("--steps", type=options.POSITIVE, default=3, show_default=True)
 @click.option("--seq", type=options.POSITIVE, help="Tokens per sequence (default: 12).")
-@click.option("--rows", type=options.POSITIVE, help="Sequences per batch (default: two for each process).")
+@click.option(
+    "--rows", type=options.POSITIVE, help="Sequences per batch (default: two for each process)."
+)
 @click.option("--precision", type=click.Choice(["fp64", "fp32"]), default="fp64", show_default=True)
-@click.option("--compile", "compiles", is_flag=True, help="The processes run their programs through torch.compile.")
+@click.option(
+    "--compile",
+    "compiles",
+    is_flag=True,
+    help="The processes run their programs through torch.compile.",
+)
 @options.as_json
 @click.pass_context
-def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq: int | None, rows: int | None, precision: str,
-           compiles: bool, as_json: bool) -> None:
+def verify(
+    ctx: click.Context,
+    model: str,
+    nproc: int,
+    pin: str,
+    steps: int,
+    seq: int | None,
+    rows: int | None,
+    precision: str,
+    compiles: bool,
+    as_json: bool,
+) -> None:
     """Train a shrunken MODEL on NPROC CPU processes and on one; compare losses and every parameter.  Exit code 1 if not exact."""
     pins = parse_pins(pin)
     with progress("verifying") as tell:
         from autopar.models import parse_model
         from autopar.verify.verify import verify as run
 
-        report = run(parse_model(model), nproc, pins, precision, steps, seq, rows, progress=tell, compile=compiles)
+        report = run(
+            parse_model(model),
+            nproc,
+            pins,
+            precision,
+            steps,
+            seq,
+            rows,
+            progress=tell,
+            compile=compiles,
+        )
     if as_json:
         click.echo(json.dumps(report.as_dict(), indent=1))
     else:
@@ -51,9 +85,21 @@ def verify(ctx: click.Context, model: str, nproc: int, pin: str, steps: int, seq
 
 @click.command(cls=options.Command)
 @click.argument("runs", type=click.Path(dir_okay=False), metavar="RUNS.csv")
-@click.option("--by", type=click.Choice(["source", "gpu", "dtype"]), help="Print the scores of each source, GPU or dtype too.")
-@click.option("--loso", is_flag=True, help="Fit the constants on the file's runs, and without each source in turn (leave one source out).")
-@click.option("--ablate", is_flag=True, help="Predict the runs with each mechanism of the cost model switched off in turn.")
+@click.option(
+    "--by",
+    type=click.Choice(["source", "gpu", "dtype"]),
+    help="Print the scores of each source, GPU or dtype too.",
+)
+@click.option(
+    "--loso",
+    is_flag=True,
+    help="Fit the constants on the file's runs, and without each source in turn (leave one source out).",
+)
+@click.option(
+    "--ablate",
+    is_flag=True,
+    help="Predict the runs with each mechanism of the cost model switched off in turn.",
+)
 @options.as_json
 def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) -> None:
     """Predict the training runs of a CSV file, which others measured, and score the predictions."""
@@ -93,7 +139,11 @@ def _complete_runs(path: str) -> list[Run]:
 
     runs, problems = read_runs(path)
     if not (found := [run for run in runs if run.complete]):
-        raise AutoparError(_none_predicted(path, problems) if not runs else f"none of the {len(runs)} runs of {path} is complete")
+        raise AutoparError(
+            _none_predicted(path, problems)
+            if not runs
+            else f"none of the {len(runs)} runs of {path} is complete"
+        )
     return found
 
 
@@ -117,7 +167,9 @@ def _ablate(path: str, as_json: bool) -> None:
 
     runs = [run for run in _complete_runs(path) if run.measured.step_time_s]
     if not runs:
-        raise AutoparError(f"no complete run of {path} has a measured step time, without which nothing can be compared")
+        raise AutoparError(
+            f"no complete run of {path} has a measured step time, without which nothing can be compared"
+        )
     with progress("predicting") as tell:
         from autopar.predict.ablate import ablate
 
@@ -129,9 +181,21 @@ def _ablate(path: str, as_json: bool) -> None:
 
 
 @click.command(cls=options.Command)
-@click.option("--nproc", type=click.IntRange(1, 64), help="Devices to measure at once (default: 4 CPU processes, or all GPUs).")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if there is one, else cpu.")
-@click.option("--output", type=click.Path(dir_okay=False), default="cluster.yaml", show_default=True, help="Cluster file to write.")
+@click.option(
+    "--nproc",
+    type=click.IntRange(1, 64),
+    help="Devices to measure at once (default: 4 CPU processes, or all GPUs).",
+)
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda if there is one, else cpu."
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False),
+    default="cluster.yaml",
+    show_default=True,
+    help="Cluster file to write.",
+)
 @options.as_json
 def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool) -> None:
     """Measure this machine and write a cluster file: matrix products, memory bandwidth, launches and collectives.
@@ -140,10 +204,14 @@ def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool)
     else runs meanwhile is measured too.
     """
     if not output.lower().endswith((".yaml", ".yml")):
-        raise AutoparError(f"--output {output}: a cluster file ends in .yaml or .yml; write for example --output cluster.yaml")
+        raise AutoparError(
+            f"--output {output}: a cluster file ends in .yaml or .yml; write for example --output cluster.yaml"
+        )
     folder = os.path.dirname(os.path.abspath(output))
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK) or os.path.isdir(output):
-        raise AutoparError(f"--output {output}: {folder} is no folder that can be written to; choose another path")
+        raise AutoparError(
+            f"--output {output}: {folder} is no folder that can be written to; choose another path"
+        )
     with progress("calibrating") as tell:
         from autopar.calibrate.cluster import calibrate as measure
 

@@ -26,8 +26,19 @@ class Planner:
     """Plans one model.  `cluster`, `global_batch` and `seq` (None: what the model was designed for) are what is asked for unless a call
     says otherwise; `tell(text)` hears what goes on."""
 
-    def __init__(self, model: str, cluster: str, global_batch: int, seq: int | None, precision: str | None, time_limit_s: float,
-                 runnable: bool, tell: Callable[[str], None], price: float | None = None, micro_batch_mean: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        cluster: str,
+        global_batch: int,
+        seq: int | None,
+        precision: str | None,
+        time_limit_s: float,
+        runnable: bool,
+        tell: Callable[[str], None],
+        price: float | None = None,
+        micro_batch_mean: bool = False,
+    ) -> None:
         self.cluster = priced_cluster(cluster, price)
         from autopar.models import parse_model
         from autopar.request.plan_request import PlanRequest, choose_precision
@@ -36,7 +47,15 @@ class Planner:
         self.seq = seq or self.spec.max_seq or 512
         self.precision, self.time_limit_s, self.tell = precision, time_limit_s, tell
         wanted = precision or choose_precision(self.cluster)
-        self.request = PlanRequest(self.cluster, global_batch, {}, wanted, runnable, self.spec.name, micro_batch_mean=micro_batch_mean)
+        self.request = PlanRequest(
+            self.cluster,
+            global_batch,
+            {},
+            wanted,
+            runnable,
+            self.spec.name,
+            micro_batch_mean=micro_batch_mean,
+        )
         self._traced: dict[int, TracedModel] = {}
 
     def traced(self, seq: int | None = None) -> TracedModel:
@@ -47,27 +66,44 @@ class Planner:
             from autopar.runtime.state.precision import captured_in
 
             self.tell(f"tracing {self.spec.name} on sequences of {seq} tokens")
-            self._traced[seq] = api.trace_spec(self.spec, seq, captured_in(self.request.precision, self.request.runnable))
+            self._traced[seq] = api.trace_spec(
+                self.spec, seq, captured_in(self.request.precision, self.request.runnable)
+            )
         return self._traced[seq]
 
-    def plan(self, pin: Mapping[str, Any], cluster: Cluster | None = None, global_batch: int | None = None, seq: int | None = None,
-             time_limit_s: float | None = None) -> Plan:
+    def plan(
+        self,
+        pin: Mapping[str, Any],
+        cluster: Cluster | None = None,
+        global_batch: int | None = None,
+        seq: int | None = None,
+        time_limit_s: float | None = None,
+    ) -> Plan:
         """A plan under pins.  Raises AutoparError as `api.plan_traced` does."""
         from autopar import api
 
         request = replace(self.request, pin=dict(pin), cluster=cluster or self.cluster,
                           global_batch=global_batch or self.request.global_batch)  # fmt: skip
-        return api.plan_traced(self.traced(seq), request, time_limit_s or self.time_limit_s, self.tell)
+        return api.plan_traced(
+            self.traced(seq), request, time_limit_s or self.time_limit_s, self.tell
+        )
 
     def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
         """A plan for a request, found in so many seconds at most."""
-        return self.plan(ask.pin, ask.cluster, ask.global_batch, ask.seq, min(time_limit_s, self.time_limit_s))
+        return self.plan(
+            ask.pin, ask.cluster, ask.global_batch, ask.seq, min(time_limit_s, self.time_limit_s)
+        )
 
     def remedies(self, error: NoPlanFits, pin: Mapping[str, Any]) -> Remedies:
         """What would fit where planning under the pins raised `error`."""
         from autopar.planning.remedies import Ask, remedies
 
-        return remedies(error, self.plan_for, Ask(pin, self.cluster, self.request.global_batch, self.seq), tell=self.tell)
+        return remedies(
+            error,
+            self.plan_for,
+            Ask(pin, self.cluster, self.request.global_batch, self.seq),
+            tell=self.tell,
+        )
 
     def collectives(self, plan: Plan) -> dict:
         """The collectives of each block of a plan."""
@@ -93,15 +129,21 @@ class Planner:
     def check(self, plan: Plan) -> Plan:
         """A saved plan that is for what is asked for.  Raises AutoparError for any other, which another command may be about."""
         if plan.global_batch != self.request.global_batch:
-            raise AutoparError(f"the saved plan is for {plan.global_batch} sequences a step; ask with --global-batch {plan.global_batch}")
+            raise AutoparError(
+                f"the saved plan is for {plan.global_batch} sequences a step; ask with --global-batch {plan.global_batch}"
+            )
         if plan.precision != self.request.precision:
-            raise AutoparError(f"the saved plan is for {plan.precision}; ask with --precision {plan.precision}")
+            raise AutoparError(
+                f"the saved plan is for {plan.precision}; ask with --precision {plan.precision}"
+            )
         try:
             self._made_for(plan, {}, None)
         except AutoparError as error:
             if plan.model_name != self.spec.name:
                 raise
-            raise AutoparError(f"{error}; or ask with the --seq and --runnable that the plan was made with") from None
+            raise AutoparError(
+                f"{error}; or ask with the --seq and --runnable that the plan was made with"
+            ) from None
         return plan
 
     def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None) -> PlanRequest:
@@ -118,7 +160,9 @@ class Planner:
         from autopar.explaining.lints import lint
         from autopar.planning.model_facts import as_pinned
 
-        return lint(plan, cluster or self.cluster, as_pinned(self.traced(), {"recompute": plan.recompute}))
+        return lint(
+            plan, cluster or self.cluster, as_pinned(self.traced(), {"recompute": plan.recompute})
+        )
 
 
 def priced_cluster(text: str, price: float | None) -> Cluster:

@@ -21,7 +21,9 @@ def show(renderable: Any, width: int | None = None) -> None:
         from autopar.text.units import WIDTH
 
         wide = width or int(os.environ.get("COLUMNS") or WIDTH)
-        console = Console(file=sys.stdout, width=wide, highlight=False, soft_wrap=isinstance(renderable, str))
+        console = Console(
+            file=sys.stdout, width=wide, highlight=False, soft_wrap=isinstance(renderable, str)
+        )
     console.print(renderable)
 
 
@@ -30,7 +32,11 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
     """Yields tell(text): what goes on, on stderr, if it goes on for more than two seconds: a spinner on a terminal, else one line."""
     from rich.console import Console
 
-    console, started, lock = Console(stderr=True, highlight=False), threading.Event(), threading.Lock()
+    console, started, lock = (
+        Console(stderr=True, highlight=False),
+        threading.Event(),
+        threading.Lock(),
+    )
     status, current = console.status(f"{what} ..."), [f"{what} ..."]
 
     def start() -> None:

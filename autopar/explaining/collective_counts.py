@@ -32,7 +32,9 @@ def _of_loss(node: Node) -> tuple[dict[str, int], dict[str, int]]:
 def _of_attention(node: Node) -> tuple[dict[str, int], dict[str, int]]:
     """Queries, keys, values and the result change from positions to heads and back, or keys and values go round the ring."""
     axis, method = node.args[3:5]
-    inside = {"ring": {f"ring over {axis}": 1}, "ulysses": {f"all_to_all over {axis}": 4}}.get(method, {})
+    inside = {"ring": {f"ring over {axis}": 1}, "ulysses": {f"all_to_all over {axis}": 4}}.get(
+        method, {}
+    )
     return inside, inside
 
 
@@ -42,7 +44,11 @@ def _of_experts(node: Node) -> tuple[dict[str, int], dict[str, int]]:
     return {f"all_to_all over {axis}": 3}, {f"all_to_all over {axis}": 2}
 
 
-_INSIDE = {vocab_parallel_cross_entropy: _of_loss, context_attention: _of_attention, expert_parallel: _of_experts}
+_INSIDE = {
+    vocab_parallel_cross_entropy: _of_loss,
+    context_attention: _of_attention,
+    expert_parallel: _of_experts,
+}
 """Functions of a program that communicate on their own -> what they do (forward, backward)."""
 
 
@@ -60,7 +66,9 @@ def program_collectives(traced: TracedModel, plan: Plan) -> dict[str, int]:
     """Collectives of the whole program per micro-batch, forward and backward, by kind; gradient reduction is not among them."""
     program, total = assemble(traced, plan, 0, torch.device("meta"), whole=True), Counter()
     for segment in traced.segments:
-        for counts in _of_segment(program, segment.name, traced.classes[segment.class_index]).values():
+        for counts in _of_segment(
+            program, segment.name, traced.classes[segment.class_index]
+        ).values():
             total.update(counts)
     for counts in _count(program.module.graph, dict.fromkeys(traced.graph_inputs, False)).values():
         total.update(counts)
@@ -79,7 +87,9 @@ def _count(graph: Graph, grads: dict[str, bool]) -> Counts:
         if node.op != "call_function":
             continue
         if node.target in _INSIDE:
-            for counter, inside in zip((forward, backward), _INSIDE[node.target](node), strict=True):
+            for counter, inside in zip(
+                (forward, backward), _INSIDE[node.target](node), strict=True
+            ):
                 counter.update(inside)
         if node.target is wait:
             flowing[node] = flowing[node.args[0]]
@@ -94,4 +104,3 @@ def _count(graph: Graph, grads: dict[str, bool]) -> Counts:
         if node.kwargs.get("backward") in COLLECTIVES and flowing[node]:
             backward[f"{node.kwargs['backward']} over {axis}"] += 1
     return {"forward": dict(forward), "backward": dict(backward)}
-

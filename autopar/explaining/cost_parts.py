@@ -23,7 +23,9 @@ def time_parts(one: Plan, other: Plan) -> list[tuple[str, float, float]]:
 
 def _with_stages(parts: Mapping[str, float]) -> dict[str, float]:
     inside = sum(parts.get(part, 0.0) for part in ("stages", *_OF_STAGES))
-    return {"stages": inside} | {part: seconds for part, seconds in parts.items() if part not in ("stages", *_OF_STAGES)}
+    return {"stages": inside} | {
+        part: seconds for part, seconds in parts.items() if part not in ("stages", *_OF_STAGES)
+    }
 
 
 def memory_parts(one: Plan, other: Plan) -> list[tuple[str, int, int]]:

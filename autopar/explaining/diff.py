@@ -19,8 +19,15 @@ from autopar.text.units import gib, ms, percent
 if TYPE_CHECKING:
     from rich.console import Group
 
-_WORDS = {f"{part}_s": words for part, words in TIME_WORDS.items()} | {f"{part}_bytes": words for part, words in MEMORY_WORDS.items()}
-_WORDS |= {"tokens_per_s": "tokens per second", "mfu": "model FLOPs utilization", "bound_s": "lower bound", "runnable": "lacks"}
+_WORDS = {f"{part}_s": words for part, words in TIME_WORDS.items()} | {
+    f"{part}_bytes": words for part, words in MEMORY_WORDS.items()
+}
+_WORDS |= {
+    "tokens_per_s": "tokens per second",
+    "mfu": "model FLOPs utilization",
+    "bound_s": "lower bound",
+    "runnable": "lacks",
+}
 _WORDS["host_bytes"] = "host memory"
 
 
@@ -40,7 +47,9 @@ class Difference:
     def words(self) -> str:
         """What differs, in words."""
         bare = self.what.removesuffix("_s").removesuffix("_bytes")
-        return _WORDS.get(self.what) or (self.what if self.part in ("choices", "ops") else bare.replace("_", " "))
+        return _WORDS.get(self.what) or (
+            self.what if self.part in ("choices", "ops") else bare.replace("_", " ")
+        )
 
     def value(self, value: Any) -> str:
         """A value in the unit that a reader wants."""
@@ -57,7 +66,10 @@ class Difference:
         if self.what == "mfu":
             return percent(value)
         units = {"_s": ms, "_bytes": gib}
-        return next((convert(value) for end, convert in units.items() if self.what.endswith(end)), str(value))
+        return next(
+            (convert(value) for end, convert in units.items() if self.what.endswith(end)),
+            str(value),
+        )
 
     @property
     def change(self) -> str:
@@ -72,7 +84,13 @@ def diff(one: Plan, other: Plan) -> tuple[Difference, ...]:
 
     How the search went (its time, and what became of each candidate) is no part of what a plan says.
     """
-    return (*_identity(one, other), *_choices(one, other), *_stages(one, other), *_blocks(one, other), *_prediction(one, other))
+    return (
+        *_identity(one, other),
+        *_choices(one, other),
+        *_stages(one, other),
+        *_blocks(one, other),
+        *_prediction(one, other),
+    )
 
 
 def _fields(part: str, one: Any, other: Any, *names: str) -> Iterator[Difference]:
@@ -93,7 +111,9 @@ def _choices(one: Plan, other: Plan) -> Iterator[Difference]:
     for name in {**ours, **theirs}:
         if ours.get(name) != theirs.get(name):
             yield Difference("choices", name, ours.get(name), theirs.get(name))
-    yield from _fields("choices", one, other, "num_microbatches", "global_batch", "precision", "devices")
+    yield from _fields(
+        "choices", one, other, "num_microbatches", "global_batch", "precision", "devices"
+    )
 
 
 def _stages(one: Plan, other: Plan) -> Iterator[Difference]:
@@ -101,7 +121,9 @@ def _stages(one: Plan, other: Plan) -> Iterator[Difference]:
         return  # pp or vpp differ, which says it
     for number, (ours, theirs) in enumerate(zip(one.stages, other.stages, strict=True)):
         if ours != theirs:
-            yield Difference("stages", f"stage {number}", _segments_words(ours), _segments_words(theirs))
+            yield Difference(
+                "stages", f"stage {number}", _segments_words(ours), _segments_words(theirs)
+            )
 
 
 def _blocks(one: Plan, other: Plan) -> Iterator[Difference]:
@@ -113,13 +135,18 @@ def _blocks(one: Plan, other: Plan) -> Iterator[Difference]:
             pairs = [(name, mine[0], yours[0])]
         else:
             modes = [{block.recompute: block for block in blocks} for blocks in (mine, yours)]
-            pairs = [(f"{name}, recompute {mode}", modes[0].get(mode), modes[1].get(mode)) for mode in {**modes[0], **modes[1]}]
+            pairs = [
+                (f"{name}, recompute {mode}", modes[0].get(mode), modes[1].get(mode))
+                for mode in {**modes[0], **modes[1]}
+            ]
         for words, own, their in pairs:
             if own is None or their is None or own.segments != their.segments:
                 yield Difference("blocks", words, _block_words(own), _block_words(their))
             if own is not None and their is not None:
                 if own.recompute != their.recompute:
-                    yield Difference("blocks", f"recompute of {name}", own.recompute, their.recompute)
+                    yield Difference(
+                        "blocks", f"recompute of {name}", own.recompute, their.recompute
+                    )
                 yield from _ops(own, their)
 
 
@@ -146,7 +173,10 @@ def _ops(one: BlockPlan, other: BlockPlan) -> Iterator[Difference]:
             if theirs is not None and ours != theirs:
                 words = [describe(op, choice) for choice in (ours, theirs)]
                 if words[0] == words[1]:
-                    words = [f"{text} [{choice.strategy}]" for text, choice in zip(words, (ours, theirs), strict=True)]
+                    words = [
+                        f"{text} [{choice.strategy}]"
+                        for text, choice in zip(words, (ours, theirs), strict=True)
+                    ]
                 yield Difference("ops", f"{one.name} {op} over {axis}", *words)
 
 
@@ -163,7 +193,9 @@ def _prediction(one: Plan, other: Plan) -> Iterator[Difference]:
             yield Difference("prediction", name, ours, theirs)
     yield from _fields("certificate", one.certificate, other.certificate, "status")
     if not isclose(one.certificate.bound_s, other.certificate.bound_s, rel_tol=1e-9):
-        yield Difference("certificate", "bound_s", one.certificate.bound_s, other.certificate.bound_s)
+        yield Difference(
+            "certificate", "bound_s", one.certificate.bound_s, other.certificate.bound_s
+        )
     yield from _fields("engine", one, other, "runnable")
     yield from _fields("notes", one, other, "notes")
 
@@ -174,12 +206,20 @@ def diff_table(names: tuple[str, str], plans: tuple[Plan, Plan]) -> Group:
     from rich.text import Text
 
     found = diff(*plans)
-    parts: list[Any] = [Text(f"{name}: {plan.model_name} on {plan.cluster_name}, {layout_words(plan)}")
-                        for name, plan in zip(names, plans, strict=True)]
-    parts += [Text(f"{name}: {note}", style="yellow") for name, plan in zip(names, plans, strict=True) if (note := staleness(plan))]
+    parts: list[Any] = [
+        Text(f"{name}: {plan.model_name} on {plan.cluster_name}, {layout_words(plan)}")
+        for name, plan in zip(names, plans, strict=True)
+    ]
+    parts += [
+        Text(f"{name}: {note}", style="yellow")
+        for name, plan in zip(names, plans, strict=True)
+        if (note := staleness(plan))
+    ]
     if not found:
         return Group(*parts, Text("The plans are equal.", style="bold"))
-    wanted = {f"{block.name} {op}" for plan in plans for block in plan.blocks for op in interesting(block)}
+    wanted = {
+        f"{block.name} {op}" for plan in plans for block in plan.blocks for op in interesting(block)
+    }
     for part in dict.fromkeys(difference.part for difference in found):
         own = [d for d in found if d.part == part]
         shown = [d for d in own if part != "ops" or d.what.rpartition(" over ")[0] in wanted]

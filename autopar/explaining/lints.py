@@ -58,18 +58,30 @@ def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> lis
     """All findings.  `traced` is the model, its layers counted off if the plan's recompute mode wants it (`candidates.as_pinned`); without
     it, those that the plan alone shows."""
     groups = tuple(dict.fromkeys(groups_by_rank(plan, cluster)))
-    found = [finding for group in groups for finding in _named(_across_nodes(plan, group), group, groups)]
+    found = [
+        finding for group in groups for finding in _named(_across_nodes(plan, group), group, groups)
+    ]
     found += [*_bubble(plan), *_headroom(plan, cluster)]
     if traced is not None:
         found += [*_uneven_shards(plan, traced), *_whole_heads(plan, traced), *_ties(plan, traced)]
         for group in groups:
-            found += _named([*_small_products(plan, group, traced), *_host_bound(plan, cluster, group, traced)], group, groups)
+            found += _named(
+                [*_small_products(plan, group, traced), *_host_bound(plan, cluster, group, traced)],
+                group,
+                groups,
+            )
     return found
 
 
-def _named(findings: Iterable[Finding], group: ClusterSpec, groups: Sequence[ClusterSpec]) -> Iterator[Finding]:
+def _named(
+    findings: Iterable[Finding], group: ClusterSpec, groups: Sequence[ClusterSpec]
+) -> Iterator[Finding]:
     """Findings on the devices of a group, which they name where there are several."""
-    yield from findings if len(groups) == 1 else (replace(f, text=f"on {group.device.name}, {f.text}") for f in findings)
+    yield from (
+        findings
+        if len(groups) == 1
+        else (replace(f, text=f"on {group.device.name}, {f.text}") for f in findings)
+    )
 
 
 def _across_nodes(plan: Plan, group: ClusterSpec) -> Iterator[Finding]:
@@ -78,17 +90,30 @@ def _across_nodes(plan: Plan, group: ClusterSpec) -> Iterator[Finding]:
     here, nodes = group_shape(tp, plan.mesh.stride("tp"), topology)
     if nodes == 1:
         return
-    inside, between = topology.intra.achieved_Bps, topology.group_inter_Bps(here) / here  # of a device
+    inside, between = (
+        topology.intra.achieved_Bps,
+        topology.group_inter_Bps(here) / here,
+    )  # of a device
     parts = plan.predicted.breakdown
     sent_s = parts.get("conversion", 0.0) + parts.get("edge", 0.0)
-    share = f", and its communication takes {percent(sent_s / plan.predicted.step_time_s)} of the step" if sent_s else ""
+    share = (
+        f", and its communication takes {percent(sent_s / plan.predicted.step_time_s)} of the step"
+        if sent_s
+        else ""
+    )
     per_node = topology.devices_per_node
     yield Finding(
         "tensor parallelism across nodes",
         f"tp={tp} spans {nodes} nodes of {per_node}: a device has {between / 1e9:.3g} GB/s between nodes and {inside / 1e9:.3g} GB/s "
         f"inside{share}",
         f"Keep tp to a divisor of {per_node} and use pp, cp or dp between nodes",
-        {"tp": tp, "nodes": nodes, "intra_Bps": inside, "inter_Bps": between, "communication_s": sent_s},
+        {
+            "tp": tp,
+            "nodes": nodes,
+            "intra_Bps": inside,
+            "inter_Bps": between,
+            "communication_s": sent_s,
+        },
     )
 
 
@@ -104,7 +129,12 @@ def _bubble(plan: Plan) -> Iterator[Finding]:
         f"the pipeline idles {percent(bubble_s / step_s)} of the step ({ms(bubble_s)}) with {m} micro-batches on pp={mesh.pp}",
         f"About {enough} micro-batches bring it to {percent(BUBBLE)}: a global batch of {enough * plan.micro_batch * mesh.dp}, a smaller "
         "micro_batch or less dp; or more stages a rank (vpp), or less pp",
-        {"bubble_s": bubble_s, "step_s": step_s, "num_microbatches": m, "enough_microbatches": enough},
+        {
+            "bubble_s": bubble_s,
+            "step_s": step_s,
+            "num_microbatches": m,
+            "enough_microbatches": enough,
+        },
     )
 
 
@@ -138,8 +168,14 @@ def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
         for node in block.graph.nodes:
             results = [tensors[name] for name in result_names(node) if name in tensors]
             for axis, choice in own.ops.get(node.name, {}).items():
-                for layout, tensor in zip(choice.outputs, results, strict=False):  # a getitem names a result of another node
-                    size = tensor.shape[layout.dim] if layout.is_shard and layout.pattern.is_contiguous else 0
+                for layout, tensor in zip(
+                    choice.outputs, results, strict=False
+                ):  # a getitem names a result of another node
+                    size = (
+                        tensor.shape[layout.dim]
+                        if layout.is_shard and layout.pattern.is_contiguous
+                        else 0
+                    )
                     if not is_symbolic(size) and int(size) % plan.mesh.size(axis):
                         found.setdefault((int(size), axis), {})[node.name] = None
     for (size, axis), names in found.items():
@@ -161,7 +197,11 @@ def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
         tensors = value_tensors(block.graph)
         for node in ops(block.graph):
             choice = own.ops.get(node.name, {}).get("tp")
-            query = tensors.get(operand_names(node)[0]) if choice is not None and is_attention(node.name) else None
+            query = (
+                tensors.get(operand_names(node)[0])
+                if choice is not None and is_attention(node.name)
+                else None
+            )
             heads = query.shape[-3] if query is not None and query.dim() > 2 else tp
             if not is_symbolic(heads) and int(heads) % tp:
                 yield Finding(
@@ -175,11 +215,15 @@ def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
 
 def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
     """A parameter that several ranks of a pipeline hold, because layers of different stages share it."""
-    rank_of = {name: number % plan.mesh.pp for number, stage in enumerate(plan.stages) for name in stage}
+    rank_of = {
+        name: number % plan.mesh.pp for number, stage in enumerate(plan.stages) for name in stage
+    }
     for name, readers in parameter_readers(traced).items():
         places = {(traced.segments[number].class_index, node) for number, node in readers}
         ranks = {rank_of.get(traced.segments[number].name, 0) for number, _ in readers}
-        if len(places) < 2 or len(ranks) < 2 or name not in traced.parameters:  # alike: copies of one traced layer (`trace/deepen.py`)
+        if (
+            len(places) < 2 or len(ranks) < 2 or name not in traced.parameters
+        ):  # alike: copies of one traced layer (`trace/deepen.py`)
             continue
         spec = traced.parameters[name]
         scalars = prod(spec.shape)
@@ -209,17 +253,26 @@ def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> It
         f"with micro-batch {plan.micro_batch} the matrix products of a forward run at {rate / 1e12:.3g} TFLOP/s a device, "
         f"{percent(rate / best)} of what a very large one reaches",
         remedy,
-        {"flops_per_s": rate, "large_flops_per_s": best, "micro_batch": plan.micro_batch, "enough": enough},
+        {
+            "flops_per_s": rate,
+            "large_flops_per_s": best,
+            "micro_batch": plan.micro_batch,
+            "enough": enough,
+        },
     )
 
 
-def _host_bound(plan: Plan, cluster: Cluster, group: ClusterSpec, traced: TracedModel) -> Iterator[Finding]:
+def _host_bound(
+    plan: Plan, cluster: Cluster, group: ClusterSpec, traced: TracedModel
+) -> Iterator[Finding]:
     """A step whose kernels the host takes longer to issue, one by one, than the devices of a group are predicted to take in all."""
     device = group.device
     if device.generation == "cpu":  # an operation there waits for itself, which is priced
         return
     request = PlanRequest(cluster, plan.global_batch, {}, plan.precision, False, plan.model_name)
-    model = annotator_of(traced).annotate(setting_of(plan, request, "none", cluster.groups.index(group)))
+    model = annotator_of(traced).annotate(
+        setting_of(plan, request, "none", cluster.groups.index(group))
+    )
     again = {name for block in plan.blocks if block.recompute == "full" for name in block.segments}
     by_class = [
         tuple(sum(getattr(op.strategies[0], f"{way}_dispatch_s") for op in block.ops) for way in ("forward", "backward"))
@@ -263,12 +316,28 @@ def _products(plan: Plan, own: BlockPlan, block: BlockClass, rows: int) -> Itera
     weights = {node.name for node in block.graph.nodes if node.op == "get_attr"}
     for node in ops(block.graph):
         dims, names = op_dims(node), operand_names(node)
-        if dims is None or not dims.contraction or dims.flops is not None or not weights & set(names):
+        if (
+            dims is None
+            or not dims.contraction
+            or dims.flops is not None
+            or not weights & set(names)
+        ):
             continue  # an op with a count of its own is no plain product: convolutions, experts
-        layouts = [{axis: choice.inputs[i] for axis, choice in own.ops.get(node.name, {}).items()} for i in range(len(names))]
-        shapes = [_local(plan, [at_batch(size, rows) for size in tensors[name].shape], layout)
-                  for name, layout in zip(names, layouts, strict=True)]
-        product = product_of(dims, shapes, [grads[name] for name in names], [name in weights for name in names], fp8=False)
+        layouts = [
+            {axis: choice.inputs[i] for axis, choice in own.ops.get(node.name, {}).items()}
+            for i in range(len(names))
+        ]
+        shapes = [
+            _local(plan, [at_batch(size, rows) for size in tensors[name].shape], layout)
+            for name, layout in zip(names, layouts, strict=True)
+        ]
+        product = product_of(
+            dims,
+            shapes,
+            [grads[name] for name in names],
+            [name in weights for name in names],
+            fp8=False,
+        )
         if product is not None:
             yield product
 

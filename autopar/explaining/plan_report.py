@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 RUNNERS_UP = 4
 BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
 
+
 def plan_data(plan: Plan) -> dict[str, Any]:
     """The plan as plain data; `Plan.from_json(json.dumps(plan_data(plan)))` is an equal plan."""
     return json.loads(plan.to_json())
@@ -49,12 +50,17 @@ def explain(plan: Plan, counts: BlockCounts | None = None) -> str:
     from rich.console import Console
 
     out = io.StringIO()
-    Console(file=out, width=WIDTH, color_system=None, force_terminal=False).print(plan_table(plan, counts))
+    Console(file=out, width=WIDTH, color_system=None, force_terminal=False).print(
+        plan_table(plan, counts)
+    )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def plan_table(
-    plan: Plan, counts: BlockCounts | None = None, cluster: Cluster | None = None, findings: Sequence[Finding] = ()
+    plan: Plan,
+    counts: BlockCounts | None = None,
+    cluster: Cluster | None = None,
+    findings: Sequence[Finding] = (),
 ) -> Group:
     """The report as a rich renderable.
 
@@ -64,22 +70,42 @@ def plan_table(
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[Any] = [Text(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", style="bold")]
+    parts: list[Any] = [
+        Text(f"{plan.model_name} on {plan.cluster_name}: {plan.mesh}", style="bold")
+    ]
     parts += [Text(f"This plan was {note}.", style="yellow")] if (note := staleness(plan)) else []
     ranks = [_ranks(plan, cluster or named_cluster(plan))] if plan.devices else []
-    parts += [_summary(plan, cluster), *ranks, _time(plan), _memory(plan), _certificate(plan.certificate), *_runners_up(plan)]
+    parts += [
+        _summary(plan, cluster),
+        *ranks,
+        _time(plan),
+        _memory(plan),
+        _certificate(plan.certificate),
+        *_runners_up(plan),
+    ]
     if plan.mesh.active and plan.mesh.active != ("dp",):
         parts += [_block(plan, block, (counts or {}).get(block.name)) for block in plan.blocks]
     else:
         where = ", on that device's sequences of the batch" if plan.mesh.dp > 1 else ""
         parts.append(Text(f"Every op runs whole on its device{where}.\n"))
     if findings:
-        parts.append(Text("Lints\n" + "\n".join(f"  - {finding.lint}: {finding}" for finding in findings) + "\n"))
+        parts.append(
+            Text(
+                "Lints\n"
+                + "\n".join(f"  - {finding.lint}: {finding}" for finding in findings)
+                + "\n"
+            )
+        )
     if plan.notes:
         parts.append(Text("Notes\n" + "\n".join(f"  - {note}" for note in plan.notes)))
     if plan.runnable:
         remedy = "For a plan that it runs, ask for --runnable (runnable=True in Python)."
-        parts.append(Text(f"The engine cannot run this plan yet: it lacks {plan.runnable}.  {remedy}", style="yellow"))
+        parts.append(
+            Text(
+                f"The engine cannot run this plan yet: it lacks {plan.runnable}.  {remedy}",
+                style="yellow",
+            )
+        )
     return Group(*parts)
 
 
@@ -94,27 +120,70 @@ def summary_rows(plan: Plan, cluster: Cluster | None = None) -> list[tuple[str, 
     cluster = cluster or named_cluster(plan)
     predicted = plan.predicted
     dollars = dollars_per_million_tokens(plan, cluster)
-    peak, capacity = fullest_rank(plan, cluster) if cluster else (max(predicted.peak_memory_bytes, default=0), None)
+    peak, capacity = (
+        fullest_rank(plan, cluster)
+        if cluster
+        else (max(predicted.peak_memory_bytes, default=0), None)
+    )
     stages = len(plan.stages)
-    pipeline = [("pipeline", f"{plan.schedule}, {stages} stages, {stages // plan.mesh.pp} on each of {plan.mesh.pp} ranks")]
+    pipeline = [
+        (
+            "pipeline",
+            f"{plan.schedule}, {stages} stages, {stages // plan.mesh.pp} on each of {plan.mesh.pp} ranks",
+        )
+    ]
     return [
-        ("mesh", f"{plan.mesh} ({plan.mesh.num_devices} devices)" if plan.mesh.num_devices > 1 else "1 device"),
-        *([("placement", placement_words(plan.mesh, cluster.topology))] if cluster and not plan.mesh.deal and cluster.topology.nodes > 1
-          else []),
-        *([("devices", f"of the ranks of the pipeline: {kinds(plan.devices)}")] if plan.devices else []),
-        ("micro-batches", f"{plan.num_microbatches} of {plan.micro_batch} sequence(s) on each of {plan.mesh.dp} data-parallel rank(s); "
-                          f"global batch {plan.global_batch}"),
+        (
+            "mesh",
+            f"{plan.mesh} ({plan.mesh.num_devices} devices)"
+            if plan.mesh.num_devices > 1
+            else "1 device",
+        ),
+        *(
+            [("placement", placement_words(plan.mesh, cluster.topology))]
+            if cluster and not plan.mesh.deal and cluster.topology.nodes > 1
+            else []
+        ),
+        *(
+            [("devices", f"of the ranks of the pipeline: {kinds(plan.devices)}")]
+            if plan.devices
+            else []
+        ),
+        (
+            "micro-batches",
+            f"{plan.num_microbatches} of {plan.micro_batch} sequence(s) on each of {plan.mesh.dp} data-parallel rank(s); "
+            f"global batch {plan.global_batch}",
+        ),
         *(pipeline if plan.mesh.pp > 1 else []),
-        ("ZeRO stage", f"{plan.zero}" + (f", shared out by groups of {plan.shard} of {plan.mesh.dp * plan.mesh.cp} data-parallel ranks"
-                                         if plan.shard else "")),
+        (
+            "ZeRO stage",
+            f"{plan.zero}"
+            + (
+                f", shared out by groups of {plan.shard} of {plan.mesh.dp * plan.mesh.cp} data-parallel ranks"
+                if plan.shard
+                else ""
+            ),
+        ),
         ("recompute", plan.recompute),
-        *([("offload", f"{OFFLOAD_WORDS.get(plan.offload, plan.offload)}: {gib(predicted.host_bytes)} of host memory per device"
-                       + _share_words(cluster, predicted))] if plan.offload != "none" else []),
+        *(
+            [
+                (
+                    "offload",
+                    f"{OFFLOAD_WORDS.get(plan.offload, plan.offload)}: {gib(predicted.host_bytes)} of host memory per device"
+                    + _share_words(cluster, predicted),
+                )
+            ]
+            if plan.offload != "none"
+            else []
+        ),
         ("precision", plan.precision),
         ("predicted step time", ms(predicted.step_time_s)),
         ("tokens per second", f"{predicted.tokens_per_s:,.0f}"),
         ("model FLOPs utilization", percent(predicted.mfu)),
-        ("memory per device", gib(peak) + (f" of {gib(capacity)} ({percent(peak / capacity)})" if capacity else "")),
+        (
+            "memory per device",
+            gib(peak) + (f" of {gib(capacity)} ({percent(peak / capacity)})" if capacity else ""),
+        ),
         *([("cost of a million tokens", f"${dollars:.4g}")] if dollars is not None else []),
     ]
 
@@ -133,20 +202,38 @@ def _ranks(plan: Plan, cluster: Cluster | None) -> Table:
         segments = stage[0] if len(stage) == 1 else f"{len(stage)}: {stage[0]} ... {stage[-1]}"
         room = f" of {gib(group.device.memory_bytes)}" if group else ""
         rows.append((str(rank), f"{each} {name}", segments, gib(held) + room))
-    return grid("Ranks of the pipeline", ("rank", "devices", "segments", "memory"), rows, right=(0,))
+    return grid(
+        "Ranks of the pipeline", ("rank", "devices", "segments", "memory"), rows, right=(0,)
+    )
 
 
 def _time(plan: Plan) -> Table:
     total = plan.predicted.step_time_s or 1.0
     parts = {name: seconds for name, seconds in plan.predicted.breakdown.items() if seconds}
-    rows = [(TIME_WORDS.get(name, name), ms(seconds), percent(seconds / total)) for name, seconds in parts.items()]
-    return grid("Where the step's time goes", ("part", "time", "share"), [*rows, ("step", ms(total), percent(1.0))], right=(1, 2))
+    rows = [
+        (TIME_WORDS.get(name, name), ms(seconds), percent(seconds / total))
+        for name, seconds in parts.items()
+    ]
+    return grid(
+        "Where the step's time goes",
+        ("part", "time", "share"),
+        [*rows, ("step", ms(total), percent(1.0))],
+        right=(1, 2),
+    )
 
 
 def _memory(plan: Plan) -> Table:
     peak = max(plan.predicted.peak_memory_bytes, default=0) or 1
-    rows = [(MEMORY_WORDS.get(name, name), gib(size), percent(size / peak)) for name, size in plan.predicted.memory.items()]
-    return grid("Memory of the fullest device", ("part", "size", "share"), [*rows, ("peak", gib(peak), percent(1.0))], right=(1, 2))
+    rows = [
+        (MEMORY_WORDS.get(name, name), gib(size), percent(size / peak))
+        for name, size in plan.predicted.memory.items()
+    ]
+    return grid(
+        "Memory of the fullest device",
+        ("part", "size", "share"),
+        [*rows, ("peak", gib(peak), percent(1.0))],
+        right=(1, 2),
+    )
 
 
 def outcome_counts(certificate: Certificate) -> dict[str, int]:
@@ -178,10 +265,20 @@ def _runners_up(plan: Plan) -> list[Table]:
     known: dict[tuple, tuple[float, str, dict]] = {}
     for entry in plan.certificate.meshes:
         solved = entry["outcome"] == "solved"
-        time_s = entry.get("time_s") if solved else entry.get("bound_s") if entry["outcome"] == "pruned" else None
+        time_s = (
+            entry.get("time_s")
+            if solved
+            else entry.get("bound_s")
+            if entry["outcome"] == "pruned"
+            else None
+        )
         if time_s is None:
             continue
-        key = tuple(entry["mesh"].values()) + (entry["zero"], entry.get("shard", 0), entry["recompute"])
+        key = tuple(entry["mesh"].values()) + (
+            entry["zero"],
+            entry.get("shard", 0),
+            entry["recompute"],
+        )
         if key not in known or time_s < known[key][0]:
             known[key] = (time_s, "solved" if solved else "at least", entry)
     best = sorted(known.values(), key=lambda item: item[0])[:RUNNERS_UP]
@@ -191,23 +288,46 @@ def _runners_up(plan: Plan) -> list[Table]:
     for time_s, how, entry in best:
         zero = sharing_words(entry["zero"], entry.get("shard", 0))
         choices = (mesh_words(entry["mesh"]), str(entry["micro_batch"]), zero, entry["recompute"])
-        rows.append((*choices, ("at least " if how == "at least" else "") + ms(time_s), f"{time_s / plan.predicted.step_time_s:.3f} x"))
-    return [grid("Runners-up", ("mesh", "micro-batch", "ZeRO", "recompute", "step time", "of the chosen"), rows, right=(4, 5))]
+        rows.append(
+            (
+                *choices,
+                ("at least " if how == "at least" else "") + ms(time_s),
+                f"{time_s / plan.predicted.step_time_s:.3f} x",
+            )
+        )
+    return [
+        grid(
+            "Runners-up",
+            ("mesh", "micro-batch", "ZeRO", "recompute", "step time", "of the chosen"),
+            rows,
+            right=(4, 5),
+        )
+    ]
 
 
 def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]] | None) -> Table:
     number = len(block.segments)
-    title = f"Block {block.name}" + (f" ({number} alike: {block.segments[0]} ... {block.segments[-1]})" if number > 1 else "")
+    title = f"Block {block.name}" + (
+        f" ({number} alike: {block.segments[0]} ... {block.segments[-1]})" if number > 1 else ""
+    )
     if block.recompute != "none":
         title += f", recompute {block.recompute}"
     axes = [axis for axis in plan.mesh.active if axis != "dp"]
     shown = axes[-1]
-    rows = [(op, *(describe(op, block.ops[op][axis]) for axis in axes), layouts(block.ops[op][shown])) for op in interesting(block)]
+    rows = [
+        (op, *(describe(op, block.ops[op][axis]) for axis in axes), layouts(block.ops[op][shown]))
+        for op in interesting(block)
+    ]
     names = [f"over {axis}={plan.mesh.size(axis)}" for axis in axes]
     where = f" over {shown}" if len(axes) > 1 else ""
     table = grid(title, ("op", *names, f"layouts{where} (inputs -> output)"), rows)
     if counts is not None:
-        lines = [f"collectives {way}: {collectives(dict(counts[way]))}" for way in ("forward", "backward")]
-        table.caption, table.caption_justify = "\n".join(textwrap.fill(line, WIDTH) for line in lines) + "\n", "left"
+        lines = [
+            f"collectives {way}: {collectives(dict(counts[way]))}"
+            for way in ("forward", "backward")
+        ]
+        table.caption, table.caption_justify = (
+            "\n".join(textwrap.fill(line, WIDTH) for line in lines) + "\n",
+            "left",
+        )
     return table
-

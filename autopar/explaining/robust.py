@@ -43,7 +43,9 @@ class Scenario:
     factors: Mapping[str, float]
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {100 * (factor - 1):+g} %" for name, factor in self.factors.items())
+        return ", ".join(
+            f"{name} {100 * (factor - 1):+g} %" for name, factor in self.factors.items()
+        )
 
     @property
     def need(self) -> float:
@@ -56,7 +58,9 @@ class Scenario:
             cluster = FACTORS[name](cluster, factor) if name in FACTORS else cluster
         if self.need == 1.0:
             return cluster
-        return cluster.with_memory(max(int(cluster.device.memory_bytes / self.need), cluster.device.reserved_bytes + 1))
+        return cluster.with_memory(
+            max(int(cluster.device.memory_bytes / self.need), cluster.device.reserved_bytes + 1)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,10 @@ class Priced:
     def adapts(self, number: int) -> bool:
         """Whether layouts of ops, recomputation or stages were chosen anew under a scenario."""
         there = self.there[number]
-        return there is not None and (there.blocks, there.stages) != (self.plan.blocks, self.plan.stages)
+        return there is not None and (there.blocks, there.stages) != (
+            self.plan.blocks,
+            self.plan.stages,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +124,37 @@ class Robustness:
     @property
     def most_robust(self) -> Priced:
         """The plan that fits under most scenarios, and of these loses least in its worst."""
-        return min(self.priced, key=lambda one: (len(self.misfits(one)), self.worst(one)[0], one.plan.predicted.step_time_s))
+        return min(
+            self.priced,
+            key=lambda one: (
+                len(self.misfits(one)),
+                self.worst(one)[0],
+                one.plan.predicted.step_time_s,
+            ),
+        )
 
 
-def scenarios_of(cluster: ClusterSpec, off: float = OFF, together: bool = False) -> tuple[Scenario, ...]:
+def scenarios_of(
+    cluster: ClusterSpec, off: float = OFF, together: bool = False
+) -> tuple[Scenario, ...]:
     """Each factor lower and higher by `off`, alone; `together`: all of them at once, in every combination, too.
 
     Links that the cluster does not have are left out.
     """
     if not 0 < off < 1:
-        raise AutoparError(f"predictions cannot be off by {percent(off)}: more than 0 % and less than 100 % can be asked for")
+        raise AutoparError(
+            f"predictions cannot be off by {percent(off)}: more than 0 % and less than 100 % can be asked for"
+        )
     names = [name for name in FACTORS if _has(cluster, name)]
-    alone = [Scenario({name: factor}) for name in (*names, "memory need") for factor in (1 - off, 1 + off)]
-    corners = [Scenario(dict(zip(names, factors, strict=True))) for factors in product((1 - off, 1 + off), repeat=len(names))]
+    alone = [
+        Scenario({name: factor})
+        for name in (*names, "memory need")
+        for factor in (1 - off, 1 + off)
+    ]
+    corners = [
+        Scenario(dict(zip(names, factors, strict=True)))
+        for factors in product((1 - off, 1 + off), repeat=len(names))
+    ]
     return (*alone, *(corners if together else ()))
 
 
@@ -144,8 +169,16 @@ def robustness(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], sc
     for scenario in scenarios:
         tell(f"planning with {scenario}")
         best.append(pricing.plan(pin, scenario.cluster(cluster)))
-    plans, left_out = (pricing.near(chosen, near, tell) if near is not None else ([], 0))
-    return Robustness(cluster, off, tuple(scenarios), tuple(best), tuple(map(pricing.priced, [chosen, *plans])), near, left_out)
+    plans, left_out = pricing.near(chosen, near, tell) if near is not None else ([], 0)
+    return Robustness(
+        cluster,
+        off,
+        tuple(scenarios),
+        tuple(best),
+        tuple(map(pricing.priced, [chosen, *plans])),
+        near,
+        left_out,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +207,20 @@ class _Pricing:
         if scenario.need * max(plan.predicted.peak_memory_bytes) > self.cluster.device.memory_bytes:
             return None
         rates = [name for name in scenario.factors if name in FACTORS]
-        return self.plan({**self.pin, **pins_of(plan)}, scenario.cluster(self.cluster)) if rates else plan
+        return (
+            self.plan({**self.pin, **pins_of(plan)}, scenario.cluster(self.cluster))
+            if rates
+            else plan
+        )
 
-    def near(self, chosen: Plan, share: float, tell: Callable[[str], None]) -> tuple[list[Plan], int]:
+    def near(
+        self, chosen: Plan, share: float, tell: Callable[[str], None]
+    ) -> tuple[list[Plan], int]:
         """The candidates of a certificate that take at most `share` longer, the fastest first, and how many were not priced."""
         limit_s = (1 + share) * chosen.predicted.step_time_s
-        entries = sorted(_hopeful(chosen, limit_s), key=lambda entry: entry["time_s"] or entry["bound_s"])
+        entries = sorted(
+            _hopeful(chosen, limit_s), key=lambda entry: entry["time_s"] or entry["bound_s"]
+        )
         plans = []
         for entry in entries[:MOST_NEAR]:
             tell(f"pricing {mesh_words(entry['mesh'])}")
@@ -193,7 +234,11 @@ def _hopeful(chosen: Plan, limit_s: float) -> Iterator[dict]:
     """Candidates besides the chosen one that may take at most so long."""
     for entry in chosen.certificate.meshes:
         least_s = entry["time_s"] if entry["time_s"] is not None else entry["bound_s"]
-        if entry["outcome"] in ("solved", "pruned", "unexplored") and least_s is not None and least_s <= limit_s:
+        if (
+            entry["outcome"] in ("solved", "pruned", "unexplored")
+            and least_s is not None
+            and least_s <= limit_s
+        ):
             yield entry
 
 
@@ -201,36 +246,55 @@ def _pins_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Pins of a candidate of a certificate.  Of pipelines that were not solved the schedule is not known, and left free."""
     from autopar.request.pins import is_recompute
 
-    pins = entry["mesh"] | {key: entry[key] for key in ("micro_batch", "zero")} | {"shard": entry.get("shard", 0)}
+    pins = (
+        entry["mesh"]
+        | {key: entry[key] for key in ("micro_batch", "zero")}
+        | {"shard": entry.get("shard", 0)}
+    )
     if entry["mesh"]["pp"] > 1 and entry["outcome"] == "solved":
         pins |= {"schedule": entry["schedule"], "vpp": entry["stages_per_rank"]}
     return pins | ({"recompute": entry["recompute"]} if is_recompute(entry["recompute"]) else {})
 
 
 def _has(cluster: ClusterSpec, name: str) -> bool:
-    links = {"bandwidth in nodes": cluster.topology.devices_per_node > 1, "bandwidth between nodes": cluster.topology.nodes > 1}
+    links = {
+        "bandwidth in nodes": cluster.topology.devices_per_node > 1,
+        "bandwidth between nodes": cluster.topology.nodes > 1,
+    }
     return links.get(name, True)
 
 
 def _faster(curves: Mapping[Any, Any], factor: float) -> dict:
     """Measured curves, (size, seconds) by whatever keys, of something that is `factor` times as fast."""
-    return {key: _faster(value, factor) if isinstance(value, Mapping) else _faster_curve(value, factor) for key, value in curves.items()}
+    return {
+        key: _faster(value, factor) if isinstance(value, Mapping) else _faster_curve(value, factor)
+        for key, value in curves.items()
+    }
 
 
-def _faster_curve(curve: Sequence[tuple[float, float]], factor: float) -> tuple[tuple[float, float], ...]:
+def _faster_curve(
+    curve: Sequence[tuple[float, float]], factor: float
+) -> tuple[tuple[float, float], ...]:
     return tuple((size, seconds / factor) for size, seconds in curve)
 
 
 def _with_compute(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     device = cluster.device
     flops = {dtype: rate * factor for dtype, rate in device.flops.items()}
-    return _with_device(cluster, replace(device, flops=flops, matmul_curves=_faster(device.matmul_curves, factor)))
+    return _with_device(
+        cluster, replace(device, flops=flops, matmul_curves=_faster(device.matmul_curves, factor))
+    )
 
 
 def _with_memory_bandwidth(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     device, curve = cluster.device, cluster.device.memory_curve
     rate = device.memory_bandwidth_Bps * factor
-    return _with_device(cluster, replace(device, memory_bandwidth_Bps=rate, memory_curve=curve and _faster_curve(curve, factor)))
+    return _with_device(
+        cluster,
+        replace(
+            device, memory_bandwidth_Bps=rate, memory_curve=curve and _faster_curve(curve, factor)
+        ),
+    )
 
 
 def _with_device(cluster: ClusterSpec, device: Device) -> ClusterSpec:
@@ -238,16 +302,22 @@ def _with_device(cluster: ClusterSpec, device: Device) -> ClusterSpec:
 
 
 def _with_intra(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    return replace(cluster, topology=replace(cluster.topology, intra=_link(cluster.topology.intra, factor)))
+    return replace(
+        cluster, topology=replace(cluster.topology, intra=_link(cluster.topology.intra, factor))
+    )
 
 
 def _with_inter(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    return replace(cluster, topology=replace(cluster.topology, inter=_link(cluster.topology.inter, factor)))
+    return replace(
+        cluster, topology=replace(cluster.topology, inter=_link(cluster.topology.inter, factor))
+    )
 
 
 def _link(link: Link, factor: float) -> Link:
     """Latencies stay, but for those that a measured curve contains."""
-    return replace(link, bandwidth_Bps=link.bandwidth_Bps * factor, curves=_faster(link.curves, factor))
+    return replace(
+        link, bandwidth_Bps=link.bandwidth_Bps * factor, curves=_faster(link.curves, factor)
+    )
 
 
 FACTORS: dict[str, Callable[[ClusterSpec, float], ClusterSpec]] = {
@@ -267,7 +337,9 @@ def robust_data(found: Robustness) -> dict[str, Any]:
         **_priced_data(found, found.chosen),
         "scenarios": [_scenario_data(found, number) for number in range(len(found.scenarios))],
         "near": found.near,
-        "candidates": [_priced_data(found, one) for one in found.priced] if found.near is not None else [],
+        "candidates": [_priced_data(found, one) for one in found.priced]
+        if found.near is not None
+        else [],
         "candidates_left_out": found.left_out,
         "most_robust": plan_data(found.most_robust.plan) if found.near is not None else None,
     }
@@ -306,22 +378,52 @@ def robust_table(found: Robustness) -> Group:
     plan = found.chosen.plan
     rows = [_scenario_row(found, number) for number in range(len(found.scenarios))]
     parts: list[Any] = [
-        Text(f"{plan.model_name} on {plan.cluster_name}: predictions off by {percent(found.off)}", style="bold"),
-        Text(f"Chosen: {layout_words(plan)}: {ms(plan.predicted.step_time_s)}, {gib(max(plan.predicted.peak_memory_bytes))}."),
+        Text(
+            f"{plan.model_name} on {plan.cluster_name}: predictions off by {percent(found.off)}",
+            style="bold",
+        ),
+        Text(
+            f"Chosen: {layout_words(plan)}: {ms(plan.predicted.step_time_s)}, {gib(max(plan.predicted.peak_memory_bytes))}."
+        ),
         Text(_verdict(found, found.chosen)),
-        grid("", ("scenario", "chosen", "best found", "regret", "best plan there"), rows, right=(1, 2, 3)),
+        grid(
+            "",
+            ("scenario", "chosen", "best found", "regret", "best plan there"),
+            rows,
+            right=(1, 2, 3),
+        ),
     ]
     if any(found.chosen.adapts(number) for number in range(len(found.scenarios))):
-        parts.append(Text("+: the choices are pinned, but layouts of ops are chosen anew there; the plan as it is loses that or more."))
+        parts.append(
+            Text(
+                "+: the choices are pinned, but layouts of ops are chosen anew there; the plan as it is loses that or more."
+            )
+        )
     return Group(*parts, *(_near_parts(found) if found.near is not None else ()))
 
 
 def _scenario_row(found: Robustness, number: int) -> tuple[str, ...]:
     best, regret = found.best[number], found.regret(found.chosen, number)
-    words = "none fits" if best is None else "the same" if choices_of(best) == choices_of(found.chosen.plan) else short_words(best)
-    there = ms(found.chosen.time_s(number)) + (" +" if found.chosen.adapts(number) else "") if isfinite(regret) else "does not fit"
+    words = (
+        "none fits"
+        if best is None
+        else "the same"
+        if choices_of(best) == choices_of(found.chosen.plan)
+        else short_words(best)
+    )
+    there = (
+        ms(found.chosen.time_s(number)) + (" +" if found.chosen.adapts(number) else "")
+        if isfinite(regret)
+        else "does not fit"
+    )
     best_words = ms(found.best_s(number)) if isfinite(found.best_s(number)) else "-"
-    return str(found.scenarios[number]), there, best_words, percent(regret) if isfinite(regret) else "-", words
+    return (
+        str(found.scenarios[number]),
+        there,
+        best_words,
+        percent(regret) if isfinite(regret) else "-",
+        words,
+    )
 
 
 def _verdict(found: Robustness, one: Priced) -> str:
@@ -334,7 +436,11 @@ def _verdict(found: Robustness, one: Priced) -> str:
         capacity = gib(found.cluster.device.memory_bytes)
         text += f"  With {scenario} it does not fit: {gib(scenario.need * peak)} of {capacity}; "
         longer = found.best_s(misfit) / one.plan.predicted.step_time_s - 1
-        text += f"the best found that does takes {percent(longer)} longer." if isfinite(longer) else "nothing does."
+        text += (
+            f"the best found that does takes {percent(longer)} longer."
+            if isfinite(longer)
+            else "nothing does."
+        )
     return text
 
 
@@ -349,7 +455,9 @@ def _near_parts(found: Robustness) -> Iterator[Any]:
         fits = "no" if found.misfits(one) else "yes"
         rows.append((short_words(one.plan), ms(step_s), percent(step_s / found.chosen.plan.predicted.step_time_s - 1), fits,
                      percent(regret), str(worst) if regret >= _NOTHING else ""))  # fmt: skip
-    left = f" ({found.left_out} more candidates that may be were not priced)" if found.left_out else ""
+    left = (
+        f" ({found.left_out} more candidates that may be were not priced)" if found.left_out else ""
+    )
     yield grid(f"Plans within {percent(found.near)} of the chosen one{left}",
                ("plan", "step", "slower", "fits always", "worst regret", "where"), rows, right=(1, 2, 4))  # fmt: skip
     robust = found.most_robust

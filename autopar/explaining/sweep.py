@@ -43,7 +43,11 @@ class Point:
 
     def words(self, axis: str) -> str:
         """`64 GPUs`, `25 GB/s`: the value of one field."""
-        return f"{self.value(axis)} {_HEADS[axis]}" if axis in ("devices", "inter_Bps") else f"{_HEADS[axis]} {self.value(axis)}"
+        return (
+            f"{self.value(axis)} {_HEADS[axis]}"
+            if axis in ("devices", "inter_Bps")
+            else f"{_HEADS[axis]} {self.value(axis)}"
+        )
 
     def value(self, axis: str) -> str:
         """The value of one field, in the unit that its heading names."""
@@ -109,11 +113,20 @@ class Sweep:
 
 
 def points_of(
-    cluster: ClusterSpec, devices: Sequence[int], seqs: Sequence[int], batches: Sequence[int], inter_Bps: Sequence[float]
+    cluster: ClusterSpec,
+    devices: Sequence[int],
+    seqs: Sequence[int],
+    batches: Sequence[int],
+    inter_Bps: Sequence[float],
 ) -> list[Point]:
     """Every combination of the values, the last axis fastest; an empty axis is what cluster and model have.  AutoparError for devices that
     do not fill nodes and for a bandwidth between nodes where there is one."""
-    wanted = devices or (cluster.num_devices,), seqs or (None,), batches, sorted(inter_Bps) or (None,)
+    wanted = (
+        devices or (cluster.num_devices,),
+        seqs or (None,),
+        batches,
+        sorted(inter_Bps) or (None,),
+    )
     found = [Point(*values) for values in product(*wanted)]
     for point in found:
         cluster_at(cluster, point)
@@ -126,7 +139,9 @@ def cluster_at(cluster: ClusterSpec, point: Point) -> ClusterSpec:
     return sized if point.inter_Bps is None else sized.with_inter_bandwidth(point.inter_Bps)
 
 
-def sweep(plan_at: PlanAt, cluster: ClusterSpec, points: Sequence[Point], tell: Callable[[str], None]) -> Sweep:
+def sweep(
+    plan_at: PlanAt, cluster: ClusterSpec, points: Sequence[Point], tell: Callable[[str], None]
+) -> Sweep:
     """Plan at every point, and find the bandwidths at which the plan changes.  A point without plan has its reason."""
 
     def planned(point: Point) -> Row:
@@ -148,15 +163,25 @@ def sweep(plan_at: PlanAt, cluster: ClusterSpec, points: Sequence[Point], tell: 
         return there.predicted.step_time_s <= (1 + TIE) * row.plan.predicted.step_time_s
 
     rows = tuple(planned(point) for point in points)
-    axes = tuple(name for name in Point.__dataclass_fields__ if len({getattr(point, name) for point in points}) > 1)
+    axes = tuple(
+        name
+        for name in Point.__dataclass_fields__
+        if len({getattr(point, name) for point in points}) > 1
+    )
     alike: dict[Point, list[Row]] = {}
     for row in rows:
         if row.plan is not None and row.point.inter_Bps is not None:
             alike.setdefault(replace(row.point, inter_Bps=None), []).append(row)
-    return Sweep(axes, rows, tuple(found for group in alike.values() for found in _break_evens(planned, as_good, group)))
+    return Sweep(
+        axes,
+        rows,
+        tuple(found for group in alike.values() for found in _break_evens(planned, as_good, group)),
+    )
 
 
-def _break_evens(planned: Callable[[Point], Row], as_good: Callable[[Plan, Row], bool], rows: Sequence[Row]) -> Iterator[BreakEven]:
+def _break_evens(
+    planned: Callable[[Point], Row], as_good: Callable[[Plan, Row], bool], rows: Sequence[Row]
+) -> Iterator[BreakEven]:
     """Follow the plan of the lowest bandwidth upwards until it is no longer as good as the best, then the plan that is best there.
 
     `rows` differ in bandwidth alone, which ascends.  Geometric means halve the interval in which a plan ceases to be good.  A plan that
@@ -167,7 +192,9 @@ def _break_evens(planned: Callable[[Point], Row], as_good: Callable[[Plan, Row],
         while not as_good(current.plan, high):
             below_Bps, above = low.point.inter_Bps, high
             while above.point.inter_Bps > BREAK_EVEN_RATIO * below_Bps:
-                middle = planned(replace(low.point, inter_Bps=sqrt(below_Bps * above.point.inter_Bps)))
+                middle = planned(
+                    replace(low.point, inter_Bps=sqrt(below_Bps * above.point.inter_Bps))
+                )
                 if middle.plan is None or as_good(current.plan, middle):
                     below_Bps = middle.point.inter_Bps
                 else:
@@ -182,7 +209,9 @@ def pareto(rows: Sequence[Row]) -> list[bool]:
     known = [row.merits for row in rows if row.plan is not None]
 
     def dominated(own: tuple[float, float, float]) -> bool:
-        return any(other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in known)
+        return any(
+            other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in known
+        )
 
     return [row.plan is not None and not dominated(row.merits) for row in rows]
 
@@ -191,7 +220,8 @@ def sweep_data(found: Sweep) -> dict[str, Any]:
     """The sweep as plain data; plans as plan files have them, but without the candidates of their certificates, which are long."""
     first = next((row for row in found.rows if row.plan is not None), None)
     rows = [
-        _point_data(row.point) | {"cluster": row.cluster.name, "reason": row.reason, "pareto": best, "plan": None}
+        _point_data(row.point)
+        | {"cluster": row.cluster.name, "reason": row.reason, "pareto": best, "plan": None}
         if row.plan is None
         else _point_data(row.point)
         | {
@@ -202,8 +232,12 @@ def sweep_data(found: Sweep) -> dict[str, Any]:
             "tokens_per_s_per_device": row.rate,
             "efficiency": row.rate / first.rate,
             "device_hours_per_million_tokens": row.device_hours,
-            "dollars_per_million_tokens": row.cost if row.cluster.price_per_device_hour is not None else None,
-            "plan": plan_data(replace(row.plan, certificate=replace(row.plan.certificate, meshes=()))),
+            "dollars_per_million_tokens": row.cost
+            if row.cluster.price_per_device_hour is not None
+            else None,
+            "plan": plan_data(
+                replace(row.plan, certificate=replace(row.plan.certificate, meshes=()))
+            ),
         }
         for row, best in zip(found.rows, pareto(found.rows), strict=True)
     ]
@@ -232,45 +266,93 @@ def sweep_table(found: Sweep, model: str, cluster: ClusterSpec) -> Group:
     varied, price = found.axes or ("devices",), cluster.price_per_device_hour
     first = next((row for row in found.rows if row.plan is not None), None)
     unit = "GPUh/M" if price is None else "$/M"
-    heads = (*(_HEADS[axis] for axis in varied), "plan", "step ms", "tok/s/GPU", "eff. %", "GiB", unit, "")
+    heads = (
+        *(_HEADS[axis] for axis in varied),
+        "plan",
+        "step ms",
+        "tok/s/GPU",
+        "eff. %",
+        "GiB",
+        unit,
+        "",
+    )
     rows = []
     for row, best in zip(found.rows, pareto(found.rows), strict=True):
         where = tuple(row.point.value(axis) for axis in varied)
         if row.plan is None:
             rows.append((*where, "none: see below", *("-",) * 5, ""))
             continue
-        step, memory = ms(row.plan.predicted.step_time_s).removesuffix(" ms"), gib(row.peak_bytes).removesuffix(" GiB")
-        numbers = f"{row.rate:,.0f}", f"{100 * row.rate / first.rate:.1f}", memory, f"{row.cost:.3g}", "*" if best else ""
+        step, memory = (
+            ms(row.plan.predicted.step_time_s).removesuffix(" ms"),
+            gib(row.peak_bytes).removesuffix(" GiB"),
+        )
+        numbers = (
+            f"{row.rate:,.0f}",
+            f"{100 * row.rate / first.rate:.1f}",
+            memory,
+            f"{row.cost:.3g}",
+            "*" if best else "",
+        )
         rows.append((*where, short_words(row.plan), step, *numbers))
     table = grid("", heads, rows, right=tuple(i for i in range(len(heads)) if heads[i] != "plan"))
     for column in table.columns:
         column.no_wrap = column.header != "plan"
         if column.header == "plan":
-            column.min_width = max(len(word) for cells in rows for word in cells[len(varied)].split())
+            column.min_width = max(
+                len(word) for cells in rows for word in cells[len(varied)].split()
+            )
     cost = "hours of a GPU" if price is None else f"dollars at ${price:g} a GPU and hour"
-    same = ", ".join(found.rows[0].point.words(axis) for axis in _HEADS if axis not in varied and getattr(found.rows[0].point, axis))
+    same = ", ".join(
+        found.rows[0].point.words(axis)
+        for axis in _HEADS
+        if axis not in varied and getattr(found.rows[0].point, axis)
+    )
     common = f"All points: {same}.  " if same else ""
     lines = [
         f"{common}A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first row's.  {unit}: {cost} for "
         "a million tokens.  *: on the Pareto front of step time, cost and memory.",
-        *(f"{', '.join(row.point.words(axis) for axis in varied)}: {row.reason}." for row in found.rows if row.plan is None),
+        *(
+            f"{', '.join(row.point.words(axis) for axis in varied)}: {row.reason}."
+            for row in found.rows
+            if row.plan is None
+        ),
         *(_change_words(change, found.axes) for change in found.break_evens),
     ]
-    open_ = [row for row in found.rows if row.plan is not None and row.plan.certificate.gap > PROVEN]
-    gaps = [f"{', '.join(row.point.words(axis) for axis in varied)}: {gap_words(row.plan.certificate.gap)}" for row in open_]
+    open_ = [
+        row for row in found.rows if row.plan is not None and row.plan.certificate.gap > PROVEN
+    ]
+    gaps = [
+        f"{', '.join(row.point.words(axis) for axis in varied)}: {gap_words(row.plan.certificate.gap)}"
+        for row in open_
+    ]
     if gaps:
-        lines.append(f"Not proven best, since the time limit came first (by how much another plan may be faster): {'; '.join(gaps)}.")
-    if any(change.above.plan.certificate.gap > PROVEN or change.below.certificate.gap > PROVEN for change in found.break_evens):
-        lines.append("Plans at a change are not proven best: with a longer --time-limit it may be elsewhere, or not be.")
+        lines.append(
+            f"Not proven best, since the time limit came first (by how much another plan may be faster): {'; '.join(gaps)}."
+        )
+    if any(
+        change.above.plan.certificate.gap > PROVEN or change.below.certificate.gap > PROVEN
+        for change in found.break_evens
+    ):
+        lines.append(
+            "Plans at a change are not proven best: with a longer --time-limit it may be elsewhere, or not be."
+        )
     if "inter_Bps" in found.axes and not found.break_evens and first is not None:
-        lines.append(f"No bandwidth changes the plan: that of the lowest stays within {percent(TIE)} of the best.")
-    title = Text(f"{model} on {cluster.name}: {len(found.rows)} {'point' if len(found.rows) == 1 else 'points'}", style="bold")
+        lines.append(
+            f"No bandwidth changes the plan: that of the lowest stays within {percent(TIE)} of the best."
+        )
+    title = Text(
+        f"{model} on {cluster.name}: {len(found.rows)} {'point' if len(found.rows) == 1 else 'points'}",
+        style="bold",
+    )
     return Group(title, table, *map(Text, lines))
 
 
 def _change_words(change: BreakEven, axes: Sequence[str]) -> str:
     where = ", ".join(change.above.point.words(axis) for axis in axes if axis != "inter_Bps")
-    below, above = replace(change.above.point, inter_Bps=change.below_Bps).value("inter_Bps"), change.above.point.value("inter_Bps")
+    below, above = (
+        replace(change.above.point, inter_Bps=change.below_Bps).value("inter_Bps"),
+        change.above.point.value("inter_Bps"),
+    )
     return (
         f"{where + ': ' if where else ''}the plan changes between {below} and {above} GB/s between nodes: below it is "
         f"{layout_words(change.below)}; above, {layout_words(change.above.plan)}."

@@ -54,7 +54,11 @@ class WhyNot:
     @property
     def difference_s(self) -> float | None:
         """Seconds that a step takes longer under the pins."""
-        return None if self.pinned is None else self.pinned.predicted.step_time_s - self.chosen.predicted.step_time_s
+        return (
+            None
+            if self.pinned is None
+            else self.pinned.predicted.step_time_s - self.chosen.predicted.step_time_s
+        )
 
 
 def check_asked(pin: Mapping[str, Any]) -> None:
@@ -64,38 +68,72 @@ def check_asked(pin: Mapping[str, Any]) -> None:
     check_pin_names(pin)
 
 
-def why_not(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], chosen: Plan | None = None) -> WhyNot:
+def why_not(
+    plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], chosen: Plan | None = None
+) -> WhyNot:
     """Plan without the pins, unless what was `chosen` is known, and with them.  An impossible choice is an answer; AutoparError is raised
     where nothing fits even without pins."""
     is_given = chosen is not None
     chosen = chosen if is_given else plan_on({}, cluster)
     differs = first_difference(pin, chosen)
-    if not differs and not is_given:  # the best of all plans is the best of those that have the pins
+    if (
+        not differs and not is_given
+    ):  # the best of all plans is the best of those that have the pins
         return WhyNot(dict(pin), chosen, chosen)
     answer = WhyNot(dict(pin), chosen, None, differs, is_given=is_given)
     try:
         return replace(answer, pinned=plan_on(pin, cluster))
     except NoPlanFits as error:
         least = smallest_plan(plan_on, cluster, pin, error.least_bytes)
-        return replace(answer, reason=str(error), least=least, capacity_bytes=min(group.device.memory_bytes for group in cluster.groups))
+        return replace(
+            answer,
+            reason=str(error),
+            least=least,
+            capacity_bytes=min(group.device.memory_bytes for group in cluster.groups),
+        )
     except AutoparError as error:
         return replace(answer, reason=str(error))
 
 
 def why_not_data(answer: WhyNot) -> dict[str, Any]:
     """The answer as plain data: seconds and bytes; plans as plan files have them."""
-    verdict = "impossible" if answer.pinned is None else "chosen" if answer.same else "faster" if answer.difference_s < 0 else "slower"
+    verdict = (
+        "impossible"
+        if answer.pinned is None
+        else "chosen"
+        if answer.same
+        else "faster"
+        if answer.difference_s < 0
+        else "slower"
+    )
     if answer.pinned is None and answer.capacity_bytes:
         verdict = "does not fit"
-    data = {"pin": answer.pin, "answer": verdict, "reason": answer.reason, "difference_s": answer.difference_s, "first_difference": None}
+    data = {
+        "pin": answer.pin,
+        "answer": verdict,
+        "reason": answer.reason,
+        "difference_s": answer.difference_s,
+        "first_difference": None,
+    }
     if answer.differs:
         chosen = choices_of(answer.chosen).get(answer.differs)
-        data["first_difference"] = {"pin": answer.differs, "pinned": answer.pin[answer.differs], "chosen": chosen}
+        data["first_difference"] = {
+            "pin": answer.differs,
+            "pinned": answer.pin[answer.differs],
+            "chosen": chosen,
+        }
     if answer.pinned is not None:
-        data["time_s"] = {p: {"chosen": a, "pinned": b} for p, a, b in time_parts(answer.chosen, answer.pinned)}
-        data["memory_bytes"] = {p: {"chosen": a, "pinned": b} for p, a, b in memory_parts(answer.chosen, answer.pinned)}
+        data["time_s"] = {
+            p: {"chosen": a, "pinned": b} for p, a, b in time_parts(answer.chosen, answer.pinned)
+        }
+        data["memory_bytes"] = {
+            p: {"chosen": a, "pinned": b} for p, a, b in memory_parts(answer.chosen, answer.pinned)
+        }
     if answer.least is not None:
-        data["least_memory"] = {"capacity_bytes": answer.capacity_bytes, "plan": plan_data(answer.least)}
+        data["least_memory"] = {
+            "capacity_bytes": answer.capacity_bytes,
+            "plan": plan_data(answer.least),
+        }
     plans = {"chosen": answer.chosen, "pinned": answer.pinned}
     return data | {name: None if plan is None else plan_data(plan) for name, plan in plans.items()}
 
@@ -108,18 +146,41 @@ def why_not_table(answer: WhyNot) -> Group:
     chosen, name = answer.chosen, pin_text(answer.pin)
     parts: list[Any] = [
         Text(f"{chosen.model_name} on {chosen.cluster_name}: why not {name}?", style="bold"),
-        Text(f"Chosen: {layout_words(chosen)}: {ms(chosen.predicted.step_time_s)}, {_memory_words(chosen)}."),
+        Text(
+            f"Chosen: {layout_words(chosen)}: {ms(chosen.predicted.step_time_s)}, {_memory_words(chosen)}."
+        ),
     ]
     if answer.pinned is None:
         return Group(*parts, *_forbidden(answer))
     if answer.same:
         return Group(*parts, Text(f"{name} is what the chosen plan does."))
-    parts.append(Text(f"Pinned: {layout_words(answer.pinned)}: {ms(answer.pinned.predicted.step_time_s)}, {_memory_words(answer.pinned)}."))
-    words = _difference_words(answer), _first_words(answer), _others_words(answer), _unproven_words(answer)
+    parts.append(
+        Text(
+            f"Pinned: {layout_words(answer.pinned)}: {ms(answer.pinned.predicted.step_time_s)}, {_memory_words(answer.pinned)}."
+        )
+    )
+    words = (
+        _difference_words(answer),
+        _first_words(answer),
+        _others_words(answer),
+        _unproven_words(answer),
+    )
     parts += [Text(line) for line in words if line]
-    rows = [(TIME_WORDS.get(part, part), a, b) for part, a, b in time_parts(chosen, answer.pinned) if a or b]
-    parts.append(_beside("Time of a step", [*rows, ("step", chosen.predicted.step_time_s, answer.pinned.predicted.step_time_s)], ms))
-    rows = [(MEMORY_WORDS.get(part, part), a, b) for part, a, b in memory_parts(chosen, answer.pinned)]
+    rows = [
+        (TIME_WORDS.get(part, part), a, b)
+        for part, a, b in time_parts(chosen, answer.pinned)
+        if a or b
+    ]
+    parts.append(
+        _beside(
+            "Time of a step",
+            [*rows, ("step", chosen.predicted.step_time_s, answer.pinned.predicted.step_time_s)],
+            ms,
+        )
+    )
+    rows = [
+        (MEMORY_WORDS.get(part, part), a, b) for part, a, b in memory_parts(chosen, answer.pinned)
+    ]
     peaks = (max(plan.predicted.peak_memory_bytes) for plan in (chosen, answer.pinned))
     parts.append(_beside("Memory of the fullest device", [*rows, ("peak", *peaks)], gib))
     return Group(*parts)
@@ -153,8 +214,18 @@ def _forbidden(answer: WhyNot) -> list[Any]:
             f"{gib(peak - answer.capacity_bytes)} too much; most of it is {MEMORY_WORDS.get(most, most)} ({percent(parts[most] / peak)}).  "
             f"On devices with that much memory a step would take {ms(answer.least.predicted.step_time_s)}."
         ))  # fmt: skip
-        rows = [(MEMORY_WORDS.get(part, part), gib(size), percent(size / peak)) for part, size in parts.items()]
-        found.append(grid("The least memory under the pins", ("part", "size", "share"), [*rows, ("peak", gib(peak), "")], right=(1, 2)))
+        rows = [
+            (MEMORY_WORDS.get(part, part), gib(size), percent(size / peak))
+            for part, size in parts.items()
+        ]
+        found.append(
+            grid(
+                "The least memory under the pins",
+                ("part", "size", "share"),
+                [*rows, ("peak", gib(peak), "")],
+                right=(1, 2),
+            )
+        )
     return found
 
 
@@ -166,7 +237,10 @@ def _difference_words(answer: WhyNot) -> str:
     """How much slower, and which parts it is: those that make up most of the change, with what is saved."""
     total_s = answer.difference_s
     ratio = answer.pinned.predicted.step_time_s / answer.chosen.predicted.step_time_s
-    changes = sorted(((b - a, TIME_WORDS.get(p, p)) for p, a, b in time_parts(answer.chosen, answer.pinned)), reverse=True)
+    changes = sorted(
+        ((b - a, TIME_WORDS.get(p, p)) for p, a, b in time_parts(answer.chosen, answer.pinned)),
+        reverse=True,
+    )
     more = [f"{words} {ms(s)}" for s, words in changes if s > _MATTERS * abs(total_s)]
     less = [f"{words} {ms(-s)}" for s, words in reversed(changes) if -s > _MATTERS * abs(total_s)]
     text = f"{pin_text(answer.pin)} takes {ms(abs(total_s))} {'longer' if total_s >= 0 else 'less'} a step ({ratio:.3f} x)."
@@ -184,14 +258,22 @@ def _first_words(answer: WhyNot) -> str:
     if not key:
         return ""
     chosen = choices_of(answer.chosen).get(key)
-    what = f"the chosen plan has {key}={chosen}" if chosen is not None else "its effect is in the layouts of ops"
+    what = (
+        f"the chosen plan has {key}={chosen}"
+        if chosen is not None
+        else "its effect is in the layouts of ops"
+    )
     return f"First pinned choice that differs: {pin_text({key: answer.pin[key]})}; {what}."
 
 
 def _others_words(answer: WhyNot) -> str:
     """What had to change besides the pins."""
     before, after = choices_of(answer.chosen), choices_of(answer.pinned)
-    changed = [f"{key} {before[key]} -> {after[key]}" for key in before if before[key] != after[key] and key not in answer.pin]
+    changed = [
+        f"{key} {before[key]} -> {after[key]}"
+        for key in before
+        if before[key] != after[key] and key not in answer.pin
+    ]
     return f"What changes with it: {', '.join(changed)}." if changed else ""
 
 

@@ -27,16 +27,22 @@ class Saved:
     @property
     def value(self) -> str:
         """The value whose tensor it is; that of `:own` is an op's, and no value of the graph."""
-        return self.key if self.key.endswith(":own") else self.key.partition("/")[0].partition(":")[0]
+        return (
+            self.key if self.key.endswith(":own") else self.key.partition("/")[0].partition(":")[0]
+        )
 
 
 def _check_parts(cost: Strategy | Conversion, *parts: tuple[str, str]) -> None:
     for part, whole in parts:
         if (seconds := getattr(cost, part)) and not 0 <= seconds <= getattr(cost, whole):
-            raise ValueError(f"{part}={seconds} is a part of {whole}={getattr(cost, whole)}, so that it cannot be more, or below 0")
+            raise ValueError(
+                f"{part}={seconds} is a part of {whole}={getattr(cost, whole)}, so that it cannot be more, or below 0"
+            )
 
 
-@dataclass(slots=True)  # not frozen, which takes five times as long to make, and a search makes many thousands; nobody changes one
+@dataclass(
+    slots=True
+)  # not frozen, which takes five times as long to make, and a search makes many thousands; nobody changes one
 class Strategy:
     """One way to run an op over the axis, with its cost on one device.
 
@@ -76,8 +82,14 @@ class Strategy:
         whole_s = self.backward_s
         if not (0 <= self.forward_comm_s <= self.forward_s and 0 <= self.step_comm_s <= self.step_s and 0 <= self.backward_comm_s <= whole_s
                 and 0 <= self.backward_weight_s <= whole_s and 0 <= self.rerun_s <= whole_s):  # fmt: skip
-            _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("step_comm_s", "step_s"),
-                         ("backward_weight_s", "backward_s"), ("rerun_s", "backward_s"))
+            _check_parts(
+                self,
+                ("forward_comm_s", "forward_s"),
+                ("backward_comm_s", "backward_s"),
+                ("step_comm_s", "step_s"),
+                ("backward_weight_s", "backward_s"),
+                ("rerun_s", "backward_s"),
+            )
 
     def rerun(self) -> Strategy:
         """The same where backward runs the forward again."""
@@ -85,9 +97,18 @@ class Strategy:
 
     def keeping(self, saved: tuple[Saved, ...], again: bool) -> Strategy:
         """The same where forward keeps `saved` instead, and backward runs the forward once more or not."""
-        backward_s, comm_s, dispatch_s, rerun_s = self.backward_s, self.backward_comm_s, self.backward_dispatch_s, self.rerun_s
+        backward_s, comm_s, dispatch_s, rerun_s = (
+            self.backward_s,
+            self.backward_comm_s,
+            self.backward_dispatch_s,
+            self.rerun_s,
+        )
         if again:
-            backward_s, comm_s, rerun_s = backward_s + self.forward_s, comm_s + self.forward_comm_s, self.forward_s
+            backward_s, comm_s, rerun_s = (
+                backward_s + self.forward_s,
+                comm_s + self.forward_comm_s,
+                self.forward_s,
+            )
             dispatch_s += self.forward_dispatch_s
         return Strategy(  # by place, which is quicker than `replace`
             self.name, self.inputs, self.outputs, self.forward_s, backward_s, self.step_s, self.static_bytes, saved,
@@ -130,7 +151,9 @@ class AnnotatedOp:
         for s in self.strategies:
             if s.name == name:
                 return s
-        raise KeyError(f"op {self.name} has no strategy {name!r}; it has {[s.name for s in self.strategies]}")
+        raise KeyError(
+            f"op {self.name} has no strategy {name!r}; it has {[s.name for s in self.strategies]}"
+        )
 
 
 @dataclass(slots=True)  # not frozen, as strategies are not
@@ -146,13 +169,27 @@ class Conversion:
 
     def __post_init__(self) -> None:
         whole_s = self.backward_s
-        if not (0 <= self.forward_comm_s <= self.forward_s and 0 <= self.backward_comm_s <= whole_s and 0 <= self.rerun_s <= whole_s):
-            _check_parts(self, ("forward_comm_s", "forward_s"), ("backward_comm_s", "backward_s"), ("rerun_s", "backward_s"))
+        if not (
+            0 <= self.forward_comm_s <= self.forward_s
+            and 0 <= self.backward_comm_s <= whole_s
+            and 0 <= self.rerun_s <= whole_s
+        ):
+            _check_parts(
+                self,
+                ("forward_comm_s", "forward_s"),
+                ("backward_comm_s", "backward_s"),
+                ("rerun_s", "backward_s"),
+            )
 
     def rerun(self) -> Conversion:
         """The same where backward runs the forward again."""
-        backward_s, backward_comm_s = self.backward_s + self.forward_s, self.backward_comm_s + self.forward_comm_s
-        return Conversion(self.forward_s, backward_s, self.forward_comm_s, backward_comm_s, self.forward_s)
+        backward_s, backward_comm_s = (
+            self.backward_s + self.forward_s,
+            self.backward_comm_s + self.forward_comm_s,
+        )
+        return Conversion(
+            self.forward_s, backward_s, self.forward_comm_s, backward_comm_s, self.forward_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +198,9 @@ class AnnotatedValue:
     a pair that is not listed is impossible."""
 
     name: str
-    size_bytes: int  # whole tensor on this data-parallel rank, before sharding over the decided axis
+    size_bytes: (
+        int  # whole tensor on this data-parallel rank, before sharding over the decided axis
+    )
     conversions: dict[tuple[Layout, Layout], Conversion]
 
 
@@ -180,11 +219,17 @@ class AnnotatedBlock:
     ops: tuple[AnnotatedOp, ...]
     values: dict[str, AnnotatedValue]
     inputs: tuple[str, ...]  # names of the 'input' ops, in order; each writes one value
-    outputs: tuple[str, ...]  # names of the 'output' ops, in order; each reads one value and has no outputs
+    outputs: tuple[
+        str, ...
+    ]  # names of the 'output' ops, in order; each reads one value and has no outputs
     recompute: bool = False
-    input_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)  # input op -> layout -> bytes kept when recomputing
+    input_bytes: dict[str, dict[Layout, int]] = field(
+        default_factory=dict
+    )  # input op -> layout -> bytes kept when recomputing
     workspace_bytes: int = 0
-    common_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)  # as `input_bytes`, of those that are one for all segments
+    common_bytes: dict[str, dict[Layout, int]] = field(
+        default_factory=dict
+    )  # as `input_bytes`, of those that are one for all segments
     is_layer: bool = False
 
     def message_bytes(self, name: str, layout: Layout) -> int:
@@ -193,7 +238,9 @@ class AnnotatedBlock:
 
     def __post_init__(self) -> None:
         known = {op.name: op.kind for op in self.ops}
-        for name, kind in [(n, "input") for n in self.inputs] + [(n, "output") for n in self.outputs]:
+        for name, kind in [(n, "input") for n in self.inputs] + [
+            (n, "output") for n in self.outputs
+        ]:
             if known.get(name) != kind:
                 raise ValueError(f"block {self.name}: {name!r} is not an op of kind {kind!r}")
 

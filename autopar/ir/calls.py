@@ -23,7 +23,11 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
 def sparse_argument(node: Node) -> tuple[str, bool]:
     """The name of the argument by which a lookup asks for a sparse gradient of its table ('' if it has none), and whether it asks."""
     schema = getattr(node.target, "_schema", None)
-    names = [spec.name for spec in schema.arguments if spec.name in ("sparse", "sparse_grad")] if schema is not None else []
+    names = (
+        [spec.name for spec in schema.arguments if spec.name in ("sparse", "sparse_grad")]
+        if schema is not None
+        else []
+    )
     return (names[0], bool(argument(node, names[0]))) if names else ("", False)
 
 

@@ -11,18 +11,48 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autopar_cost_models import DEVICES, FITTED, HOSTS, NODES, Device, FittedConstants, Host, Link, Topology, home_of
+from autopar_cost_models import (
+    DEVICES,
+    FITTED,
+    HOSTS,
+    NODES,
+    Device,
+    FittedConstants,
+    Host,
+    Link,
+    Topology,
+    home_of,
+)
 from autopar_cost_models import device as catalogue_device
 from autopar_cost_models.checks import finite, nearest
 
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text
-from autopar.ir.cluster_parts import check_keys, default_links, device_from, host_from, link_from, link_of, number, written
+from autopar.ir.cluster_parts import (
+    check_keys,
+    default_links,
+    device_from,
+    host_from,
+    link_from,
+    link_of,
+    number,
+    written,
+)
 from autopar.ir.yaml_text import read_yaml, written_yaml
 
 _LINK_KEYS = tuple(f"{side}_{f.name}" for side in ("intra", "inter") for f in fields(Link))
 _NETWORK_KEYS = ("nics_per_node", "oversubscription")
-_KEYS = ("name", "device", "nodes", "devices_per_node", *_NETWORK_KEYS, "memory_bytes", "price_per_device_hour", *_LINK_KEYS, "host")
+_KEYS = (
+    "name",
+    "device",
+    "nodes",
+    "devices_per_node",
+    *_NETWORK_KEYS,
+    "memory_bytes",
+    "price_per_device_hour",
+    *_LINK_KEYS,
+    "host",
+)
 _REQUIRED_KEYS = ("device", "nodes", "devices_per_node")
 _GROUP_KEYS = ("name", "groups", "between")
 _EXAMPLE = (
@@ -51,7 +81,9 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
-            raise AutoparError(f"cluster name={shown(self.name)} must be a non-empty text of printable characters")
+            raise AutoparError(
+                f"cluster name={shown(self.name)} must be a non-empty text of printable characters"
+            )
         if not isinstance(self.device, Device) or not isinstance(self.topology, Topology):
             raise AutoparError(
                 f"cluster {self.name}: device must be a Device and topology a Topology; ClusterSpec.make and ClusterSpec.parse build them"
@@ -59,8 +91,15 @@ class ClusterSpec:
         if self.host is None:
             object.__setattr__(self, "host", HOSTS.get(self.device.name))
         price = self.price_per_device_hour
-        if price is not None and (not isinstance(price, Real) or isinstance(price, bool) or not finite(price) or price <= 0):
-            raise AutoparError(f"cluster {self.name}: price_per_device_hour={shown(price)} must be a finite number > 0, or left out")
+        if price is not None and (
+            not isinstance(price, Real)
+            or isinstance(price, bool)
+            or not finite(price)
+            or price <= 0
+        ):
+            raise AutoparError(
+                f"cluster {self.name}: price_per_device_hour={shown(price)} must be a finite number > 0, or left out"
+            )
         if price is not None:
             object.__setattr__(self, "price_per_device_hour", float(price))
 
@@ -91,7 +130,9 @@ class ClusterSpec:
         .yaml or .yml is the path of a cluster file.  Raises AutoparError naming what works.
         """
         if not isinstance(text, str) or not text.strip():
-            raise AutoparError(f"cluster {shown(text)} is not a description of a cluster; {_EXAMPLE}")
+            raise AutoparError(
+                f"cluster {shown(text)} is not a description of a cluster; {_EXAMPLE}"
+            )
         text = text.strip()
         if text.lower().endswith((".yaml", ".yml")):
             return ClusterSpec.from_yaml(text)
@@ -100,7 +141,9 @@ class ClusterSpec:
         kind, colon, count_text = text.partition(":")
         kind = kind.lower()
         if kind not in NODES and kind not in DEVICES:
-            raise AutoparError(f"cluster {shown(text)}: unknown preset {shown(kind)}; {nearest(kind, [*NODES, *DEVICES])} ({_EXAMPLE})")
+            raise AutoparError(
+                f"cluster {shown(text)}: unknown preset {shown(kind)}; {nearest(kind, [*NODES, *DEVICES])} ({_EXAMPLE})"
+            )
         if colon and not re.fullmatch(r"0*[1-9][0-9]{0,8}", count_text):
             unit = "nodes" if kind in NODES else "devices"
             raise AutoparError(
@@ -150,17 +193,25 @@ class ClusterSpec:
             if devices_per_node is None:
                 devices_per_node = home.devices_per_node if home else 1
             intra, inter = (
-                link_of(side, default, {f.name: links.get(f"{side}_{f.name}") for f in fields(Link)})
-                for side, default in zip(("intra", "inter"), default_links(base.name, fitted), strict=True)
+                link_of(
+                    side, default, {f.name: links.get(f"{side}_{f.name}") for f in fields(Link)}
+                )
+                for side, default in zip(
+                    ("intra", "inter"), default_links(base.name, fitted), strict=True
+                )
             )
-            topology = Topology(devices_per_node, nodes, intra, inter, nics_per_node, oversubscription)
+            topology = Topology(
+                devices_per_node, nodes, intra, inter, nics_per_node, oversubscription
+            )
             host = host_from(host) if isinstance(host, Mapping) else host
             if not isinstance(host, Host | None):
                 raise ValueError(
                     f"host is {shown(host)}; it must be a mapping with memory_bytes, memory_bandwidth_Bps and link_bandwidth_Bps"
                 )
         except ValueError as error:
-            raise AutoparError(f"cluster {name}: {error}" if name else f"cluster: {error}") from None
+            raise AutoparError(
+                f"cluster {name}: {error}" if name else f"cluster: {error}"
+            ) from None
         label = name if name is not None else f"{base.name} {nodes}x{devices_per_node}"
         return ClusterSpec(label, base, topology, price_per_device_hour, host)
 
@@ -179,7 +230,9 @@ class ClusterSpec:
         try:
             data = read_yaml(text)
         except yaml.YAMLError as error:
-            raise AutoparError(f"cluster file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+            raise AutoparError(
+                f"cluster file {path} is not valid YAML: {' '.join(str(error).split())}"
+            ) from None
         if not isinstance(data, dict):
             holds = "is empty" if data is None else f"holds {type(data).__name__}"
             raise AutoparError(
@@ -191,8 +244,12 @@ class ClusterSpec:
         check_keys(what, data, _GROUP_KEYS, ("groups",))
         listed = data["groups"] if isinstance(data["groups"], list) else [data["groups"]]
         if odd := [group for group in listed if not isinstance(group, dict)]:
-            raise AutoparError(f"{what}: groups has {shown(odd[0])}; it needs a list of mappings with {', '.join(_REQUIRED_KEYS)}")
-        groups = [_from_data(f"{what}: group {number}", group) for number, group in enumerate(listed, 1)]
+            raise AutoparError(
+                f"{what}: groups has {shown(odd[0])}; it needs a list of mappings with {', '.join(_REQUIRED_KEYS)}"
+            )
+        groups = [
+            _from_data(f"{what}: group {number}", group) for number, group in enumerate(listed, 1)
+        ]
         between = link_from(f"{what}: between", data["between"]) if "between" in data else None
         return MixedCluster.of(groups, between, data.get("name", Path(path).stem))
 
@@ -224,7 +281,9 @@ class ClusterSpec:
 
     def spec_hash(self) -> str:
         """sha256 over all content but the price, as hex: clusters for which the same plans hold have equal hashes."""
-        return sha256(json.dumps(asdict(replace(self, price_per_device_hour=None)), sort_keys=True).encode()).hexdigest()
+        return sha256(
+            json.dumps(asdict(replace(self, price_per_device_hour=None)), sort_keys=True).encode()
+        ).hexdigest()
 
     def with_price(self, price_per_device_hour: float) -> ClusterSpec:
         """The same cluster at another price."""
@@ -239,8 +298,14 @@ class ClusterSpec:
         if devices == self.num_devices:
             return self
         if devices >= 1 and devices % per_node == 0:
-            topology, name = replace(self.topology, nodes=devices // per_node), f"{self.name} with {devices} devices"
-            if preset is not None and (preset.device, preset.topology(topology.nodes)) == (self.device, topology):
+            topology, name = (
+                replace(self.topology, nodes=devices // per_node),
+                f"{self.name} with {devices} devices",
+            )
+            if preset is not None and (preset.device, preset.topology(topology.nodes)) == (
+                self.device,
+                topology,
+            ):
                 name = f"{preset.name}:{topology.nodes}"
             return replace(self, name=name, topology=topology)
         if devices < 1 or per_node % devices:
@@ -249,7 +314,9 @@ class ClusterSpec:
                 f"cluster {self.name}: {devices} devices are neither whole nodes of {per_node} nor a divisor of one; {whole} devices would "
                 "do"
             )
-        part = replace(self.topology, nodes=1, devices_per_node=devices, nics_per_node=None)  # nothing leaves the node
+        part = replace(
+            self.topology, nodes=1, devices_per_node=devices, nics_per_node=None
+        )  # nothing leaves the node
         return replace(self, name=f"{self.name} with {devices} devices", topology=part)
 
     def with_memory(self, memory_bytes: int) -> ClusterSpec:
@@ -258,14 +325,22 @@ class ClusterSpec:
             device = replace(self.device, memory_bytes=memory_bytes)
         except ValueError as error:
             raise AutoparError(f"cluster {self.name}: {error}") from None
-        return replace(self, name=f"{self.name} with {memory_bytes / 2**30:.4g} GiB a device", device=device)
+        return replace(
+            self, name=f"{self.name} with {memory_bytes / 2**30:.4g} GiB a device", device=device
+        )
 
     def with_inter_bandwidth(self, device_Bps: float) -> ClusterSpec:
         """The same cluster with `device_Bps` bytes/s of line rate between nodes, per direction, for each device."""
         t = self.topology
         if t.nodes == 1:
-            raise AutoparError(f"cluster {self.name} is one node: no bandwidth between nodes changes its plan; use two nodes or more")
-        inter = replace(t.inter, bandwidth_Bps=device_Bps * t.devices_per_node / t.nics, source="given by the user")
+            raise AutoparError(
+                f"cluster {self.name} is one node: no bandwidth between nodes changes its plan; use two nodes or more"
+            )
+        inter = replace(
+            t.inter,
+            bandwidth_Bps=device_Bps * t.devices_per_node / t.nics,
+            source="given by the user",
+        )
         name = f"{self.name} with {device_Bps / 1e9:g} GB/s between nodes"
         return replace(self, name=name, topology=replace(t, inter=inter))
 
@@ -299,7 +374,11 @@ def _one_node(kind: str, count: int) -> ClusterSpec:
 def _files_near(path: Path) -> str:
     """Words for the cluster files beside a path that does not exist."""
     folder = path.parent
-    found = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")) if folder.is_dir() else []
+    found = (
+        sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml"))
+        if folder.is_dir()
+        else []
+    )
     return f"; {nearest(path.name, found)}" if found else f"; {_EXAMPLE}"
 
 
@@ -319,23 +398,41 @@ class MixedCluster:
             raise AutoparError(f"cluster name={shown(self.name)} must be a non-empty text")
         object.__setattr__(self, "groups", tuple(self.groups))
         if not 2 <= len(self.groups) <= MOST_GROUPS:
-            raise AutoparError(f"cluster {self.name}: {len(self.groups)} groups of devices; 2 to {MOST_GROUPS} can be planned together")
+            raise AutoparError(
+                f"cluster {self.name}: {len(self.groups)} groups of devices; 2 to {MOST_GROUPS} can be planned together"
+            )
         if inner := [group.name for group in self.groups if len(group.groups) > 1]:
-            raise AutoparError(f"cluster {self.name}: its group {inner[0]} has groups itself; list them one beside the other")
+            raise AutoparError(
+                f"cluster {self.name}: its group {inner[0]} has groups itself; list them one beside the other"
+            )
         if not isinstance(self.between, Link):
             raise AutoparError(f"cluster {self.name}: between={shown(self.between)} must be a Link")
         if len({group.device_type for group in self.groups}) > 1:
             kinds = ", ".join(f"{group.device.name} ({group.device_type})" for group in self.groups)
-            raise AutoparError(f"cluster {self.name} joins {kinds}: no collectives run between them; plan for one of the two")
+            raise AutoparError(
+                f"cluster {self.name} joins {kinds}: no collectives run between them; plan for one of the two"
+            )
 
     @staticmethod
-    def of(groups: Sequence[ClusterSpec], between: Link | None = None, name: str | None = None) -> MixedCluster:
+    def of(
+        groups: Sequence[ClusterSpec], between: Link | None = None, name: str | None = None
+    ) -> MixedCluster:
         """Groups joined by `between`, by default the slower of what their devices have between nodes."""
         groups = tuple(groups)
-        slowest = min((_device_link(group) for group in groups), key=lambda link: link.achieved_Bps, default=None)
+        slowest = min(
+            (_device_link(group) for group in groups),
+            key=lambda link: link.achieved_Bps,
+            default=None,
+        )
         latency_s = max((group.topology.inter.latency_s for group in groups), default=0.0)
-        link = between if between is not None or slowest is None else replace(slowest, latency_s=latency_s)
-        return MixedCluster(name if name is not None else "+".join(group.name for group in groups), groups, link)
+        link = (
+            between
+            if between is not None or slowest is None
+            else replace(slowest, latency_s=latency_s)
+        )
+        return MixedCluster(
+            name if name is not None else "+".join(group.name for group in groups), groups, link
+        )
 
     @property
     def num_devices(self) -> int:
@@ -351,7 +448,10 @@ class MixedCluster:
         prices = [group.price_per_device_hour for group in self.groups]
         if None in prices:
             return None
-        return sum(price * group.num_devices for price, group in zip(prices, self.groups, strict=True)) / self.num_devices
+        return (
+            sum(price * group.num_devices for price, group in zip(prices, self.groups, strict=True))
+            / self.num_devices
+        )
 
     @property
     def device(self) -> NoReturn:
@@ -382,11 +482,20 @@ class MixedCluster:
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The cluster as YAML text, also written to `path` if given; `ClusterSpec.from_yaml` gives back an equal cluster."""
         between = {key: value for key, value in asdict(self.between).items() if value}
-        return written_yaml({"name": self.name, "groups": [group.as_data() for group in self.groups], "between": between}, path)
+        return written_yaml(
+            {
+                "name": self.name,
+                "groups": [group.as_data() for group in self.groups],
+                "between": between,
+            },
+            path,
+        )
 
     def with_price(self, price_per_device_hour: float) -> MixedCluster:
         """The same cluster at one price for all devices."""
-        return replace(self, groups=tuple(group.with_price(price_per_device_hour) for group in self.groups))
+        return replace(
+            self, groups=tuple(group.with_price(price_per_device_hour) for group in self.groups)
+        )
 
     def with_devices(self, devices: int) -> MixedCluster:
         """The same cluster; AutoparError for another number of devices, since it would have to be said of which kind."""

@@ -15,7 +15,9 @@ from autopar.errors import AutoparError, shown
 _DEVICE_KEYS = tuple(f.name for f in fields(Device))
 
 
-def default_links(device_name: str, fitted: FittedConstants = FITTED) -> tuple[Link | None, Link | None]:
+def default_links(
+    device_name: str, fitted: FittedConstants = FITTED
+) -> tuple[Link | None, Link | None]:
     home = home_of(device_name)
     if home is not None:
         topology = home.topology(1, fitted)
@@ -26,7 +28,10 @@ def default_links(device_name: str, fitted: FittedConstants = FITTED) -> tuple[L
 def link_of(side: str, default: Link | None, given: dict[str, float | str | None]) -> Link:
     """The default link with what the user gave put in its place."""
     given = {key: value for key, value in given.items() if value is not None}
-    missing = next((key for key in ("bandwidth_Bps", "latency_s") if default is None and key not in given), None)
+    missing = next(
+        (key for key in ("bandwidth_Bps", "latency_s") if default is None and key not in given),
+        None,
+    )
     if missing:
         example = {"bandwidth_Bps": "50e9", "latency_s": "4e-6"}[missing]
         raise ValueError(
@@ -43,21 +48,40 @@ def link_of(side: str, default: Link | None, given: dict[str, float | str | None
 def device_from(what: str, data: dict) -> Device:
     """A device from a mapping; efficiencies and compute_units default to 1, launch_s and reserved_bytes to 0."""
     check_keys(what, data, _DEVICE_KEYS, ("name", "flops", "memory_bytes", "memory_bandwidth_Bps"))
-    defaults = {"launch_s": 0.0, "matmul_efficiency": 1.0, "bandwidth_efficiency": 1.0, "reserved_bytes": 0, "source": "given by the user"}
+    defaults = {
+        "launch_s": 0.0,
+        "matmul_efficiency": 1.0,
+        "bandwidth_efficiency": 1.0,
+        "reserved_bytes": 0,
+        "source": "given by the user",
+    }
     given = {key: number(key, value) for key, value in data.items()}
     for table, suffix in (("flops", "_Bps"), ("dtype_efficiency", "_efficiency")):
         if isinstance(given.get(table), dict):
-            given[table] = {dtype: number(f"{table}_{dtype}{suffix}", rate) for dtype, rate in given[table].items()}
+            given[table] = {
+                dtype: number(f"{table}_{dtype}{suffix}", rate)
+                for dtype, rate in given[table].items()
+            }
     return Device(**defaults | given)
 
 
 def link_from(what: str, data: Any) -> Link:
     """A link from a mapping.  AutoparError for a key too many or too few, or a wrong value."""
     if not isinstance(data, dict):
-        raise AutoparError(f"{what} is {shown(data)}; it needs a mapping such as {{bandwidth_Bps: 25e9, latency_s: 5e-6}}")
-    check_keys(what, data, tuple(f.name for f in fields(Link) if f.name != "curves"), ("bandwidth_Bps", "latency_s"))
+        raise AutoparError(
+            f"{what} is {shown(data)}; it needs a mapping such as {{bandwidth_Bps: 25e9, latency_s: 5e-6}}"
+        )
+    check_keys(
+        what,
+        data,
+        tuple(f.name for f in fields(Link) if f.name != "curves"),
+        ("bandwidth_Bps", "latency_s"),
+    )
     try:
-        return Link(**{"source": "given by the user"} | {key: number(key, value) for key, value in data.items()})
+        return Link(
+            **{"source": "given by the user"}
+            | {key: number(key, value) for key, value in data.items()}
+        )
     except ValueError as error:
         raise AutoparError(f"{what}: {error}") from None
 
@@ -68,14 +92,24 @@ def host_from(data: Mapping[str, Any]) -> Host:
     for key in data:
         if key not in known:
             raise ValueError(f"host: unknown key {shown(key)}; {nearest(key, known)}")
-    if missing := [key for key in ("memory_bytes", "memory_bandwidth_Bps", "link_bandwidth_Bps") if key not in data]:
+    if missing := [
+        key
+        for key in ("memory_bytes", "memory_bandwidth_Bps", "link_bandwidth_Bps")
+        if key not in data
+    ]:
         raise ValueError(f"host: missing {', '.join(missing)}")
-    return Host(**{"source": "given by the user"} | {key: number(key, value) for key, value in data.items()})
+    return Host(
+        **{"source": "given by the user"} | {key: number(key, value) for key, value in data.items()}
+    )
 
 
 def written(fields_: dict) -> dict:
     """The fields of a device or link as a file has them: without measurements that nobody made."""
-    return {key: value for key, value in fields_.items() if value is not None and not (key.endswith("curves") and not value)}
+    return {
+        key: value
+        for key, value in fields_.items()
+        if value is not None and not (key.endswith("curves") and not value)
+    }
 
 
 def check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[str, ...]) -> None:
@@ -84,12 +118,16 @@ def check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[st
             raise AutoparError(f"{what}: unknown key {shown(key)}; {nearest(key, list(known))}")
     missing = [key for key in required if key not in data]
     if missing:
-        raise AutoparError(f"{what}: missing {', '.join(missing)}; required are {', '.join(required)}")
+        raise AutoparError(
+            f"{what}: missing {', '.join(missing)}; required are {', '.join(required)}"
+        )
 
 
 def number(key: str, value: object) -> object:
     """`value`, except that a text such as 45e9, which YAML 1.1 does not take for a number, becomes one where a float belongs."""
-    if isinstance(value, str) and key.endswith(("_Bps", "_s", "_efficiency", "_hour", "oversubscription")):
+    if isinstance(value, str) and key.endswith(
+        ("_Bps", "_s", "_efficiency", "_hour", "oversubscription")
+    ):
         try:
             return float(value)
         except ValueError:

@@ -57,18 +57,28 @@ class MeshShape:
         for axis in DEGREES:
             size = getattr(self, axis)
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
-                raise AutoparError(f"mesh axis {axis}={shown(size)} must be a whole number from 1 to {MOST:,}")
+                raise AutoparError(
+                    f"mesh axis {axis}={shown(size)} must be a whole number from 1 to {MOST:,}"
+                )
         if self.dp % self.ep:
-            raise AutoparError(f"ep={self.ep} does not divide dp={self.dp}: experts are sharded over a part of the data-parallel ranks")
+            raise AutoparError(
+                f"ep={self.ep} does not divide dp={self.dp}: experts are sharded over a part of the data-parallel ranks"
+            )
         active = [axis for axis in _placed(self.order) if self.size(axis) > 1]
-        object.__setattr__(self, "order", "" if active == [axis for axis in AXES if axis in active] else "-".join(active))
+        object.__setattr__(
+            self,
+            "order",
+            "" if active == [axis for axis in AXES if axis in active] else "-".join(active),
+        )
         if self.deal:
             self._check_deal()
 
     def _check_deal(self) -> None:
         if len(self.groups) != self.pp:
             ranks = len(self.groups)
-            raise AutoparError(f"deal={shown(self.deal)} deals {ranks} ranks of a pipeline of pp={self.pp}")
+            raise AutoparError(
+                f"deal={shown(self.deal)} deals {ranks} ranks of a pipeline of pp={self.pp}"
+            )
         if self.order:
             raise AutoparError(
                 f"order={shown(self.order)}: on devices of several kinds the ranks of a pipeline lie outermost; leave it out"
@@ -148,7 +158,9 @@ class MeshShape:
 def _placed(order: str) -> tuple[str, ...]:
     """All axes in the order that a text gives, each that it leaves out just outside its inner neighbour in `AXES`."""
     if not isinstance(order, str):
-        raise AutoparError(f"order={shown(order)} must be a text such as dp-pp-tp: mesh axes, outermost first")
+        raise AutoparError(
+            f"order={shown(order)} must be a text such as dp-pp-tp: mesh axes, outermost first"
+        )
     return _axes_of(order)
 
 
@@ -156,7 +168,9 @@ def _placed(order: str) -> tuple[str, ...]:
 def _axes_of(order: str) -> tuple[str, ...]:
     found = order.split("-") if order else list(AXES)
     if len(set(found)) < len(found) or not set(found) <= set(AXES):
-        raise AutoparError(f"order={shown(order)} must name mesh axes ({', '.join(AXES)}), each once, outermost first: dp-pp-tp")
+        raise AutoparError(
+            f"order={shown(order)} must name mesh axes ({', '.join(AXES)}), each once, outermost first: dp-pp-tp"
+        )
     for axis, inner in zip(reversed(AXES), (None, *reversed(AXES)), strict=False):
         if axis not in found:
             found.insert(len(found) if inner is None else found.index(inner), axis)

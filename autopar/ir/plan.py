@@ -12,10 +12,25 @@ from autopar.errors import AutoparError, shown
 from autopar.files import read_text, write_text
 from autopar.ir.mesh import LAYOUT_AXES, MeshShape
 from autopar.ir.plan_checks import PRECISIONS, check_consistent, listed_in, made
-from autopar.ir.plan_fields import EDITED, AxisChoice, BlockPlan, Certificate, PlanFields, Prediction
+from autopar.ir.plan_fields import (
+    EDITED,
+    AxisChoice,
+    BlockPlan,
+    Certificate,
+    PlanFields,
+    Prediction,
+)
 from autopar.ir.sharding import parse_layout
 
-__all__ = ["FORMAT_VERSION", "PRECISIONS", "AxisChoice", "BlockPlan", "Certificate", "Plan", "Prediction"]
+__all__ = [
+    "FORMAT_VERSION",
+    "PRECISIONS",
+    "AxisChoice",
+    "BlockPlan",
+    "Certificate",
+    "Plan",
+    "Prediction",
+]
 
 FORMAT_VERSION = 3
 
@@ -28,7 +43,9 @@ class Plan(PlanFields):
         """The plan as JSON text; `from_json` gives back an equal plan."""
         data = asdict(self) | {"mesh": self.mesh.as_dict()}
         data["blocks"] = [_block_to_data(b) for b in self.blocks]
-        return json.dumps(data | {"format_version": FORMAT_VERSION, "digest": _digest(data)}, indent=1)
+        return json.dumps(
+            data | {"format_version": FORMAT_VERSION, "digest": _digest(data)}, indent=1
+        )
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
@@ -43,12 +60,16 @@ class Plan(PlanFields):
         except (ValueError, RecursionError) as error:
             raise AutoparError(f"{origin} is not a plan: not valid JSON ({error})") from None
         if not isinstance(data, dict) or "format_version" not in data:
-            raise AutoparError(f"{origin} is not a plan: it has no format_version; write plans with Plan.save")
+            raise AutoparError(
+                f"{origin} is not a plan: it has no format_version; write plans with Plan.save"
+            )
         version, digest = data.pop("format_version"), data.pop("digest", None)
         for added in ("lints", "objective", "replay", "audit"):
             data.pop(added, None)
         if version != FORMAT_VERSION:
-            raise AutoparError(f"{origin} has plan format {version}; this autopar reads format {FORMAT_VERSION}: plan again")
+            raise AutoparError(
+                f"{origin} has plan format {version}; this autopar reads format {FORMAT_VERSION}: plan again"
+            )
         try:
             raw = made(Plan, data, "the plan")
             plan = replace(
@@ -61,7 +82,9 @@ class Plan(PlanFields):
             )
             check_consistent(plan)
         except (AutoparError, ValueError) as error:
-            raise AutoparError(f"{origin} is not a complete plan: {error}; correct that, or plan again") from None
+            raise AutoparError(
+                f"{origin} is not a complete plan: {error}; correct that, or plan again"
+            ) from None
         edited = digest is not None and digest != _digest(data) and EDITED not in plan.notes
         return replace(plan, notes=(*plan.notes, EDITED)) if edited else plan
 
@@ -82,28 +105,50 @@ def _digest(data: dict) -> str:
 
 def _block_to_data(block: BlockPlan) -> dict:
     ops = {
-        name: {axis: [c.strategy, [str(x) for x in c.inputs], [str(x) for x in c.outputs]] for axis, c in axes.items()}
+        name: {
+            axis: [c.strategy, [str(x) for x in c.inputs], [str(x) for x in c.outputs]]
+            for axis, c in axes.items()
+        }
         for name, axes in block.ops.items()
     }
-    return {"name": block.name, "segments": list(block.segments), "recompute": block.recompute, "ops": ops}
+    return {
+        "name": block.name,
+        "segments": list(block.segments),
+        "recompute": block.recompute,
+        "ops": ops,
+    }
 
 
 def _block_from_data(data: Any) -> BlockPlan:
     block = made(BlockPlan, data, "an entry of blocks")
-    if not isinstance(block.ops, dict) or not all(isinstance(axes, dict) for axes in block.ops.values()):
-        raise ValueError(f"ops of block {shown(block.name)} do not map ops to axes, and these to choices")
+    if not isinstance(block.ops, dict) or not all(
+        isinstance(axes, dict) for axes in block.ops.values()
+    ):
+        raise ValueError(
+            f"ops of block {shown(block.name)} do not map ops to axes, and these to choices"
+        )
     return replace(block, ops={op: _axes_from_data(op, axes) for op, axes in block.ops.items()})
 
 
 def _axes_from_data(op: str, axes: dict) -> dict[str, AxisChoice]:
     if odd := [axis for axis in axes if axis not in LAYOUT_AXES]:
-        raise ValueError(f"op {shown(op)} has a choice on {shown(odd[0])}, not a mesh axis; {', '.join(LAYOUT_AXES)} have layouts")
+        raise ValueError(
+            f"op {shown(op)} has a choice on {shown(odd[0])}, not a mesh axis; {', '.join(LAYOUT_AXES)} have layouts"
+        )
     return {axis: _choice_from_data(op, axis, axes[axis]) for axis in LAYOUT_AXES if axis in axes}
 
 
 def _choice_from_data(op: str, axis: str, entry: Any) -> AxisChoice:
     """A choice from [strategy, layouts of the operands, layouts of the results]."""
-    texts = isinstance(entry, list) and len(entry) == 3 and all(isinstance(part, list) for part in entry[1:])
+    texts = (
+        isinstance(entry, list)
+        and len(entry) == 3
+        and all(isinstance(part, list) for part in entry[1:])
+    )
     if not texts or not all(isinstance(text, str) for text in (entry[0], *entry[1], *entry[2])):
-        raise ValueError(f"op {shown(op)} has on {axis} the choice {shown(entry)}, not [strategy, [layouts], [layouts]]")
-    return AxisChoice(entry[0], tuple(map(parse_layout, entry[1])), tuple(map(parse_layout, entry[2])))
+        raise ValueError(
+            f"op {shown(op)} has on {axis} the choice {shown(entry)}, not [strategy, [layouts], [layouts]]"
+        )
+    return AxisChoice(
+        entry[0], tuple(map(parse_layout, entry[1])), tuple(map(parse_layout, entry[2]))
+    )

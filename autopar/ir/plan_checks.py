@@ -41,10 +41,18 @@ def made(kind: type[T], data: Any, what: str) -> T:
     known = {of.name: of for of in fields(kind)}
     if odd := [name for name in data if name not in known]:
         raise ValueError(f"{what} has the unknown field {shown(odd[0])}; it has {', '.join(known)}")
-    needed = (name for name, of in known.items() if of.default is MISSING and of.default_factory is MISSING)
+    needed = (
+        name
+        for name, of in known.items()
+        if of.default is MISSING and of.default_factory is MISSING
+    )
     if missing := [name for name in needed if name not in data]:
         raise ValueError(f"{what} lacks the field {missing[0]}")
-    lists = {name: tuple(listed_in(data[name], name)) for name in data if str(known[name].type).startswith("tuple[")}
+    lists = {
+        name: tuple(listed_in(data[name], name))
+        for name in data
+        if str(known[name].type).startswith("tuple[")
+    }
     return kind(**data | lists)
 
 
@@ -69,12 +77,16 @@ def _check_kinds(plan: PlanFields) -> None:
         for of in fields(part):
             value = getattr(part, of.name)
             texts = value if of.type == "tuple[str, ...]" else ()
-            is_kind = isinstance(value, _KINDS.get(of.type, (object,))) and isinstance(value, bool) == (of.type == "bool")
+            is_kind = isinstance(value, _KINDS.get(of.type, (object,))) and isinstance(
+                value, bool
+            ) == (of.type == "bool")
             if not is_kind or not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"{of.name} is {shown(value)}, which is no {of.type}")
     for name, least in _COUNTS.items():
         if not least <= getattr(plan, name) <= MOST:
-            raise ValueError(f"{name} is {shown(getattr(plan, name))}, which is not from {least} to {MOST:,}")
+            raise ValueError(
+                f"{name} is {shown(getattr(plan, name))}, which is not from {least} to {MOST:,}"
+            )
     if not all(isinstance(name, str) for stage in plan.stages for name in stage):
         raise ValueError("stages hold what is no name of a segment")
 
@@ -87,9 +99,13 @@ def _check_choices(plan: PlanFields) -> None:
         raise ValueError(f"zero={plan.zero} is not a ZeRO stage; 0, 1, 2 and 3 are")
     for block in plan.blocks:
         if block.recompute not in BLOCK_MODES:
-            raise ValueError(f"recompute of block {shown(block.name)} is {shown(block.recompute)}; {', '.join(BLOCK_MODES)} are known")
+            raise ValueError(
+                f"recompute of block {shown(block.name)} is {shown(block.recompute)}; {', '.join(BLOCK_MODES)} are known"
+            )
     if plan.recompute not in PLAN_MODES and not EVERY.fullmatch(plan.recompute):
-        raise ValueError(f"recompute is {shown(plan.recompute)}; {', '.join(PLAN_MODES)} and every-2, every-3, ... are known")
+        raise ValueError(
+            f"recompute is {shown(plan.recompute)}; {', '.join(PLAN_MODES)} and every-2, every-3, ... are known"
+        )
     if plan.offload not in OFFLOADS:
         raise ValueError(f"offload is {shown(plan.offload)}; {', '.join(OFFLOADS)} are known")
     if plan.micro_batch * plan.num_microbatches * plan.mesh.dp != plan.global_batch:
@@ -102,21 +118,27 @@ def _check_choices(plan: PlanFields) -> None:
             f"shard={plan.shard} is no part of the data-parallel ranks of {plan.mesh} that share out what zero={plan.zero} does"
         )
     if plan.zero and plan.mesh.dp * plan.mesh.cp == 1:
-        raise ValueError(f"zero={plan.zero} shares out over dp and cp, and both are 1 in {plan.mesh}")
+        raise ValueError(
+            f"zero={plan.zero} shares out over dp and cp, and both are 1 in {plan.mesh}"
+        )
 
 
 def _check_mesh(plan: PlanFields) -> None:
     """Devices, axes of the layouts, stages and schedule are those of the mesh."""
     mesh = plan.mesh
     if mesh.num_devices > MOST:
-        raise ValueError(f"its mesh has {mesh.num_devices:,} devices, and at most {MOST:,} can be planned")
+        raise ValueError(
+            f"its mesh has {mesh.num_devices:,} devices, and at most {MOST:,} can be planned"
+        )
     for block in plan.blocks:
         for op, axes in block.ops.items():
             if odd := set(axes) ^ set(mesh.active):
                 raise ValueError(f"op {shown(op)} of block {shown(block.name)} has layouts over {_listed(axes)}, and the axes of the mesh "
                                  f"with several ranks are {_listed(mesh.active)}: {sorted(odd)[0]} is in one alone")  # fmt: skip
     if not plan.stages or len(plan.stages) % mesh.pp or len(plan.devices) not in (0, mesh.pp):
-        raise ValueError(f"{len(plan.stages)} stages or {len(plan.devices)} devices are not those of pp={mesh.pp} pipeline ranks")
+        raise ValueError(
+            f"{len(plan.stages)} stages or {len(plan.devices)} devices are not those of pp={mesh.pp} pipeline ranks"
+        )
     if mesh.pp == 1:
         if plan.schedule != "none" or len(plan.stages) != 1:
             raise ValueError(f"without a pipeline (pp=1) there is one stage and schedule 'none', not {len(plan.stages)} stages and "
@@ -125,7 +147,9 @@ def _check_mesh(plan: PlanFields) -> None:
     try:
         check_schedule(plan.schedule, mesh.pp, len(plan.stages) // mesh.pp, plan.num_microbatches)
     except ValueError as error:
-        raise ValueError(f"schedule {shown(plan.schedule)} of {len(plan.stages)} stages: {error}") from None
+        raise ValueError(
+            f"schedule {shown(plan.schedule)} of {len(plan.stages)} stages: {error}"
+        ) from None
 
 
 def _check_segments(plan: PlanFields) -> None:
@@ -138,7 +162,9 @@ def _check_segments(plan: PlanFields) -> None:
     in_stages = Counter(name for stage in plan.stages for name in stage)
     for counted, what in ((in_blocks, "blocks"), (in_stages, "stages")):
         if twice := [name for name, count in counted.items() if count > 1]:
-            raise ValueError(f"segment {shown(twice[0])} is {counted[twice[0]]} times in its {what}")
+            raise ValueError(
+                f"segment {shown(twice[0])} is {counted[twice[0]]} times in its {what}"
+            )
     for name in (*in_blocks, *in_stages):
         if in_blocks[name] != in_stages[name]:
             where, other = ("blocks", "stages") if in_blocks[name] else ("stages", "blocks")
@@ -156,45 +182,72 @@ def _check_numbers(plan: PlanFields) -> None:
     if predicted.step_time_s <= 0:
         raise ValueError("step_time_s is 0, which no step takes")
     if len(predicted.peak_memory_bytes) != ranks:
-        raise ValueError(f"peak_memory_bytes is that of {len(predicted.peak_memory_bytes)} pipeline ranks, of which there are {ranks}")
+        raise ValueError(
+            f"peak_memory_bytes is that of {len(predicted.peak_memory_bytes)} pipeline ranks, of which there are {ranks}"
+        )
     total = sum(predicted.breakdown.values())
     if predicted.breakdown and abs(total - predicted.step_time_s) > CLOSE * predicted.step_time_s:
-        raise ValueError(f"breakdown adds up to {total:.6g} s, and step_time_s is {predicted.step_time_s:.6g}")
+        raise ValueError(
+            f"breakdown adds up to {total:.6g} s, and step_time_s is {predicted.step_time_s:.6g}"
+        )
 
 
 def _numbers(plan: PlanFields) -> Iterator[tuple[str, Any]]:
     predicted, proof = plan.predicted, plan.certificate
-    yield from ((name, getattr(predicted, name)) for name in ("step_time_s", "tokens_per_s", "mfu", "host_bytes"))
-    yield from ((name, getattr(proof, name)) for name in ("objective_s", "bound_s", "gap", "solve_time_s"))
+    yield from (
+        (name, getattr(predicted, name))
+        for name in ("step_time_s", "tokens_per_s", "mfu", "host_bytes")
+    )
+    yield from (
+        (name, getattr(proof, name)) for name in ("objective_s", "bound_s", "gap", "solve_time_s")
+    )
     yield from ((f"breakdown {part}", seconds) for part, seconds in predicted.breakdown.items())
     yield from ((f"memory {part}", size) for part, size in predicted.memory.items())
-    yield from ((f"peak memory of rank {rank}", size) for rank, size in enumerate(predicted.peak_memory_bytes))
+    yield from (
+        (f"peak memory of rank {rank}", size)
+        for rank, size in enumerate(predicted.peak_memory_bytes)
+    )
 
 
 def _check_certificate(plan: PlanFields) -> None:
     """The candidates and the ledger have what reports read of them."""
     proof = plan.certificate
     if proof.status not in ("optimal", "feasible"):
-        raise ValueError(f"status of the certificate is {shown(proof.status)}; optimal and feasible are known")
+        raise ValueError(
+            f"status of the certificate is {shown(proof.status)}; optimal and feasible are known"
+        )
     if proof.bound_s > proof.objective_s * (1 + CLOSE):
-        raise ValueError(f"bound_s={proof.bound_s:.6g} is more than objective_s={proof.objective_s:.6g}")
+        raise ValueError(
+            f"bound_s={proof.bound_s:.6g} is more than objective_s={proof.objective_s:.6g}"
+        )
     if abs(proof.objective_s - plan.predicted.step_time_s) > CLOSE * plan.predicted.step_time_s:
-        raise ValueError(f"objective_s={proof.objective_s:.6g} is not the predicted step_time_s={plan.predicted.step_time_s:.6g}")
+        raise ValueError(
+            f"objective_s={proof.objective_s:.6g} is not the predicted step_time_s={plan.predicted.step_time_s:.6g}"
+        )
     for entry in proof.meshes:
         if not isinstance(entry, dict):
             raise ValueError(f"a candidate of the certificate's meshes is {shown(entry)}")
         for name, kind in _CANDIDATE.items():
             if not isinstance(entry.get(name), kind):
-                raise ValueError(f"{name} of a candidate of the certificate is {shown(entry.get(name))}")
-        if any(not isinstance(entry.get(name), int | float | None) for name in ("time_s", "bound_s", "shard")):
+                raise ValueError(
+                    f"{name} of a candidate of the certificate is {shown(entry.get(name))}"
+                )
+        if any(
+            not isinstance(entry.get(name), int | float | None)
+            for name in ("time_s", "bound_s", "shard")
+        ):
             raise ValueError("times or ranks of a candidate are no numbers")
         made(MeshShape, entry["mesh"], "the mesh of a candidate")
     for entry in proof.ledger:
         if not isinstance(entry, dict) or not isinstance(entry.get("part"), str):
             raise ValueError(f"an entry of the certificate's ledger is {shown(entry)}")
         for name, value in entry.items():
-            if name.endswith(("_s", "_bytes")) and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ValueError(f"{name} in the certificate's ledger is {shown(value)}, which is no number")
+            if name.endswith(("_s", "_bytes")) and (
+                isinstance(value, bool) or not isinstance(value, int | float)
+            ):
+                raise ValueError(
+                    f"{name} in the certificate's ledger is {shown(value)}, which is no number"
+                )
 
 
 def _listed(axes: Iterable[str]) -> str:

@@ -43,7 +43,9 @@ class Certificate:
     bound_s: float
     gap: float
     space: str
-    meshes: tuple[dict, ...] = ()  # one entry per candidate: mesh, micro_batch, zero, recompute, outcome, time_s, reason
+    meshes: tuple[
+        dict, ...
+    ] = ()  # one entry per candidate: mesh, micro_batch, zero, recompute, outcome, time_s, reason
     solve_time_s: float = 0.0
     ledger: tuple[dict, ...] = ()
 
@@ -92,4 +94,6 @@ class PlanFields:
     offload: str = "none"
     devices: tuple[str, ...] = ()
     shard: int = 0
-    micro_batch_mean: bool = False  # the user allows the mean of micro-batch losses in the place of another loss
+    micro_batch_mean: bool = (
+        False  # the user allows the mean of micro-batch losses in the place of another loss
+    )

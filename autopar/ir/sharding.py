@@ -66,10 +66,14 @@ class Pattern(_Value):
     zigzag: bool = False
 
     def __post_init__(self) -> None:
-        if not self.sections or any(not isinstance(size, int) or size < 1 for size in self.sections):
+        if not self.sections or any(
+            not isinstance(size, int) or size < 1 for size in self.sections
+        ):
             raise ValueError(f"sections {self.sections} are not positive whole numbers")
         if gcd(*self.sections) != 1:
-            raise ValueError(f"sections {self.sections} are relative sizes; write them without their common factor")
+            raise ValueError(
+                f"sections {self.sections} are relative sizes; write them without their common factor"
+            )
 
     @property
     def is_contiguous(self) -> bool:
@@ -105,7 +109,9 @@ class Placement(_Value):
 
     def __post_init__(self) -> None:
         if self.kind not in ("R", "S", "P") or (self.kind == "S") != (self.dim >= 0):
-            raise ValueError(f"Placement(kind={shown(self.kind)}, dim={self.dim}) is none of R, P, S(dim >= 0)")
+            raise ValueError(
+                f"Placement(kind={shown(self.kind)}, dim={self.dim}) is none of R, P, S(dim >= 0)"
+            )
         if self.kind != "S" and not self.pattern.is_contiguous:
             raise ValueError(f"only shards have a pattern; {self.kind} has {self.pattern}")
 
@@ -129,7 +135,9 @@ class Layout(_Value):
     def __post_init__(self) -> None:
         legal = {"R": "RP", "S": "S", "P": "R"}[self.value.kind]
         if self.grad.kind not in legal or (self.value.kind == "S" and self.value != self.grad):
-            raise ValueError(f"a value placed {self.value} cannot have a gradient placed {self.grad}")
+            raise ValueError(
+                f"a value placed {self.value} cannot have a gradient placed {self.grad}"
+            )
 
     def __str__(self) -> str:
         return "R/P" if self == RP else str(self.value)
@@ -169,9 +177,15 @@ def parse_pattern(text: str) -> Pattern:
     """Inverse of `str(pattern)`: such as '', '2:1:1', 'rows zigzag'."""
     match = _PATTERN.fullmatch(text)
     if match is None:
-        raise AutoparError(f"{shown(text)} is not a pattern; 'rows', relative sizes such as '2:1:1', and 'zigzag', in this order, are")
+        raise AutoparError(
+            f"{shown(text)} is not a pattern; 'rows', relative sizes such as '2:1:1', and 'zigzag', in this order, are"
+        )
     try:
-        return Pattern(tuple(map(int, match[2].split(":"))) if match[2] else (1,), bool(match[1]), bool(match[3]))
+        return Pattern(
+            tuple(map(int, match[2].split(":"))) if match[2] else (1,),
+            bool(match[1]),
+            bool(match[3]),
+        )
     except ValueError as error:
         raise AutoparError(f"{shown(text)} is not a pattern: {error}") from None
 
@@ -184,7 +198,9 @@ def parse_layout(text: str) -> Layout:
         return named[text]
     match = _SHARD.fullmatch(text)
     if match is None:
-        raise AutoparError(f"{shown(text)} is not a layout; R, R/P, P, S(dim) and S(dim, pattern) are")
+        raise AutoparError(
+            f"{shown(text)} is not a layout; R, R/P, P, S(dim) and S(dim, pattern) are"
+        )
     return S(int(match[1]), parse_pattern(match[2] or ""))
 
 
@@ -227,7 +243,9 @@ def transition(src: Layout, dst: Layout) -> tuple[str, str]:
     return primitive(src.value, dst.value), primitive(dst.grad, src.grad)
 
 
-def conversion_path(have: dict[str, Layout], want: dict[str, Layout], axes: tuple[str, ...]) -> list[tuple[str, Layout]]:
+def conversion_path(
+    have: dict[str, Layout], want: dict[str, Layout], axes: tuple[str, ...]
+) -> list[tuple[str, Layout]]:
     """Changes of layout on one axis each that turn `have` into `want`; `axes` are named outermost first.
 
     Axes that split one dim nest: an inner axis splits what the outer ones left.  So before an outer axis changes its split of a dim, an
@@ -247,14 +265,21 @@ def conversion_path(have: dict[str, Layout], want: dict[str, Layout], axes: tupl
 
     def changing(which: tuple[str, ...]) -> set[int]:
         """The dims whose split these axes have still to change."""
-        return {layout[axis].dim for axis in which if current[axis] != want[axis] for layout in (current, want)} - {-1}
+        return {
+            layout[axis].dim
+            for axis in which
+            if current[axis] != want[axis]
+            for layout in (current, want)
+        } - {-1}
 
     for index, axis in enumerate(axes):
         touched = changing((axis,))
         for place in reversed(range(index + 1, len(axes))):
             inner = axes[place]
             if current[inner].dim in touched:
-                in_the_way = changing(axes[:place]) | {current[a].dim for a in axes[place + 1 :] if current[a].is_shard}
+                in_the_way = changing(axes[:place]) | {
+                    current[a].dim for a in axes[place + 1 :] if current[a].is_shard
+                }
                 step(inner, R if want[inner].dim in in_the_way else want[inner])
         step(axis, want[axis])
     for axis in axes:

@@ -154,7 +154,11 @@ class TracedModel:
     @property
     def layers(self) -> list[int]:
         """The segments that a pipeline deals to its stages: those of structures that repeat, or all if none does."""
-        found = [number for number, segment in enumerate(self.segments) if self.classes[segment.class_index].is_layer]
+        found = [
+            number
+            for number, segment in enumerate(self.segments)
+            if self.classes[segment.class_index].is_layer
+        ]
         return found or list(range(len(self.segments)))
 
 
@@ -165,7 +169,9 @@ def per_model(most: int) -> Callable[[Callable], Callable]:
     """
 
     def decorate(function: Callable) -> Callable:
-        known: dict[tuple, tuple[TracedModel, Any]] = {}  # the model with the result, so that its id is nobody else's
+        known: dict[
+            tuple, tuple[TracedModel, Any]
+        ] = {}  # the model with the result, so that its id is nobody else's
 
         @wraps(function)
         def remembering(traced: TracedModel, *args: Any) -> Any:

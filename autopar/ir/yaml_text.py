@@ -23,7 +23,12 @@ def read_yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deep") from None
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:  # of tags that do not suit what they are on
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        AttributeError,
+    ) as error:  # of tags that do not suit what they are on
         raise yaml.YAMLError(str(error)) from None
 
 
@@ -38,7 +43,11 @@ def _check_size(root: Any) -> None:
             return 1
         if sizes.setdefault(id(node), 0) == 0:
             sizes[id(node)] = MOST_VALUES + 1  # what holds itself
-            parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+            parts = [
+                part
+                for item in node.value
+                for part in (item if isinstance(item, tuple) else (item,))
+            ]
             sizes[id(node)] = 1 + sum(map(size_of, parts))
         return sizes[id(node)]
 
@@ -56,18 +65,32 @@ def _check_keys(root: Any) -> None:
         if id(node) in seen or not isinstance(node, yaml.CollectionNode):
             continue
         seen.add(id(node))
-        pairs = node.value if isinstance(node, yaml.MappingNode) else [(item,) for item in node.value]
+        pairs = (
+            node.value if isinstance(node, yaml.MappingNode) else [(item,) for item in node.value]
+        )
         waiting += [part for pair in pairs for part in pair]
-        keys = [(pair[0].tag, pair[0].value) for pair in pairs if len(pair) == 2 and isinstance(pair[0], yaml.ScalarNode)]
-        if twice := [key for place, (tag, key) in enumerate(keys) if (tag, key) in keys[:place] and not tag.endswith(":merge")]:
-            raise yaml.constructor.ConstructorError(None, None, f"{shown(twice[0])} is given twice", node.start_mark)
+        keys = [
+            (pair[0].tag, pair[0].value)
+            for pair in pairs
+            if len(pair) == 2 and isinstance(pair[0], yaml.ScalarNode)
+        ]
+        if twice := [
+            key
+            for place, (tag, key) in enumerate(keys)
+            if (tag, key) in keys[:place] and not tag.endswith(":merge")
+        ]:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{shown(twice[0])} is given twice", node.start_mark
+            )
 
 
 def written_yaml(data: dict[str, Any], path: str | Path | None) -> str:
     """A cluster file, also written to `path` if given."""
     import yaml
 
-    text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None)
+    text = yaml.safe_dump(
+        data, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None
+    )
     if path is not None:
         write_text(path, text, "cluster file")
     return text

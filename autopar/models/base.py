@@ -40,7 +40,9 @@ class ModelSpec:
     def _make(self) -> nn.Module:
         raise NotImplementedError
 
-    def build(self, device: torch.device | str = "meta", dtype: torch.dtype | None = None) -> nn.Module:
+    def build(
+        self, device: torch.device | str = "meta", dtype: torch.dtype | None = None
+    ) -> nn.Module:
         """A new module in training mode, its floating-point parameters in `dtype` (None: fp32).
 
         Off the meta device its weights are random, from torch's current seed.
@@ -49,12 +51,19 @@ class ModelSpec:
             model = self._make()
         return (model if dtype is None else model.to(dtype=dtype)).train()
 
-    def example_inputs(self, batch: int, seq: int, device: torch.device | str = "meta") -> dict[str, Tensor]:
+    def example_inputs(
+        self, batch: int, seq: int, device: torch.device | str = "meta"
+    ) -> dict[str, Tensor]:
         """`input_ids` and `labels`, two distinct int64 tensors (batch, seq): random tokens (seed 0), or only shapes on meta."""
         self._check_inputs(batch, seq)
         if torch.device(device).type == "meta":
-            return {name: torch.empty(batch, seq, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
-        tokens = torch.randint(0, self.vocab, (batch, seq), generator=torch.Generator().manual_seed(0))
+            return {
+                name: torch.empty(batch, seq, dtype=torch.int64, device="meta")
+                for name in ("input_ids", "labels")
+            }
+        tokens = torch.randint(
+            0, self.vocab, (batch, seq), generator=torch.Generator().manual_seed(0)
+        )
         return {"input_ids": tokens.to(device), "labels": tokens.clone().to(device)}
 
     def _check_inputs(self, batch: int, seq: int) -> None:
@@ -155,23 +164,41 @@ class NativeSpec(ModelSpec):
 
     @classmethod
     def of(cls, name: str, config: NativeConfig) -> NativeSpec:
-        return cls(name=name, vocab=config.vocab, max_seq=config.max_seq, num_layers=config.layers, config=config)
+        return cls(
+            name=name,
+            vocab=config.vocab,
+            max_seq=config.max_seq,
+            num_layers=config.layers,
+            config=config,
+        )
 
     def _make(self) -> nn.Module:
         return self.config.module()
 
     def _check_inputs(self, batch: int, seq: int) -> None:
         ModelSpec._check_inputs(self, batch, seq)
-        if isinstance(self.config, GPTConfig) and self.config.positions == "learned" and seq > self.max_seq:
-            raise AutoparError(f"{self.name}: seq={seq} exceeds its {self.max_seq} learned positions; use seq <= {self.max_seq}.")
+        if (
+            isinstance(self.config, GPTConfig)
+            and self.config.positions == "learned"
+            and seq > self.max_seq
+        ):
+            raise AutoparError(
+                f"{self.name}: seq={seq} exceeds its {self.max_seq} learned positions; use seq <= {self.max_seq}."
+            )
 
     def shallow(self) -> NativeSpec:
         """Layers that differ from those that follow, two periods, and a last layer (`trace/deepen.py` compares the periods)."""
         config = self.config
-        different = getattr(config, "first_dense", 0) + bool(getattr(config, "router_aux_coef", 0))  # the first balance loss joins no other
+        different = getattr(config, "first_dense", 0) + bool(
+            getattr(config, "router_aux_coef", 0)
+        )  # the first balance loss joins no other
         layers = different + 2 * self.period + 1
         layers += (config.layers - layers) % self.period
-        return self if layers >= config.layers else NativeSpec.of(self.name, replace(config, layers=layers))
+        return (
+            self
+            if layers >= config.layers
+            else NativeSpec.of(self.name, replace(config, layers=layers))
+        )
 
     @property
     def layers_path(self) -> str:
@@ -184,12 +211,16 @@ class NativeSpec(ModelSpec):
     def _attention_size(self) -> tuple[int, float]:
         config = self.config
         layers = config.layers + getattr(config, "mtp", 0)
-        if isinstance(config, MoEConfig) and config.mla is not None:  # PaLM's Q is the mean of the dims of keys and values
+        if (
+            isinstance(config, MoEConfig) and config.mla is not None
+        ):  # PaLM's Q is the mean of the dims of keys and values
             return layers, config.heads * (config.mla.query_dim + config.mla.value_dim) / 2
         return layers, config.heads * config.head_dim
 
     def _expert_share(self) -> float:
-        return self.config.top_k / self.config.experts if isinstance(self.config, MoEConfig) else 1.0
+        return (
+            self.config.top_k / self.config.experts if isinstance(self.config, MoEConfig) else 1.0
+        )
 
     def _shared_weights(self) -> int:
         return getattr(self.config, "mtp", 0) * self.config.vocab * self.config.hidden  # the head
@@ -218,7 +249,9 @@ class NativeSpec(ModelSpec):
             if config.shared_ffn:
                 changes["shared_ffn"] = shrunk_width(config.shared_ffn, config.hidden, hidden)
             changes["first_dense"] = min(config.first_dense, changes["layers"] - 1)
-            changes["dense_ffn"] = shrunk_width(config.dense_ffn, config.hidden, hidden) if config.dense_ffn else 0
+            changes["dense_ffn"] = (
+                shrunk_width(config.dense_ffn, config.hidden, hidden) if config.dense_ffn else 0
+            )
             changes["mla"] = config.mla and SHRUNK_MLA
             changes["mtp"] = min(config.mtp, 1)
         return NativeSpec.of(f"{self.name} (shrunk)", replace(config, **changes))

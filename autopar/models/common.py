@@ -18,7 +18,9 @@ IGNORE_INDEX = -100  # torch.nn.functional.cross_entropy's default
 class Linear(nn.Linear):
     """nn.Linear whose weights start as N(0, std) and whose bias starts at 0."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, std: float = INIT_STD) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, std: float = INIT_STD
+    ) -> None:
         self.std = std  # before super().__init__, which calls reset_parameters
         super().__init__(in_features, out_features, bias=bias)
 
@@ -75,7 +77,10 @@ def alibi_bias(heads: int, seq: int, like: Tensor) -> Tensor:
     known = 2 ** (heads.bit_length() - 1)
     steps = torch.arange(1, known + 1, dtype=dtype, device=like.device) * (-8.0 / known)
     if heads > known:
-        more = torch.arange(0, heads - known, dtype=dtype, device=like.device) * (-8.0 / known) - 4.0 / known
+        more = (
+            torch.arange(0, heads - known, dtype=dtype, device=like.device) * (-8.0 / known)
+            - 4.0 / known
+        )
         steps = torch.cat((steps, more))
     keys = torch.arange(seq, dtype=dtype, device=like.device)
     return (2.0**steps).view(heads, 1, 1).mul(keys).to(like.dtype)
@@ -92,7 +97,9 @@ def shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def shifted_targets(labels: Tensor) -> Tensor:
     """(b, s) -> (b*s): at each position the next one's label, -100 at the last."""
-    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(labels.shape[0] * labels.shape[1])
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(
+        labels.shape[0] * labels.shape[1]
+    )
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -105,7 +112,9 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 MOST_LAYERS = 10_000
 """Of a model that is built layer by layer."""
-MOST_SIZE = 10**8  # bytes of a product of two sizes are still a 64-bit number, which torch counts them in
+MOST_SIZE = (
+    10**8
+)  # bytes of a product of two sizes are still a 64-bit number, which torch counts them in
 
 
 def check_positive(model: str, **sizes: int) -> None:
@@ -115,11 +124,18 @@ def check_positive(model: str, **sizes: int) -> None:
             raise AutoparError(f"{model}: {name}={shown(size)} is not an integer.")
         most = MOST_LAYERS if name in ("layers", "mtp") else MOST_SIZE
         if not 1 <= size <= most:
-            raise AutoparError(f"{model}: {name}={shown(size)} must be at least 1 and at most {most:,}.")
+            raise AutoparError(
+                f"{model}: {name}={shown(size)} must be at least 1 and at most {most:,}."
+            )
 
 
 def check_heads(
-    model: str, hidden: int, heads: int, kv_heads: int | None = None, even_head_dim: bool = False, head_dim: int | None = None
+    model: str,
+    hidden: int,
+    heads: int,
+    kv_heads: int | None = None,
+    even_head_dim: bool = False,
+    head_dim: int | None = None,
 ) -> None:
     """Raise AutoparError unless heads divides hidden, kv_heads divides heads, and (for rotary positions) the head dim is even.
 
@@ -127,7 +143,9 @@ def check_heads(
     """
     if head_dim is not None:
         if even_head_dim and head_dim % 2:
-            raise AutoparError(f"{model}: head_dim={head_dim} is odd, but rotary positions need an even one; use {head_dim + 1}.")
+            raise AutoparError(
+                f"{model}: head_dim={head_dim} is odd, but rotary positions need an even one; use {head_dim + 1}."
+            )
     elif hidden % heads:
         raise AutoparError(
             f"{model}: heads={heads} does not divide hidden={hidden}; "
@@ -135,7 +153,11 @@ def check_heads(
         )
     elif even_head_dim and (hidden // heads) % 2:
         fits = [n for n in _divisors(hidden) if hidden // n % 2 == 0]
-        remedy = f"the nearest head counts that work are {_nearest(fits, heads)}" if fits else "use an even hidden size"
+        remedy = (
+            f"the nearest head counts that work are {_nearest(fits, heads)}"
+            if fits
+            else "use an even hidden size"
+        )
         raise AutoparError(
             f"{model}: hidden={hidden} over heads={heads} gives head_dim={hidden // heads}, "
             f"but rotary positions need an even one; {remedy}."

@@ -39,19 +39,33 @@ class FunctionSpec(ModelSpec):
 
     def _resolve(self) -> Any:
         if not self.module or not self.function:
-            raise AutoparError(f"'{self.name}' is not module:function; write both names, as in my_package.my_model:build.")
+            raise AutoparError(
+                f"'{self.name}' is not module:function; write both names, as in my_package.my_model:build."
+            )
         if (here := os.getcwd()) not in sys.path:
-            sys.path.insert(0, here)  # as `python -m` does, so that a module beside the user is found
+            sys.path.insert(
+                0, here
+            )  # as `python -m` does, so that a module beside the user is found
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
-            raise AutoparError(f"Cannot import module '{self.module}' of '{self.name}': {error}") from error
+            raise AutoparError(
+                f"Cannot import module '{self.module}' of '{self.name}': {error}"
+            ) from error
         except (Exception, SystemExit) as error:  # the user's module runs arbitrary code
-            raise AutoparError(f"Importing module '{self.module}' of '{self.name}' failed: {type(error).__name__}: {error}") from error
+            raise AutoparError(
+                f"Importing module '{self.module}' of '{self.name}' failed: {type(error).__name__}: {error}"
+            ) from error
         function = getattr(module, self.function, None)
         if function is None:
-            names = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
-            raise AutoparError(f"Module '{self.module}' has no function '{self.function}'; it has {', '.join(names) or 'none'}.")
+            names = sorted(
+                name
+                for name, value in vars(module).items()
+                if callable(value) and not name.startswith("_")
+            )
+            raise AutoparError(
+                f"Module '{self.module}' has no function '{self.function}'; it has {', '.join(names) or 'none'}."
+            )
         if not callable(function):
             raise AutoparError(f"'{self.name}' is a {type(function).__name__}, not a function.")
         return function
@@ -62,29 +76,47 @@ class FunctionSpec(ModelSpec):
             result = function()
         except (Exception, SystemExit) as error:
             reason = f"it failed with {type(error).__name__}: {error}"
-            raise AutoparError(f"'{self.name}' must be callable without arguments; {reason}") from error
+            raise AutoparError(
+                f"'{self.name}' must be callable without arguments; {reason}"
+            ) from error
         if isinstance(result, nn.Module):
             return result, None
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module):
             model, inputs = result
-            if isinstance(inputs, dict) and inputs and all(isinstance(value, Tensor) for value in inputs.values()):
+            if (
+                isinstance(inputs, dict)
+                and inputs
+                and all(isinstance(value, Tensor) for value in inputs.values())
+            ):
                 return model, inputs
-            raise AutoparError(f"'{self.name}' must return example inputs as a dict of name -> tensor; it returned {_kind(inputs)}.")
-        raise AutoparError(f"'{self.name}' must return an nn.Module or (nn.Module, example_inputs); it returned {_kind(result)}.")
+            raise AutoparError(
+                f"'{self.name}' must return example inputs as a dict of name -> tensor; it returned {_kind(inputs)}."
+            )
+        raise AutoparError(
+            f"'{self.name}' must return an nn.Module or (nn.Module, example_inputs); it returned {_kind(result)}."
+        )
 
     def _make(self) -> nn.Module:
         model, _ = self._call()
         return prepare_hf(model) if is_hf_model(model) else model
 
-    def build(self, device: torch.device | str = "meta", dtype: torch.dtype | None = None) -> nn.Module:
+    def build(
+        self, device: torch.device | str = "meta", dtype: torch.dtype | None = None
+    ) -> nn.Module:
         """As `ModelSpec.build`, with the parameter dtype of the user's function if `dtype` is None."""
         with torch.device(device):
             model = self._make()
-        if torch.device(device).type != "meta" and any(parameter.is_meta for parameter in model.parameters()):
-            raise AutoparError(f"'{self.name}' returns a model on the meta device, so it cannot be built with values on {device}.")
+        if torch.device(device).type != "meta" and any(
+            parameter.is_meta for parameter in model.parameters()
+        ):
+            raise AutoparError(
+                f"'{self.name}' returns a model on the meta device, so it cannot be built with values on {device}."
+            )
         return model.to(device=device, dtype=dtype).train()
 
-    def example_inputs(self, batch: int, seq: int, device: torch.device | str = "meta") -> dict[str, Tensor]:
+    def example_inputs(
+        self, batch: int, seq: int, device: torch.device | str = "meta"
+    ) -> dict[str, Tensor]:
         """The function's own example inputs with `batch` rows (repeated or cut); `seq` applies only to a Hugging Face model without them.
 
         A row is an index of dim 0; a tensor whose dim 0 differs from the first input's is passed on as it is.
@@ -94,14 +126,18 @@ class FunctionSpec(ModelSpec):
         if inputs is None:
             if is_hf_model(model):
                 return hf_example_inputs(model, batch, seq, device)
-            raise AutoparError(f"'{self.name}' returns no example inputs: return (model, {{'name': tensor, ...}}), batch first.")
+            raise AutoparError(
+                f"'{self.name}' returns no example inputs: return (model, {{'name': tensor, ...}}), batch first."
+            )
         rows = next((value.shape[0] for value in inputs.values() if value.dim()), 0)
         result = {}
         for name, value in inputs.items():
             if value.dim() and rows and value.shape[0] == rows:
                 value = value[torch.arange(batch, device=value.device) % rows]
             if value.is_meta and torch.device(device).type != "meta":
-                raise AutoparError(f"'{self.name}' returns input '{name}' on the meta device, so it has no values on {device}.")
+                raise AutoparError(
+                    f"'{self.name}' returns input '{name}' on the meta device, so it has no values on {device}."
+                )
             result[name] = value.clone().to(device)
         return result
 
@@ -112,7 +148,10 @@ class FunctionSpec(ModelSpec):
     def model_flops_per_token(self, seq: int) -> float:
         """Three times the forward FLOPs that torch's FlopCounterMode counts on the example inputs, per element of the first input."""
         inputs = self.example_inputs(1, seq)
-        with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter, torch.no_grad():
+        with (
+            FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter,
+            torch.no_grad(),
+        ):
             self.build("meta")(**inputs)
         return 3.0 * counter.get_total_flops() / next(iter(inputs.values())).numel()
 

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, shown
 
-from .common import INIT_STD, Embedding, Linear, alibi_bias, causal_mask, check_heads, check_positive, shifted_loss
+from .common import (
+    INIT_STD,
+    Embedding,
+    Linear,
+    alibi_bias,
+    causal_mask,
+    check_heads,
+    check_positive,
+    shifted_loss,
+)
 
 POSITIONS = ("learned", "alibi", "none")
 ACTIVATIONS = ("gelu", "relu2")
@@ -51,13 +60,21 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.ffn is None:
             object.__setattr__(self, "ffn", 4 * self.hidden)
-        check_positive("gpt", **{key: getattr(self, key) for key in ("vocab", "hidden", "layers", "heads", "ffn", "max_seq")})
+        check_positive(
+            "gpt",
+            **{
+                key: getattr(self, key)
+                for key in ("vocab", "hidden", "layers", "heads", "ffn", "max_seq")
+            },
+        )
         check_heads("gpt", self.hidden, self.heads)
         if not 0.0 <= self.dropout < 1.0:
             raise AutoparError(f"gpt: dropout={self.dropout} must be at least 0 and below 1.")
         for name, known in (("positions", POSITIONS), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in known:
-                raise AutoparError(f"gpt: {name}={shown(getattr(self, name))} is not known; {', '.join(known)} are.")
+                raise AutoparError(
+                    f"gpt: {name}={shown(getattr(self, name))} is not known; {', '.join(known)} are."
+                )
         if self.window:
             check_positive("gpt", window=self.window)
 
@@ -75,7 +92,9 @@ class GPTConfig:
 
 
 def _dropout(probability: float) -> nn.Module:
-    return nn.Dropout(probability) if probability else nn.Identity()  # no dropout op in the graph unless asked for
+    return (
+        nn.Dropout(probability) if probability else nn.Identity()
+    )  # no dropout op in the graph unless asked for
 
 
 class GPTAttention(nn.Module):
@@ -90,10 +109,14 @@ class GPTAttention(nn.Module):
         self.heads, self.head_dim, self.dropout = config.heads, config.head_dim, config.dropout
         self.fused = config.fused_attention
         self.qkv = Linear(config.hidden, 3 * config.hidden, bias=True)
-        self.proj = Linear(config.hidden, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers))
+        self.proj = Linear(
+            config.hidden, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers)
+        )
         self.score_dropout = None if self.fused else _dropout(config.dropout)
 
-    def forward(self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         batch, seq, hidden = x.shape
         qkv = self.qkv(x).view(batch, seq, self.heads, 3, self.head_dim)
         q, k, v = (qkv.select(3, index).transpose(1, 2) for index in range(3))
@@ -102,10 +125,14 @@ class GPTAttention(nn.Module):
         else:
             mask = visible if bias is None else bias.masked_fill(~visible, float("-inf"))
             dropout_p = self.dropout if self.training else 0.0
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout_p)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout_p
+            )
         return self.proj(mixed.transpose(1, 2).reshape(batch, seq, hidden))
 
-    def _written_out(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:
+    def _written_out(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None
+    ) -> Tensor:
         scores = torch.matmul(q, k.transpose(2, 3)) * self.head_dim**-0.5
         if bias is not None:
             scores = scores + bias
@@ -120,11 +147,15 @@ class GPTMLP(nn.Module):
         super().__init__()
         self.squared_relu = config.activation == "relu2"
         self.up = Linear(config.hidden, config.ffn, bias=True)
-        self.down = Linear(config.ffn, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers))
+        self.down = Linear(
+            config.ffn, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up(x)
-        return self.down(F.relu(inner).square() if self.squared_relu else F.gelu(inner, approximate="tanh"))
+        return self.down(
+            F.relu(inner).square() if self.squared_relu else F.gelu(inner, approximate="tanh")
+        )
 
 
 class GPTBlock(nn.Module):
@@ -135,11 +166,15 @@ class GPTBlock(nn.Module):
         self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.attention = GPTAttention(config)
         self.attention_dropout = _dropout(config.dropout)
-        self.mlp_norm = None if config.parallel_block else nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.mlp_norm = (
+            None if config.parallel_block else nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        )
         self.mlp = GPTMLP(config)
         self.mlp_dropout = _dropout(config.dropout)
 
-    def forward(self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         normed = self.attention_norm(x)
         x = x + self.attention_dropout(self.attention(normed, visible, bias))
         if self.mlp_norm is None:
@@ -154,7 +189,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab, config.hidden)
-        self.positions = Embedding(config.max_seq, config.hidden) if config.positions == "learned" else None
+        self.positions = (
+            Embedding(config.max_seq, config.hidden) if config.positions == "learned" else None
+        )
         self.dropout = _dropout(config.dropout)
         self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
@@ -166,7 +203,9 @@ class GPT(nn.Module):
         config, seq = self.config, input_ids.shape[1]
         if self.positions is not None and seq > config.max_seq:
             known = config.max_seq
-            raise AutoparError(f"gpt: sequence length {seq} exceeds the {known} learned positions; set max_seq={seq} (seq={seq} in text).")
+            raise AutoparError(
+                f"gpt: sequence length {seq} exceeds the {known} learned positions; set max_seq={seq} (seq={seq} in text)."
+            )
         x = self.embed(input_ids)
         if self.positions is not None:
             x = x + self.positions(torch.arange(seq, device=input_ids.device))

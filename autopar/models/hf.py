@@ -33,7 +33,9 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise AutoparError("Hugging Face models (hf:path) need transformers, which is not installed: pip install transformers") from error
+        raise AutoparError(
+            "Hugging Face models (hf:path) need transformers, which is not installed: pip install transformers"
+        ) from error
     return transformers
 
 
@@ -60,7 +62,11 @@ def prepare_hf(model: nn.Module) -> nn.Module:
             module.config.use_cache = module.config.get_text_config().use_cache = False
         elif type(module).__name__ == "BloomGelu":
             module.forward = transformers.models.bloom.modeling_bloom.bloom_gelu_forward
-    if model._supports_sdpa and config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
+    if (
+        model._supports_sdpa
+        and config._attn_implementation == "sdpa"
+        and model._can_set_attn_implementation()
+    ):
         transformers.AttentionInterface.register(ATTENTION_NAME, _attention)
         transformers.AttentionMaskInterface.register(ATTENTION_NAME, _mask)
         model.set_attn_implementation(ATTENTION_NAME)
@@ -80,10 +86,15 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query (b, n, s, d), key and value (b, kv_heads, s, d) -> (b, s, n, d).  The rarer cases go to transformers' own function."""
-    if any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap")) or query.shape[2] != key.shape[2]:
+    if (
+        any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+        or query.shape[2] != key.shape[2]
+    ):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mixed = nn.functional.scaled_dot_product_attention(
         query,
@@ -104,12 +115,19 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
     function = kwargs.get("mask_function", causal_mask_function)
     without_packing = _peel_packing(function)
-    if kwargs.get("attention_mask") is None and kwargs.get("q_offset", 0) == 0 and kwargs.get("kv_offset", 0) == 0:
+    if (
+        kwargs.get("attention_mask") is None
+        and kwargs.get("q_offset", 0) == 0
+        and kwargs.get("kv_offset", 0) == 0
+    ):
         square = kwargs.get("q_length") == kwargs.get("kv_length")
         may_skip = kwargs.get("allow_is_causal_skip", True) or without_packing is not function
         if square and may_skip and _is_causal(without_packing, kwargs["kv_length"]):
             return None
-        if kwargs.get("allow_is_bidirectional_skip", False) and _name(function) == "bidirectional_mask_function":
+        if (
+            kwargs.get("allow_is_bidirectional_skip", False)
+            and _name(function) == "bidirectional_mask_function"
+        ):
             return None
     return sdpa_mask(*args, **{**kwargs, "mask_function": without_packing})
 
@@ -120,17 +138,29 @@ def _name(function: Callable) -> str:
 
 def _closure(function: Callable) -> dict[str, Any]:
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return {} if code is None or cells is None else {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    return (
+        {}
+        if code is None or cells is None
+        else {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    )
 
 
 def _peel_packing(function: Callable) -> Callable:
     """Drop the packed-sequence parts that transformers adds under tracing when the positions are one row shared by the batch."""
-    positions = [_closure(part)["position_ids"] for part in _parts(function) if _name(part) == _REMAPPED]
-    shared = positions and all(rows.stride(0) == 0 for rows in positions)  # expanded over the batch, not given per sample
+    positions = [
+        _closure(part)["position_ids"] for part in _parts(function) if _name(part) == _REMAPPED
+    ]
+    shared = positions and all(
+        rows.stride(0) == 0 for rows in positions
+    )  # expanded over the batch, not given per sample
     return _without_packing(function) if shared else function
 
 
-_JOINED, _PACKED, _REMAPPED = ("and_masks", "or_masks"), "packed_sequence_mask_function", "remap_positions_for_packed_sequence"
+_JOINED, _PACKED, _REMAPPED = (
+    ("and_masks", "or_masks"),
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+)
 """Mask functions of transformers that join others, that part packed sequences, and that number positions within each."""
 
 
@@ -148,7 +178,11 @@ def _without_packing(function: Callable) -> Callable:
         return _closure(function)["mask_function"]
     if _name(function) not in _JOINED:
         return function
-    parts = [_without_packing(part) for part in _closure(function)["mask_functions"] if _name(part) != _PACKED]
+    parts = [
+        _without_packing(part)
+        for part in _closure(function)["mask_functions"]
+        if _name(part) != _PACKED
+    ]
     return parts[0] if len(parts) == 1 else getattr(masking_utils, _name(function))(*parts)
 
 
@@ -156,15 +190,22 @@ def _is_causal(function: Callable, kv_length: int) -> bool:
     """Whether a mask function is the causal one, or a causal window that is at least as long as the sequence."""
     if _name(function) == "and_masks":
         parts = _closure(function).get("mask_functions", ())
-        return bool(parts) and all(_is_causal(part, kv_length) or _is_wide_window(part, kv_length) for part in parts)
+        return bool(parts) and all(
+            _is_causal(part, kv_length) or _is_wide_window(part, kv_length) for part in parts
+        )
     return _name(function) == "causal_mask_function"
 
 
 def _is_wide_window(function: Callable, kv_length: int) -> bool:
-    return _name(function) == "sliding_window_overlay" and _closure(function).get("sliding_window", 0) >= kv_length
+    return (
+        _name(function) == "sliding_window_overlay"
+        and _closure(function).get("sliding_window", 0) >= kv_length
+    )
 
 
-def hf_example_inputs(model: nn.Module, batch: int, seq: int, device: torch.device | str = "meta") -> dict[str, Tensor]:
+def hf_example_inputs(
+    model: nn.Module, batch: int, seq: int, device: torch.device | str = "meta"
+) -> dict[str, Tensor]:
     """Example inputs of a transformers model, as its config tells: random tokens or pixels (seed 0), or only shapes on meta.
 
     Text models get `input_ids` (batch, seq) and `labels`, of that shape for language models, (batch,) for sequence classifiers; image
@@ -179,17 +220,32 @@ def hf_example_inputs(model: nn.Module, batch: int, seq: int, device: torch.devi
             return torch.empty(shape, dtype=torch.int64, device="meta")
         return torch.randint(0, limit, shape, generator=generator).to(device)
 
-    if main == "input_ids" and kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")):
+    if main == "input_ids" and kind.endswith(
+        ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
+    ):
         ids = integers(config.get_text_config().vocab_size, batch, seq)
         return {"input_ids": ids, "labels": ids.clone()}
     if main == "input_ids" and kind.endswith("ForSequenceClassification"):
-        return {"input_ids": integers(config.get_text_config().vocab_size, batch, seq), "labels": integers(config.num_labels, batch)}
+        return {
+            "input_ids": integers(config.get_text_config().vocab_size, batch, seq),
+            "labels": integers(config.num_labels, batch),
+        }
     if main == "pixel_values" and kind.endswith("ForImageClassification"):
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
+        size = (
+            config.image_size
+            if isinstance(config.image_size, (tuple, list))
+            else (config.image_size, config.image_size)
+        )
         shape = (batch, config.num_channels, *size)
-        pixels = torch.empty(shape, device="meta") if is_meta else torch.randn(shape, generator=generator).to(device)
+        pixels = (
+            torch.empty(shape, device="meta")
+            if is_meta
+            else torch.randn(shape, generator=generator).to(device)
+        )
         return {"pixel_values": pixels, "labels": integers(config.num_labels, batch)}
-    raise AutoparError(f"Cannot make example inputs for {kind} (main input '{main}'); pass example_inputs={{name: tensor, ...}}.")
+    raise AutoparError(
+        f"Cannot make example inputs for {kind} (main input '{main}'); pass example_inputs={{name: tensor, ...}}."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,23 +276,34 @@ class HFSpec(ModelSpec):
         transformers = _transformers()
         config = _config(self.name, self.config_dict)
         try:
-            return prepare_hf(getattr(transformers, _auto_class(config)).from_config(config, dtype=torch.float32))
+            return prepare_hf(
+                getattr(transformers, _auto_class(config)).from_config(config, dtype=torch.float32)
+            )
         except Exception as error:  # a config can make any line of transformers or torch fail
             reason = " ".join(str(error).split())
-            raise AutoparError(f"{self.name}: transformers cannot build it: {type(error).__name__}: {reason}") from error
+            raise AutoparError(
+                f"{self.name}: transformers cannot build it: {type(error).__name__}: {reason}"
+            ) from error
 
-    def example_inputs(self, batch: int, seq: int, device: torch.device | str = "meta") -> dict[str, Tensor]:
+    def example_inputs(
+        self, batch: int, seq: int, device: torch.device | str = "meta"
+    ) -> dict[str, Tensor]:
         """As `hf_example_inputs`."""
         self._check_inputs(batch, seq)
         return hf_example_inputs(self.build("meta"), batch, seq, device)
 
     def shrunk(self) -> ModelSpec:
-        return HFSpec.from_dict(f"{self.name} (shrunk)", shrunk_config_dict(_config(self.name, self.config_dict).to_dict()))
+        return HFSpec.from_dict(
+            f"{self.name} (shrunk)",
+            shrunk_config_dict(_config(self.name, self.config_dict).to_dict()),
+        )
 
     def _attention_size(self) -> tuple[int, int]:
         text = _config(self.name, self.config_dict).get_text_config()
         heads = text.num_attention_heads
-        return self.num_layers, heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+        return self.num_layers, heads * (
+            getattr(text, "head_dim", None) or text.hidden_size // heads
+        )
 
     def _expert_share(self) -> float:
         text = _config(self.name, self.config_dict).get_text_config()
@@ -245,26 +312,38 @@ class HFSpec(ModelSpec):
         return (getattr(text, "num_experts_per_tok", None) or 1) / experts
 
 
-_SIZES = {"vocab": ("vocab_size",), "max_seq": ("max_position_embeddings", "n_positions"), "num_layers": ("num_hidden_layers",)}
+_SIZES = {
+    "vocab": ("vocab_size",),
+    "max_seq": ("max_position_embeddings", "n_positions"),
+    "num_layers": ("num_hidden_layers",),
+}
 
 
 def _read_config(path: str) -> dict[str, Any]:
     if not path:
-        raise AutoparError("hf: no file is named; give a config.json or the directory that holds it (nothing is downloaded).")
+        raise AutoparError(
+            "hf: no file is named; give a config.json or the directory that holds it (nothing is downloaded)."
+        )
     try:
         file = path_of(path, "config").expanduser()
         file = file / "config.json" if file.is_dir() else file
         missing = not file.is_file()
     except (OSError, RuntimeError) as error:  # too long a name; no home of such a user
-        raise AutoparError(f"hf:{path}: {reason_of(error)}; give a config.json or the directory that holds it") from None
+        raise AutoparError(
+            f"hf:{path}: {reason_of(error)}; give a config.json or the directory that holds it"
+        ) from None
     if missing:
-        raise AutoparError(f"hf:{path}: no file {file}; give a config.json or the directory that holds it (nothing is downloaded).")
+        raise AutoparError(
+            f"hf:{path}: no file {file}; give a config.json or the directory that holds it (nothing is downloaded)."
+        )
     try:
         contents = json.loads(read_text(file, "config"))
     except (ValueError, RecursionError) as error:
         raise AutoparError(f"hf:{path}: {file} is not valid JSON: {error}") from error
     if not isinstance(contents, dict) or not isinstance(contents.get("model_type"), str):
-        raise AutoparError(f'hf:{path}: {file} has no "model_type" (such as "llama"), so it is not a transformers config.')
+        raise AutoparError(
+            f'hf:{path}: {file} has no "model_type" (such as "llama"), so it is not a transformers config.'
+        )
     return contents
 
 
@@ -274,27 +353,46 @@ def _config(name: str, config_dict: dict[str, Any]) -> Any:
     if model_type not in known:
         near = difflib.get_close_matches(model_type, known.keys(), n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
-        raise AutoparError(f"{name}: transformers {transformers.__version__} has no model_type '{model_type}'{hint}")
+        raise AutoparError(
+            f"{name}: transformers {transformers.__version__} has no model_type '{model_type}'{hint}"
+        )
     try:
         config = known[model_type].from_dict(dict(config_dict))
     except Exception as error:  # strict configs raise their own validation types
-        raise AutoparError(f"{name}: transformers rejects the config: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise AutoparError(
+            f"{name}: transformers rejects the config: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
     _check_sizes(name, config.get_text_config())
     if _auto_class(config) is None:
         remedy = "pass the model itself to autopar.plan with example_inputs."
-        raise AutoparError(f"{name}: model_type '{model_type}' is neither a language model nor an image classifier; {remedy}")
+        raise AutoparError(
+            f"{name}: model_type '{model_type}' is neither a language model nor an image classifier; {remedy}"
+        )
     return config
 
 
 def _check_sizes(name: str, config: Any) -> None:
     """AutoparError for a size with which transformers builds an empty model, or one that never ends."""
-    limits = dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"), MOST_SIZE)
+    limits = dict.fromkeys(
+        (
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "vocab_size",
+        ),
+        MOST_SIZE,
+    )
     for size, most in (limits | {"num_hidden_layers": MOST_LAYERS}).items():
         value = getattr(config, size, None)
-        if value is None or isinstance(value, list | tuple):  # not a size of this model, or one for each layer
+        if value is None or isinstance(
+            value, list | tuple
+        ):  # not a size of this model, or one for each layer
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise AutoparError(f"{name}: {size}={shown(value)} must be a whole number from 1 to {most:,}")
+            raise AutoparError(
+                f"{name}: {size}={shown(value)} must be a whole number from 1 to {most:,}"
+            )
 
 
 def _auto_class(config: Any) -> str | None:
@@ -306,4 +404,7 @@ def _auto_class(config: Any) -> str | None:
     elif not getattr(config, "is_decoder", True):
         order = ["AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"]
     order.append("AutoModelForImageClassification")
-    return next((name for name in order if type(config) in getattr(_transformers(), name)._model_mapping), None)
+    return next(
+        (name for name in order if type(config) in getattr(_transformers(), name)._model_mapping),
+        None,
+    )

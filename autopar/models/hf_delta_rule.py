@@ -19,7 +19,11 @@ def triangular_solves(model: nn.Module) -> Iterator[None]:
     is 64 updates in place a layer: capture takes minutes, and the graph has thousands of ops.
     """
     files = {sys.modules[type(module).__module__] for module in model.modules()}
-    changed = {file: getattr(file, _ASKS) for file in files if hasattr(file, _RULE) and hasattr(file, _ASKS)}
+    changed = {
+        file: getattr(file, _ASKS)
+        for file in files
+        if hasattr(file, _RULE) and hasattr(file, _ASKS)
+    }
     for file in changed:
         setattr(file, _ASKS, lambda: False)
     try:

@@ -23,7 +23,11 @@ _ACTIVATION = "_autopar_activation"
 
 def prepare_experts(model: nn.Module) -> None:
     """Select our experts function in the configs of the model's experts modules, in place; one chosen by the user is kept."""
-    modules = [module for module in model.modules() if _is_experts(module) and module.config._experts_implementation in REPLACED]
+    modules = [
+        module
+        for module in model.modules()
+        if _is_experts(module) and module.config._experts_implementation in REPLACED
+    ]
     if not modules:
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -35,7 +39,9 @@ def prepare_experts(model: nn.Module) -> None:
         module.config._experts_implementation = EXPERTS_NAME
 
 
-def routed_experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def routed_experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """hidden_states (t, h), top_k_index and top_k_weights (t, k) -> (t, h), for transformers' ExpertsInterface."""
     activation = getattr(module, _ACTIVATION, None)
     if activation is None or module._is_expert_parallel:
@@ -59,7 +65,10 @@ def routed_experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index
 
 def _is_experts(module: nn.Module) -> bool:
     """Whether the module's class went through transformers' `use_experts_implementation`, which sets these."""
-    return all(hasattr(module, name) for name in ("_apply_gate", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel"))
+    return all(
+        hasattr(module, name)
+        for name in ("_apply_gate", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
+    )
 
 
 def _find_activation(module: nn.Module) -> str | None:
@@ -72,14 +81,18 @@ def _find_activation(module: nn.Module) -> str | None:
         return None
     with torch.no_grad(), torch.device("cpu"):
         scales = torch.tensor([1.0, 6.0, 100.0, 1e4], dtype=torch.float64).repeat(4).unsqueeze(1)
-        probe = scales * torch.randn(16, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        probe = scales * torch.randn(
+            16, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        )
         try:
             expected = function(probe)
         except RuntimeError:  # it has parameters, perhaps on meta
             return None
         for activation in _candidates(module):
             found = activation_function(activation)(probe)
-            if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-12, atol=1e-12):
+            if found.shape == expected.shape and torch.allclose(
+                found, expected, rtol=1e-12, atol=1e-12
+            ):
                 return activation
     return None
 
@@ -89,12 +102,24 @@ def _candidates(module: nn.Module) -> Iterator[str]:
         yield from (f"plain:{name}" for name in POINTWISE)
         return
     yield from (f"gated:{name}" for name in POINTWISE)
-    limit, alpha = _number(module, "limit", "swiglu_limit"), _number(module, "alpha", "swiglu_alpha")
+    limit, alpha = (
+        _number(module, "limit", "swiglu_limit"),
+        _number(module, "alpha", "swiglu_alpha"),
+    )
     if limit is not None:
         yield from (f"gated_clamp:{name}:{limit}" for name in POINTWISE)
         if alpha is not None:
-            yield from (f"{layout}_clamp:{limit}:{alpha}" for layout in ("interleaved", "concatenated"))
+            yield from (
+                f"{layout}_clamp:{limit}:{alpha}" for layout in ("interleaved", "concatenated")
+            )
 
 
 def _number(module: Any, *names: str) -> float | None:
-    return next((float(getattr(module, name)) for name in names if isinstance(getattr(module, name, None), (int, float))), None)
+    return next(
+        (
+            float(getattr(module, name))
+            for name in names
+            if isinstance(getattr(module, name, None), (int, float))
+        ),
+        None,
+    )

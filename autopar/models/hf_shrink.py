@@ -6,19 +6,48 @@ import copy
 from math import ceil
 from typing import Any
 
-from .base import SHRUNK_EXPERTS, SHRUNK_HEAD_DIM, SHRUNK_LAYERS, SHRUNK_SEQ, shrunk_heads, shrunk_vocab, shrunk_width
+from .base import (
+    SHRUNK_EXPERTS,
+    SHRUNK_HEAD_DIM,
+    SHRUNK_LAYERS,
+    SHRUNK_SEQ,
+    shrunk_heads,
+    shrunk_vocab,
+    shrunk_width,
+)
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size")
-_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "num_heads",
+    "n_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+)
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _FFN = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim",
     "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "d_inner",
 )  # fmt: skip
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+)
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
 _HEAD_DIM = ("head_dim", "d_kv", "d_head")
-_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank")  # DeepSeek's latent attention
+_LATENT = (
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "q_lora_rank",
+    "kv_lora_rank",
+)  # DeepSeek's latent attention
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NOISE = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "jitter_noise")
 
@@ -26,14 +55,25 @@ _NOISE = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "jitte
 def shrunk_config_dict(config: dict[str, Any]) -> dict[str, Any]:
     """A copy of a config's dict with 2 layers, at most 8 heads, head dims of at most 16, a vocabulary of at most 512 and no dropout."""
     config = copy.deepcopy(config)
-    parts = [config, *(value for key, value in config.items() if key.endswith("text_config") and isinstance(value, dict))]
+    parts = [
+        config,
+        *(
+            value
+            for key, value in config.items()
+            if key.endswith("text_config") and isinstance(value, dict)
+        ),
+    ]
     for part in parts:
         _shrink(part)
     return config
 
 
 def _ints(config: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if isinstance(config.get(name), int) and not isinstance(config[name], bool)]
+    return [
+        name
+        for name in names
+        if isinstance(config.get(name), int) and not isinstance(config[name], bool)
+    ]
 
 
 def _shrink(config: dict[str, Any]) -> None:
@@ -57,7 +97,9 @@ def _shrink_experts(config: dict[str, Any]) -> None:
     small_best = max(1, best * small_groups // groups)
     experts = max(chosen, SHRUNK_EXPERTS)
     if groups > 1:
-        experts = small_groups * max(2, ceil(chosen / small_best), ceil(SHRUNK_EXPERTS / small_groups))
+        experts = small_groups * max(
+            2, ceil(chosen / small_best), ceil(SHRUNK_EXPERTS / small_groups)
+        )
         config["n_group"], config["topk_group"] = small_groups, small_best
     for name in _ints(config, _EXPERTS):
         config[name] = min(config[name], experts) if groups == 1 else experts
@@ -79,11 +121,15 @@ def _shrink_width(config: dict[str, Any], hidden_names: list[str], head_names: l
     config.update(dict.fromkeys(_ints(config, _HEAD_DIM), head_dim))
     for name in _ints(config, _LATENT):
         config[name] = min(config[name], head_dim)
-    if "qk_rope_head_dim" in config and _ints(config, ("head_dim",)):  # multi-head latent attention: the rotary part is what is rotated
+    if "qk_rope_head_dim" in config and _ints(
+        config, ("head_dim",)
+    ):  # multi-head latent attention: the rotary part is what is rotated
         config["head_dim"] = config["qk_rope_head_dim"]
     if _ints(config, ("qk_head_dim",)):
         config["qk_head_dim"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    if _ints(config, ("expand",)) and _ints(config, ("head_dim",)):  # Mamba 2: the heads share the expanded width
+    if _ints(config, ("expand",)) and _ints(
+        config, ("head_dim",)
+    ):  # Mamba 2: the heads share the expanded width
         config["head_dim"] = small_hidden * config["expand"] // small_heads
     if _ints(config, ("rotary_dim",)):
         config["rotary_dim"] = min(config["rotary_dim"], head_dim)
@@ -96,8 +142,12 @@ def _shrink_layers(config: dict[str, Any]) -> None:
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
         if isinstance(config.get(name), list):
             config[name] = config[name][:SHRUNK_LAYERS]
-    if isinstance(config.get("attention_types"), list):  # GPT-Neo: [[kinds, repeats], ...], and its expansion
-        kinds = [kind for pattern, repeats in config["attention_types"] for kind in pattern * repeats][:SHRUNK_LAYERS]
+    if isinstance(
+        config.get("attention_types"), list
+    ):  # GPT-Neo: [[kinds, repeats], ...], and its expansion
+        kinds = [
+            kind for pattern, repeats in config["attention_types"] for kind in pattern * repeats
+        ][:SHRUNK_LAYERS]
         config["attention_types"], config["attention_layers"] = [[kinds, 1]], kinds
 
 
@@ -115,7 +165,11 @@ def _shrink_vocab(config: dict[str, Any]) -> None:
 
 def _silence(config: dict[str, Any]) -> None:
     for name, value in config.items():
-        if any(word in name for word in _NOISE) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if (
+            any(word in name for word in _NOISE)
+            and isinstance(value, (int, float))
+            and not isinstance(value, bool)
+        ):
             config[name] = 0.0
 
 
@@ -124,4 +178,7 @@ def _reset_rope(config: dict[str, Any]) -> None:
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
         if isinstance(rope, dict) and any(isinstance(value, list) for value in rope.values()):
-            config[name] = {"rope_type": "default", "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
+            config[name] = {
+                "rope_type": "default",
+                "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
+            }

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .common import Embedding, Linear, causal_mask, check_heads, check_positive, rotary_tables, rotate, shifted_loss
+from .common import (
+    Embedding,
+    Linear,
+    causal_mask,
+    check_heads,
+    check_positive,
+    rotary_tables,
+    rotate,
+    shifted_loss,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,14 @@ class LlamaConfig:
         sizes = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn", "max_seq")
         check_positive("llama", **{key: getattr(self, key) for key in sizes})
         check_attention_extras("llama", self.head_width, self.window, self.window_every)
-        check_heads("llama", self.hidden, self.heads, self.kv_heads, even_head_dim=True, head_dim=self.head_width)
+        check_heads(
+            "llama",
+            self.hidden,
+            self.heads,
+            self.kv_heads,
+            even_head_dim=True,
+            head_dim=self.head_width,
+        )
 
     @property
     def head_dim(self) -> int:
@@ -50,7 +66,9 @@ class LlamaConfig:
         return Llama(self)
 
 
-def check_attention_extras(model: str, head_width: int | None, window: int, window_every: int) -> None:
+def check_attention_extras(
+    model: str, head_width: int | None, window: int, window_every: int
+) -> None:
     """Raise AutoparError unless a given head width, a given window and its period are integers >= 1."""
     if head_width is not None:
         check_positive(model, head_width=head_width)
@@ -80,7 +98,9 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         grouped = self.kv_heads < self.heads
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=grouped
+        )
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, self.heads * self.head_dim))
 
 
@@ -127,8 +147,12 @@ class Llama(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.embed(input_ids)
-        cos, sin = rotary_tables(input_ids.shape[1], self.config.head_dim, self.config.rope_theta, like=x)
-        visible = causal_mask(x.shape[1], self.config.window, like=x) if self.config.window else None
+        cos, sin = rotary_tables(
+            input_ids.shape[1], self.config.head_dim, self.config.rope_theta, like=x
+        )
+        visible = (
+            causal_mask(x.shape[1], self.config.window, like=x) if self.config.window else None
+        )
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, visible if index % self.config.window_every == 0 else None)
         logits = self.head(self.norm(x))

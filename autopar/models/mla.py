@@ -30,7 +30,9 @@ class MLADims:
     def __post_init__(self) -> None:
         check_positive("latent attention", **asdict(self))
         if self.rotary_dim % 2:
-            raise AutoparError(f"latent attention: rotary_dim={self.rotary_dim} must be even; use {self.rotary_dim + 1}.")
+            raise AutoparError(
+                f"latent attention: rotary_dim={self.rotary_dim} must be even; use {self.rotary_dim + 1}."
+            )
 
     @property
     def query_dim(self) -> int:
@@ -60,13 +62,21 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
         batch, seq, _ = x.shape
         dims, heads = self.dims, self.heads
-        q = self.q_up(self.q_norm(self.q_down(x))).view(batch, seq, heads, dims.query_dim).transpose(1, 2)
+        q = (
+            self.q_up(self.q_norm(self.q_down(x)))
+            .view(batch, seq, heads, dims.query_dim)
+            .transpose(1, 2)
+        )
         latent = self.kv_norm(self.kv_down(x))
         k_plain = self.k_up(latent).view(batch, seq, heads, dims.plain_dim).transpose(1, 2)
         v = self.v_up(latent).view(batch, seq, heads, dims.value_dim).transpose(1, 2)
-        k_rotary = rotate(self.k_rotary(x).unsqueeze(1), cos, sin).expand(batch, heads, seq, dims.rotary_dim)
+        k_rotary = rotate(self.k_rotary(x).unsqueeze(1), cos, sin).expand(
+            batch, heads, seq, dims.rotary_dim
+        )
         q_plain, q_rotary = q.split((dims.plain_dim, dims.rotary_dim), dim=3)
         q = torch.cat((q_plain, rotate(q_rotary, cos, sin)), dim=3)
         k = torch.cat((k_plain, k_rotary), dim=3)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=visible is None
+        )
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, heads * dims.value_dim))

@@ -16,7 +16,17 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 
-from .common import INIT_STD, Embedding, Linear, causal_mask, check_heads, check_positive, rotary_tables, shifted_targets, token_loss
+from .common import (
+    INIT_STD,
+    Embedding,
+    Linear,
+    causal_mask,
+    check_heads,
+    check_positive,
+    rotary_tables,
+    shifted_targets,
+    token_loss,
+)
 from .llama import Attention, SwiGLU, check_attention_extras
 from .mla import LatentAttention, MLADims
 
@@ -53,29 +63,56 @@ class MoEConfig:
     window_every: int = 1
     mla: MLADims | None = None
     mtp: int = 0
-    mtp_coef: float = 0.3  # lambda of DeepSeek-V3 for its first 10T tokens (arXiv:2412.19437, section 4.2)
+    mtp_coef: float = (
+        0.3  # lambda of DeepSeek-V3 for its first 10T tokens (arXiv:2412.19437, section 4.2)
+    )
 
     def __post_init__(self) -> None:
-        sizes = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "top_k", "max_seq")
+        sizes = (
+            "vocab",
+            "hidden",
+            "layers",
+            "heads",
+            "kv_heads",
+            "ffn",
+            "experts",
+            "top_k",
+            "max_seq",
+        )
         check_positive("moe", **{key: getattr(self, key) for key in sizes})
         check_attention_extras("moe", self.head_width, self.window, self.window_every)
         head_dim = self.mla.query_dim if self.mla else self.head_width
-        check_heads("moe", self.hidden, self.heads, self.kv_heads, even_head_dim=self.mla is None, head_dim=head_dim)
+        check_heads(
+            "moe",
+            self.hidden,
+            self.heads,
+            self.kv_heads,
+            even_head_dim=self.mla is None,
+            head_dim=head_dim,
+        )
         if self.mla is not None and self.kv_heads != self.heads:
-            raise AutoparError(f"moe: latent attention has a key and value for each head: kv_heads={self.kv_heads} must be {self.heads}.")
+            raise AutoparError(
+                f"moe: latent attention has a key and value for each head: kv_heads={self.kv_heads} must be {self.heads}."
+            )
         if not 0 <= self.first_dense < self.layers:
-            raise AutoparError(f"moe: first_dense={self.first_dense} must be at least 0 and below layers={self.layers}.")
+            raise AutoparError(
+                f"moe: first_dense={self.first_dense} must be at least 0 and below layers={self.layers}."
+            )
         if self.first_dense or self.dense_ffn:
             check_positive("moe", dense_ffn=self.dense_ffn)
         if self.top_k > self.experts:
-            raise AutoparError(f"moe: top_k={self.top_k} exceeds experts={self.experts}; the largest that works is {self.experts}.")
+            raise AutoparError(
+                f"moe: top_k={self.top_k} exceeds experts={self.experts}; the largest that works is {self.experts}."
+            )
         if self.router_aux_coef < 0:
             raise AutoparError(f"moe: router_aux_coef={self.router_aux_coef} must not be negative.")
         for name in ("shared_ffn", "mtp"):
             if getattr(self, name):
                 check_positive("moe", **{name: getattr(self, name)})
         if not 0 <= self.capacity_factor < float("inf"):
-            raise AutoparError(f"moe: capacity_factor={self.capacity_factor} must be 0 (nothing is dropped) or a positive number.")
+            raise AutoparError(
+                f"moe: capacity_factor={self.capacity_factor} must be 0 (nothing is dropped) or a positive number."
+            )
 
     @property
     def head_dim(self) -> int:
@@ -96,7 +133,9 @@ class Experts(nn.Module):
     def __init__(self, experts: int, hidden: int, ffn: int, capacity_factor: float = 0.0) -> None:
         super().__init__()
         self.capacity_factor = float(capacity_factor)
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * ffn, hidden))  # gate's rows, then up's
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(experts, 2 * ffn, hidden)
+        )  # gate's rows, then up's
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, ffn))
         self.reset_parameters()
 
@@ -106,7 +145,16 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return torch.ops.autopar.routed_experts(
-            x, index, weights, self.gate_up_proj, None, self.down_proj, None, "gated:silu", False, self.capacity_factor
+            x,
+            index,
+            weights,
+            self.gate_up_proj,
+            None,
+            self.down_proj,
+            None,
+            "gated:silu",
+            False,
+            self.capacity_factor,
         )
 
 
@@ -147,16 +195,24 @@ class MoEBlock(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         if config.mla is not None:
-            self.attention = LatentAttention(config.hidden, config.heads, config.mla, config.norm_eps)
+            self.attention = LatentAttention(
+                config.hidden, config.heads, config.mla, config.norm_eps
+            )
         else:
-            self.attention = Attention(config.hidden, config.heads, config.kv_heads, config.head_dim)
+            self.attention = Attention(
+                config.hidden, config.heads, config.kv_heads, config.head_dim
+            )
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.dense = dense
         self.mlp = SwiGLU(config.hidden, config.dense_ffn) if dense else RoutedMLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         x = x + self.attention(self.attention_norm(x), cos, sin, visible)
-        mixed, balance = (self.mlp(self.mlp_norm(x)), None) if self.dense else self.mlp(self.mlp_norm(x))
+        mixed, balance = (
+            (self.mlp(self.mlp_norm(x)), None) if self.dense else self.mlp(self.mlp_norm(x))
+        )
         return x + mixed, balance
 
 
@@ -170,11 +226,15 @@ class LaterToken(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.state_norm, self.token_norm, self.norm = (nn.RMSNorm(config.hidden, eps=config.norm_eps) for _ in range(3))
+        self.state_norm, self.token_norm, self.norm = (
+            nn.RMSNorm(config.hidden, eps=config.norm_eps) for _ in range(3)
+        )
         self.proj = Linear(2 * config.hidden, config.hidden)
         self.layer = MoEBlock(config)
 
-    def forward(self, x: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         earlier = F.pad(x, (0, 0, 1, 0))[:, :-1]
         both = torch.cat((self.state_norm(earlier), self.token_norm(embedded)), dim=2)
         return self.layer(self.proj(both), cos, sin, visible)
@@ -191,7 +251,9 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(MoEBlock(config, dense=index < config.first_dense) for index in range(config.layers))
+        self.layers = nn.ModuleList(
+            MoEBlock(config, dense=index < config.first_dense) for index in range(config.layers)
+        )
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.head = Linear(config.hidden, config.vocab)
         self.later = nn.ModuleList(LaterToken(config) for _ in range(config.mtp))
@@ -210,7 +272,9 @@ class MoE(nn.Module):
             embedded = self.embed(input_ids)
             x, more = module(x, embedded, *self._positions(embedded))
             balance = balance + more
-            loss = loss + token_loss(self.head(module.norm(x)), targets) * (config.mtp_coef / config.mtp)
+            loss = loss + token_loss(self.head(module.norm(x)), targets) * (
+                config.mtp_coef / config.mtp
+            )
         return loss + config.router_aux_coef * balance if config.router_aux_coef else loss
 
     def body(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +282,9 @@ class MoE(nn.Module):
         cos, sin, visible = self._positions(x)
         balance = 0.0
         for index, layer in enumerate(self.layers):
-            x, layer_balance = layer(x, cos, sin, visible if index % self.config.window_every == 0 else None)
+            x, layer_balance = layer(
+                x, cos, sin, visible if index % self.config.window_every == 0 else None
+            )
             balance = balance if layer_balance is None else balance + layer_balance
         return x, balance
 

@@ -17,12 +17,32 @@ from .moe import MoEConfig
 __all__ = ["ModelSpec", "NativeSpec", "parse_model"]
 
 # The text's key -> the config's field.
-_COMMON_KEYS = {"layers": "layers", "hidden": "hidden", "heads": "heads", "vocab": "vocab", "ffn": "ffn", "seq": "max_seq",
-                "window": "window", "tied": "tie_embeddings"}
+_COMMON_KEYS = {
+    "layers": "layers",
+    "hidden": "hidden",
+    "heads": "heads",
+    "vocab": "vocab",
+    "ffn": "ffn",
+    "seq": "max_seq",
+    "window": "window",
+    "tied": "tie_embeddings",
+}
 _GPT_KEYS = {**_COMMON_KEYS, "positions": "positions", "parallel_block": "parallel_block"}
-_LLAMA_KEYS = {**_COMMON_KEYS, "kv_heads": "kv_heads", "head_dim": "head_width", "window_every": "window_every"}
-_MOE_KEYS = {**_LLAMA_KEYS, "experts": "experts", "top_k": "top_k", "shared_ffn": "shared_ffn", "first_dense": "first_dense",
-             "dense_ffn": "dense_ffn", "mtp": "mtp"}
+_LLAMA_KEYS = {
+    **_COMMON_KEYS,
+    "kv_heads": "kv_heads",
+    "head_dim": "head_width",
+    "window_every": "window_every",
+}
+_MOE_KEYS = {
+    **_LLAMA_KEYS,
+    "experts": "experts",
+    "top_k": "top_k",
+    "shared_ffn": "shared_ffn",
+    "first_dense": "first_dense",
+    "dense_ffn": "dense_ffn",
+    "mtp": "mtp",
+}
 _TEXTS = ("positions",)
 _SWITCHES = ("tied", "parallel_block")
 _SWITCH_VALUES = {"true": True, "false": False, "1": True, "0": False}
@@ -57,7 +77,9 @@ def parse_model(text: str) -> ModelSpec:
     if "=" in rest:
         near = difflib.get_close_matches(head, _FAMILIES, n=1, cutoff=0.3)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise AutoparError(f"Unknown model family '{head}'; the families are {', '.join(_FAMILIES)}{hint}")
+        raise AutoparError(
+            f"Unknown model family '{head}'; the families are {', '.join(_FAMILIES)}{hint}"
+        )
     return FunctionSpec.of(text)
 
 
@@ -76,14 +98,18 @@ def _parse_dimensions(family: str, text: str) -> NativeConfig:
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
-            raise AutoparError(f"{family}: '{item}' is not key=value; an example is {family}:layers=2,hidden=64,heads=4,vocab=256.")
+            raise AutoparError(
+                f"{family}: '{item}' is not key=value; an example is {family}:layers=2,hidden=64,heads=4,vocab=256."
+            )
         if key not in keys:
             raise AutoparError(_unknown_key(family, key, keys))
         if key in given:
             raise AutoparError(f"{family}: {key} is given twice, as {given[key]} and {value}.")
         given[key] = _value(family, key, value)
     if missing := [key for key in _REQUIRED if key not in given]:
-        raise AutoparError(f"{family}: missing {', '.join(missing)}; {', '.join(_REQUIRED)} are required.")
+        raise AutoparError(
+            f"{family}: missing {', '.join(missing)}; {', '.join(_REQUIRED)} are required."
+        )
     if "kv_heads" in keys:
         given.setdefault("kv_heads", given["heads"])
     if family != "gpt":

@@ -19,21 +19,36 @@ def _convolution(call: Call) -> OpDims:
     batch = ("n",) if x.dim() == weight.dim() else ()
     transposed = bool(call.arg("transposed", False)) or "transpose" in call.node.target._schema.name
     groups = call.arg("groups", 1)
-    flops = 2 * weight[0].numel()  # a weight of (o, i, *k) works on every output position, a transposed one of (i, o, *k) on every input
+    flops = (
+        2 * weight[0].numel()
+    )  # a weight of (o, i, *k) works on every output position, a transposed one of (i, o, *k) on every input
     for size in (x if transposed else call.results[0]).shape:
         flops = flops * size
     if groups == 1:
-        sizes = {"o": weight.shape[1 if transposed else 0], "i": weight.shape[0 if transposed else 1]}
+        sizes = {
+            "o": weight.shape[1 if transposed else 0],
+            "i": weight.shape[0 if transposed else 1],
+        }
         entry, out, summed, additive = "i", "o", frozenset("i"), frozenset({2})
         channels = ("i", "o") if transposed else ("o", "i")
         special = {}
     else:
         entry = out = "!g" if transposed else "g"
-        sizes, summed, additive, channels, special = {entry: groups}, frozenset(), frozenset(), (out, "!c"), {"g": LOCAL_GROUPS}
+        sizes, summed, additive, channels, special = (
+            {entry: groups},
+            frozenset(),
+            frozenset(),
+            (out, "!c"),
+            {"g": LOCAL_GROUPS},
+        )
     bias = [(out,)] * (len(call.tensors) - 2)
     with_bias = frozenset({2} if bias else ())
     return OpDims(
-        ((*batch, entry, *(f"!s{k}" for k in range(space))), (*channels, *(f"!k{k}" for k in range(space))), *bias),
+        (
+            (*batch, entry, *(f"!s{k}" for k in range(space))),
+            (*channels, *(f"!k{k}" for k in range(space))),
+            *bias,
+        ),
         ((*batch, out, *(f"!r{k}" for k in range(space))),),
         sizes | {x: x_size for x, x_size in zip(batch, x.shape, strict=False)},
         summed,
@@ -53,7 +68,13 @@ def _group_norm(call: Call) -> OpDims:
     letters = ("n", group, *(f"!s{k}" for k in range(x.dim() - 2)))
     out = ("n", group, *(f"!r{k}" for k in range(x.dim() - 2)))
     sizes = {"n": x.shape[0], group: call.arg("num_groups")}
-    return OpDims((letters, *((group,) for _ in affine)), (out,), sizes, even=frozenset("g"), special={"g": LOCAL_GROUPS})
+    return OpDims(
+        (letters, *((group,) for _ in affine)),
+        (out,),
+        sizes,
+        even=frozenset("g"),
+        special={"g": LOCAL_GROUPS},
+    )
 
 
 def _instance_norm(call: Call) -> OpDims:
@@ -63,7 +84,12 @@ def _instance_norm(call: Call) -> OpDims:
     x, *per_channel = call.tensors
     letters = ("n", "c", *(f"!s{k}" for k in range(x.dim() - 2)))
     out = ("n", "c", *(f"!r{k}" for k in range(x.dim() - 2)))
-    return OpDims((letters, *(("c",) for _ in per_channel)), (out,), {"n": x.shape[0], "c": x.shape[1]}, even=frozenset("c"))
+    return OpDims(
+        (letters, *(("c",) for _ in per_channel)),
+        (out,),
+        {"n": x.shape[0], "c": x.shape[1]},
+        even=frozenset("c"),
+    )
 
 
 def _spatial(space: int, linear: bool) -> Rule:
@@ -77,7 +103,11 @@ CONVOLUTIONS: dict[str, Rule] = {
     ),
     "group_norm": _group_norm,
     "instance_norm": _instance_norm,
-    **{f"{kind}_pool{n}d": _spatial(n, kind != "max") for n in (1, 2, 3) for kind in ("max", "avg", "adaptive_avg")},
+    **{
+        f"{kind}_pool{n}d": _spatial(n, kind != "max")
+        for n in (1, 2, 3)
+        for kind in ("max", "avg", "adaptive_avg")
+    },
     **{f"upsample_nearest{n}d": _spatial(n, True) for n in (1, 2, 3)},
     "upsample_linear1d": _spatial(1, True),
     "upsample_bilinear2d": _spatial(2, True),

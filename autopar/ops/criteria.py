@@ -26,11 +26,16 @@ def _elementwise_loss(call: Call) -> OpDims:
             sizes[f"d{k}"] = size if same(sizes[f"d{k}"], 1) else sizes[f"d{k}"]
     letters = tuple(sizes)
     inputs = tuple(
-        tuple(letters[k] if same(size, sizes[letters[k]]) else f"!{k}" for k, size in enumerate(t.shape, start=rank - t.dim()))
+        tuple(
+            letters[k] if same(size, sizes[letters[k]]) else f"!{k}"
+            for k, size in enumerate(t.shape, start=rank - t.dim())
+        )
         for t in call.tensors
     )
     summed = reduction == _SUM
-    return OpDims(inputs, (() if summed else letters,), sizes, frozenset(letters) if summed else frozenset())
+    return OpDims(
+        inputs, (() if summed else letters,), sizes, frozenset(letters) if summed else frozenset()
+    )
 
 
 def _class_loss(call: Call) -> OpDims:
@@ -58,7 +63,10 @@ def _row_loss(call: Call) -> OpDims:
 
     def letters(operand: Node) -> Letters:
         shape = operand.meta["val"].shape
-        return tuple("n" if k == 0 and operand is not weight and same(size, rows) else f"!{k}" for k, size in enumerate(shape))
+        return tuple(
+            "n" if k == 0 and operand is not weight and same(size, rows) else f"!{k}"
+            for k, size in enumerate(shape)
+        )
 
     inputs = tuple(map(letters, call.operands))
     return OpDims(inputs, (("n",),), {"n": rows})
@@ -74,6 +82,12 @@ CRITERIA: dict[str, Rule] = {
     ),
     **dict.fromkeys(("nll_loss", "nll_loss2d", "nll_loss_nd"), _class_loss),
     **dict.fromkeys(
-        ("multi_margin_loss", "multilabel_margin_loss", "triplet_margin_loss", "cosine_embedding_loss"), _row_loss
+        (
+            "multi_margin_loss",
+            "multilabel_margin_loss",
+            "triplet_margin_loss",
+            "cosine_embedding_loss",
+        ),
+        _row_loss,
     ),
 }

@@ -57,14 +57,19 @@ class Call:
 def operands(node: Node) -> list[Node]:
     """Tensor-valued argument nodes of a call in order, with repetition."""
     found: list[Node] = []
-    torch.fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) if isinstance(n.meta.get("val"), torch.Tensor) else None)
+    torch.fx.map_arg(
+        (node.args, node.kwargs),
+        lambda n: found.append(n) if isinstance(n.meta.get("val"), torch.Tensor) else None,
+    )
     return found
 
 
 def results(node: Node) -> list[torch.Tensor]:
     """The tensors that a node returns."""
     val = node.meta.get("val")
-    return [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)]
+    return [
+        v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)
+    ]
 
 
 def letters_of(entry: str) -> list[str]:
@@ -80,7 +85,11 @@ def locate(term: Letters, letter: str) -> tuple[int, Pattern] | None:
         body, _, sizes = entry.partition("|")
         names = body.split("*")
         if letter in names:
-            pattern = sectioned(tuple(map(int, sizes.split(":")))) if sizes else Pattern(rows=names.index(letter) > 0)
+            pattern = (
+                sectioned(tuple(map(int, sizes.split(":"))))
+                if sizes
+                else Pattern(rows=names.index(letter) > 0)
+            )
             return dim, pattern
     return None
 
@@ -160,7 +169,12 @@ class OpDims:
     @property
     def letters(self) -> tuple[str, ...]:
         """Letters that may be sharded, in order of appearance."""
-        seen = dict.fromkeys(letter for dims in (*self.inputs, *self.outputs) for entry in dims for letter in letters_of(entry))
+        seen = dict.fromkeys(
+            letter
+            for dims in (*self.inputs, *self.outputs)
+            for entry in dims
+            for letter in letters_of(entry)
+        )
         return tuple(seen)
 
 
@@ -193,10 +207,16 @@ def einsum(
         rename = {letter: f"!{letter}" for letter in fixed_letters}
         inputs = [tuple(rename.get(x, x) for x in term) for term in inputs]
         outputs = [tuple(rename.get(x, x) for x in term) for term in outputs]
-        sizes = {x: s for term, t in zip(inputs, tensors, strict=False) for x, s in zip(term, t.shape, strict=True)}
+        sizes = {
+            x: s
+            for term, t in zip(inputs, tensors, strict=False)
+            for x, s in zip(term, t.shape, strict=True)
+        }
         reached = {x for term in outputs for x in term}
         summed = frozenset(x for x in sizes if x not in reached and not x.startswith("!"))
-        added = frozenset(i for i in additive if i < len(inputs))  # with a bias the op is affine: linear in operand and bias together
+        added = frozenset(
+            i for i in additive if i < len(inputs)
+        )  # with a bias the op is affine: linear in operand and bias together
         groups = tuple(frozenset(i for i in group if i < len(inputs)) | added for group in linear)
         return OpDims(
             tuple(inputs),
@@ -236,7 +256,11 @@ def at_batch(size: Any, rows: int) -> int:
         return int(size)
     expr = size.node.expr
     terms = _polynomial(expr)
-    return int(expr.subs({s: rows for s in expr.free_symbols})) if terms is None else sum(factor * rows**power for power, factor in terms)
+    return (
+        int(expr.subs({s: rows for s in expr.free_symbols}))
+        if terms is None
+        else sum(factor * rows**power for power, factor in terms)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -244,7 +268,11 @@ def _polynomial(expr: sympy.Expr) -> tuple[tuple[int, int], ...] | None:
     """(power, factor) of the terms of a polynomial in the batch, which nearly all sizes are; None for anything else."""
     batch = next(iter(expr.free_symbols))
     found = expr.as_poly(batch)
-    if found is None or len(expr.free_symbols) > 1 or not all(factor.is_Integer for factor in found.coeffs()):
+    if (
+        found is None
+        or len(expr.free_symbols) > 1
+        or not all(factor.is_Integer for factor in found.coeffs())
+    ):
         return None
     return tuple((power, int(factor)) for (power,), factor in found.terms())
 

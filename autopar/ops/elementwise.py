@@ -60,6 +60,9 @@ ELEMENTWISE: dict[str, Rule] = {
     "bucketize": keep_dims(lambda call: []),
     "isin": keep_dims(lambda call: []),
     "one_hot": _one_hot,
-    **dict.fromkeys(("neg", "to", "clone", "contiguous", "detach", "alias", "positive"), pointwise(linear=((0,),))),
+    **dict.fromkeys(
+        ("neg", "to", "clone", "contiguous", "detach", "alias", "positive"),
+        pointwise(linear=((0,),)),
+    ),
     **dict.fromkeys(_NONLINEAR, pointwise()),
 }

@@ -31,18 +31,32 @@ def equation_rule(name: str, text: str) -> Rule:
                 f"{given} and {len(call.results)} results",
             )
         sizes: dict[str, object] = {}
-        for term, tensor in [*zip(operands, call.tensors, strict=False), *zip(results, call.results, strict=True)]:
+        for term, tensor in [
+            *zip(operands, call.tensors, strict=False),
+            *zip(results, call.results, strict=True),
+        ]:
             fixed = sum(not x.endswith("..") for x in term)
             if tensor.dim() < fixed or (tensor.dim() > fixed and fixed == len(term)):
                 shape = tuple(map(str, tensor.shape))
-                raise _error(name, text, f"the term {' '.join(term)!r} has {fixed} dims; the tensor has {tensor.dim()}, {shape}")
+                raise _error(
+                    name,
+                    text,
+                    f"the term {' '.join(term)!r} has {fixed} dims; the tensor has {tensor.dim()}, {shape}",
+                )
             spread = tensor.dim() - fixed
             at = 0
             for letter in term:
                 for k in range(spread if letter.endswith("..") else 1):
-                    size, whole = tensor.shape[at], sizes.setdefault(f"{letter}{k}", tensor.shape[at])
+                    size, whole = (
+                        tensor.shape[at],
+                        sizes.setdefault(f"{letter}{k}", tensor.shape[at]),
+                    )
                     if not letter.startswith("!") and not same(size, whole):
-                        raise _error(name, text, f"dim {letter!r} has size {whole} in one tensor and {size} in another; shapes {given}")
+                        raise _error(
+                            name,
+                            text,
+                            f"dim {letter!r} has size {whole} in one tensor and {size} in another; shapes {given}",
+                        )
                     at += 1
         return rule(call)
 
@@ -57,7 +71,11 @@ def _parse(name: str, text: str) -> tuple[list[list[str]], list[list[str]]]:
     for term in (*operands, *right):
         for x in term:
             if not _LETTER.fullmatch(x):
-                raise _error(name, text, f"{x!r} is no letter; letters are words such as b or !d, '..' after them for many dims")
+                raise _error(
+                    name,
+                    text,
+                    f"{x!r} is no letter; letters are words such as b or !d, '..' after them for many dims",
+                )
         if sum(x.endswith("..") for x in term) > 1:
             raise _error(name, text, f"the term {' '.join(term)!r} has '..' twice")
         if len(set(term)) < len(term):
@@ -65,7 +83,11 @@ def _parse(name: str, text: str) -> tuple[list[list[str]], list[list[str]]]:
     known = {x for term in operands for x in term}
     unknown = [x for term in right for x in term if x not in known and not x.startswith("!")]
     if unknown:
-        raise _error(name, text, f"the result's letter {unknown[0]!r} is in no operand; a dim that the op makes is written '!{unknown[0]}'")
+        raise _error(
+            name,
+            text,
+            f"the result's letter {unknown[0]!r} is in no operand; a dim that the op makes is written '!{unknown[0]}'",
+        )
     return operands, right
 
 

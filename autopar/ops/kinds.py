@@ -24,15 +24,31 @@ def pointwise(linear: tuple[tuple[int, ...], ...] = (), all_linear: bool = False
         inputs = []
         for t in call.tensors:
             offset = len(out) - t.dim()
-            inputs.append(tuple(letters[offset + k] if same(s, out[offset + k]) else f"!{k}" for k, s in enumerate(t.shape)))
+            inputs.append(
+                tuple(
+                    letters[offset + k] if same(s, out[offset + k]) else f"!{k}"
+                    for k, s in enumerate(t.shape)
+                )
+            )
         count = len(inputs)
-        groups = (frozenset(range(count)),) if all_linear else tuple(frozenset(g) for g in linear if max(g) < count)
-        return OpDims(tuple(inputs), (letters,) * len(call.results), sizes | {f"!{k}": 1 for k in range(len(out))}, linear=groups)
+        groups = (
+            (frozenset(range(count)),)
+            if all_linear
+            else tuple(frozenset(g) for g in linear if max(g) < count)
+        )
+        return OpDims(
+            tuple(inputs),
+            (letters,) * len(call.results),
+            sizes | {f"!{k}": 1 for k in range(len(out))},
+            linear=groups,
+        )
 
     return rule
 
 
-def keep_dims(fixed: Callable[[Call], list[int]], linear: bool = False, free: bool = False, even: bool = False) -> Rule:
+def keep_dims(
+    fixed: Callable[[Call], list[int]], linear: bool = False, free: bool = False, even: bool = False
+) -> Rule:
     """Result has the first operand's dims; the dims that `fixed` names cannot be sharded.  Further operands are replicated.
 
     `free`: a view.  `even`: the other dims shard evenly or not at all, for ops that refuse empty tensors.
@@ -43,7 +59,11 @@ def keep_dims(fixed: Callable[[Call], list[int]], linear: bool = False, free: bo
         letters = tuple(f"!{k}" if k in frozen else f"d{k}" for k in range(first.dim()))
         others = tuple(tuple(f"!o{k}" for k in range(t.dim())) for t in call.tensors[1:])
         outputs = tuple(
-            tuple(letters[k] if k < first.dim() and k not in frozen else f"!r{k}" for k in range(t.dim())) for t in call.results
+            tuple(
+                letters[k] if k < first.dim() and k not in frozen else f"!r{k}"
+                for k in range(t.dim())
+            )
+            for t in call.results
         )
         return OpDims(
             (letters, *others),

@@ -13,17 +13,26 @@ from autopar.ops.strategies import named_strategy, replicated, replicated_partia
 from autopar.ops.values import operand_names, result_names
 
 
-def check_legal(node: Node, choices: Mapping[str, AxisChoice], grads: Mapping[str, bool], block: str) -> None:
+def check_legal(
+    node: Node, choices: Mapping[str, AxisChoice], grads: Mapping[str, bool], block: str
+) -> None:
     """Refuse a choice that is none of the op's strategies: running it would compute something else.
 
     `choices` are those of the op `node` of `block` by axis, `grads` says of each value whether a gradient flows through it.
     """
-    inputs, outputs = [grads[n] for n in operand_names(node)], [grads[n] for n in result_names(node)]
+    inputs, outputs = (
+        [grads[n] for n in operand_names(node)],
+        [grads[n] for n in result_names(node)],
+    )
     legal = [replicated(len(inputs), len(outputs)), replicated_partial(inputs, outputs)]
     dims = op_dims(node)
     for axis, choice in choices.items():
         named = named_strategy(dims, choice.strategy, inputs, outputs) if dims is not None else None
-        if not any((s.name, s.inputs, s.outputs) == (choice.strategy, choice.inputs, choice.outputs) for s in (*legal, named) if s):
+        if not any(
+            (s.name, s.inputs, s.outputs) == (choice.strategy, choice.inputs, choice.outputs)
+            for s in (*legal, named)
+            if s
+        ):
             raise AutoparError(
                 f"the plan runs op {node.name!r} of block {shown(block)} over {axis} as {shown(choice.strategy)} ("
                 f"{', '.join(map(str, choice.inputs))} -> {', '.join(map(str, choice.outputs))}), which is no strategy of "

@@ -18,7 +18,9 @@ def _embedding(call: Call) -> OpDims:
     fixed = "v" if is_symbolic(call.tensors[0].shape[0]) else ""
     if call.arg("scale_grad_by_freq", False):
         return whole(call)
-    return einsum("v h, b.. -> b.. h", linear=((0,),), special={"v": "vocab_parallel_embedding"}, fixed=fixed)(call)
+    return einsum(
+        "v h, b.. -> b.. h", linear=((0,),), special={"v": "vocab_parallel_embedding"}, fixed=fixed
+    )(call)
 
 
 def _placed(call: Call) -> tuple[list[int], Letters, Letters, dict]:
@@ -49,11 +51,17 @@ def _broadcast(tensors: list[torch.Tensor]) -> list:
 def _aligned(tensor: torch.Tensor, letters: Letters, sizes: dict) -> Letters:
     """Letters of a tensor that broadcasts to `letters`; stretched dims are fixed."""
     offset = len(letters) - tensor.dim()
-    return tuple(letters[offset + k] if same(s, sizes[letters[offset + k]]) else f"!{k}" for k, s in enumerate(tensor.shape))
+    return tuple(
+        letters[offset + k] if same(s, sizes[letters[offset + k]]) else f"!{k}"
+        for k, s in enumerate(tensor.shape)
+    )
 
 
 def _boolean(call: Call) -> bool:
-    return any(index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8) for index in call.arg("indices"))
+    return any(
+        index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8)
+        for index in call.arg("indices")
+    )
 
 
 def _index(call: Call) -> OpDims:
@@ -73,7 +81,10 @@ def _index_put(call: Call) -> OpDims:
     adds = bool(call.arg("accumulate", False))
     if not adds:
         rename = {x: f"!{x}" for x in out if x.startswith("e")}
-        out, sizes = tuple(rename.get(x, x) for x in out), {rename.get(x, x): s for x, s in sizes.items()}
+        out, sizes = (
+            tuple(rename.get(x, x) for x in out),
+            {rename.get(x, x): s for x, s in sizes.items()},
+        )
     entries = tuple(x for x in out if x.lstrip("!").startswith("e"))
     indices = tuple(_aligned(call.arg("indices")[k].meta["val"], entries, sizes) for k in at)
     values = _aligned(call.tensors[-1], out, sizes)
@@ -91,9 +102,15 @@ def _index_select(call: Call) -> OpDims:
     source, index = call.tensors
     dim = call.dim()
     letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(source.dim()))
-    sizes = dict(zip(letters, source.shape, strict=True)) | {"e": call.results[0].shape[dim] if source.dim() else 1}
+    sizes = dict(zip(letters, source.shape, strict=True)) | {
+        "e": call.results[0].shape[dim] if source.dim() else 1
+    }
     out = tuple("e" if k == dim else x for k, x in enumerate(letters))
-    return OpDims((letters, ("e",) * index.dim()), (out,), sizes, linear=(frozenset({0}),)) if source.dim() else whole(call)
+    return (
+        OpDims((letters, ("e",) * index.dim()), (out,), sizes, linear=(frozenset({0}),))
+        if source.dim()
+        else whole(call)
+    )
 
 
 def _write(adding: bool, linear: bool = True) -> Rule:
@@ -129,7 +146,9 @@ def _gather(call: Call) -> OpDims:
     free = [k != dim and same(source.shape[k], index.shape[k]) for k in range(source.dim())]
     letters = tuple(f"d{k}" if free[k] else f"!{k}" for k in range(source.dim()))
     picked = tuple(x if free[k] else "e" if k == dim else f"!i{k}" for k, x in enumerate(letters))
-    sizes = dict(zip(letters, source.shape, strict=True)) | dict(zip(picked, index.shape, strict=True))
+    sizes = dict(zip(letters, source.shape, strict=True)) | dict(
+        zip(picked, index.shape, strict=True)
+    )
     return OpDims((letters, picked), (picked,), sizes, linear=(frozenset({0}),))
 
 
@@ -141,9 +160,16 @@ def _take_along_dim(call: Call) -> OpDims:
     dim, shape = call.dim(), call.results[0].shape
     out = tuple("e" if k == dim else f"d{k}" for k in range(source.dim()))
     sizes = dict(zip(out, shape, strict=True))
-    left = tuple(x if k != dim and same(source.shape[k], shape[k]) else f"!{k}" for k, x in enumerate(out))
+    left = tuple(
+        x if k != dim and same(source.shape[k], shape[k]) else f"!{k}" for k, x in enumerate(out)
+    )
     right = tuple(x if same(index.shape[k], shape[k]) else f"!i{k}" for k, x in enumerate(out))
-    return OpDims((left, right), (out,), sizes | {x: 1 for x in (*left, *right) if x not in sizes}, linear=(frozenset({0}),))
+    return OpDims(
+        (left, right),
+        (out,),
+        sizes | {x: 1 for x in (*left, *right) if x not in sizes},
+        linear=(frozenset({0}),),
+    )
 
 
 def _scatter(adding: bool) -> Rule:
@@ -154,15 +180,28 @@ def _scatter(adding: bool) -> Rule:
         if not target.dim() or not index.dim():
             return whole(call)
         dim = call.dim()
-        free = [k != dim and all(same(t.shape[k], target.shape[k]) for t in (index, *src)) for k in range(target.dim())]
-        whole_entries = all(same(t.shape[dim], index.shape[dim]) for t in src)  # src may be longer than index
+        free = [
+            k != dim and all(same(t.shape[k], target.shape[k]) for t in (index, *src))
+            for k in range(target.dim())
+        ]
+        whole_entries = all(
+            same(t.shape[dim], index.shape[dim]) for t in src
+        )  # src may be longer than index
         entry = "e" if adding and whole_entries else "!e"
         letters = tuple(f"d{k}" if free[k] else f"!{k}" for k in range(target.dim()))
-        entries = tuple(x if free[k] else entry if k == dim else f"!i{k}" for k, x in enumerate(letters))
-        sizes = dict(zip(letters, target.shape, strict=True)) | dict(zip(entries, index.shape, strict=True))
-        summed, added = (frozenset({"e"}), frozenset({0})) if entry == "e" else (frozenset(), frozenset())
+        entries = tuple(
+            x if free[k] else entry if k == dim else f"!i{k}" for k, x in enumerate(letters)
+        )
+        sizes = dict(zip(letters, target.shape, strict=True)) | dict(
+            zip(entries, index.shape, strict=True)
+        )
+        summed, added = (
+            (frozenset({"e"}), frozenset({0})) if entry == "e" else (frozenset(), frozenset())
+        )
         linear = (frozenset({0, 2}),) if src and call.arg("reduce") is None else ()
-        return OpDims((letters, entries, *(entries for _ in src)), (letters,), sizes, summed, added, linear)
+        return OpDims(
+            (letters, entries, *(entries for _ in src)), (letters,), sizes, summed, added, linear
+        )
 
     return rule
 
@@ -173,7 +212,11 @@ def _slice_scatter(call: Call) -> OpDims:
     dim = call.dim(default=0)
     letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(target.dim()))
     sizes = dict(zip(letters, target.shape, strict=True))
-    source = tuple("!s" if k == dim else x for k, x in enumerate(letters) if k != dim or src.dim() == target.dim())
+    source = tuple(
+        "!s" if k == dim else x
+        for k, x in enumerate(letters)
+        if k != dim or src.dim() == target.dim()
+    )
     return OpDims((letters, source), (letters,), sizes, linear=(frozenset({0, 1}),))
 
 

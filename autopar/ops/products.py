@@ -15,7 +15,10 @@ def biased(bias_at: Letters, left: Letters, right: Letters) -> Rule:
         bias, a, b = call.tensors
         sizes = dict(zip((*left, *right), (*a.shape, *b.shape), strict=True))
         offset = len(bias_at) - bias.dim()
-        letters = tuple(x if same(s, sizes[x]) else f"!{x}" for x, s in zip(bias_at[offset:], bias.shape, strict=True))
+        letters = tuple(
+            x if same(s, sizes[x]) else f"!{x}"
+            for x, s in zip(bias_at[offset:], bias.shape, strict=True)
+        )
         return OpDims(
             (letters, left, right),
             (bias_at,),
@@ -34,9 +37,13 @@ def _einsum(call: Call) -> OpDims:
     terms, arrow, out = call.arg("equation").replace(" ", "").partition("->")
     if not arrow:
         letters = [x for x in terms.replace("...", "") if x != ","]
-        out = ("..." if "..." in terms else "") + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+        out = ("..." if "..." in terms else "") + "".join(
+            sorted(x for x in set(letters) if letters.count(x) == 1)
+        )
     tensors, names = call.tensors, terms.split(",")
-    extra = max(t.dim() - len(name.replace("...", "")) for t, name in zip(tensors, names, strict=True))
+    extra = max(
+        t.dim() - len(name.replace("...", "")) for t, name in zip(tensors, names, strict=True)
+    )
 
     def spelled(name: str, rank: int) -> list[str]:
         lead, dots, rest = name.partition("...")
@@ -52,7 +59,10 @@ def _einsum(call: Call) -> OpDims:
     twice = {x for term in inputs for x in term if term.count(x) > 1}
 
     def fixed(term: list[str], shape) -> Letters:
-        return tuple(f"!{x}" if x in twice or not same(s, sizes[x]) else x for x, s in zip(term, shape, strict=True))
+        return tuple(
+            f"!{x}" if x in twice or not same(s, sizes[x]) else x
+            for x, s in zip(term, shape, strict=True)
+        )
 
     named = tuple(fixed(term, t.shape) for term, t in zip(inputs, tensors, strict=True))
     sizes |= {x: sizes[x[1:]] for term in named for x in term if x.startswith("!")}
@@ -80,7 +90,11 @@ def _solve_triangular(call: Call) -> OpDims:
     system, known = call.tensors
     out, left = call.results[0], call.arg("left", True)
     batch, free = batch_letters(out), out.shape[-1 if left else -2]
-    sizes = dict(zip(batch, out.shape[:-2], strict=True)) | {"!n": system.shape[-1], "k": free, "!b": 1}
+    sizes = dict(zip(batch, out.shape[:-2], strict=True)) | {
+        "!n": system.shape[-1],
+        "k": free,
+        "!b": 1,
+    }
     last = ("!n", "k") if left else ("k", "!n")
     inputs = ((*batch_letters(out, system), "!n", "!n"), (*batch_letters(out, known), *last))
     return OpDims(inputs, ((*batch, *last),), sizes, linear=(frozenset({1}),))

@@ -19,4 +19,8 @@ def drops(node: Node) -> bool:
 def draws_otherwise(node: Node) -> bool:
     """Whether a call may draw random numbers by other ways than dropout, from PyTorch's global generator."""
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags and op_name(node) != "aten::dropout" and not is_attention(node)
+    return (
+        torch.Tag.nondeterministic_seeded in tags
+        and op_name(node) != "aten::dropout"
+        and not is_attention(node)
+    )

@@ -14,7 +14,16 @@ from torch.fx import Node
 from autopar.ir.calls import is_attention
 from autopar.ir.sharding import CONTIGUOUS, Pattern
 from autopar.ir.traced import Source, TracedModel
-from autopar.ops.dims import Call, Letters, OpDims, compose, has_batch, letters_of, locate, wanted_of
+from autopar.ops.dims import (
+    Call,
+    Letters,
+    OpDims,
+    compose,
+    has_batch,
+    letters_of,
+    locate,
+    wanted_of,
+)
 from autopar.ops.rules import op_dims
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_name
 
@@ -30,7 +39,9 @@ class Reach:
     """The dims of a model, and which ops and segment edges connect them."""
 
     dims: list[dict[str, OpDims | None]]
-    terms: list[dict[str, list[tuple[OpDims, Letters, list[tuple[str, Letters]]]]]]  # class -> value -> ops that touch it
+    terms: list[
+        dict[str, list[tuple[OpDims, Letters, list[tuple[str, Letters]]]]]
+    ]  # class -> value -> ops that touch it
     edges: dict[tuple[int, str], set[tuple[int, str]]]
 
     def spread(self, seeds: set[Mark]) -> Marks:
@@ -41,7 +52,9 @@ class Reach:
             found = {(*other, dim, pattern) for other in self.edges.get((index, value), ())}
             for dims, term, places in self.terms[index].get(value, ()):
                 if dim < len(term):
-                    found |= {(index, *place) for place in _neighbours(dims, term, dim, pattern, places)}
+                    found |= {
+                        (index, *place) for place in _neighbours(dims, term, dim, pattern, places)
+                    }
             stack += found - seen
             seen |= found
         result: list[dict[str, set]] = [defaultdict(set) for _ in self.dims]
@@ -50,10 +63,14 @@ class Reach:
         return [{value: frozenset(places) for value, places in found.items()} for found in result]
 
 
-def _neighbours(dims: OpDims, term: Letters, dim: int, pattern: Pattern, places: list[tuple[str, Letters]]):
+def _neighbours(
+    dims: OpDims, term: Letters, dim: int, pattern: Pattern, places: list[tuple[str, Letters]]
+):
     for letter in letters_of(term[dim]):
         wanted = wanted_of(locate(term, letter)[1], pattern)
-        if wanted is None or (not wanted.is_contiguous and (letter in dims.contiguous or letter in dims.even)):
+        if wanted is None or (
+            not wanted.is_contiguous and (letter in dims.contiguous or letter in dims.even)
+        ):
             continue
         for value, other in places:
             place = locate(other, letter)
@@ -72,7 +89,13 @@ def reach_of(traced: TracedModel) -> Reach:
             rule = found[node.name]
             if rule is None:
                 continue
-            places = list(zip((*operand_names(node), *result_names(node)), (*rule.inputs, *rule.outputs), strict=True))
+            places = list(
+                zip(
+                    (*operand_names(node), *result_names(node)),
+                    (*rule.inputs, *rule.outputs),
+                    strict=True,
+                )
+            )
             for value, term in places:
                 touching[value].append((rule, term, places))
         dims.append(found)
@@ -85,7 +108,9 @@ def _edges(traced: TracedModel) -> dict[tuple[int, str], set[tuple[int, str]]]:
     edges: dict[tuple[int, str], set[tuple[int, str]]] = defaultdict(set)
     readers: dict[Source, list[tuple[int, str]]] = defaultdict(list)
     for segment in traced.segments:
-        placeholders = [n for n in traced.classes[segment.class_index].graph.nodes if n.op == "placeholder"]
+        placeholders = [
+            n for n in traced.classes[segment.class_index].graph.nodes if n.op == "placeholder"
+        ]
         for source, node in zip(segment.inputs, placeholders, strict=True):
             readers[source].append((segment.class_index, node.name))
     for source, ends in readers.items():
@@ -97,7 +122,9 @@ def _edges(traced: TracedModel) -> dict[tuple[int, str], set[tuple[int, str]]]:
             edges[ends[0]].add(end)
             edges[end].add(ends[0])
     for readers_of in parameter_readers(traced).values():
-        first, *others = dict.fromkeys((traced.segments[number].class_index, node) for number, node in readers_of)
+        first, *others = dict.fromkeys(
+            (traced.segments[number].class_index, node) for number, node in readers_of
+        )
         for other in others:
             edges[first].add(other)
             edges[other].add(first)
@@ -106,10 +133,15 @@ def _edges(traced: TracedModel) -> dict[tuple[int, str], set[tuple[int, str]]]:
 
 def parameter_readers(traced: TracedModel) -> dict[str, list[tuple[int, str]]]:
     """(segment, node) of the slots in which segments read each parameter, first to last."""
-    nodes = [{n.target: n.name for n in block.graph.nodes if n.op == "get_attr"} for block in traced.classes]
+    nodes = [
+        {n.target: n.name for n in block.graph.nodes if n.op == "get_attr"}
+        for block in traced.classes
+    ]
     found: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for number, segment in enumerate(traced.segments):
-        for slot, name in zip(traced.classes[segment.class_index].slots, segment.parameters, strict=True):
+        for slot, name in zip(
+            traced.classes[segment.class_index].slots, segment.parameters, strict=True
+        ):
             found[name].append((number, nodes[segment.class_index][slot]))
     return found
 
@@ -130,10 +162,14 @@ def pattern_marks(reach: Reach) -> Marks:
     return reach.spread(seeds)
 
 
-def letter_patterns(dims: OpDims, node: Node, marks: dict[str, frozenset[tuple[int, Pattern]]]) -> dict[str, frozenset[Pattern]]:
+def letter_patterns(
+    dims: OpDims, node: Node, marks: dict[str, frozenset[tuple[int, Pattern]]]
+) -> dict[str, frozenset[Pattern]]:
     """The patterns, besides contiguous, in which the neighbours of an op ask for its letters."""
     found: dict[str, set[Pattern]] = defaultdict(set)
-    for value, term in zip((*operand_names(node), *result_names(node)), (*dims.inputs, *dims.outputs), strict=True):
+    for value, term in zip(
+        (*operand_names(node), *result_names(node)), (*dims.inputs, *dims.outputs), strict=True
+    ):
         for dim, pattern in marks.get(value, ()):
             for letter in letters_of(term[dim]) if dim < len(term) else ():
                 wanted = wanted_of(locate(term, letter)[1], pattern)
@@ -148,11 +184,15 @@ def sequence_marks(traced: TracedModel, reach: Reach) -> Marks:
     for index, block in enumerate(traced.classes):
         for node in ops(block.graph):
             if is_attention(node):
-                for value, tensor in list(zip(operand_names(node), Call(node).tensors, strict=True))[:3]:
+                for value, tensor in list(
+                    zip(operand_names(node), Call(node).tensors, strict=True)
+                )[:3]:
                     seeds.add((index, value, tensor.dim() - 2, CONTIGUOUS))
     vals = traced.graph_inputs
     for segment in traced.segments:
-        placeholders = [n for n in traced.classes[segment.class_index].graph.nodes if n.op == "placeholder"]
+        placeholders = [
+            n for n in traced.classes[segment.class_index].graph.nodes if n.op == "placeholder"
+        ]
         for source, node in zip(segment.inputs, placeholders, strict=True):
             val = vals.get(source.name)
             if has_batch(val) and val.dim() > 1 and not val.is_floating_point():

@@ -22,29 +22,47 @@ _LINEAR = {f"aten::{name}" for name in ("linear", "addmm", "mm", "matmul")}
 def attention_core(graph: Graph) -> frozenset[str]:
     """Names of the ops of a class graph that selective recomputation runs again."""
     parameters = parameters_of(graph)
-    calls = [node for node in graph.nodes if node.op == "call_function" and not parameters & set(node.all_input_nodes)]
+    calls = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and not parameters & set(node.all_input_nodes)
+    ]
     products = {node for node in calls if op_name(node) in _PRODUCTS}
     after: dict[Node, bool] = {}  # reached from a product, itself left out
     for node in calls:
-        after[node] = any(source in products or after.get(source, False) for source in node.all_input_nodes)
+        after[node] = any(
+            source in products or after.get(source, False) for source in node.all_input_nodes
+        )
     before: dict[Node, bool] = {}
     for node in reversed(calls):
         before[node] = any(user in products or before.get(user, False) for user in node.users)
-    between = {node.name for node in calls if (after[node] and before[node]) or (node in products and (after[node] or before[node]))}
+    between = {
+        node.name
+        for node in calls
+        if (after[node] and before[node]) or (node in products and (after[node] or before[node]))
+    }
     return frozenset(between | {node.name for node in ops(graph) if is_attention(node)})
 
 
 def dear_ops(graph: Graph) -> frozenset[str]:
     """The ops whose results mode `op` keeps: attention, and the first, third, ... product by a parameter."""
     made = parameters_of(graph)
-    products = [node for node in ops(graph) if op_name(node) in _LINEAR and made & set(node.all_input_nodes)]
-    return frozenset(node.name for node in (*products[::2], *(n for n in ops(graph) if is_attention(n))))
+    products = [
+        node for node in ops(graph) if op_name(node) in _LINEAR and made & set(node.all_input_nodes)
+    ]
+    return frozenset(
+        node.name for node in (*products[::2], *(n for n in ops(graph) if is_attention(n)))
+    )
 
 
 def parameters_of(graph: Graph) -> set[Node]:
     """Parameters, and what is made of them alone."""
     found: set[Node] = set()
     for node in graph.nodes:
-        if node.op == "get_attr" or (node.op == "call_function" and node.all_input_nodes and set(node.all_input_nodes) <= found):
+        if node.op == "get_attr" or (
+            node.op == "call_function"
+            and node.all_input_nodes
+            and set(node.all_input_nodes) <= found
+        ):
             found.add(node)
     return found

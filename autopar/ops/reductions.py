@@ -13,8 +13,12 @@ def _reduction(summing: bool, linear: bool = True) -> Rule:
         if len(call.tensors) > 1:  # max.other and min.other compare two tensors element by element
             return pointwise()(call)
         source, dims, keep = call.tensors[0], set(call.dims()), bool(call.arg("keepdim", False))
-        letters = tuple(f"!{k}" if k in dims and not summing else f"d{k}" for k in range(source.dim()))
-        out: Letters = tuple(x if k not in dims else f"!k{k}" for k, x in enumerate(letters) if keep or k not in dims)
+        letters = tuple(
+            f"!{k}" if k in dims and not summing else f"d{k}" for k in range(source.dim())
+        )
+        out: Letters = tuple(
+            x if k not in dims else f"!k{k}" for k, x in enumerate(letters) if keep or k not in dims
+        )
         summed = frozenset(letters[k] for k in dims) if summing else frozenset()
         return OpDims(
             (letters,),
@@ -35,13 +39,18 @@ def _selection(call: Call) -> OpDims:
     dim, keep = call.dim(default=-1), bool(call.arg("keepdim", False))
     letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(source.dim()))
     out = tuple("!k" if k == dim else x for k, x in enumerate(letters) if keep or k != dim)
-    return OpDims((letters,), (out,) * len(call.results), dict(zip(letters, source.shape, strict=True)))
+    return OpDims(
+        (letters,), (out,) * len(call.results), dict(zip(letters, source.shape, strict=True))
+    )
 
 
 def _diff(call: Call) -> OpDims:
     """`prepend` and `append` are joined to the tensor along the dim, so they are sharded like it."""
     dim = call.dim(default=-1)
-    inputs = tuple(tuple(f"!{i}{k}" if k == dim else f"d{k}" for k in range(t.dim())) for i, t in enumerate(call.tensors))
+    inputs = tuple(
+        tuple(f"!{i}{k}" if k == dim else f"d{k}" for k in range(t.dim()))
+        for i, t in enumerate(call.tensors)
+    )
     out = tuple("!r" if k == dim else f"d{k}" for k in range(call.tensors[0].dim()))
     return OpDims(inputs, (out,), dict(zip(inputs[0], call.tensors[0].shape, strict=True)))
 
@@ -56,7 +65,10 @@ def _cosine_similarity(call: Call) -> OpDims:
             shape[k] = size if same(shape[k], 1) else shape[k]
     letters = tuple("!x" if k == along_dim else f"d{k}" for k in range(rank))
     inputs = tuple(
-        tuple(letters[k] if same(size, shape[k]) else f"!{k}" for k, size in enumerate(t.shape, start=rank - t.dim()))
+        tuple(
+            letters[k] if same(size, shape[k]) else f"!{k}"
+            for k, size in enumerate(t.shape, start=rank - t.dim())
+        )
         for t in call.tensors
     )
     sizes = dict(zip(letters, shape, strict=True)) | {f"!{k}": 1 for k in range(rank)}
@@ -94,9 +106,19 @@ def _repetition(name: str) -> Rule:
         counts = list(call.arg(name))
         counts = [1] * (rank - len(counts)) + counts
         offset = rank - source.dim()
-        letters = tuple(f"d{k}" if counts[offset + k] == 1 else f"!{k}" for k in range(source.dim()))
-        out = (*(f"!n{k}" for k in range(offset)), *(x if not x.startswith("!") else f"!r{k}" for k, x in enumerate(letters)))
-        return OpDims((letters,), (out,), dict(zip(letters, source.shape, strict=True)), linear=(frozenset({0}),))
+        letters = tuple(
+            f"d{k}" if counts[offset + k] == 1 else f"!{k}" for k in range(source.dim())
+        )
+        out = (
+            *(f"!n{k}" for k in range(offset)),
+            *(x if not x.startswith("!") else f"!r{k}" for k, x in enumerate(letters)),
+        )
+        return OpDims(
+            (letters,),
+            (out,),
+            dict(zip(letters, source.shape, strict=True)),
+            linear=(frozenset({0}),),
+        )
 
     return rule
 
@@ -109,7 +131,13 @@ def _repeat_interleave(call: Call) -> OpDims:
     dim = (dim or 0) % source.dim()
     letters = tuple(f"d{k}" for k in range(source.dim()))
     even = frozenset({letters[dim]})
-    return OpDims((letters,), (letters,), dict(zip(letters, source.shape, strict=True)), linear=(frozenset({0}),), even=even)
+    return OpDims(
+        (letters,),
+        (letters,),
+        dict(zip(letters, source.shape, strict=True)),
+        linear=(frozenset({0}),),
+        even=even,
+    )
 
 
 def _unfold(call: Call) -> OpDims:
@@ -123,7 +151,13 @@ def _diagonal(call: Call) -> OpDims:
     gone = {call.dim("dim1"), call.dim("dim2")}
     letters = tuple(f"!{k}" if k in gone else f"d{k}" for k in range(source.dim()))
     out = (*(x for k, x in enumerate(letters) if k not in gone), "!g")
-    return OpDims((letters,), (out,), dict(zip(letters, source.shape, strict=True)), linear=(frozenset({0}),), movement_free=True)
+    return OpDims(
+        (letters,),
+        (out,),
+        dict(zip(letters, source.shape, strict=True)),
+        linear=(frozenset({0}),),
+        movement_free=True,
+    )
 
 
 REDUCTIONS: dict[str, Rule] = {
@@ -141,7 +175,9 @@ REDUCTIONS: dict[str, Rule] = {
     "layer_norm": keep_dims(trailing("normalized_shape")),
     "native_layer_norm": keep_dims(trailing("normalized_shape")),
     "rms_norm": keep_dims(trailing("normalized_shape")),
-    **dict.fromkeys(("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"), keep_dims(along())),
+    **dict.fromkeys(
+        ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"), keep_dims(along())
+    ),
     **dict.fromkeys(("cumprod", "cummax", "cummin", "logcumsumexp"), keep_dims(along())),
     "cumsum": keep_dims(along(), linear=True),
     "sort": keep_dims(along(default=-1)),

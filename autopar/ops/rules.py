@@ -44,12 +44,20 @@ def _op_name(target) -> str:
     target = getattr(target, "_opoverload", target)  # what torch.library.custom_op returns
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name
-    name = target._qualified_op_name if isinstance(target, torch._ops.OpOverloadPacket) else str(target)
+    name = (
+        target._qualified_op_name
+        if isinstance(target, torch._ops.OpOverloadPacket)
+        else str(target)
+    )
     namespace, colons, op = name.partition("::")
     if not colons:
-        raise AutoparError(f"{name!r} is not the name of an op: it has a namespace, as in 'mylib::scale'")
+        raise AutoparError(
+            f"{name!r} is not the name of an op: it has a namespace, as in 'mylib::scale'"
+        )
     if not hasattr(getattr(torch.ops, namespace), op):
-        raise AutoparError(f"torch has no op {name!r}: define it with torch.library.custom_op, or import what defines it, before its rule")
+        raise AutoparError(
+            f"torch has no op {name!r}: define it with torch.library.custom_op, or import what defines it, before its rule"
+        )
     return name
 
 
@@ -111,7 +119,9 @@ def _expand(call: Call) -> OpDims:
     source, out = call.tensors[0].shape, call.results[0].shape
     letters = tuple(f"d{k}" for k in range(len(out)))
     offset = len(out) - len(source)
-    inputs = tuple(letters[offset + k] if same(s, out[offset + k]) else f"!{k}" for k, s in enumerate(source))
+    inputs = tuple(
+        letters[offset + k] if same(s, out[offset + k]) else f"!{k}" for k, s in enumerate(source)
+    )
     sizes = dict(zip(letters, out, strict=True)) | {f"!{k}": 1 for k in range(len(source))}
     return OpDims((inputs,), (letters,), sizes, linear=(frozenset({0}),), movement_free=True)
 
@@ -125,7 +135,11 @@ def _select(call: Call) -> OpDims:
     letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(source.dim()))
     out = tuple(x for k, x in enumerate(letters) if k != dim)
     return OpDims(
-        (letters,), (out,) * len(call.results), dict(zip(letters, source.shape, strict=True)), linear=(frozenset({0}),), movement_free=True
+        (letters,),
+        (out,) * len(call.results),
+        dict(zip(letters, source.shape, strict=True)),
+        linear=(frozenset({0}),),
+        movement_free=True,
     )
 
 
@@ -142,7 +156,9 @@ def _split(call: Call) -> OpDims:
     joined, part, size = _sections([t.shape[dim] for t in call.results]) or ("!x", "!r", 1)
     letters = [f"d{k}" for k in range(source.dim())]
     sizes = dict(zip(letters, source.shape, strict=True)) | {part: size}
-    inner, outer = (tuple(entry if k == dim else x for k, x in enumerate(letters)) for entry in (joined, part))
+    inner, outer = (
+        tuple(entry if k == dim else x for k, x in enumerate(letters)) for entry in (joined, part)
+    )
     return OpDims(
         (inner,),
         (outer,) * len(call.results),
@@ -160,12 +176,18 @@ def _concatenate(call: Call) -> OpDims:
     everything = frozenset(range(len(call.tensors)))
     if any(t.dim() != rank for t in call.tensors):  # torch.cat ignores empty 1-D operands
         fixed = tuple(f"!{k}" for k in range(rank))
-        return OpDims(tuple(fixed[: t.dim()] for t in call.tensors), (fixed,), {}, linear=(everything,))
+        return OpDims(
+            tuple(fixed[: t.dim()] for t in call.tensors), (fixed,), {}, linear=(everything,)
+        )
     joined, part, size = _sections([t.shape[dim] for t in call.tensors]) or ("!x", "!p", 1)
     letters = [f"d{k}" for k in range(rank)]
     sizes = dict(zip(letters, call.tensors[0].shape, strict=True)) | {part: size}
-    outer, inner = (tuple(entry if k == dim else x for k, x in enumerate(letters)) for entry in (joined, part))
-    return OpDims((inner,) * len(call.tensors), (outer,), sizes, even=frozenset({part}), linear=(everything,))
+    outer, inner = (
+        tuple(entry if k == dim else x for k, x in enumerate(letters)) for entry in (joined, part)
+    )
+    return OpDims(
+        (inner,) * len(call.tensors), (outer,), sizes, even=frozenset({part}), linear=(everything,)
+    )
 
 
 def _stack(call: Call) -> OpDims:
@@ -188,10 +210,22 @@ def _matmul(call: Call) -> OpDims:
         right = ("k",) if b.dim() < 2 else (*(f"e{k}" for k in range(b.dim() - 2)), "k", "n")
         sizes = dict(zip((*left, *right), (*a.shape, *b.shape), strict=True))
         out = tuple(x for x in (*left, *right) if x != "k")
-        return OpDims((left, right), (out,), sizes, frozenset("k"), linear=(frozenset({0}), frozenset({1})), contraction=True)
+        return OpDims(
+            (left, right),
+            (out,),
+            sizes,
+            frozenset("k"),
+            linear=(frozenset({0}), frozenset({1})),
+            contraction=True,
+        )
     out = call.results[0]
     batch = batch_letters(out)
-    sizes = dict(zip(batch, out.shape[:-2], strict=True)) | {"m": a.shape[-2], "k": a.shape[-1], "n": b.shape[-1], "!b": 1}
+    sizes = dict(zip(batch, out.shape[:-2], strict=True)) | {
+        "m": a.shape[-2],
+        "k": a.shape[-1],
+        "n": b.shape[-1],
+        "!b": 1,
+    }
     return OpDims(
         ((*batch_letters(out, a), "m", "k"), (*batch_letters(out, b), "k", "n")),
         ((*batch, "m", "n"),),
@@ -210,8 +244,14 @@ def _attention(call: Call) -> OpDims:
     """
     q, k = call.tensors[:2]
     lead = tuple(f"b{i}" for i in range(q.dim() - 3))
-    plain = q.dim() == 4 and not call.arg("dropout_p", 0.0) and not (call.arg("is_causal", False) and not same(q.shape[-2], k.shape[-2]))
-    plain = plain and not any(is_symbolic(size) for t in (q, k) for size in t.shape[1:])  # attention over the batch, or with it as heads
+    plain = (
+        q.dim() == 4
+        and not call.arg("dropout_p", 0.0)
+        and not (call.arg("is_causal", False) and not same(q.shape[-2], k.shape[-2]))
+    )
+    plain = plain and not any(
+        is_symbolic(size) for t in (q, k) for size in t.shape[1:]
+    )  # attention over the batch, or with it as heads
     position = "s" if plain else "!s"
     sizes = dict(zip(lead, q.shape, strict=False)) | {
         position: q.shape[-2],
@@ -221,13 +261,24 @@ def _attention(call: Call) -> OpDims:
     }
     sizes["h"] = k.shape[-3] if q.dim() > 2 else 1
     heads = ("h",) if q.dim() > 2 else ()
-    shared = tuple(x if same(k.shape[i], q.shape[i]) else f"!k{i}" for i, x in enumerate(lead))  # batch dims of size 1 broadcast
-    inputs = [(*lead, *heads, position, "!d"), (*shared, *heads, "!t", "!d"), (*shared, *heads, "!t", "!e")]
+    shared = tuple(
+        x if same(k.shape[i], q.shape[i]) else f"!k{i}" for i, x in enumerate(lead)
+    )  # batch dims of size 1 broadcast
+    inputs = [
+        (*lead, *heads, position, "!d"),
+        (*shared, *heads, "!t", "!d"),
+        (*shared, *heads, "!t", "!e"),
+    ]
     for mask in call.tensors[3:]:
         full = (*lead, *heads, position, "!t")
         shape = (*q.shape[:-1], k.shape[-2])
         offset = len(full) - mask.dim()
-        inputs.append(tuple(full[offset + i] if same(s, shape[offset + i]) else f"!m{i}" for i, s in enumerate(mask.shape)))
+        inputs.append(
+            tuple(
+                full[offset + i] if same(s, shape[offset + i]) else f"!m{i}"
+                for i, s in enumerate(mask.shape)
+            )
+        )
     grouped = not same(q.shape[-3], k.shape[-3]) if q.dim() > 2 else False
     return OpDims(
         tuple(inputs),
@@ -249,7 +300,12 @@ def _attention_joints(call: Call, grouped: bool) -> dict[str, Joint]:
 
     def dim_of(size, dim: int) -> tuple[int, ...]:
         """The dim of each mask that has the size of dim `dim` of the scores, or -1."""
-        return tuple(m.dim() + dim if m.dim() >= -dim and same(m.shape[dim], size) and not same(size, 1) else -1 for m in masks)
+        return tuple(
+            m.dim() + dim
+            if m.dim() >= -dim and same(m.shape[dim], size) and not same(size, 1)
+            else -1
+            for m in masks
+        )
 
     found = {"ulysses": Joint("cp", (2, 2, 2, *(-1 for _ in masks)), (2,), positions)}
     if not any(n.meta.get("grad") for n in call.operands[3:]):
@@ -272,7 +328,12 @@ def _cross_entropy(call: Call) -> OpDims:
     """Sum or none over tokens; a sharded class dim takes the vocab-parallel lowering."""
     logits, target = call.tensors[:2]
     reduction, smoothing = call.arg("reduction", 1), call.arg("label_smoothing", 0.0)
-    plain = logits.dim() == 2 and not smoothing and len(call.tensors) == 2 and not is_symbolic(logits.shape[1])
+    plain = (
+        logits.dim() == 2
+        and not smoothing
+        and len(call.tensors) == 2
+        and not is_symbolic(logits.shape[1])
+    )
     tokens = ("n",) if logits.dim() == 2 and reduction != 1 else ("!n",)
     others = tuple(tuple(f"!w{k}" for k in range(t.dim())) for t in call.tensors[2:])
     if logits.dim() > 2 and target.dim() == logits.dim() - 1 and reduction != 1:  # classes in dim 1
@@ -284,16 +345,27 @@ def _cross_entropy(call: Call) -> OpDims:
             shape | {"!v": logits.shape[1]},
             frozenset(places) if reduction == 2 else frozenset(),
         )
-    if logits.dim() > 1 and target.dim() == logits.dim() and reduction != 1:  # probabilities of classes
+    if (
+        logits.dim() > 1 and target.dim() == logits.dim() and reduction != 1
+    ):  # probabilities of classes
         places = ("n", "!v", *(f"p{k}" for k in range(2, logits.dim())))
-        shape, kept = dict(zip(places, logits.shape, strict=True)), tuple(x for x in places if x != "!v")
+        shape, kept = (
+            dict(zip(places, logits.shape, strict=True)),
+            tuple(x for x in places if x != "!v"),
+        )
         out, summed = (kept, frozenset()) if reduction == 0 else ((), frozenset(kept))
         return OpDims((places, places, *others), (out,), shape, summed)
     if logits.dim() != 2 or target.dim() != 1:
         return (
             keep_dims(lambda c: list(range(logits.dim())))(call)
             if reduction == 0
-            else OpDims(tuple(tuple(f"!{i}{k}" for k in range(t.dim())) for i, t in enumerate(call.tensors)), ((),), {})
+            else OpDims(
+                tuple(
+                    tuple(f"!{i}{k}" for k in range(t.dim())) for i, t in enumerate(call.tensors)
+                ),
+                ((),),
+                {},
+            )
         )
     vocab = ("v",) if plain and reduction != 1 else ("!v",)
     out = () if reduction != 0 else tokens
@@ -344,4 +416,6 @@ _TABLE: dict[str, Rule] = {
 for _name, _rule in _TABLE.items():
     _RULES[f"aten::{_name}"] = _rule
 _RULES["autopar::routed_experts"] = routed_experts
-_RULES["autopar::in_training"] = pointwise()  # `trace/batch_norm.py`; linear in its first operand, but evaluation reads the second
+_RULES["autopar::in_training"] = (
+    pointwise()
+)  # `trace/batch_norm.py`; linear in its first operand, but evaluation reads the second

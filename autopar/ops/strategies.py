@@ -32,7 +32,11 @@ def replicated_partial(input_grads: list[bool], output_grads: list[bool]) -> OpS
 
     Legal for any op, since backward is linear in the incoming gradient.
     """
-    return OpStrategy("R/P", tuple(RP if g else R for g in input_grads), tuple(RP if g else R for g in output_grads))
+    return OpStrategy(
+        "R/P",
+        tuple(RP if g else R for g in input_grads),
+        tuple(RP if g else R for g in output_grads),
+    )
 
 
 def strategies(
@@ -55,11 +59,17 @@ def strategies(
     if any(output_grads):
         found.append(replicated_partial(input_grads, output_grads))
     for letter in dims.letters:
-        wanted = (CONTIGUOUS,) if kind == "batch" else (CONTIGUOUS, *sorted((patterns or {}).get(letter, ()), key=str))
+        wanted = (
+            (CONTIGUOUS,)
+            if kind == "batch"
+            else (CONTIGUOUS, *sorted((patterns or {}).get(letter, ()), key=str))
+        )
         for pattern in wanted:
             if is_symbolic(dims.sizes[letter]) != (kind == "batch" or pattern.rows):
                 continue
-            if kind == "batch" or fits(dims, letter, pattern, parts * (taken or {}).get(letter, 1), parts):
+            if kind == "batch" or fits(
+                dims, letter, pattern, parts * (taken or {}).get(letter, 1), parts
+            ):
                 strategy = shard_letter(dims, letter, pattern, input_grads)
                 found += [strategy] if strategy is not None else []
     for name, joint in dims.joint.items():
@@ -68,7 +78,9 @@ def strategies(
     for group in dims.linear:
         if all(input_grads[i] for i in group) and group and all(output_grads):
             inputs = tuple(P if i in group else RP if g else R for i, g in enumerate(input_grads))
-            found.append(OpStrategy("P" + "".join(map(str, sorted(group))), inputs, (P,) * len(dims.outputs)))
+            found.append(
+                OpStrategy("P" + "".join(map(str, sorted(group))), inputs, (P,) * len(dims.outputs))
+            )
     return found
 
 
@@ -87,11 +99,15 @@ def fits(dims: OpDims, letter: str, pattern: Pattern, parts: int, least: int) ->
     return int(size) >= least
 
 
-def shard_letter(dims: OpDims, letter: str, pattern: Pattern, input_grads: list[bool]) -> OpStrategy | None:
+def shard_letter(
+    dims: OpDims, letter: str, pattern: Pattern, input_grads: list[bool]
+) -> OpStrategy | None:
     """The strategy that shards one letter in a pattern; None if an operand or result cannot hold it so."""
     if not pattern.is_contiguous and (letter in dims.contiguous or letter in dims.even):
         return None
-    if letter in dims.special and (pattern.rows or pattern.sections != (1,)):  # lowerings know positions in natural or zigzag order
+    if letter in dims.special and (
+        pattern.rows or pattern.sections != (1,)
+    ):  # lowerings know positions in natural or zigzag order
         return None
     inputs: list[Layout] = []
     for i, term in enumerate(dims.inputs):
@@ -105,7 +121,13 @@ def shard_letter(dims: OpDims, letter: str, pattern: Pattern, input_grads: list[
     outputs = [_result(dims, term, letter, pattern) for term in dims.outputs]
     if None in inputs or None in outputs:
         return None
-    return OpStrategy(strategy_name(letter, pattern), tuple(inputs), tuple(outputs), letter, dims.special.get(letter, ""))
+    return OpStrategy(
+        strategy_name(letter, pattern),
+        tuple(inputs),
+        tuple(outputs),
+        letter,
+        dims.special.get(letter, ""),
+    )
 
 
 def _shard(place: tuple[int, Pattern], pattern: Pattern) -> Layout | None:
@@ -123,8 +145,17 @@ def _result(dims: OpDims, term: Letters, letter: str, pattern: Pattern) -> Layou
 def shard_jointly(dims: OpDims, name: str, pattern: Pattern, input_grads: list[bool]) -> OpStrategy:
     """The joint strategy `name`, with every sharded dim in one pattern."""
     joint = dims.joint[name]
-    inputs = tuple(S(d, pattern) if d >= 0 else RP if grad else R for d, grad in zip(joint.inputs, input_grads, strict=True))
-    return OpStrategy(strategy_name(name, pattern), inputs, tuple(S(d, pattern) if d >= 0 else P for d in joint.outputs), name, name)
+    inputs = tuple(
+        S(d, pattern) if d >= 0 else RP if grad else R
+        for d, grad in zip(joint.inputs, input_grads, strict=True)
+    )
+    return OpStrategy(
+        strategy_name(name, pattern),
+        inputs,
+        tuple(S(d, pattern) if d >= 0 else P for d in joint.outputs),
+        name,
+        name,
+    )
 
 
 def strategy_name(letter: str, pattern: Pattern) -> str:
@@ -143,11 +174,20 @@ def lowering_of(dims: OpDims | None, name: str) -> str:
     return "" if dims is None else letter if letter in dims.joint else dims.special.get(letter, "")
 
 
-def named_strategy(dims: OpDims, name: str, input_grads: list[bool], output_grads: list[bool]) -> OpStrategy | None:
+def named_strategy(
+    dims: OpDims, name: str, input_grads: list[bool], output_grads: list[bool]
+) -> OpStrategy | None:
     """The strategy of a given name, whether or not the axis' size allows it; None if the op has none."""
     letter, _, text = name.partition(" ")
     if letter in dims.joint:
         return shard_jointly(dims, letter, parse_pattern(text), input_grads)
     if letter in dims.letters:
         return shard_letter(dims, letter, parse_pattern(text), input_grads)
-    return next((s for s in strategies(dims, 1, input_grads, output_grads, "none") if s.name == name and not s.letter), None)
+    return next(
+        (
+            s
+            for s in strategies(dims, 1, input_grads, output_grads, "none")
+            if s.name == name and not s.letter
+        ),
+        None,
+    )

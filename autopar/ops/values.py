@@ -26,7 +26,11 @@ def value_name(node: Node) -> str:
 def result_names(node: Node) -> tuple[str, ...]:
     """Names of the values an op writes, in order."""
     if isinstance(node.meta.get("val"), (list, tuple)):
-        return tuple(f"{node.name}.{i}" for i, v in enumerate(node.meta["val"]) if isinstance(v, torch.Tensor))
+        return tuple(
+            f"{node.name}.{i}"
+            for i, v in enumerate(node.meta["val"])
+            if isinstance(v, torch.Tensor)
+        )
     return (node.name,)
 
 

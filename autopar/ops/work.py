@@ -37,5 +37,11 @@ def model_flops(traced: TracedModel, rows: int) -> float:
 def _products(traced: TracedModel) -> list[tuple[Any, int]]:
     """(FLOPs, symbolic in the batch, how often) of every op that multiplies matrices."""
     counts = Counter(segment.class_index for segment in traced.segments)
-    dims = [(op_dims(node), counts[index]) for index, block in enumerate(traced.classes) for node in ops(block.graph)]
-    return [(own.total_flops(), count) for own, count in dims if own is not None and own.contraction]
+    dims = [
+        (op_dims(node), counts[index])
+        for index, block in enumerate(traced.classes)
+        for node in ops(block.graph)
+    ]
+    return [
+        (own.total_flops(), count) for own, count in dims if own is not None and own.contraction
+    ]

@@ -41,13 +41,19 @@ def schedules_for(
         if name == "zero_bubble" and not zero_bubble:
             continue
         counts = several if name == "interleaved_1f1b" or "vpp" in pin else (1,)
-        found += [(name, count) for count in counts if count <= most and _can_run(name, mesh.pp, count, micro_batches)]
+        found += [
+            (name, count)
+            for count in counts
+            if count <= most and _can_run(name, mesh.pp, count, micro_batches)
+        ]
     return tuple(found)
 
 
 def tp_limit(cluster: Cluster) -> int:
     """Largest tensor-parallel degree searched: four NVLink domains."""
-    return min(min(group.num_devices, 4 * group.topology.devices_per_node) for group in cluster.groups)
+    return min(
+        min(group.num_devices, 4 * group.topology.devices_per_node) for group in cluster.groups
+    )
 
 
 def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
@@ -55,7 +61,11 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
     pin, found = request.pin, []
     positions, experts = tokens_per_row(traced), num_experts(traced)
     most = 1 if request.runnable and _parted(traced) else len(traced.layers)
-    for pp, tp in [(count, tp) for count in _ranks_for(request, most) for tp in divisors(request.cluster.num_devices // count)]:
+    for pp, tp in [
+        (count, tp)
+        for count in _ranks_for(request, most)
+        for tp in divisors(request.cluster.num_devices // count)
+    ]:
         devices = request.cluster.num_devices // pp
         if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
             continue
@@ -65,10 +75,17 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
             dp = devices // tp // cp
             is_long = positions >= LONG_SEQUENCE or positions >= LONG_SHARE * cp
             searched = cp == 1 or (is_long and positions % (2 * cp) == 0 and not request.is_mixed)
-            if pin.get("cp", cp) != cp or pin.get("dp", dp) != dp or request.global_batch % dp or not ("cp" in pin or searched):
+            if (
+                pin.get("cp", cp) != cp
+                or pin.get("dp", dp) != dp
+                or request.global_batch % dp
+                or not ("cp" in pin or searched)
+            ):
                 continue
             for ep in divisors(dp):
-                if pin.get("ep", ep) == ep and (ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin):
+                if pin.get("ep", ep) == ep and (
+                    ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin
+                ):
                     mesh = MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, order=pin.get("order", ""))
                     found += _placed(request, mesh)
     return found
@@ -76,19 +93,29 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 
 def _ranks_for(request: PlanRequest, most: int) -> list[int]:
     """How many ranks pipelines may have."""
-    if request.pin.get("offload") == "parameters":  # a pipeline has those of its stages on the device for all of a step
+    if (
+        request.pin.get("offload") == "parameters"
+    ):  # a pipeline has those of its stages on the device for all of a step
         return [1]
     if "pp" in request.pin:
         return [request.pin["pp"]]
-    each = gcd(*(group.num_devices for group in request.cluster.groups))  # a rank lies within one group
-    return [count for count in divisors(request.cluster.num_devices) if count <= most and each * count % request.cluster.num_devices == 0]
+    each = gcd(
+        *(group.num_devices for group in request.cluster.groups)
+    )  # a rank lies within one group
+    return [
+        count
+        for count in divisors(request.cluster.num_devices)
+        if count <= most and each * count % request.cluster.num_devices == 0
+    ]
 
 
 def _placed(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
     """A mesh in every way that its ranks may lie."""
     if request.is_mixed:
         return deals_of(request, mesh)
-    if "pp" in request.pin and "order" not in request.pin:  # both orders of every mesh would double the search
+    if (
+        "pp" in request.pin and "order" not in request.pin
+    ):  # both orders of every mesh would double the search
         return placements_of(mesh, request.cluster.topology)
     return [mesh]
 
@@ -98,8 +125,12 @@ def deals_of(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
     groups, each, found = request.cluster.groups, mesh.num_devices // mesh.pp, {}
     pinned = deal_text(groups_of(request.pin["deal"])) if "deal" in request.pin else ""
     for order in permutations(range(len(groups))):
-        dealt = replace(mesh, deal=deal_text(g for g in order for _ in range(groups[g].num_devices // each)))
-        found.setdefault(tuple((groups[g].device, groups[g].topology) for g in order), dealt)  # those of one kind are alike
+        dealt = replace(
+            mesh, deal=deal_text(g for g in order for _ in range(groups[g].num_devices // each))
+        )
+        found.setdefault(
+            tuple((groups[g].device, groups[g].topology) for g in order), dealt
+        )  # those of one kind are alike
     return [dealt for dealt in found.values() if pinned in ("", dealt.deal)]
 
 
@@ -120,7 +151,9 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
     for mesh in meshes_for(request, traced):
         rows = request.global_batch // mesh.dp
         for micro_batch, (zero, shard) in product(divisors(rows), _sharings(request, mesh)):
-            if pin.get("micro_batch", micro_batch) != micro_batch or (micro_batch > MAX_MICRO_BATCH and "micro_batch" not in pin):
+            if pin.get("micro_batch", micro_batch) != micro_batch or (
+                micro_batch > MAX_MICRO_BATCH and "micro_batch" not in pin
+            ):
                 continue
             number = rows // micro_batch
             if whole and number > 1:
@@ -131,10 +164,33 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
                 elif pin.get("stages") == "even":
                     schedule, count = schedule_of(pin), pin.get("vpp", 1)
                     if _can_run(schedule, mesh.pp, count, number):
-                        found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, schedule, shard=shard))
+                        found.append(
+                            Candidate(
+                                mesh,
+                                micro_batch,
+                                number,
+                                zero,
+                                recompute,
+                                count,
+                                schedule,
+                                shard=shard,
+                            )
+                        )
                 elif schedules := _schedules(request, mesh, number, blocks):
                     name, count = schedules[0]
-                    found.append(Candidate(mesh, micro_batch, number, zero, recompute, count, name, schedules, shard=shard))
+                    found.append(
+                        Candidate(
+                            mesh,
+                            micro_batch,
+                            number,
+                            zero,
+                            recompute,
+                            count,
+                            name,
+                            schedules,
+                            shard=shard,
+                        )
+                    )
     found = [replace(candidate, offload=pin.get("offload", "none")) for candidate in found]
     meshes = meshes_for(request, traced) if not found else []
     sequences = sorted({request.global_batch // mesh.dp for mesh in meshes})
@@ -153,7 +209,14 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
             "drop a pin"
         )
     if meshes and not any(_sharings(request, mesh) for mesh in meshes):
-        groups = sorted({size for mesh in meshes for size in divisors(mesh.dp * mesh.cp) if mesh.can_share(size)})
+        groups = sorted(
+            {
+                size
+                for mesh in meshes
+                for size in divisors(mesh.dp * mesh.cp)
+                if mesh.can_share(size)
+            }
+        )
         raise AutoparError(
             f"shard={pin['shard']} does not part the data-parallel ranks (dp x cp = {meshes[0].dp * meshes[0].cp} in {meshes[0]}) into "
             f"groups that have all ranks of ep and cp each; under the other pins {_listed(groups) or 'nothing'} does"
@@ -197,17 +260,25 @@ def _sharings(request: PlanRequest, mesh: MeshShape) -> list[tuple[int, int]]:
         shard = 0 if pinned == mesh.dp * mesh.cp else pinned
         return [(zero, shard) for zero in stages if zero] if mesh.can_share(pinned) else []
     near = _near_ranks(request, mesh) if pinned is None and mesh.pp == 1 else 0
-    return [(zero, shard) for zero in stages for shard in ((0, near) if near and zero == 3 else (0,))]
+    return [
+        (zero, shard) for zero in stages for shard in ((0, near) if near and zero == 3 else (0,))
+    ]
 
 
 def _near_ranks(request: PlanRequest, mesh: MeshShape) -> int:
     """The data-parallel ranks of one NVLink domain, 0 where they are all, or too few to share out anything."""
     here = request.cluster.topology.devices_per_node if not request.is_mixed else 0
     shard = here // mesh.stride("dp") * mesh.ep * mesh.cp
-    return shard if shard < mesh.dp * mesh.cp and mesh.can_share(shard) and here % mesh.stride("dp") == 0 else 0
+    return (
+        shard
+        if shard < mesh.dp * mesh.cp and mesh.can_share(shard) and here % mesh.stride("dp") == 0
+        else 0
+    )
 
 
-def _schedules(request: PlanRequest, mesh: MeshShape, number: int, blocks: int) -> tuple[tuple[str, int], ...]:
+def _schedules(
+    request: PlanRequest, mesh: MeshShape, number: int, blocks: int
+) -> tuple[tuple[str, int], ...]:
     """`schedules_for`; on several kinds of devices those of one stage a rank, whose sizes are free."""
     found = schedules_for(request.pin, mesh, number, blocks, may_zero_bubble(request))
     return tuple((name, count) for name, count in found if count == 1 or not request.is_mixed)

@@ -25,13 +25,21 @@ def divisors(number: int) -> list[int]:
 def as_pinned(traced: TracedModel, pin: Mapping[str, Any]) -> TracedModel:
     """The model with its layers counted off, if every k-th of them is to be recomputed."""
     mode = pin.get("recompute")
-    return counted(traced, int(mode.partition("-")[2])) if is_recompute(mode) and is_periodic(mode) else traced
+    return (
+        counted(traced, int(mode.partition("-")[2]))
+        if is_recompute(mode) and is_periodic(mode)
+        else traced
+    )
 
 
 @per_model(16)
 def _parted(traced: TracedModel) -> list[str]:
     """Buffers that forward changes and that stages may part: several segments read them."""
-    return [name for name in traced.updates if sum(name in segment.parameters for segment in traced.segments) > 1]
+    return [
+        name
+        for name in traced.updates
+        if sum(name in segment.parameters for segment in traced.segments) > 1
+    ]
 
 
 @per_model(16)
@@ -55,7 +63,11 @@ def num_experts(traced: TracedModel) -> int:
     for block in traced.classes:
         for node in ops(block.graph):
             dims = op_dims(node)
-            found += [int(joint.size) for joint in dims.joint.values() if joint.axis == "ep"] if dims is not None else []
+            found += (
+                [int(joint.size) for joint in dims.joint.values() if joint.axis == "ep"]
+                if dims is not None
+                else []
+            )
     return min(found, default=0)
 
 

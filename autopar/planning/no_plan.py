@@ -17,18 +17,25 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
             "raise the time limit, or pin what saves memory (recompute=full, a higher ZeRO stage)", proven=False,
         )  # fmt: skip
     if found.smallest is None:
-        return NoPlanFits(f"no choice of layouts is consistent under the pins {request.pin or 'given'}: drop pins, or report the model")
+        return NoPlanFits(
+            f"no choice of layouts is consistent under the pins {request.pin or 'given'}: drop pins, or report the model"
+        )
     candidate, reason = found.smallest
     needed = reason.memory_bytes if reason.memory_bytes is not None else reason.bound_bytes or 0
     if request.is_mixed:
-        kinds = ", ".join(f"{group.device.memory_bytes / 2**30:.2f} on {group.device.name}" for group in request.cluster.groups)
+        kinds = ", ".join(
+            f"{group.device.memory_bytes / 2**30:.2f} on {group.device.name}"
+            for group in request.cluster.groups
+        )
         return NoPlanFits(
             f"No plan fits: {reason.detail}, needs {needed / 2**30:.2f} GiB per device in the plan that lacks least ({candidate.mesh}, "
             f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute}); there are {kinds}",
             reason.memory_bytes, proven=False,
         )  # fmt: skip
     capacity = request.cluster.device.memory_bytes
-    proven = all(outcome["outcome"] == "infeasible" for outcome in found.outcomes)  # of pipelines not every placement is tried
+    proven = all(
+        outcome["outcome"] == "infeasible" for outcome in found.outcomes
+    )  # of pipelines not every placement is tried
     return NoPlanFits(
         f"No plan fits: the smallest needs {needed / 2**30:.2f} GiB per device of {capacity / 2**30:.2f} ({candidate.mesh}, "
         f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute})",

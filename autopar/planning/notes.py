@@ -29,24 +29,39 @@ def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
             if draws_otherwise(node):
                 random.add(str(node.target))
     if ruleless:
-        found.append("ops without a rule run replicated: " + ", ".join(f"{name} x{count}" for name, count in sorted(ruleless.items())))
+        found.append(
+            "ops without a rule run replicated: "
+            + ", ".join(f"{name} x{count}" for name, count in sorted(ruleless.items()))
+        )
     if explicit:
         found.append(
             f"attention that drops probabilities x{explicit} runs unfused: exact, but it keeps batch x heads x queries x keys "
             "probabilities for backward; a model without dropout inside attention needs far less memory"
         )
     norms = [name for name in traced.updates if name.endswith("running_var")]
-    others = [name for name in traced.updates if not name.endswith(("running_mean", "running_var", "num_batches_tracked"))]
+    others = [
+        name
+        for name in traced.updates
+        if not name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+    ]
     if others:
-        found.append(f"forward changes {', '.join(others)}: after every micro-batch of training; eval_step leaves them")
+        found.append(
+            f"forward changes {', '.join(others)}: after every micro-batch of training; eval_step leaves them"
+        )
     if norms:
         found.append(
             f"batch norm x{len(norms)} takes its statistics over one micro-batch of all data-parallel ranks: equal to one device that runs "
             "the same micro-batches, not to one that runs the whole batch at once"
         )
     if random:
-        found.append(f"{', '.join(sorted(random))} draw other random numbers than one device would: equal in distribution, not exactly")
-    capacity = {call.arg("capacity_factor") for call in calls_of(traced, "autopar::routed_experts") if call.arg("capacity_factor")}
+        found.append(
+            f"{', '.join(sorted(random))} draw other random numbers than one device would: equal in distribution, not exactly"
+        )
+    capacity = {
+        call.arg("capacity_factor")
+        for call in calls_of(traced, "autopar::routed_experts")
+        if call.arg("capacity_factor")
+    }
     if capacity:
         found.append(
             f"experts have a capacity factor of {', '.join(map(str, sorted(capacity)))}: choices beyond it are dropped, counted over each "
@@ -59,8 +74,14 @@ def split_notes(traced: TracedModel, mean: bool) -> tuple[str, ...]:
     """What is not that of the whole batch, or keeps it whole."""
     split, found = traced.split, []
     if not split.joins:
-        what = "micro-batch losses are averaged, as allow_micro_batch_mean=True says, though" if mean else "the batch is not split, since"
+        what = (
+            "micro-batch losses are averaged, as allow_micro_batch_mean=True says, though"
+            if mean
+            else "the batch is not split, since"
+        )
         found.append(f"{what} {split.reason}")
     if split.by_convention:
-        found.append(f"{' and '.join(split.by_convention)} are those of each micro-batch, as is the field's convention")
+        found.append(
+            f"{' and '.join(split.by_convention)} are those of each micro-batch, as is the field's convention"
+        )
     return tuple(found)

@@ -16,7 +16,12 @@ from autopar_cost_models.checks import finite
 from autopar.errors import AutoparError, NoPlanFits, shown
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
-from autopar.text.plan_words import PlanOn, device_hours_per_million_tokens, layout_words, short_words
+from autopar.text.plan_words import (
+    PlanOn,
+    device_hours_per_million_tokens,
+    layout_words,
+    short_words,
+)
 from autopar.text.tables import grid
 from autopar.text.units import gib, ms, percent
 
@@ -44,11 +49,18 @@ class Goal:
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
-            raise AutoparError(f"objective {shown(self.objective)} is not known; {', '.join(OBJECTIVES)} are")
+            raise AutoparError(
+                f"objective {shown(self.objective)} is not known; {', '.join(OBJECTIVES)} are"
+            )
         asked = {"deadline": self.deadline_s, "tokens per second": self.tokens_per_s}
         given = {name: value for name, value in asked.items() if value is not None}
         for name, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not finite(value) or value <= 0:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not finite(value)
+                or value <= 0
+            ):
                 raise AutoparError(f"{name} {shown(value)} must be a finite number > 0")
         if self.objective == "gpus" and len(given) != 1:
             raise AutoparError(
@@ -56,7 +68,9 @@ class Goal:
                 "--deadline 2.5"
             )
         if self.objective != "gpus" and given:
-            raise AutoparError(f"a {' and '.join(given)} belongs to objective gpus, and the objective is {self.objective}")
+            raise AutoparError(
+                f"a {' and '.join(given)} belongs to objective gpus, and the objective is {self.objective}"
+            )
 
     def limit_s(self, plan: Plan) -> float:
         """The longest step that meets the goal, for the tokens of a plan's step."""
@@ -65,7 +79,11 @@ class Goal:
         return plan.predicted.tokens_per_s * plan.predicted.step_time_s / self.tokens_per_s
 
     def __str__(self) -> str:
-        return f"a step of at most {ms(self.deadline_s)}" if self.deadline_s is not None else f"{self.tokens_per_s:,.0f} tokens a second"
+        return (
+            f"a step of at most {ms(self.deadline_s)}"
+            if self.deadline_s is not None
+            else f"{self.tokens_per_s:,.0f} tokens a second"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +106,9 @@ class Tried:
     @property
     def bound_s(self) -> float:
         """No plan here takes less for a step; infinite if there is none."""
-        return self.plan.certificate.bound_s if self.plan is not None else inf if self.settled else 0.0
+        return (
+            self.plan.certificate.bound_s if self.plan is not None else inf if self.settled else 0.0
+        )
 
     @property
     def device_hours(self) -> float:
@@ -119,10 +139,18 @@ class Chosen:
     @property
     def proven(self) -> bool:
         """Whether the bound says that nothing is better (memory: by more than `TOLERANCE`)."""
-        return self.value <= self.bound * (1 + (TOLERANCE if self.goal.objective == "memory" else _SAME))
+        return self.value <= self.bound * (
+            1 + (TOLERANCE if self.goal.objective == "memory" else _SAME)
+        )
 
 
-def choose(goal: Goal, plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], tell: Callable[[str], None]) -> Chosen:
+def choose(
+    goal: Goal,
+    plan_on: PlanOn,
+    cluster: ClusterSpec,
+    pin: Mapping[str, Any],
+    tell: Callable[[str], None],
+) -> Chosen:
     """The plan that is best for a goal on a cluster or a part of it; if the goal is not the time, the plan's notes state the claim.
 
     Raises AutoparError as the planner does, and where no part of the cluster meets a deadline.
@@ -142,21 +170,39 @@ def choose(goal: Goal, plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, 
             f"objective {goal.objective} looks at parts of a cluster, and {cluster.name} has devices of several kinds: plan for each "
             f"part that you have in mind, for example {cluster.groups[0].name}"
         )
-    found = {"cost": _cheapest, "gpus": _fewest, "memory": _leanest}[goal.objective](goal, cluster, attempt)
-    return replace(found, plan=replace(found.plan, notes=(f"objective {goal.objective}: {found.claim}", *found.plan.notes)))
+    found = {"cost": _cheapest, "gpus": _fewest, "memory": _leanest}[goal.objective](
+        goal, cluster, attempt
+    )
+    return replace(
+        found,
+        plan=replace(
+            found.plan, notes=(f"objective {goal.objective}: {found.claim}", *found.plan.notes)
+        ),
+    )
 
 
 def sizes_of(cluster: ClusterSpec) -> list[int]:
     """Numbers of devices that are considered, ascending: powers of two that divide a node, and whole nodes (see `MOST_NODES`)."""
     per_node, nodes = cluster.topology.devices_per_node, cluster.topology.nodes
     parts = [2**k for k in range(per_node.bit_length()) if 2**k < per_node and per_node % 2**k == 0]
-    counts = range(1, nodes + 1) if nodes <= MOST_NODES else [*(2**k for k in range(nodes.bit_length()) if 2**k < nodes), nodes]
+    counts = (
+        range(1, nodes + 1)
+        if nodes <= MOST_NODES
+        else [*(2**k for k in range(nodes.bit_length()) if 2**k < nodes), nodes]
+    )
     return [*parts, *(per_node * count for count in counts)]
 
 
 def _fastest(goal: Goal, cluster: ClusterSpec, plan: Plan) -> Chosen:
     value, bound = plan.predicted.step_time_s, plan.certificate.bound_s
-    return Chosen(goal, cluster, plan, value, bound, f"a step takes {ms(value)}, and with no plan of the space less than {ms(bound)}")
+    return Chosen(
+        goal,
+        cluster,
+        plan,
+        value,
+        bound,
+        f"a step takes {ms(value)}, and with no plan of the space less than {ms(bound)}",
+    )
 
 
 def _cheapest(goal: Goal, cluster: ClusterSpec, attempt: Attempt) -> Chosen:
@@ -188,7 +234,11 @@ def _fewest(goal: Goal, cluster: ClusterSpec, attempt: Attempt) -> Chosen:
     planned = [one for one in tried if one.plan is not None]
     if not planned:
         raise tried[-1].error
-    raise AutoparError(_missed_words(goal, cluster, min(planned, key=lambda one: one.plan.predicted.step_time_s), tried))
+    raise AutoparError(
+        _missed_words(
+            goal, cluster, min(planned, key=lambda one: one.plan.predicted.step_time_s), tried
+        )
+    )
 
 
 def _leanest(goal: Goal, cluster: ClusterSpec, attempt: Attempt) -> Chosen:
@@ -206,7 +256,9 @@ def _leanest(goal: Goal, cluster: ClusterSpec, attempt: Attempt) -> Chosen:
             best, high = tried[-1], _peak_bytes(tried[-1].plan)
     bound, step = low, 1
     while high > (1 + TOLERANCE) * low:
-        tried.append(attempt(cluster.with_memory(max(ceil(high / (1 + TOLERANCE) ** step), low + 1))))
+        tried.append(
+            attempt(cluster.with_memory(max(ceil(high / (1 + TOLERANCE) ** step), low + 1)))
+        )
         last = tried[-1]
         if last.plan is not None:
             best, high, step = last, _peak_bytes(last.plan), 2 * step
@@ -214,7 +266,9 @@ def _leanest(goal: Goal, cluster: ClusterSpec, attempt: Attempt) -> Chosen:
             low, step = last.cluster.device.memory_bytes, 1
             bound = low if last.settled else bound
     plan = replace(best.plan, cluster_name=cluster.name, cluster_hash=cluster.spec_hash())
-    return Chosen(goal, cluster, plan, high, bound, _memory_words(fastest, best, bound, low), tuple(tried))
+    return Chosen(
+        goal, cluster, plan, high, bound, _memory_words(fastest, best, bound, low), tuple(tried)
+    )
 
 
 def _peak_bytes(plan: Plan) -> int:
@@ -240,7 +294,11 @@ def _cost_words(device_hours: float, cluster: ClusterSpec) -> str:
 def _unsettled(tried: Sequence[Tried]) -> str:
     """What is not known of the sizes, or ''."""
     unknown = [one for one in tried if not one.settled]
-    return f"; on {_listed(unknown)} no plan was found in time, which proves nothing" if unknown else ""
+    return (
+        f"; on {_listed(unknown)} no plan was found in time, which proves nothing"
+        if unknown
+        else ""
+    )
 
 
 def _fewer_words(tried: Sequence[Tried], limit_s: float) -> str:
@@ -260,7 +318,11 @@ def _missed_words(goal: Goal, cluster: ClusterSpec, best: Tried, tried: Sequence
     return (
         f"no plan found on {_listed(tried)} devices of {cluster.name} has {goal}: the best takes {ms(best.plan.predicted.step_time_s)} "
         f"({best.plan.predicted.tokens_per_s:,.0f} tokens a second) on {best.devices} ({layout_words(best.plan)})"
-        + (f"; that none on {possible} has is not proved" if possible else "; the bounds of the certificates prove that there is none")
+        + (
+            f"; that none on {possible} has is not proved"
+            if possible
+            else "; the bounds of the certificates prove that there is none"
+        )
         + "; allow that much, use more devices, or drop pins"
     )
 
@@ -278,8 +340,18 @@ def _memory_words(fastest: Tried, best: Tried, bound: int, low: int) -> str:
     )
 
 
-_HEADS = {"time": "the fastest step", "cost": "the lowest cost per token", "gpus": "the fewest devices", "memory": "the least memory"}
-_UNITS = {"time": "s", "cost": "device-hours per million tokens", "gpus": "devices", "memory": "bytes"}
+_HEADS = {
+    "time": "the fastest step",
+    "cost": "the lowest cost per token",
+    "gpus": "the fewest devices",
+    "memory": "the least memory",
+}
+_UNITS = {
+    "time": "s",
+    "cost": "device-hours per million tokens",
+    "gpus": "devices",
+    "memory": "bytes",
+}
 
 
 def chosen_data(chosen: Chosen) -> dict[str, Any]:
@@ -318,12 +390,30 @@ def chosen_table(chosen: Chosen) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    head = Text(f"Objective: {_HEADS[chosen.goal.objective]}.  {chosen.claim[0].upper()}{chosen.claim[1:]}.")
+    head = Text(
+        f"Objective: {_HEADS[chosen.goal.objective]}.  {chosen.claim[0].upper()}{chosen.claim[1:]}."
+    )
     if not chosen.tried:
         return Group(head)
     price = chosen.cluster.price_per_device_hour
-    columns = ("devices", "GiB each", "plan", "step", "at least", "GiB", "GPUh/M" if price is None else "$/M")
-    return Group(head, grid("", columns, [_tried_row(one, price or 1.0) for one in chosen.tried], right=(0, 1, 3, 4, 5, 6)))
+    columns = (
+        "devices",
+        "GiB each",
+        "plan",
+        "step",
+        "at least",
+        "GiB",
+        "GPUh/M" if price is None else "$/M",
+    )
+    return Group(
+        head,
+        grid(
+            "",
+            columns,
+            [_tried_row(one, price or 1.0) for one in chosen.tried],
+            right=(0, 1, 3, 4, 5, 6),
+        ),
+    )
 
 
 def _tried_row(one: Tried, price: float) -> tuple[str, ...]:
@@ -332,5 +422,10 @@ def _tried_row(one: Tried, price: float) -> tuple[str, ...]:
         why = "none fits" if isinstance(one.error, NoPlanFits) else "impossible"
         return str(one.devices), room, why if one.settled else "not in time", *("-",) * 4
     peak = gib(_peak_bytes(plan)).removesuffix(" GiB")
-    numbers = ms(plan.predicted.step_time_s), ms(one.bound_s), peak, f"{one.device_hours * price:.3g}"
+    numbers = (
+        ms(plan.predicted.step_time_s),
+        ms(one.bound_s),
+        peak,
+        f"{one.device_hours * price:.3g}",
+    )
     return str(one.devices), room, short_words(plan), *numbers

@@ -15,8 +15,22 @@ from autopar.ir.traced import TracedModel
 from autopar.ops.dims import is_symbolic
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.work import tokens_per_row
-from autopar.planning.model_facts import _attention_heads, _listed, _parted, calls_of, divisors, num_experts
-from autopar.request.pins import _DEGREES, OFFLOADED_STAGES, PINS, RECOMPUTE, ZERO_STAGES, is_recompute
+from autopar.planning.model_facts import (
+    _attention_heads,
+    _listed,
+    _parted,
+    calls_of,
+    divisors,
+    num_experts,
+)
+from autopar.request.pins import (
+    _DEGREES,
+    OFFLOADED_STAGES,
+    PINS,
+    RECOMPUTE,
+    ZERO_STAGES,
+    is_recompute,
+)
 from autopar.request.plan_request import PlanRequest
 
 
@@ -27,7 +41,9 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
         if name not in PINS:
             raise AutoparError(f"unknown pin {shown(name)}; pins are {', '.join(PINS)}")
         if not isinstance(value, str | int | float):
-            raise AutoparError(f"{name}={shown(value)} must be a text, a whole number, True or False")
+            raise AutoparError(
+                f"{name}={shown(value)} must be a text, a whole number, True or False"
+            )
         if name == "schedule" and value not in (*SCHEDULES, "none"):
             raise AutoparError(f"schedule={shown(value)} is not known; {', '.join(SCHEDULES)} are")
         if name == "sequence_parallel" and not isinstance(value, bool):
@@ -35,15 +51,21 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
         if name in (*_DEGREES, "vpp", "micro_batch") and (
             not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST
         ):
-            raise AutoparError(f"{name}={shown(value)} must be a whole number >= 1, and at most {MOST:,}")
+            raise AutoparError(
+                f"{name}={shown(value)} must be a whole number >= 1, and at most {MOST:,}"
+            )
         if name == "order":
             MeshShape(order=value)
         if name == "deal":
             groups_of(value)
         if name == "context_method" and value not in METHODS:
-            raise AutoparError(f"context_method={shown(value)} is not known; {', '.join(METHODS)} are")
+            raise AutoparError(
+                f"context_method={shown(value)} is not known; {', '.join(METHODS)} are"
+            )
         if name == "stages" and value != "even":
-            raise AutoparError(f"stages={shown(value)} is not known; 'even' deals layers evenly, without the pin stages are cut as is best")
+            raise AutoparError(
+                f"stages={shown(value)} is not known; 'even' deals layers evenly, without the pin stages are cut as is best"
+            )
         if name == "zero" and (type(value) is not int or value not in ZERO_STAGES):
             raise AutoparError(f"zero={shown(value)} is not a ZeRO stage; 0, 1, 2 and 3 are")
         if name == "shard":
@@ -52,28 +74,40 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
             _check_offload(request)
         if name == "recompute" and not is_recompute(value):
             known = ", ".join((*RECOMPUTE, *SELECTIVE_MODES))
-            raise AutoparError(f"recompute={shown(value)} is not known; {known} and every-2, every-3, ... are")
+            raise AutoparError(
+                f"recompute={shown(value)} is not known; {known} and every-2, every-3, ... are"
+            )
     for name in _DEGREES:
         if name in pin and devices % pin[name]:
-            raise AutoparError(f"{name}={pin[name]} does not divide {devices} devices; {_listed(divisors(devices))} do")
+            raise AutoparError(
+                f"{name}={pin[name]} does not divide {devices} devices; {_listed(divisors(devices))} do"
+            )
     if pin.get("offload") == "parameters":
         check_fetched(pin.get("pp", 1), pin.get("zero", 0))
     if request.is_mixed:
         _check_groups(request)
     elif "deal" in pin:
-        raise AutoparError(f"deal={pin['deal']}: the devices of {request.cluster.name} are of one kind; drop the pin")
+        raise AutoparError(
+            f"deal={pin['deal']}: the devices of {request.cluster.name} are of one kind; drop the pin"
+        )
     tp, pp, cp, dp, ep = (pin.get(name) for name in _DEGREES)
     _check_product({name: pin[name] for name in ("tp", "pp", "cp", "dp") if name in pin}, devices)
     if dp is None and tp is not None and cp is not None:
         dp = devices // tp // cp // (pp or 1)
     _check_pipeline(request, traced)
     if dp is not None and request.global_batch % dp:
-        raise AutoparError(f"global batch {request.global_batch} cannot be split over dp={dp}; use a multiple of {dp}")
+        raise AutoparError(
+            f"global batch {request.global_batch} cannot be split over dp={dp}; use a multiple of {dp}"
+        )
     if dp is not None and "micro_batch" in pin and request.global_batch // dp % pin["micro_batch"]:
         rows = request.global_batch // dp
-        raise AutoparError(f"micro_batch={pin['micro_batch']} does not divide the {rows} sequences of a rank; {_listed(divisors(rows))} do")
+        raise AutoparError(
+            f"micro_batch={pin['micro_batch']} does not divide the {rows} sequences of a rank; {_listed(divisors(rows))} do"
+        )
     if ep is not None and dp is not None and dp % ep:
-        raise AutoparError(f"ep={ep} does not divide dp={dp}, of which it is a part; {_listed(divisors(dp))} do")
+        raise AutoparError(
+            f"ep={ep} does not divide dp={dp}, of which it is a part; {_listed(divisors(dp))} do"
+        )
     if tp is not None and tp > 1:
         _check_heads(tp, traced)
     if cp is not None and cp > 1:
@@ -81,15 +115,22 @@ def check_pins(request: PlanRequest, traced: TracedModel) -> None:
     if ep is not None and ep > 1:
         most = num_experts(traced)
         if not most:
-            raise AutoparError(f"ep={ep}: the model has no routed experts that autopar can shard; drop the pin")
+            raise AutoparError(
+                f"ep={ep}: the model has no routed experts that autopar can shard; drop the pin"
+            )
         if ep > most:
-            raise AutoparError(f"ep={ep} is more than the {most} experts of the model; use ep={most} or less")
+            raise AutoparError(
+                f"ep={ep} is more than the {most} experts of the model; use ep={most} or less"
+            )
 
 
 def _check_groups(request: PlanRequest) -> None:
     """The pins on devices of several kinds, where each rank of the pipeline lies within one group."""
     pin, groups = request.pin, request.cluster.groups
-    sizes, inside = [group.num_devices for group in groups], prod(pin.get(name, 1) for name in ("tp", "cp", "dp"))
+    sizes, inside = (
+        [group.num_devices for group in groups],
+        prod(pin.get(name, 1) for name in ("tp", "cp", "dp")),
+    )
     where = f"{request.cluster.name} has groups of {' and '.join(map(str, sizes))} devices"
     if gcd(*sizes) % inside:
         words = " x ".join(f"{name}={pin[name]}" for name in ("tp", "cp", "dp") if name in pin)
@@ -97,8 +138,12 @@ def _check_groups(request: PlanRequest) -> None:
             f"{where}, and a rank of the pipeline lies within one of them: {words} = {inside} devices must divide each; "
             f"{_listed(divisors(gcd(*sizes)))} do"
         )
-    if "pp" in pin and pin["pp"] not in (fitting := [sum(sizes) // each for each in reversed(divisors(gcd(*sizes)))]):
-        raise AutoparError(f"{where}, all of which the ranks of a pipeline share out evenly: pp={pin['pp']} cannot; {_listed(fitting)} can")
+    if "pp" in pin and pin["pp"] not in (
+        fitting := [sum(sizes) // each for each in reversed(divisors(gcd(*sizes)))]
+    ):
+        raise AutoparError(
+            f"{where}, all of which the ranks of a pipeline share out evenly: pp={pin['pp']} cannot; {_listed(fitting)} can"
+        )
     refused = {
         "vpp": pin.get("vpp", 1) > 1 and "a rank has one stage there, of its own size",
         "schedule": pin.get("schedule") == "interleaved_1f1b" and "a rank has one stage there",
@@ -107,20 +152,30 @@ def _check_groups(request: PlanRequest) -> None:
     }
     for name, why in refused.items():
         if why:
-            raise AutoparError(f"{name}={pin[name]}: the devices of {request.cluster.name} are of several kinds, and {why}; drop the pin")
+            raise AutoparError(
+                f"{name}={pin[name]}: the devices of {request.cluster.name} are of several kinds, and {why}; drop the pin"
+            )
     if pin.get("cp", 1) > 1 and "context_method" not in pin:
-        raise AutoparError(f"cp={pin['cp']} on several kinds of devices needs one way for all: pin context_method={METHODS[0]} too")
+        raise AutoparError(
+            f"cp={pin['cp']} on several kinds of devices needs one way for all: pin context_method={METHODS[0]} too"
+        )
 
 
 def _check_shard(pin: Mapping[str, Any]) -> None:
     """The pin of hybrid sharding, as far as no mesh is needed."""
     value = pin["shard"]
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
-        raise AutoparError(f"shard={shown(value)} must be a whole number: the data-parallel ranks that share out what ZeRO does, 0 for all")
+        raise AutoparError(
+            f"shard={shown(value)} must be a whole number: the data-parallel ranks that share out what ZeRO does, 0 for all"
+        )
     if value == 1:
-        raise AutoparError("shard=1: a rank alone shares out nothing; pin zero=0, or shard=2 or more")
+        raise AutoparError(
+            "shard=1: a rank alone shares out nothing; pin zero=0, or shard=2 or more"
+        )
     if value and pin.get("zero") == 0:
-        raise AutoparError(f"shard={value}: {value} ranks share out what ZeRO does, and zero=0 shares out nothing; pin zero=1, 2 or 3")
+        raise AutoparError(
+            f"shard={value}: {value} ranks share out what ZeRO does, and zero=0 shares out nothing; pin zero=1, 2 or 3"
+        )
 
 
 def _check_offload(request: PlanRequest) -> None:
@@ -149,24 +204,44 @@ def check_fetched(pp: int, zero: int) -> None:
 def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
     """The pins of a pipeline."""
     pin = request.pin
-    pp, vpp, schedule = pin.get("pp", len(request.cluster.groups)), pin.get("vpp", 1), pin.get("schedule")
+    pp, vpp, schedule = (
+        pin.get("pp", len(request.cluster.groups)),
+        pin.get("vpp", 1),
+        pin.get("schedule"),
+    )
     if request.runnable and pp > 1 and _parted(traced):
         name = _parted(traced)[0]
-        raise AutoparError(f"the engine cannot run pp={pp}: forward changes buffer {name}, which several segments read; use pp=1")
+        raise AutoparError(
+            f"the engine cannot run pp={pp}: forward changes buffer {name}, which several segments read; use pp=1"
+        )
     if schedule == "zero_bubble" and not may_zero_bubble(request):
         what = "torch.compile" if request.software.compiled else "recompute=op"
         raise AutoparError(f"the engine cannot run {what} under zero_bubble; pin schedule=1f1b")
     if pp == 1:
-        for name, value, alone in (("vpp", vpp, 1), ("schedule", schedule or "none", "none"), ("stages", pin.get("stages"), None)):
+        for name, value, alone in (
+            ("vpp", vpp, 1),
+            ("schedule", schedule or "none", "none"),
+            ("stages", pin.get("stages"), None),
+        ):
             if value != alone:
-                raise AutoparError(f"{name}={value} is of a pipeline, and pp is 1; pin pp, or drop the pin")
+                raise AutoparError(
+                    f"{name}={value} is of a pipeline, and pp is 1; pin pp, or drop the pin"
+                )
         return
     blocks = len(traced.layers)
     if pp * vpp > blocks + 2:
-        raise AutoparError(f"pp={pp} x vpp={vpp} = {pp * vpp} stages are more than the model's {blocks} blocks; use {blocks} or less")
+        raise AutoparError(
+            f"pp={pp} x vpp={vpp} = {pp * vpp} stages are more than the model's {blocks} blocks; use {blocks} or less"
+        )
     if schedule == "none":
-        raise AutoparError(f"schedule=none: a pipeline of pp={pp} has one; {', '.join(SCHEDULES)} are known")
-    if "micro_batch" in pin and "dp" in pin and request.global_batch % (pin["dp"] * pin["micro_batch"]) == 0:
+        raise AutoparError(
+            f"schedule=none: a pipeline of pp={pp} has one; {', '.join(SCHEDULES)} are known"
+        )
+    if (
+        "micro_batch" in pin
+        and "dp" in pin
+        and request.global_batch % (pin["dp"] * pin["micro_batch"]) == 0
+    ):
         number = request.global_batch // pin["dp"] // pin["micro_batch"]
         if schedule is None and vpp == 1:  # some schedule runs any number
             return
@@ -179,7 +254,9 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
 def may_zero_bubble(request: PlanRequest) -> bool:
     """Whether zero bubble is searched.  What is to run must do without kept results, which torch serves once, and without torch.compile,
     whose functions give all gradients at once."""
-    return not request.runnable or not (request.pin.get("recompute") == "op" or request.software.compiled)
+    return not request.runnable or not (
+        request.pin.get("recompute") == "op" or request.software.compiled
+    )
 
 
 def schedule_of(pin: dict[str, Any]) -> str:
@@ -190,7 +267,9 @@ def schedule_of(pin: dict[str, Any]) -> str:
 def _check_heads(tp: int, traced: TracedModel) -> None:
     for heads in _attention_heads(traced):
         if heads % tp:
-            raise AutoparError(f"tp={tp} does not divide {heads} attention heads; {_listed(divisors(heads))} do")
+            raise AutoparError(
+                f"tp={tp} does not divide {heads} attention heads; {_listed(divisors(heads))} do"
+            )
 
 
 def _check_product(fixed: dict[str, int], devices: int) -> None:
@@ -201,14 +280,22 @@ def _check_product(fixed: dict[str, int], devices: int) -> None:
     last = next(reversed(fixed))
     others = {name: value for name, value in fixed.items() if name != last}
     rest = prod(others.values())
-    remedy = f"; with {' '.join(f'{n}={v}' for n, v in others.items())}, {last} is {devices // rest}" if devices % rest == 0 else ""
+    remedy = (
+        f"; with {' '.join(f'{n}={v}' for n, v in others.items())}, {last} is {devices // rest}"
+        if devices % rest == 0
+        else ""
+    )
     product = " x ".join(f"{name}={value}" for name, value in fixed.items())
     raise AutoparError(f"{product} = {taken} devices, but the cluster has {devices}{remedy}")
 
 
 def _check_positions(cp: int, traced: TracedModel) -> None:
     calls = calls_of(traced, "aten::scaled_dot_product_attention")
-    lengths = [int(t.shape[-2]) for call in calls for t in call.tensors[:2] if not is_symbolic(t.shape[-2])]
+    lengths = [
+        int(t.shape[-2]) for call in calls for t in call.tensors[:2] if not is_symbolic(t.shape[-2])
+    ]
     lengths = lengths or [tokens_per_row(traced)]
     if min(lengths) < cp:
-        raise AutoparError(f"cp={cp} is more than the {min(lengths)} positions of a sequence; use cp={min(lengths)} or less")
+        raise AutoparError(
+            f"cp={cp} is more than the {min(lengths)} positions of a sequence; use cp={min(lengths)} or less"
+        )

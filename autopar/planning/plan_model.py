@@ -27,7 +27,10 @@ def check_parts(plan: Plan) -> None:
 
 def check_segments(plan: Plan, traced: TracedModel) -> None:
     """AutoparError unless the stages are the model's segments in order, and each block is of one structure with a choice for all ops."""
-    dealt, own = [name for stage in plan.stages for name in stage], [segment.name for segment in traced.segments]
+    dealt, own = (
+        [name for stage in plan.stages for name in stage],
+        [segment.name for segment in traced.segments],
+    )
     for number, (found, name) in enumerate(zip_longest(dealt, own)):
         if found != name:
             raise AutoparError(
@@ -47,9 +50,14 @@ def check_segments(plan: Plan, traced: TracedModel) -> None:
 
 def _check_ops(block: BlockPlan, structure: BlockClass, axes: tuple[str, ...]) -> None:
     named = set(_named(structure))
-    for names, words in ((named - set(block.ops), "lacks op"), (set(block.ops) - named, "has the unknown op")):
+    for names, words in (
+        (named - set(block.ops), "lacks op"),
+        (set(block.ops) - named, "has the unknown op"),
+    ):
         if names:
-            raise AutoparError(f"the plan's block {shown(block.name)} {words} {shown(min(names))}: {DAMAGED}")
+            raise AutoparError(
+                f"the plan's block {shown(block.name)} {words} {shown(min(names))}: {DAMAGED}"
+            )
     if axes:
         grads = value_grads(structure.graph)
         for node in ops(structure.graph):
@@ -57,7 +65,11 @@ def _check_ops(block: BlockPlan, structure: BlockClass, axes: tuple[str, ...]) -
         for name, dims, is_result in _ends(structure):
             for axis, choice in block.ops[name].items():
                 layouts = choice.inputs if is_result else choice.outputs
-                if len(layouts) != 1 or len(choice.inputs) + len(choice.outputs) != 1 or not _names(choice.strategy, layouts[0], dims):
+                if (
+                    len(layouts) != 1
+                    or len(choice.inputs) + len(choice.outputs) != 1
+                    or not _names(choice.strategy, layouts[0], dims)
+                ):
                     raise AutoparError(
                         f"the plan places {shown(name)} of block {shown(block.name)} over {axis} as {shown(choice.strategy)} ("
                         f"{', '.join(map(str, choice.inputs))} -> {', '.join(map(str, choice.outputs))}), which is not one layout of its "
@@ -74,7 +86,10 @@ def _ends(structure: BlockClass) -> Iterator[tuple[str, int, bool]]:
     """(name, number of dims, whether it is a result) of what a block is given, its parameters, and its results."""
     for node in structure.graph.nodes:
         if node.op == "output":
-            yield from ((f"output{number}", source.meta["val"].dim(), True) for number, source in enumerate(node.args[0]))
+            yield from (
+                (f"output{number}", source.meta["val"].dim(), True)
+                for number, source in enumerate(node.args[0])
+            )
         elif node.op in ("placeholder", "get_attr"):
             yield node.name, node.meta["val"].dim(), False
 

@@ -18,7 +18,13 @@ from autopar.ir.plan_fields import AxisChoice, BlockPlan, Certificate, Predictio
 from autopar.ir.traced import TracedModel
 from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.work import model_flops, tokens_per_row
-from autopar.planning.candidates import LONG_SEQUENCE, LONG_SHARE, MAX_STAGES_PER_RANK, setting_of, tp_limit
+from autopar.planning.candidates import (
+    LONG_SEQUENCE,
+    LONG_SHARE,
+    MAX_STAGES_PER_RANK,
+    setting_of,
+    tp_limit,
+)
 from autopar.planning.no_plan import _check_host
 from autopar.planning.notes import notes
 from autopar.planning.pin_checks import may_zero_bubble
@@ -45,10 +51,14 @@ PIPELINES = (
 
 
 GROUPS = "all devices in use, each rank of the pipeline (and so dp, cp, tp and ep) on devices of one kind, all of a kind in a row"
-GROUP_PIPELINES = "pipelines of {ranks} ranks: {short} with one stage a rank, of any number of blocks"
+GROUP_PIPELINES = (
+    "pipelines of {ranks} ranks: {short} with one stage a rank, of any number of blocks"
+)
 
 
-def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, annotator: Annotator) -> Plan:
+def make_plan(
+    found: SearchResult, request: PlanRequest, traced: TracedModel, annotator: Annotator
+) -> Plan:
     """Write down the best solution as a Plan."""
     candidate, solution = found.best
     model: AnnotatedModel = found.model
@@ -59,30 +69,56 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         if mode not in SELECTIVE_MODES:  # 'full' and every k-th: of layers alone
             mode = "full" if block.recompute else "none"
         choices = {
-            op.name: axis_choices(candidate.mesh, fixed[index].get(op.name, {}), op.strategy(solution.choices[number][op.name]))
+            op.name: axis_choices(
+                candidate.mesh,
+                fixed[index].get(op.name, {}),
+                op.strategy(solution.choices[number][op.name]),
+            )
             for op in block.ops
         }
-        segments = tuple(s.name for s, own in zip(traced.segments, model.segments, strict=True) if own == number)
+        segments = tuple(
+            s.name for s, own in zip(traced.segments, model.segments, strict=True) if own == number
+        )
         blocks.append(BlockPlan(traced.classes[index].name, segments, mode, choices))
     cluster = request.cluster
     ranks = request.pin.get("pp", "any number of")
     short = "GPipe, 1F1B and zero bubble" if may_zero_bubble(request) else "GPipe and 1F1B"
-    pipelines = "no pipeline" if ranks == 1 else PIPELINES.format(ranks=ranks, most=MAX_STAGES_PER_RANK, short=short)
+    pipelines = (
+        "no pipeline"
+        if ranks == 1
+        else PIPELINES.format(ranks=ranks, most=MAX_STAGES_PER_RANK, short=short)
+    )
     modes = f"{'/'.join(MODES)} for each block"
     order = request.pin.get("order")
-    placed = f"ranks numbered in the order {order} (outermost first)" if order else PLACED + INSIDE * ("pp" in request.pin)
+    placed = (
+        f"ranks numbered in the order {order} (outermost first)"
+        if order
+        else PLACED + INSIDE * ("pp" in request.pin)
+    )
     long = f"from {LONG_SEQUENCE} positions, or with {LONG_SHARE} left to a rank"
     pinned = request.pin.get("shard")
     within = f" within groups of {pinned} data-parallel ranks" if pinned else ""
     shared = SHARED if pinned is None and not request.is_mixed else within
     if request.is_mixed:
-        placed, pipelines, long = GROUPS, GROUP_PIPELINES.format(ranks=ranks, short=short), "where it is pinned"
+        placed, pipelines, long = (
+            GROUPS,
+            GROUP_PIPELINES.format(ranks=ranks, short=short),
+            "where it is pinned",
+        )
     certificate = Certificate(
         found.status,
         solution.time_s,
         found.bound_s,
         found.gap,
-        SPACE.format(limit=tp_limit(cluster), long=long, placed=placed, pipelines=pipelines, zero="0-3", shared=shared, recompute=modes),
+        SPACE.format(
+            limit=tp_limit(cluster),
+            long=long,
+            placed=placed,
+            pipelines=pipelines,
+            zero="0-3",
+            shared=shared,
+            recompute=modes,
+        ),
         tuple(found.outcomes),
         found.solve_time_s,
         _ledgers(found),
@@ -93,15 +129,19 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         seconds,
         solution.pipelined.memory_bytes if solution.pipelined else (solution.memory_bytes,),
         request.global_batch * tokens_per_row(traced) / seconds,
-        model_flops(traced, request.global_batch) / seconds / sum(map(partial(_peak, request.precision), cluster.groups)),
+        model_flops(traced, request.global_batch)
+        / seconds
+        / sum(map(partial(_peak, request.precision), cluster.groups)),
         dict(solution.breakdown),
         dict(solution.memory_parts),
         host_bytes(model, solution.choices, stages, candidate.mesh.pp),
     )
     _check_host(prediction, request)
     lacking = {
-        "recompute op under zero_bubble": candidate.schedule == "zero_bubble" and candidate.recompute == "op",
-        f"a graph captured in {request.precision}": not request.runnable and request.precision in ("bf16", "fp16"),
+        "recompute op under zero_bubble": candidate.schedule == "zero_bubble"
+        and candidate.recompute == "op",
+        f"a graph captured in {request.precision}": not request.runnable
+        and request.precision in ("bf16", "fp16"),
     }
     missing = next((what for what, lacks in lacking.items() if lacks), "")
     return Plan(
@@ -123,8 +163,11 @@ def make_plan(found: SearchResult, request: PlanRequest, traced: TracedModel, an
         cluster.spec_hash(),
         COST_MODEL_VERSION,
         missing,
-        (*((f"predicted for {request.software}",) if request.software != Software() else ()), *_start_note(candidate.mesh, cluster),
-         *notes(traced, request.micro_batch_mean)),
+        (
+            *((f"predicted for {request.software}",) if request.software != Software() else ()),
+            *_start_note(candidate.mesh, cluster),
+            *notes(traced, request.micro_batch_mean),
+        ),
         candidate.offload,
         _devices(candidate.mesh, cluster),
         candidate.shard,
@@ -139,8 +182,16 @@ def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]
         yield {"part": "block", "forward_s": cost.forward_s, "backward_s": cost.backward_s, "step_s": cost.step_s,
                "static_bytes": cost.static_bytes, "kept_bytes": cost.kept_bytes,
                "moment_bytes": cost.transient_bytes + model.fixed_bytes}  # fmt: skip
-    for (source, output, target, entry), (forward_s, backward_s) in sorted(arrivals(model, choices).items()):
-        yield {"part": "edge", "from": [source, output], "to": [target, entry], "forward_s": forward_s, "backward_s": backward_s}
+    for (source, output, target, entry), (forward_s, backward_s) in sorted(
+        arrivals(model, choices).items()
+    ):
+        yield {
+            "part": "edge",
+            "from": [source, output],
+            "to": [target, entry],
+            "forward_s": forward_s,
+            "backward_s": backward_s,
+        }
 
 
 def _ledgers(found: SearchResult) -> tuple[dict[str, Any], ...]:
@@ -148,7 +199,11 @@ def _ledgers(found: SearchResult) -> tuple[dict[str, Any], ...]:
     choices = found.best[1].choices
     if not found.groups:
         return tuple(_ledger(found.model, choices))
-    return tuple(entry | {"group": group} for group, model in enumerate(found.groups) for entry in _ledger(model, choices))
+    return tuple(
+        entry | {"group": group}
+        for group, model in enumerate(found.groups)
+        for entry in _ledger(model, choices)
+    )
 
 
 def _peak(precision: str, group: ClusterSpec) -> float:
@@ -168,7 +223,10 @@ def _start_note(mesh: MeshShape, cluster: Cluster) -> Iterator[str]:
         each = mesh.num_devices // mesh.pp
         runs = [(group, len(list(of))) for group, of in groupby(mesh.groups)]
         ends = [0, *accumulate(count * each for _, count in runs)]
-        where = [f"{first} to {end - 1} on {cluster.groups[g].name}" for (g, _), (first, end) in zip(runs, pairwise(ends), strict=True)]
+        where = [
+            f"{first} to {end - 1} on {cluster.groups[g].name}"
+            for (g, _), (first, end) in zip(runs, pairwise(ends), strict=True)
+        ]
         yield f"start the processes along the pipeline: ranks {', '.join(where)}"
 
 
@@ -178,4 +236,3 @@ def axis_choices(mesh: MeshShape, fixed: dict[str, AxisChoice], strategy) -> dic
     if mesh.tp > 1:
         choices["tp"] = AxisChoice(strategy.name, strategy.inputs, strategy.outputs)
     return {axis: choices[axis] for axis in mesh.active}
-

@@ -24,8 +24,16 @@ from autopar.solve.search.result import SearchResult
 from autopar.solve.search.workers import processes_for_search
 
 
-@threadpool_limits.wrap(limits=1, user_api="blas")  # products of a search are small: threads that wait for them take the cores of others
-def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, time_limit_s: float, progress=None) -> SearchResult:
+@threadpool_limits.wrap(
+    limits=1, user_api="blas"
+)  # products of a search are small: threads that wait for them take the cores of others
+def find_best(
+    request: PlanRequest,
+    traced: TracedModel,
+    annotator: Annotator,
+    time_limit_s: float,
+    progress=None,
+) -> SearchResult:
     """Search all candidates of a request."""
     if request.is_mixed:
         return search_groups(
@@ -44,7 +52,10 @@ def find_best(request: PlanRequest, traced: TracedModel, annotator: Annotator, t
 
 @seldom_collected()
 def plan_traced(
-    traced: TracedModel, request: PlanRequest, time_limit_s: float = 60.0, progress: Callable[[str], None] | None = None
+    traced: TracedModel,
+    request: PlanRequest,
+    time_limit_s: float = 60.0,
+    progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """What `plan` does once the model is traced and the request is complete."""
     check_pins(request, traced)

@@ -116,10 +116,18 @@ def remedies(error: NoPlanFits, plan_for: PlanFor, ask: Ask, budget_s: float = B
              tell: Callable[[str], None] = lambda text: None) -> Remedies:  # fmt: skip
     """The smallest changes of `ask`, which raised `error`, that fit."""
     end_s, found, useless, unverified = clock() + budget_s, [], [], []
-    least = smallest_plan(lambda pin, at: plan_for(replace(ask, cluster=at), budget_s / 4), ask.cluster, ask.pin, error.least_bytes)
+    least = smallest_plan(
+        lambda pin, at: plan_for(replace(ask, cluster=at), budget_s / 4),
+        ask.cluster,
+        ask.pin,
+        error.least_bytes,
+    )
     ladders = [ladder for ladder in ladders_of(ask) if ladder.rungs]
     for number, ladder in enumerate(ladders):
-        if any(remedy.what == ladder.what or (ladder.what == "pins" and remedy.what in ask.pin) for remedy in found):
+        if any(
+            remedy.what == ladder.what or (ladder.what == "pins" and remedy.what in ask.pin)
+            for remedy in found
+        ):
             continue
         share_s = (end_s - clock()) / (len(ladders) - number)
         climb = Climb(ladder, plan_for, clock() + share_s, clock, tell)
@@ -130,7 +138,9 @@ def remedies(error: NoPlanFits, plan_for: PlanFor, ask: Ask, budget_s: float = B
             unverified.append(ladder.words)
         elif climb.ladder.rungs:  # else each change is impossible for another reason than memory
             useless.append(climb.ladder.rungs[-1].words)
-    return Remedies(ask, str(error), least, tuple(found), tuple(useless), tuple(unverified), budget_s)
+    return Remedies(
+        ask, str(error), least, tuple(found), tuple(useless), tuple(unverified), budget_s
+    )
 
 
 @dataclass(slots=True)
@@ -183,7 +193,9 @@ class Climb:
         self.tell(f"planning {rung.words}")
         try:
             left_s = self.end_s - self.clock()
-            self.plans[rung.words] = self.plan_for(rung.ask, left_s / 2)  # while nothing is found, a search takes twice its time
+            self.plans[rung.words] = self.plan_for(
+                rung.ask, left_s / 2
+            )  # while nothing is found, a search takes twice its time
             return True
         except NoPlanFits as error:
             self.late |= not error.proven
@@ -202,13 +214,21 @@ def ladders_of(ask: Ask) -> Iterator[Ladder]:
     if len(ask.pin) > 1:
         yield Ladder("pins", "without all pins", [Rung("without all pins", replace(ask, pin={}))])
     if len(ask.cluster.groups) == 1:
-        for kind in OFFLOADS[OFFLOADS.index(ask.pin.get("offload", "none")) + 1 :]:  # each for itself: they allow different layouts
+        for kind in OFFLOADS[
+            OFFLOADS.index(ask.pin.get("offload", "none")) + 1 :
+        ]:  # each for itself: they allow different layouts
             words = f"with the {OFFLOAD_WORDS[kind]} in host memory"
-            yield Ladder("offload", words, [Rung(words, replace(ask, pin={**ask.pin, "offload": kind}))])
-    smaller = [batch for batch in range(ask.global_batch - 1, 0, -1) if ask.global_batch % batch == 0]
+            yield Ladder(
+                "offload", words, [Rung(words, replace(ask, pin={**ask.pin, "offload": kind}))]
+            )
+    smaller = [
+        batch for batch in range(ask.global_batch - 1, 0, -1) if ask.global_batch % batch == 0
+    ]
     yield Ladder("global_batch", "smaller global batches",
                  [Rung(f"with a global batch of {batch}", replace(ask, global_batch=batch)) for batch in smaller])  # fmt: skip
-    free = {name: value for name, value in ask.pin.items() if name != "dp"}  # replicas follow from the number of devices
+    free = {
+        name: value for name, value in ask.pin.items() if name != "dp"
+    }  # replicas follow from the number of devices
     words = f"{', dp not pinned' if 'dp' in ask.pin else ''}"
     yield Ladder("devices", "more devices", [Rung(f"on {at.num_devices} devices ({at.name}{words})", replace(ask, cluster=at, pin=free))
                                              for at in larger_clusters(ask.cluster)], up=True)  # fmt: skip
@@ -222,10 +242,16 @@ def _pin_rungs(ask: Ask, name: str) -> Iterator[Rung]:
     """A pin with other values, those first that change least, and without the pin."""
     value = ask.pin[name]
     for other in _relaxed(name, value):
-        yield Rung(f"with {pin_text({name: other})} instead of {value}", replace(ask, pin={**ask.pin, name: other}))
+        yield Rung(
+            f"with {pin_text({name: other})} instead of {value}",
+            replace(ask, pin={**ask.pin, name: other}),
+        )
     gone = (name, *_PIPELINE) if name == "pp" else (name,)
     dropped = {key: pinned for key, pinned in ask.pin.items() if key in gone}
-    yield Rung(f"without {pin_text(dropped)}", replace(ask, pin={key: pinned for key, pinned in ask.pin.items() if key not in gone}))
+    yield Rung(
+        f"without {pin_text(dropped)}",
+        replace(ask, pin={key: pinned for key, pinned in ask.pin.items() if key not in gone}),
+    )
 
 
 def _relaxed(name: str, value: Any) -> list[Any]:
@@ -249,25 +275,39 @@ def larger_clusters(cluster: ClusterSpec) -> list[ClusterSpec]:
         return []  # of which kind is not for us to say
     if not _is_part(cluster):
         here = cluster.topology.nodes
-        return [cluster.with_devices(count * cluster.topology.devices_per_node) for count in _more_nodes(here)]
+        return [
+            cluster.with_devices(count * cluster.topology.devices_per_node)
+            for count in _more_nodes(here)
+        ]
     kind, here, preset = cluster.device.name, cluster.num_devices, home_of(cluster.device.name)
     most = preset.devices_per_node if preset else MOST_TIMES * here
-    inside = [f"{kind}:{here * 2**k}" for k in range(1, MOST_TIMES.bit_length()) if here * 2**k <= most]
+    inside = [
+        f"{kind}:{here * 2**k}" for k in range(1, MOST_TIMES.bit_length()) if here * 2**k <= most
+    ]
     nodes = [f"{preset.name}:{count}" for count in _more_nodes(1)] if preset else []
-    return [ClusterSpec.parse(text).with_price(cluster.price_per_device_hour) for text in inside + nodes]
+    return [
+        ClusterSpec.parse(text).with_price(cluster.price_per_device_hour) for text in inside + nodes
+    ]
 
 
 def _is_part(cluster: ClusterSpec) -> bool:
     """Whether the cluster is a number of devices of one node, as `h100:4` names them."""
     preset = home_of(cluster.device.name)
-    if cluster.device.name not in DEVICES or cluster.topology.nodes > 1 or (preset and cluster.num_devices > preset.devices_per_node):
+    if (
+        cluster.device.name not in DEVICES
+        or cluster.topology.nodes > 1
+        or (preset and cluster.num_devices > preset.devices_per_node)
+    ):
         return False
     part = ClusterSpec.parse(f"{cluster.device.name}:{cluster.num_devices}")
     return (part.device, part.topology) == (cluster.device, cluster.topology)
 
 
 def _more_nodes(here: int) -> list[int]:
-    return [*range(here + 1, 2 * here + 1), *(here * 2**k for k in range(2, MOST_TIMES.bit_length()))]
+    return [
+        *range(here + 1, 2 * here + 1),
+        *(here * 2**k for k in range(2, MOST_TIMES.bit_length())),
+    ]
 
 
 def remedies_data(answer: Remedies) -> dict[str, Any]:
@@ -277,7 +317,8 @@ def remedies_data(answer: Remedies) -> dict[str, Any]:
         "answer": "does not fit",
         "reason": answer.reason,
         "capacity_bytes": min(group.device.memory_bytes for group in answer.ask.cluster.groups),
-        "least_memory": least and {"peak_bytes": max(least.predicted.peak_memory_bytes), "parts": least.predicted.memory},
+        "least_memory": least
+        and {"peak_bytes": max(least.predicted.peak_memory_bytes), "parts": least.predicted.memory},
         "remedies": [_remedy_data(remedy) for remedy in answer.found],
         "do_not_help": list(answer.useless),
         "not_verified": list(answer.unverified),

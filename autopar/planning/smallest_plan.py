@@ -16,12 +16,19 @@ _ROOM = 1.001
 """Memory at which the smallest plan is solved again, of what it needs: CP-SAT rounds bytes up to its own units."""
 
 
-def smallest_plan(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], least_bytes: int | None) -> Plan | None:
+def smallest_plan(
+    plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], least_bytes: int | None
+) -> Plan | None:
     """The best plan on devices with hardly more than the least memory that plans under the pins need; None if that is not known, as where
     the devices are of several kinds."""
     if least_bytes is None or len(cluster.groups) > 1:
         return None
     try:
-        return plan_on(pin, replace(cluster, device=replace(cluster.device, memory_bytes=ceil(least_bytes * _ROOM))))
+        return plan_on(
+            pin,
+            replace(
+                cluster, device=replace(cluster.device, memory_bytes=ceil(least_bytes * _ROOM))
+            ),
+        )
     except NoPlanFits:
         return None

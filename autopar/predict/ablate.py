@@ -78,7 +78,12 @@ def _constants(**values: float) -> Callable[[FittedConstants], FittedConstants]:
 
 
 def _recompute(**modes: str) -> Callable[[Run], Run]:
-    return lambda run: replace(run, degrees=replace(run.degrees, recompute=modes.get(run.degrees.recompute, run.degrees.recompute)))
+    return lambda run: replace(
+        run,
+        degrees=replace(
+            run.degrees, recompute=modes.get(run.degrees.recompute, run.degrees.recompute)
+        ),
+    )
 
 
 def _one_node(case: Case) -> Case:
@@ -88,7 +93,9 @@ def _one_node(case: Case) -> Case:
 
 
 def _device(**fields: Any) -> Callable[[Case], Case]:
-    return lambda case: replace(case, cluster=replace(case.cluster, device=replace(case.cluster.device, **fields)))
+    return lambda case: replace(
+        case, cluster=replace(case.cluster, device=replace(case.cluster.device, **fields))
+    )
 
 
 def _unpadded(run: Run) -> Run:
@@ -173,11 +180,17 @@ class Ablation:
     without: tuple[Without, ...]
 
 
-def ablate(runs: Sequence[Run], mechanisms: Sequence[Mechanism] = MECHANISMS, tell: Callable[[str], None] = lambda text: None) -> Ablation:
+def ablate(
+    runs: Sequence[Run],
+    mechanisms: Sequence[Mechanism] = MECHANISMS,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Ablation:
     """Predict every run that has a measured step time and can be predicted with each mechanism off in turn.  Run by run, so that a model
     is traced once."""
     tables: list[Sensitivities] = []
-    gains: list[list[float]] = []  # log(time without / time with), by run and mechanism; NaN where refused
+    gains: list[
+        list[float]
+    ] = []  # log(time without / time with), by run and mechanism; NaN where refused
     for run in runs:
         try:
             table, whole = sensitivities((run,), evaluate, tell), evaluate(run)
@@ -187,7 +200,9 @@ def ablate(runs: Sequence[Run], mechanisms: Sequence[Mechanism] = MECHANISMS, te
         tell(f"pricing {run.id} without each of {len(mechanisms)} mechanisms")
         gains.append([_gain(mechanism, run, whole) for mechanism in mechanisms])
     if not tables:
-        raise AutoparError("no run has a measured step time and can be predicted: there is nothing to compare")
+        raise AutoparError(
+            "no run has a measured step time and can be predicted: there is nothing to compare"
+        )
     whole_table = Sensitivities(
         tuple(run for table in tables for run in table.runs),
         np.concatenate([table.errors for table in tables]),
@@ -195,7 +210,11 @@ def ablate(runs: Sequence[Run], mechanisms: Sequence[Mechanism] = MECHANISMS, te
     )
     errors, refitted = _errors(whole_table)
     columns = np.array(gains).reshape(len(gains), len(mechanisms)).T
-    return Ablation(errors, refitted, tuple(_without(*pair, whole_table) for pair in zip(mechanisms, columns, strict=True)))
+    return Ablation(
+        errors,
+        refitted,
+        tuple(_without(*pair, whole_table) for pair in zip(mechanisms, columns, strict=True)),
+    )
 
 
 def _gain(mechanism: Mechanism, run: Run, whole: RunPrediction) -> float:
@@ -208,9 +227,14 @@ def _gain(mechanism: Mechanism, run: Run, whole: RunPrediction) -> float:
 def _without(mechanism: Mechanism, gains: np.ndarray, whole: Sensitivities) -> Without:
     names = [run.id for run in whole.runs]
     refused, gains = np.isnan(gains), np.nan_to_num(gains)
-    errors, refitted = _errors(replace(whole, errors=whole.errors + gains, slopes=mechanism.slopes(whole.slopes)))
+    errors, refitted = _errors(
+        replace(whole, errors=whole.errors + gains, slopes=mechanism.slopes(whole.slopes))
+    )
     changed = np.abs(np.expm1(gains)) > CHANGED
-    picked = (tuple(name for name, chosen in zip(names, of, strict=True) if chosen) for of in (changed, refused))
+    picked = (
+        tuple(name for name, chosen in zip(names, of, strict=True) if chosen)
+        for of in (changed, refused)
+    )
     return Without(mechanism, errors, refitted, *picked)
 
 
@@ -218,4 +242,7 @@ def _errors(table: Sensitivities) -> tuple[dict[str, float], dict[str, float]]:
     """Relative errors of the runs with the constants in use, and with constants fitted on them."""
     names = [run.id for run in table.runs]
     change = table.fit(np.ones(len(names), bool))
-    return tuple(dict(zip(names, map(float, table.after(c)), strict=True)) for c in (np.zeros(len(FREE)), change))
+    return tuple(
+        dict(zip(names, map(float, table.after(c)), strict=True))
+        for c in (np.zeros(len(FREE)), change)
+    )

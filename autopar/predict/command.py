@@ -29,17 +29,24 @@ class Predictions:
         return tuple(result for result in self.results if result.run.complete)
 
 
-def predict_file(path: str | Path, evaluate: Evaluate, tell: Callable[[str], None] = lambda text: None) -> Predictions:
+def predict_file(
+    path: str | Path, evaluate: Evaluate, tell: Callable[[str], None] = lambda text: None
+) -> Predictions:
     """Predict the runs of a CSV file.  Raises AutoparError if it cannot be read; a run that cannot be predicted is a problem."""
     runs, problems = read_runs(path)
     results, failed = predict_runs(runs, evaluate, tell)
-    layouts, unpredicted = predict_runs(out_of_memory_layouts(tuple(run for run in runs if run.complete)), evaluate, tell)
-    layout_problems = (replace(problem, complete=False) for problem in unpredicted)  # they are no rows of the file
+    layouts, unpredicted = predict_runs(
+        out_of_memory_layouts(tuple(run for run in runs if run.complete)), evaluate, tell
+    )
+    layout_problems = (
+        replace(problem, complete=False) for problem in unpredicted
+    )  # they are no rows of the file
     return Predictions(str(path), results, layouts, (*problems, *failed, *layout_problems))
 
 
-def predict_runs(runs: Iterable[Run], evaluate: Evaluate,
-                 tell: Callable[[str], None] = lambda text: None) -> tuple[tuple[Scored, ...], tuple[Problem, ...]]:
+def predict_runs(
+    runs: Iterable[Run], evaluate: Evaluate, tell: Callable[[str], None] = lambda text: None
+) -> tuple[tuple[Scored, ...], tuple[Problem, ...]]:
     """(run and prediction, the runs that were refused or failed, with the reason)."""
     results, problems = [], []
     for run in runs:
@@ -48,6 +55,10 @@ def predict_runs(runs: Iterable[Run], evaluate: Evaluate,
             results.append(Scored(run, evaluate(run)))
         except AutoparError as error:
             problems.append(Problem(run.id, str(error), run.complete))
-        except Exception as error:  # a defect of ours must not cost the other rows; it is shown as one
-            problems.append(Problem(run.id, f"internal error: {type(error).__name__}: {error}", run.complete))
+        except (
+            Exception
+        ) as error:  # a defect of ours must not cost the other rows; it is shown as one
+            problems.append(
+                Problem(run.id, f"internal error: {type(error).__name__}: {error}", run.complete)
+            )
     return tuple(results), tuple(problems)

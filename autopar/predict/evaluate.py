@@ -32,8 +32,20 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
     ("fp4 products", lambda run: run.precision.matmul == "fp4"),
     ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in _SCHEDULES),
 )
-_RECOMPUTE = {"none": "none", "full": "full", "attention": "selective", "op": "op", "layers": "every-{every}"}
-_SCHEDULES = {"none": None, "gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved_1f1b", "zero_bubble": "zero_bubble"}
+_RECOMPUTE = {
+    "none": "none",
+    "full": "full",
+    "attention": "selective",
+    "op": "op",
+    "layers": "every-{every}",
+}
+_SCHEDULES = {
+    "none": None,
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved": "interleaved_1f1b",
+    "zero_bubble": "zero_bubble",
+}
 _SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "rowwise", "blockwise": "block",
              "mx": "block"}  # fmt: skip
 
@@ -74,7 +86,9 @@ def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Pl
     Layers that keep their shard of an input and gather it again do so under the pin of sequence parallelism alone; where the software has
     them, the choice is the better of that under the pin and that without, each found in `time_limit_s`.
     """
-    ways: list[dict[str, Any]] = [{}, {"sequence_parallel": True}] if case.software.gathers_again else [{}]
+    ways: list[dict[str, Any]] = (
+        [{}, {"sequence_parallel": True}] if case.software.gathers_again else [{}]
+    )
     found, errors = [], []
     for pin in ways:
         try:
@@ -91,7 +105,13 @@ def _pinned(case: Case, layers: int | None = None) -> Plan:
     return _plan(case, _traced(case.run, layers), _pins(case.run), UNLIMITED_BYTES)
 
 
-def _plan(case: Case, traced: TracedModel, pin: dict[str, Any], memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
+def _plan(
+    case: Case,
+    traced: TracedModel,
+    pin: dict[str, Any],
+    memory_bytes: int,
+    time_limit_s: float = 60.0,
+) -> Plan:
     run, cluster = case.run, case.cluster
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
     request = api.PlanRequest(cluster, run.global_batch, pin, "bf16", False, run.id, case.software)
@@ -99,15 +119,23 @@ def _plan(case: Case, traced: TracedModel, pin: dict[str, Any], memory_bytes: in
 
 
 def _prediction(plan: Plan) -> RunPrediction:
-    return RunPrediction(plan.predicted.step_time_s, max(plan.predicted.peak_memory_bytes), plan.predicted.breakdown)
+    return RunPrediction(
+        plan.predicted.step_time_s, max(plan.predicted.peak_memory_bytes), plan.predicted.breakdown
+    )
 
 
 def _one_more(case: Case) -> RunPrediction:
     """Forward and backward of one layer inside a model, its input's gradient included: what a model of three has more than one of two.
     What is done once a step (update, reduction of gradients) is left out of the time; memory is what the layer adds."""
     two, three = (_prediction(_pinned(case, layers)) for layers in (2, 3))
-    parts = {name: seconds - two.breakdown[name] for name, seconds in three.breakdown.items() if name != "step"}
-    return RunPrediction(sum(parts.values()), three.peak_memory_bytes - two.peak_memory_bytes, parts)
+    parts = {
+        name: seconds - two.breakdown[name]
+        for name, seconds in three.breakdown.items()
+        if name != "step"
+    }
+    return RunPrediction(
+        sum(parts.values()), three.peak_memory_bytes - two.peak_memory_bytes, parts
+    )
 
 
 def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
@@ -119,16 +147,35 @@ def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
     device, links = device_of(machine.gpu), {"inter_bandwidth_Bps": machine.nic_Bps}
     if node := node_of(device, per_node, machine.nic_Bps):
         inter = node.topology(1, fitted).inter
-        links = {f"inter_{f.name}": getattr(inter, f.name) for f in fields(inter)} | {"nics_per_node": node.nics_per_node}
+        links = {f"inter_{f.name}": getattr(inter, f.name) for f in fields(inter)} | {
+            "nics_per_node": node.nics_per_node
+        }
     return ClusterSpec.make(
-        device, machine.gpus // per_node, per_node, memory_bytes=machine.memory_bytes, name=machine.gpu, fitted=fitted, **links
+        device,
+        machine.gpus // per_node,
+        per_node,
+        memory_bytes=machine.memory_bytes,
+        name=machine.gpu,
+        fitted=fitted,
+        **links,
     )
 
 
 def _software(run: Run, generation: str) -> Software:
-    fp8 = {"matmul_dtype": "fp8", "fp8_scaling": _SCALINGS[run.precision.recipe]} if run.precision.matmul == "fp8" else {}
+    fp8 = (
+        {"matmul_dtype": "fp8", "fp8_scaling": _SCALINGS[run.precision.recipe]}
+        if run.precision.matmul == "fp8"
+        else {}
+    )
     kernel = run.software.attention_kernel
-    alike = ("dp_overlap", "early_stop", "fused_accumulation", "fused_softmax", "late_gradients", "tp_overlap")
+    alike = (
+        "dp_overlap",
+        "early_stop",
+        "fused_accumulation",
+        "fused_softmax",
+        "late_gradients",
+        "tp_overlap",
+    )
     return Software(
         compiled=run.software.compile,
         attention_kernel=kernel if (generation, kernel) in FLASH_RATES else None,
@@ -150,7 +197,15 @@ def _traced_spec(spec: NativeSpec, seq: int) -> TracedModel:
 def _pins(run: Run) -> dict[str, Any]:
     by = run.degrees
     zero = by.zero if by.dp * by.cp > 1 else 0
-    pin: dict[str, Any] = {"tp": by.tp, "pp": by.pp, "cp": by.cp, "dp": by.dp, "ep": by.ep, "micro_batch": by.micro_batch, "zero": zero}
+    pin: dict[str, Any] = {
+        "tp": by.tp,
+        "pp": by.pp,
+        "cp": by.cp,
+        "dp": by.dp,
+        "ep": by.ep,
+        "micro_batch": by.micro_batch,
+        "zero": zero,
+    }
     pin["recompute"] = _RECOMPUTE[by.recompute].format(every=by.recompute_every)
     if by.pp > 1:
         pin |= {"vpp": by.vpp, "schedule": _SCHEDULES[by.schedule], "stages": "even"}

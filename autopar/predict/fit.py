@@ -77,8 +77,11 @@ class Fit:
         return mape(error for errors in self.left_out.values() for error in errors.values())
 
 
-def sensitivities(runs: Sequence[Run], evaluate: Callable[[Run, FittedConstants], RunPrediction],
-                  tell: Callable[[str], None] = lambda text: None) -> Sensitivities:
+def sensitivities(
+    runs: Sequence[Run],
+    evaluate: Callable[[Run, FittedConstants], RunPrediction],
+    tell: Callable[[str], None] = lambda text: None,
+) -> Sensitivities:
     """Price every run that has a measured step time and can be priced, with each constant changed in turn."""
     found, errors, slopes = [], [], []
     for run in runs:
@@ -87,13 +90,21 @@ def sensitivities(runs: Sequence[Run], evaluate: Callable[[Run, FittedConstants]
         tell(f"pricing {run.id} with {len(FREE)} constants changed in turn")
         try:
             base = log(evaluate(run, FITTED).step_time_s)
-            slopes.append([(log(evaluate(run, _scaled(FITTED, name, 1 + STEP)).step_time_s) - base) / log(1 + STEP) for name in FREE])
+            slopes.append(
+                [
+                    (log(evaluate(run, _scaled(FITTED, name, 1 + STEP)).step_time_s) - base)
+                    / log(1 + STEP)
+                    for name in FREE
+                ]
+            )
         except AutoparError:
             continue
         found.append(run)
         errors.append(base - log(run.measured.step_time_s))
     if not found:
-        raise AutoparError("no run has a measured step time and can be predicted: there is nothing to fit on")
+        raise AutoparError(
+            "no run has a measured step time and can be predicted: there is nothing to fit on"
+        )
     return Sensitivities(tuple(found), np.array(errors), np.array(slopes))
 
 
@@ -105,7 +116,11 @@ def fit(table: Sensitivities) -> Fit:
     for source in dict.fromkeys(sources):
         change = table.fit(sources != source)
         errors = table.after(change)
-        left_out[source] = {run.id: float(e) for run, e in zip(table.runs, errors, strict=True) if run.source == source}
+        left_out[source] = {
+            run.id: float(e)
+            for run, e in zip(table.runs, errors, strict=True)
+            if run.source == source
+        }
         without[source] = _changed(change)
     errors = {run.id: float(e) for run, e in zip(table.runs, table.after(whole), strict=True)}
     return Fit(_changed(whole), errors, left_out, without)
@@ -116,4 +131,7 @@ def _scaled(constants: FittedConstants, name: str, factor: float) -> FittedConst
 
 
 def _changed(change: np.ndarray) -> FittedConstants:
-    return replace(FITTED, **{name: getattr(FITTED, name) * exp(c) for name, c in zip(FREE, change, strict=True)})
+    return replace(
+        FITTED,
+        **{name: getattr(FITTED, name) * exp(c) for name, c in zip(FREE, change, strict=True)},
+    )

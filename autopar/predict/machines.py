@@ -22,11 +22,23 @@ _MEMORY_MIB = {
     ("B200", 180): 182630,
 }
 _DEFAULT_GB = {"A100": 80, "H100": 80, "H200": 141, "B200": 180}
-_RACK_MIB = {"GB200": 189471, "GB300": 284208}  # nvidia-smi; 186 and 278 GiB of the datasheets' 186 and 288 GB
+_RACK_MIB = {
+    "GB200": 189471,
+    "GB300": 284208,
+}  # nvidia-smi; 186 and 278 GiB of the datasheets' 186 and 288 GB
 NAMED_SHARE = 0.99
 """Memory of a GPU outside the table per GiB of its name: those of the table have 0.97 to 1.02."""
 
-_NIC_GBPS = {"V100": 100.0, "A100": 200.0, "H100": 400.0, "H200": 400.0, "B200": 400.0, "GB200": 400.0, "B300": 800.0, "GB300": 800.0}
+_NIC_GBPS = {
+    "V100": 100.0,
+    "A100": 200.0,
+    "H100": 400.0,
+    "H200": 400.0,
+    "B200": 400.0,
+    "GB200": 400.0,
+    "B300": 800.0,
+    "GB300": 800.0,
+}
 OTHER_NIC_GBPS = 400.0
 """Line rate per GPU of the DGX (or NVL72 rack) of a generation, for runs that do not print theirs."""
 
@@ -84,5 +96,16 @@ def nic_Bps_of(gpu: str) -> float:
 def node_of(device: str, per_node: int, nic_Bps: float) -> NodePreset | None:
     """The node of the catalogue that has `per_node` of these devices and, for each of them, so much line rate; None if there is none."""
 
-    alike = (node for node in NODES.values() if (node.device.name, node.devices_per_node) == (device, per_node))
-    return next((node for node in alike if node.inter.bandwidth_Bps * node.topology(1).nics / per_node == nic_Bps), None)
+    alike = (
+        node
+        for node in NODES.values()
+        if (node.device.name, node.devices_per_node) == (device, per_node)
+    )
+    return next(
+        (
+            node
+            for node in alike
+            if node.inter.bandwidth_Bps * node.topology(1).nics / per_node == nic_Bps
+        ),
+        None,
+    )

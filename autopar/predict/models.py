@@ -27,14 +27,32 @@ def model_of(run: Run, layers: int | None = None) -> nn.Module:
 
 def spec_of(run: Run, layers: int | None = None) -> NativeSpec:
     """The spec of `model_of`: it makes example inputs too, and counts parameters and model FLOPs."""
-    return NativeSpec.of(run.id, config_of(run.dims, run.degrees.padded_vocab, run.software.flash, run.software.dropout, layers))
+    return NativeSpec.of(
+        run.id,
+        config_of(
+            run.dims, run.degrees.padded_vocab, run.software.flash, run.software.dropout, layers
+        ),
+    )
 
 
-def config_of(dims: Dims, vocab: int | None = None, flash: bool = True, dropout: float = 0.0, layers: int | None = None) -> NativeConfig:
+def config_of(
+    dims: Dims,
+    vocab: int | None = None,
+    flash: bool = True,
+    dropout: float = 0.0,
+    layers: int | None = None,
+) -> NativeConfig:
     """The reference model's configuration.  Only gpt models have dropout, and attention that is written out where it was not fused."""
     layers = dims.layers if layers is None else layers
-    common = {"vocab": vocab or dims.vocab, "hidden": dims.hidden, "layers": layers, "heads": dims.heads, "max_seq": dims.seq,
-              "window": dims.window, "tie_embeddings": dims.tied_embeddings}
+    common = {
+        "vocab": vocab or dims.vocab,
+        "hidden": dims.hidden,
+        "layers": layers,
+        "heads": dims.heads,
+        "max_seq": dims.seq,
+        "window": dims.window,
+        "tie_embeddings": dims.tied_embeddings,
+    }
     if dims.family == "gpt":
         if dims.window_every > 1:
             raise AutoparError("gpt models have the same window in every layer")
@@ -47,7 +65,11 @@ def config_of(dims: Dims, vocab: int | None = None, flash: bool = True, dropout:
             activation=dims.activation,
             fused_attention=flash,
         )
-    attention = {"kv_heads": dims.kv_heads, "head_width": None if dims.mla else dims.head_dim, "window_every": dims.window_every}
+    attention = {
+        "kv_heads": dims.kv_heads,
+        "head_width": None if dims.mla else dims.head_dim,
+        "window_every": dims.window_every,
+    }
     if dims.family == "llama":
         return LlamaConfig(**common, **attention, ffn=dims.ffn)
     first_dense = min(dims.first_dense, layers - 1)

@@ -65,12 +65,37 @@ _NUMBERS = {
     "hsdp_shard": "shard_group",
     "shard_group": "shard_group",
 }
-_PRECISIONS = {"cs": "current", "ds": "delayed", "mx": "mx", "sc": "blockwise", "blockwise": "blockwise", "current": "current",
-               "delayed": "delayed", "tensorwise": "tensorwise", "rowwise": "rowwise"}
-_SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved", "interleaved": "interleaved", "zerobubble": "zero_bubble",
-              "interleavedzerobubble": "zero_bubble", "zbvzerobubble": "zero_bubble", "dualpipev": "dual_pipe", "dualpipe": "dual_pipe"}
-_OVERLAPS = {"tp": "tp_overlap", "tp_comm": "tp_overlap", "pp": "pp_overlap", "p2p": "pp_overlap", "dp": "dp_overlap", "grad": "dp_overlap",
-             "param": "dp_overlap"}
+_PRECISIONS = {
+    "cs": "current",
+    "ds": "delayed",
+    "mx": "mx",
+    "sc": "blockwise",
+    "blockwise": "blockwise",
+    "current": "current",
+    "delayed": "delayed",
+    "tensorwise": "tensorwise",
+    "rowwise": "rowwise",
+}
+_SCHEDULES = {
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    "interleaved1f1b": "interleaved",
+    "interleaved": "interleaved",
+    "zerobubble": "zero_bubble",
+    "interleavedzerobubble": "zero_bubble",
+    "zbvzerobubble": "zero_bubble",
+    "dualpipev": "dual_pipe",
+    "dualpipe": "dual_pipe",
+}
+_OVERLAPS = {
+    "tp": "tp_overlap",
+    "tp_comm": "tp_overlap",
+    "pp": "pp_overlap",
+    "p2p": "pp_overlap",
+    "dp": "dp_overlap",
+    "grad": "dp_overlap",
+    "param": "dp_overlap",
+}
 
 
 def read_options(text: str) -> tuple[Stated, tuple[str, ...]]:
@@ -106,7 +131,13 @@ def _option(item: str) -> Stated | None:
         return {"dropout": float(value)}
     if key == "selective_ac":
         every = re.search(r"\d+", value)
-        return {"selective": "op"} if value == "op" else {"selective": "layers", "recompute_every": int(every[0])} if every else None
+        return (
+            {"selective": "op"}
+            if value == "op"
+            else {"selective": "layers", "recompute_every": int(every[0])}
+            if every
+            else None
+        )
     if key == "precision":
         recipe = _PRECISIONS.get(value.rpartition("-")[2])
         return {"recipe": recipe} if recipe and value.startswith("fp8") else None
@@ -123,14 +154,26 @@ def read_sharding(text: str) -> Stated:
     stage = re.match(r"(?:zero[- _]?)?([0-3])(?:\.0)?(?![0-9])", lower)
     hybrid = "hsdp" in lower or "hybrid" in lower
     if hybrid or "fsdp" in lower:
-        kept = any(word in lower for word in ("without reshard", "no reshard", "no_reshard", "shard_grad_op"))
-        stated: Stated = {"zero": int(stage[1]) if stage else 2 if kept else 3, "sharding": "hsdp" if hybrid else "fsdp"}
-        group = re.search(r"(?:shard\w*\s*[=:x ]?\s*|\d\s*x\s*|\((?!\d+\s*x))(\d+)", lower) if hybrid else None  # replicas x shards
+        kept = any(
+            word in lower
+            for word in ("without reshard", "no reshard", "no_reshard", "shard_grad_op")
+        )
+        stated: Stated = {
+            "zero": int(stage[1]) if stage else 2 if kept else 3,
+            "sharding": "hsdp" if hybrid else "fsdp",
+        }
+        group = (
+            re.search(r"(?:shard\w*\s*[=:x ]?\s*|\d\s*x\s*|\((?!\d+\s*x))(\d+)", lower)
+            if hybrid
+            else None
+        )  # replicas x shards
         return stated | ({"shard_group": int(group[1])} if group else {})
     if stage is None:
         if lower in ("none", "ddp"):
             return {"zero": 0, "sharding": "none"}
-        raise AutoparError(f"zero_stage_or_fsdp={shown(text)} is not known; 0, 1, 2, 3, fsdp, fsdp(...), hsdp(shard=8) and ddp are")
+        raise AutoparError(
+            f"zero_stage_or_fsdp={shown(text)} is not known; 0, 1, 2, 3, fsdp, fsdp(...), hsdp(shard=8) and ddp are"
+        )
     zero = int(stage[1])
     if zero == 0:
         return {"zero": 0, "sharding": "none"}
@@ -145,7 +188,9 @@ def read_recompute(text: str, stated: Stated) -> Stated:
     if lower.startswith("full"):
         return {"recompute": "full"}
     if lower.startswith("selective"):
-        return {"recompute": stated["selective"]} if "selective" in stated else {"recompute": None}  # None: which kind is unpublished
+        return (
+            {"recompute": stated["selective"]} if "selective" in stated else {"recompute": None}
+        )  # None: which kind is unpublished
     if not lower:
         return {"recompute": stated["selective"]} if "selective" in stated else {}
     raise AutoparError(f"recompute={shown(text)} is not known; none, selective and full are")
@@ -154,7 +199,9 @@ def read_recompute(text: str, stated: Stated) -> Stated:
 def read_dtype(text: str) -> Stated:
     """The dtype of linear layers; what else computes in is bf16 where they are narrower."""
     lower = text.strip().lower()
-    found = re.search(r"fp32|tf32|fp16|bf16|fp8|fp4", lower.replace("float", "fp").replace("bfp16", "bf16"))
+    found = re.search(
+        r"fp32|tf32|fp16|bf16|fp8|fp4", lower.replace("float", "fp").replace("bfp16", "bf16")
+    )
     if not found:
         known = f"dtype={shown(text)} is not known; fp32, tf32, fp16, bf16, fp8 and fp4 are"
         raise AutoparError(known if lower else "dtype is unpublished")
@@ -171,9 +218,16 @@ def read_memory_kind(text: str) -> tuple[str, float]:
     """
     lower = text.lower()
     unit = 1e9 if re.match(r"gb\b", lower) else float(2**30)
-    if any(word in lower for word in ("analytic", "not measured", "estimate", "digitised", "digitized")):
+    if any(
+        word in lower for word in ("analytic", "not measured", "estimate", "digitised", "digitized")
+    ):
         return "analytic", unit
-    scopes = {"nvidia-smi": "device", "whole device": "device", "reserved": "reserved", "allocated": "allocated"}
+    scopes = {
+        "nvidia-smi": "device",
+        "whole device": "device",
+        "reserved": "reserved",
+        "allocated": "allocated",
+    }
     return next((scope for word, scope in scopes.items() if word in lower), ""), unit
 
 
@@ -207,7 +261,10 @@ def layouts_out_of_memory(notes: str) -> list[tuple[int, int, int, int]]:
     for clause in notes.split(";"):
         if is_out_of_memory(clause):
             for tp, pp, dp, sizes in _LAYOUT.findall(clause):
-                found += [(int(tp), int(pp), int(dp), int(size)) for size in re.findall(r"\d+", sizes) or ["1"]]
+                found += [
+                    (int(tp), int(pp), int(dp), int(size))
+                    for size in re.findall(r"\d+", sizes) or ["1"]
+                ]
     return found
 
 

@@ -38,9 +38,14 @@ def report_json(predictions: Predictions, by: str | None = None) -> str:
     """
     scored = predictions.scored
     scores: dict[str, Any] = {"all": asdict(score(scored, predictions.out_of_memory))}
-    scores["selections"] = {name: asdict(score(select(scored, name), select(predictions.out_of_memory, name))) for name in SELECTIONS}
+    scores["selections"] = {
+        name: asdict(score(select(scored, name), select(predictions.out_of_memory, name)))
+        for name in SELECTIONS
+    }
     if by is not None:
-        scores["groups"] = {name: asdict(score(results)) for name, results in grouped(scored, by).items()}
+        scores["groups"] = {
+            name: asdict(score(results)) for name, results in grouped(scored, by).items()
+        }
     data = {
         "file": predictions.path,
         "rows": [_row(result) for result in predictions.results],
@@ -91,23 +96,44 @@ def report_table(predictions: Predictions, by: str | None = None) -> Group:
     parts: list[Any] = [_rows(predictions)]
     if predictions.problems:
         complete = sum(problem.complete for problem in predictions.problems)
-        parts.append(_grid(f"Not predicted: {len(predictions.problems)}, of which {complete} complete", ("row", "reason"),
-                           [(problem.id, problem.reason) for problem in predictions.problems]))
+        parts.append(
+            _grid(
+                f"Not predicted: {len(predictions.problems)}, of which {complete} complete",
+                ("row", "reason"),
+                [(problem.id, problem.reason) for problem in predictions.problems],
+            )
+        )
     everything = score(scored, predictions.out_of_memory)
     sets = {"all": everything} | {
-        name: score(select(scored, name), select(predictions.out_of_memory, name)) for name in SELECTIONS if select(scored, name)
+        name: score(select(scored, name), select(predictions.out_of_memory, name))
+        for name in SELECTIONS
+        if select(scored, name)
     }
     parts.append(_time_table("Step time", "runs", sets))
     if by is not None:
-        parts.append(_time_table(f"Step time by {by}", by, {name: score(results) for name, results in grouped(scored, by).items()}))
+        parts.append(
+            _time_table(
+                f"Step time by {by}",
+                by,
+                {name: score(results) for name, results in grouped(scored, by).items()},
+            )
+        )
     parts += [_worst(everything), _ranking(everything), _memory_table("Memory", "runs", sets)]
     if by is not None:
-        parts.append(_memory_table(f"Memory by {by}", by, {name: score(results) for name, results in grouped(scored, by).items()}))
+        parts.append(
+            _memory_table(
+                f"Memory by {by}",
+                by,
+                {name: score(results) for name, results in grouped(scored, by).items()},
+            )
+        )
     parts += [Text(line) for line in _verdicts(everything)]
     ignored = sorted({option for result in predictions.results for option in result.run.ignored})
     if ignored:
         lines.append(f"Options that are not known and were left aside: {', '.join(ignored)}")
-    lines.append(f"{len(scored)} complete runs are scored, {len(predictions.results) - len(scored)} incomplete ones only predicted.")
+    lines.append(
+        f"{len(scored)} complete runs are scored, {len(predictions.results) - len(scored)} incomplete ones only predicted."
+    )
     return Group(*parts, *map(Text, lines))
 
 
@@ -115,16 +141,21 @@ def _rows(predictions: Predictions) -> Table:
     rows = []
     for result in (*predictions.results, *predictions.out_of_memory):
         run, predicted = result.run, result.prediction
-        rows.append((
-            run.id + ("" if run.complete else " (incomplete)"),
-            layout_words(run),
-            _seconds(predicted.step_time_s),
-            "out of memory" if run.measured.out_of_memory else _seconds(run.measured.step_time_s),
-            _signed(result.time_error),
-            _gib(predicted.peak_memory_bytes) + ("" if result.fits is not False else " !"),
-            _gib(run.measured.memory_bytes) + (" (analytic)" if run.measured.memory_scope == "analytic" else ""),
-            _signed(result.memory_error),
-        ))
+        rows.append(
+            (
+                run.id + ("" if run.complete else " (incomplete)"),
+                layout_words(run),
+                _seconds(predicted.step_time_s),
+                "out of memory"
+                if run.measured.out_of_memory
+                else _seconds(run.measured.step_time_s),
+                _signed(result.time_error),
+                _gib(predicted.peak_memory_bytes) + ("" if result.fits is not False else " !"),
+                _gib(run.measured.memory_bytes)
+                + (" (analytic)" if run.measured.memory_scope == "analytic" else ""),
+                _signed(result.memory_error),
+            )
+        )
     columns = ("run", "layout", "step s", "measured", "error", "memory GiB", "measured", "error")
     table = _grid("Runs", columns, rows, right=(2, 3, 4, 5, 6, 7))
     table.caption, table.caption_justify = "! does not fit the GPU", "left"
@@ -134,58 +165,125 @@ def _rows(predictions: Predictions) -> Table:
 def layout_words(run: Run) -> str:
     """`tp8 pp6 dp8 mb4 zero1 full` and the like: what differs from one device."""
     by = run.degrees
-    words = [f"{name}{size}" for name in ("tp", "pp", "vpp", "dp", "cp", "ep") if (size := getattr(by, name)) > 1]
+    words = [
+        f"{name}{size}"
+        for name in ("tp", "pp", "vpp", "dp", "cp", "ep")
+        if (size := getattr(by, name)) > 1
+    ]
     words.append(f"mb{by.micro_batch}")
-    words += [f"{by.sharding}" if by.sharding in ("fsdp", "hsdp") else f"zero{by.zero}"] if by.zero else []
+    words += (
+        [f"{by.sharding}" if by.sharding in ("fsdp", "hsdp") else f"zero{by.zero}"]
+        if by.zero
+        else []
+    )
     words += ["sp"] if by.sp else []
     words += [f"recompute {by.recompute}"] if by.recompute != "none" else []
     return " ".join([*words, run.precision.matmul])
 
 
 def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Table:
-    rows = [(name, str(s.time.count), _percent(s.time.mape), _signed(s.time.bias), _percent(s.time.within_10)) for name, s in sets.items()]
+    rows = [
+        (
+            name,
+            str(s.time.count),
+            _percent(s.time.mape),
+            _signed(s.time.bias),
+            _percent(s.time.within_10),
+        )
+        for name, s in sets.items()
+    ]
     return _grid(title, (what, "runs", "MAPE", "bias", "within 10 %"), rows, right=(1, 2, 3, 4))
 
 
 def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Table:
     rows = [
-        (name, str(s.memory.count), _percent(s.memory.mape), _signed(s.memory.bias), str(len(s.memory.under)),
-         f"{len(s.memory.rejected)} of {s.memory.judged}", f"{len(s.memory.accepted)} of {s.memory.out_of_memory}")
+        (
+            name,
+            str(s.memory.count),
+            _percent(s.memory.mape),
+            _signed(s.memory.bias),
+            str(len(s.memory.under)),
+            f"{len(s.memory.rejected)} of {s.memory.judged}",
+            f"{len(s.memory.accepted)} of {s.memory.out_of_memory}",
+        )
         for name, s in sets.items()
     ]
-    columns = (what, "measured", "MAPE", "bias", "over 10 % low", "ran, but rejected", "failed, but accepted")
+    columns = (
+        what,
+        "measured",
+        "MAPE",
+        "bias",
+        "over 10 % low",
+        "ran, but rejected",
+        "failed, but accepted",
+    )
     return _grid(title, columns, rows, right=(1, 2, 3, 4, 5, 6))
 
 
 def _worst(scores: Scores) -> Table:
-    return _grid("Worst step times", ("run", "error"), [(name, _signed(error)) for name, error in scores.time.worst], right=(1,))
+    return _grid(
+        "Worst step times",
+        ("run", "error"),
+        [(name, _signed(error)) for name, error in scores.time.worst],
+        right=(1,),
+    )
 
 
 def _ranking(scores: Scores) -> Table:
     rank = scores.rank
-    rows = [(group.name, str(len(group.ids)), _number(group.spearman), _percent(group.regret), f"{group.pairs_right} of {group.pairs}")
-            for group in rank.groups]
-    rows.append(("mean (pairs: all)", "", _number(rank.spearman), _percent(rank.regret), f"{rank.pairs_right} of {rank.pairs}"))
-    columns = ("layouts of one model on one cluster", "runs", "Spearman", "regret of the top", "pairs over 10 % apart in order")
+    rows = [
+        (
+            group.name,
+            str(len(group.ids)),
+            _number(group.spearman),
+            _percent(group.regret),
+            f"{group.pairs_right} of {group.pairs}",
+        )
+        for group in rank.groups
+    ]
+    rows.append(
+        (
+            "mean (pairs: all)",
+            "",
+            _number(rank.spearman),
+            _percent(rank.regret),
+            f"{rank.pairs_right} of {rank.pairs}",
+        )
+    )
+    columns = (
+        "layouts of one model on one cluster",
+        "runs",
+        "Spearman",
+        "regret of the top",
+        "pairs over 10 % apart in order",
+    )
     return _grid("Ranking", columns, rows, right=(1, 2, 3, 4))
 
 
 def _verdicts(scores: Scores) -> list[str]:
     memory, lines = scores.memory, []
-    lines.append(f"The memory model rejects {len(memory.rejected)} of {memory.judged} layouts that ran"
-                 + (f": {', '.join(memory.rejected)}" if memory.rejected else "."))
+    lines.append(
+        f"The memory model rejects {len(memory.rejected)} of {memory.judged} layouts that ran"
+        + (f": {', '.join(memory.rejected)}" if memory.rejected else ".")
+    )
     if memory.out_of_memory:
-        lines.append(f"It accepts {len(memory.accepted)} of {memory.out_of_memory} layouts that ran out of memory"
-                     + (f": {', '.join(memory.accepted)}" if memory.accepted else "."))
+        lines.append(
+            f"It accepts {len(memory.accepted)} of {memory.out_of_memory} layouts that ran out of memory"
+            + (f": {', '.join(memory.accepted)}" if memory.accepted else ".")
+        )
     return lines
 
 
-def _grid(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> Table:
+def _grid(
+    title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...] = ()
+) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index in right else "left", overflow="fold")
     for row in rows:
@@ -219,11 +317,24 @@ def _number(value: float) -> str:
 def fit_json(found: Fit) -> str:
     """The fit as JSON text: `constants`, `errors` by run, `mape`, `bias`; by source what constants say that have not seen it."""
     left_out = {
-        source: {"mape": mape(errors.values()), "errors": errors, "constants": asdict(found.constants_without[source])}
+        source: {
+            "mape": mape(errors.values()),
+            "errors": errors,
+            "constants": asdict(found.constants_without[source]),
+        }
         for source, errors in found.left_out.items()
     }
-    data = {"constants": asdict(found.constants), "mape": found.mape, "bias": found.bias, "errors": found.errors}
-    return json.dumps(_finite(data | {"left_out_mape": found.left_out_mape, "left_out": left_out}), indent=1, allow_nan=False)
+    data = {
+        "constants": asdict(found.constants),
+        "mape": found.mape,
+        "bias": found.bias,
+        "errors": found.errors,
+    }
+    return json.dumps(
+        _finite(data | {"left_out_mape": found.left_out_mape, "left_out": left_out}),
+        indent=1,
+        allow_nan=False,
+    )
 
 
 def fit_table(found: Fit) -> Group:
@@ -237,14 +348,29 @@ def fit_table(found: Fit) -> Group:
     for name in FREE:
         without = [getattr(c, name) for c in found.constants_without.values()]
         values = getattr(FITTED, name), getattr(found.constants, name)
-        constants.add_row(name, *(f"{value:.3g}" for value in values), f"{min(without):.3g} to {max(without):.3g}")
-    sources = Table(title="Step times, each source by constants fitted with it and without it", title_justify="left", box=None)
+        constants.add_row(
+            name, *(f"{value:.3g}" for value in values), f"{min(without):.3g} to {max(without):.3g}"
+        )
+    sources = Table(
+        title="Step times, each source by constants fitted with it and without it",
+        title_justify="left",
+        box=None,
+    )
     for column in ("source", "runs", "MAPE with", "bias with", "MAPE without", "bias without"):
         sources.add_column(column, justify="left" if column == "source" else "right")
     for source, errors in found.left_out.items():
         own, unseen = [found.errors[run] for run in errors], errors.values()
-        sources.add_row(source, str(len(errors)), *(f"{100 * x:.1f} %" for x in (mape(own), mean(own), mape(unseen), mean(unseen))))
-    whole = (found.mape, found.bias, found.left_out_mape, mean(e for errors in found.left_out.values() for e in errors.values()))
+        sources.add_row(
+            source,
+            str(len(errors)),
+            *(f"{100 * x:.1f} %" for x in (mape(own), mean(own), mape(unseen), mean(unseen))),
+        )
+    whole = (
+        found.mape,
+        found.bias,
+        found.left_out_mape,
+        mean(e for errors in found.left_out.values() for e in errors.values()),
+    )
     sources.add_row("all", str(len(found.errors)), *(f"{100 * x:.1f} %" for x in whole))
     return Group(constants, "", sources)
 
@@ -274,17 +400,37 @@ def ablation_table(found: Ablation) -> Group:
     whole, refitted = mape(found.errors.values()), mape(found.refitted.values())
     rows = [("all on", "", "", _percent(whole), "", "", "", _percent(refitted), "")]
     for each in found.without:
-        own, refused = mape(found.errors[run] for run in each.changed), f" ({len(each.refused)} refused)" if each.refused else ""
+        own, refused = (
+            mape(found.errors[run] for run in each.changed),
+            f" ({len(each.refused)} refused)" if each.refused else "",
+        )
         rows.append((
             each.mechanism.name, each.mechanism.instead, f"{len(each.changed)}{refused}",
             _percent(each.mape()), _points(each.mape() - whole), _percent(own), _percent(each.mape(changed=True)),
             _percent(each.mape(True)), _points(each.mape(True) - refitted),
         ))  # fmt: skip
-    columns = ("without", "instead", "runs it changes", "MAPE", "change", "of those runs with", "and without", "MAPE refitted", "change")
-    table = _grid(f"Step times of {len(found.errors)} runs without one mechanism", columns, rows, right=(2, 3, 4, 5, 6, 7, 8))
-    note = ("Changes are in points.  Refitted: constants fitted again on the same runs without the mechanism, an approximation: how errors "
-            "depend on constants is taken from the model with all mechanisms on.  A refused run cannot be predicted without the mechanism "
-            "and keeps its prediction.")
+    columns = (
+        "without",
+        "instead",
+        "runs it changes",
+        "MAPE",
+        "change",
+        "of those runs with",
+        "and without",
+        "MAPE refitted",
+        "change",
+    )
+    table = _grid(
+        f"Step times of {len(found.errors)} runs without one mechanism",
+        columns,
+        rows,
+        right=(2, 3, 4, 5, 6, 7, 8),
+    )
+    note = (
+        "Changes are in points.  Refitted: constants fitted again on the same runs without the mechanism, an approximation: how errors "
+        "depend on constants is taken from the model with all mechanisms on.  A refused run cannot be predicted without the mechanism "
+        "and keeps its prediction."
+    )
     return Group(table, Text(note))
 
 

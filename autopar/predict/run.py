@@ -32,17 +32,23 @@ def _whole(least: int, **values: int) -> None:
     for name, value in values.items():
         most = MOST_LAYERS if name in ("layers", "mtp") else MOST_SIZE
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise AutoparError(f"{name}={shown(value)} must be a whole number from {least} to {most:,}")
+            raise AutoparError(
+                f"{name}={shown(value)} must be a whole number from {least} to {most:,}"
+            )
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise AutoparError(f"{name}={shown(value)} is not known; {', '.join(repr(k) for k in known)} are")
+        raise AutoparError(
+            f"{name}={shown(value)} is not known; {', '.join(repr(k) for k in known)} are"
+        )
 
 
 def _quantity(name: str, value: float | None, zero: bool = False) -> None:
     if value is not None and not (finite(value) and (value >= 0 if zero else value > 0)):
-        raise AutoparError(f"{name}={shown(value)} must be a finite number {'>= 0' if zero else '> 0'}")
+        raise AutoparError(
+            f"{name}={shown(value)} must be a finite number {'>= 0' if zero else '> 0'}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +102,25 @@ class Dims:
         _one_of("model_family", self.family, FAMILIES)
         _one_of("positions", self.positions, POSITIONS)
         _one_of("activation", self.activation, ACTIVATIONS)
-        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq", "window_every")
+        sizes = (
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "ffn",
+            "vocab",
+            "seq",
+            "window_every",
+        )
         _whole(1, **{name: getattr(self, name) for name in sizes})
         counts = ("window", "experts", "top_k", "moe_ffn", "shared_experts", "first_dense", "mtp")
         _whole(0, **{name: getattr(self, name) for name in counts})
         if self.heads % self.kv_heads:
             raise AutoparError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
-        if self.family == "gpt" and (self.heads * self.head_dim != self.hidden or self.kv_heads != self.heads):
+        if self.family == "gpt" and (
+            self.heads * self.head_dim != self.hidden or self.kv_heads != self.heads
+        ):
             raise AutoparError(
                 f"a gpt model has heads x head_dim = hidden and a key and value for each head, not heads={self.heads} x "
                 f"head_dim={self.head_dim}, hidden={self.hidden}, kv_heads={self.kv_heads}; family llama has neither limit"
@@ -112,9 +130,13 @@ class Dims:
             if self.top_k > self.experts:
                 raise AutoparError(f"topk={self.top_k} exceeds experts={self.experts}")
             if self.first_dense >= self.layers:
-                raise AutoparError(f"first_dense={self.first_dense} must be below layers={self.layers}")
+                raise AutoparError(
+                    f"first_dense={self.first_dense} must be below layers={self.layers}"
+                )
         elif self.experts or self.mla is not None:
-            raise AutoparError(f"experts and latent attention are for family moe, not {self.family}")
+            raise AutoparError(
+                f"experts and latent attention are for family moe, not {self.family}"
+            )
 
     @property
     def parameters(self) -> int:
@@ -124,7 +146,12 @@ class Dims:
         if self.family == "gpt":
             norms = 2 * h * (1 if self.parallel_block else 2)
             layer = 4 * h * h + 4 * h + 2 * h * self.ffn + self.ffn + h + norms
-            return total + self.layers * layer + 2 * h + (self.seq * h if self.positions == "learned" else 0)
+            return (
+                total
+                + self.layers * layer
+                + 2 * h
+                + (self.seq * h if self.positions == "learned" else 0)
+            )
         total += h + self.layers * (self._attention_parameters() + 2 * h)
         dense = self.layers if self.family == "llama" else self.first_dense
         routed = h * self.experts + 3 * h * self.moe_ffn * (self.experts + self.shared_experts)
@@ -136,7 +163,13 @@ class Dims:
             return 2 * h * n * self.head_dim + 2 * h * self.kv_heads * self.head_dim
         m = self.mla
         query = h * m.query_rank + m.query_rank + m.query_rank * n * (m.plain_dim + m.rotary_dim)
-        return query + h * (m.kv_rank + m.rotary_dim) + m.kv_rank + m.kv_rank * n * (m.plain_dim + m.value_dim) + n * m.value_dim * h
+        return (
+            query
+            + h * (m.kv_rank + m.rotary_dim)
+            + m.kv_rank
+            + m.kv_rank * n * (m.plain_dim + m.value_dim)
+            + n * m.value_dim * h
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +187,9 @@ class Machine:
     def __post_init__(self) -> None:
         if not self.gpu.strip():
             raise AutoparError("gpu is blank")
-        _whole(1, gpus=self.gpus, gpus_per_node=self.gpus_per_node, nvlink_domain=self.nvlink_domain)
+        _whole(
+            1, gpus=self.gpus, gpus_per_node=self.gpus_per_node, nvlink_domain=self.nvlink_domain
+        )
         _quantity("nic_Bps", self.nic_Bps)
         if self.memory_bytes is not None:
             _whole(1, memory_bytes=self.memory_bytes)
@@ -189,7 +224,17 @@ class Degrees:
     embedding_as_layer: bool
 
     def __post_init__(self) -> None:
-        degrees = ("tp", "pp", "vpp", "dp", "cp", "ep", "recompute_every", "micro_batch", "padded_vocab")
+        degrees = (
+            "tp",
+            "pp",
+            "vpp",
+            "dp",
+            "cp",
+            "ep",
+            "recompute_every",
+            "micro_batch",
+            "padded_vocab",
+        )
         _whole(1, **{name: getattr(self, name) for name in degrees})
         _one_of("sharding", self.sharding, SHARDINGS)
         _one_of("recompute", self.recompute, RECOMPUTE)
@@ -201,9 +246,13 @@ class Degrees:
         if self.shard_group is not None:
             _whole(1, shard_group=self.shard_group)
             if self.dp * self.cp % self.shard_group:
-                raise AutoparError(f"a sharding group of {self.shard_group} does not divide dp x cp = {self.dp * self.cp}")
+                raise AutoparError(
+                    f"a sharding group of {self.shard_group} does not divide dp x cp = {self.dp * self.cp}"
+                )
         if self.tp * self.dp * self.cp % self.ep:
-            raise AutoparError(f"ep={self.ep} does not divide the {self.tp * self.dp * self.cp} ranks of tp x dp x cp")
+            raise AutoparError(
+                f"ep={self.ep} does not divide the {self.tp * self.dp * self.cp} ranks of tp x dp x cp"
+            )
 
     @property
     def ranks(self) -> int:
@@ -305,18 +354,24 @@ class Run:
         dims, by = self.dims, self.degrees
         if by.ranks != self.machine.gpus:
             product = f"tp={by.tp} x pp={by.pp} x cp={by.cp} x dp={by.dp}"
-            raise AutoparError(f"{product} = {by.ranks} ranks, but there are {self.machine.gpus} GPUs")
+            raise AutoparError(
+                f"{product} = {by.ranks} ranks, but there are {self.machine.gpus} GPUs"
+            )
         if dims.heads % by.tp:
             raise AutoparError(f"tp={by.tp} does not divide {dims.heads} attention heads")
         if by.ep > 1 and (not dims.experts or dims.experts % by.ep):
             raise AutoparError(f"ep={by.ep} does not divide {dims.experts} experts")
         if by.pp * by.vpp > dims.layers + dims.mtp + 2:
-            raise AutoparError(f"pp={by.pp} x vpp={by.vpp} is more stages than {dims.layers} layers, embedding and head fill")
+            raise AutoparError(
+                f"pp={by.pp} x vpp={by.vpp} is more stages than {dims.layers} layers, embedding and head fill"
+            )
         if by.padded_vocab < dims.vocab:
             raise AutoparError(f"padded_vocab={by.padded_vocab} is below vocab={dims.vocab}")
         rows = by.dp * by.micro_batch
         if self.global_batch % rows:
-            raise AutoparError(f"global batch {self.global_batch} is no multiple of dp={by.dp} x micro_batch={by.micro_batch} = {rows}")
+            raise AutoparError(
+                f"global batch {self.global_batch} is no multiple of dp={by.dp} x micro_batch={by.micro_batch} = {rows}"
+            )
 
     @property
     def num_microbatches(self) -> int:

@@ -27,17 +27,57 @@ from autopar.predict.options import (
 )
 from autopar.predict.run import Degrees, Dims, Latent, Machine, Measured, Precision, Run, Software
 
-REQUIRED_COLUMNS = ("id", "model_family", "layers", "hidden", "heads", "vocab", "seq", "gpu", "gpus", "tp", "pp", "dtype",
-                    "global_batch_seqs", "step_time_s")
+REQUIRED_COLUMNS = (
+    "id",
+    "model_family",
+    "layers",
+    "hidden",
+    "heads",
+    "vocab",
+    "seq",
+    "gpu",
+    "gpus",
+    "tp",
+    "pp",
+    "dtype",
+    "global_batch_seqs",
+    "step_time_s",
+)
 """Columns that a file must have.  Their cells must be filled too, except that of step_time_s; other columns have defaults."""
 
 _FILLED = tuple(column for column in REQUIRED_COLUMNS if column != "step_time_s")
 # Column -> field.
-_INTEGERS = {"layers": "layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads", "ffn_hidden": "ffn", "vocab": "vocab",
-             "seq": "seq", "gpus": "gpus", "gpus_per_node": "gpus_per_node", "tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "cp": "cp",
-             "ep": "ep", "micro_batch": "micro_batch", "global_batch_seqs": "global_batch", "year": "year"}
+_INTEGERS = {
+    "layers": "layers",
+    "hidden": "hidden",
+    "heads": "heads",
+    "kv_heads": "kv_heads",
+    "ffn_hidden": "ffn",
+    "vocab": "vocab",
+    "seq": "seq",
+    "gpus": "gpus",
+    "gpus_per_node": "gpus_per_node",
+    "tp": "tp",
+    "pp": "pp",
+    "vpp": "vpp",
+    "dp": "dp",
+    "cp": "cp",
+    "ep": "ep",
+    "micro_batch": "micro_batch",
+    "global_batch_seqs": "global_batch",
+    "year": "year",
+}
 _SWITCHES = {"sp": "sp", "compile": "compile"}
-_SWITCH_VALUES = {"1": True, "1.0": True, "true": True, "yes": True, "0": False, "0.0": False, "false": False, "no": False}
+_SWITCH_VALUES = {
+    "1": True,
+    "1.0": True,
+    "true": True,
+    "yes": True,
+    "0": False,
+    "0.0": False,
+    "false": False,
+    "no": False,
+}
 _GIGA = 1e9
 
 
@@ -67,7 +107,9 @@ def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
                 raise AutoparError(f"the id {shown(name)} is given twice; this is line {line}")
             seen.add(name)
             if None in cells:
-                raise AutoparError(f"line {line} has {len(cells[None])} more cells than the header has columns")
+                raise AutoparError(
+                    f"line {line} has {len(cells[None])} more cells than the header has columns"
+                )
             runs.append(_run(name, scored, cells))
         except AutoparError as error:
             problems.append(Problem(name, str(error), scored))
@@ -88,9 +130,19 @@ def _rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
         raise AutoparError(f"{path} is not a CSV file: {error}") from None
     missing = [column for column in REQUIRED_COLUMNS if column not in header]
     if missing:
-        found = f"its columns are {', '.join(header[:12])}{', ...' if len(header) > 12 else ''}" if any(header) else "it is empty"
-        raise AutoparError(f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; {found}")
-    return [(line, row) for line, row in rows if any(isinstance(cell, str) and cell.strip() for cell in row.values())]
+        found = (
+            f"its columns are {', '.join(header[:12])}{', ...' if len(header) > 12 else ''}"
+            if any(header)
+            else "it is empty"
+        )
+        raise AutoparError(
+            f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; {found}"
+        )
+    return [
+        (line, row)
+        for line, row in rows
+        if any(isinstance(cell, str) and cell.strip() for cell in row.values())
+    ]
 
 
 def _run(name: str, scored: bool, cells: Mapping[str, str]) -> Run:
@@ -98,7 +150,9 @@ def _run(name: str, scored: bool, cells: Mapping[str, str]) -> Run:
     if blank:
         raise AutoparError(f"unpublished, without a default: {', '.join(blank)}")
     stated, ignored = _stated(cells)
-    if stated["family"] == "moe" and (missing := [option for option, key in _MOE_OPTIONS.items() if key not in stated]):
+    if stated["family"] == "moe" and (
+        missing := [option for option, key in _MOE_OPTIONS.items() if key not in stated]
+    ):
         raise AutoparError(f"extra_opts lacks {' and '.join(missing)} of a mixture of experts")
     row, filled = complete(stated)
 
@@ -129,7 +183,9 @@ def _stated(cells: Mapping[str, str]) -> tuple[Stated, tuple[str, ...]]:
     """The fields that a row states, and the options that are not known.  Notes give way to options, options to columns."""
     options, ignored = read_options(cells.get("extra_opts", ""))
     stated = read_notes(cells.get("notes", "")) | read_dtype(cells["dtype"]) | options
-    stated |= read_sharding(cells.get("zero_stage_or_fsdp", "")) | read_recompute(cells.get("recompute", ""), options)
+    stated |= read_sharding(cells.get("zero_stage_or_fsdp", "")) | read_recompute(
+        cells.get("recompute", ""), options
+    )
     stated |= {"family": cells["model_family"].strip().lower(), "gpu": cells["gpu"].strip()}
     if "mla" in stated:
         stated["mla"] = Latent()
@@ -175,7 +231,10 @@ def _measured(cells: Mapping[str, str], row: Stated) -> Measured:
     kind = cells.get("mem_kind", "").strip()
     scope, unit = read_memory_kind(kind)
     size = _number(cells, "mem_gib_per_gpu")
-    said = is_out_of_memory(kind) or (is_out_of_memory(cells.get("notes", "")) and not layouts_out_of_memory(cells.get("notes", "")))
+    said = is_out_of_memory(kind) or (
+        is_out_of_memory(cells.get("notes", ""))
+        and not layouts_out_of_memory(cells.get("notes", ""))
+    )
     return Measured(
         step_time_s=time_s,
         memory_bytes=None if size is None else size * unit,
@@ -194,7 +253,14 @@ def out_of_memory_layouts(runs: tuple[Run, ...]) -> tuple[Run, ...]:
     found: dict[tuple, Run] = {}
     for run in runs:
         for tp, pp, dp, micro_batch in layouts_out_of_memory(run.notes):
-            degrees = {"tp": tp, "pp": pp, "dp": dp, "micro_batch": micro_batch, "vpp": 1, "schedule": "1f1b" if pp > 1 else "none"}
+            degrees = {
+                "tp": tp,
+                "pp": pp,
+                "dp": dp,
+                "micro_batch": micro_batch,
+                "vpp": 1,
+                "schedule": "1f1b" if pp > 1 else "none",
+            }
             label = f"{re.sub(r'-?tp[0-9].*$', '', run.id)}-tp{tp}pp{pp}dp{dp}-mb{micro_batch}-oom"
             try:
                 other = replace(

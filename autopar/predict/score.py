@@ -36,7 +36,11 @@ class Scored:
     @property
     def memory_error(self) -> float | None:
         """Signed relative error of the peak memory; None if there is no measured one."""
-        return relative_error(self.prediction.peak_memory_bytes, self.run.measured.memory_bytes) if self.run.measured.has_memory else None
+        return (
+            relative_error(self.prediction.peak_memory_bytes, self.run.measured.memory_bytes)
+            if self.run.measured.has_memory
+            else None
+        )
 
     @property
     def fits(self) -> bool | None:
@@ -107,7 +111,9 @@ def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     return chosen / min(measured) - 1
 
 
-def ordered_pairs(predicted: Sequence[float], measured: Sequence[float], difference: float = CLEAR_DIFFERENCE) -> tuple[int, int]:
+def ordered_pairs(
+    predicted: Sequence[float], measured: Sequence[float], difference: float = CLEAR_DIFFERENCE
+) -> tuple[int, int]:
     """(pairs in the right order, pairs) among those whose measured values differ by more than `difference` of the smaller.
 
     A tie in prediction is not the right order.
@@ -146,7 +152,10 @@ def comparable(results: Iterable[Scored]) -> list[list[Scored]]:
     for members in bins.values():
         current: list[Scored] = []
         for result in sorted(members, key=lambda r: r.run.global_batch):
-            if not current or result.run.global_batch > (1 + BATCH_TOLERANCE) * current[0].run.global_batch:
+            if (
+                not current
+                or result.run.global_batch > (1 + BATCH_TOLERANCE) * current[0].run.global_batch
+            ):
                 current = []
                 groups.append(current)
             current.append(result)
@@ -159,10 +168,18 @@ def rank_group(group: Sequence[Scored]) -> Group:
     measured = [r.run.measured.step_time_s / r.run.global_batch for r in group]
     run, dims = group[0].run, group[0].run.dims
     batches = sorted({r.run.global_batch for r in group})
-    name = (f"{dims.family} {dims.layers}x{dims.hidden}, {dims.heads} heads, seq {dims.seq}, {run.precision.matmul}, "
-            f"{run.machine.gpus} {run.machine.gpu}, batch {'-'.join(map(str, sorted({batches[0], batches[-1]})))}")
+    name = (
+        f"{dims.family} {dims.layers}x{dims.hidden}, {dims.heads} heads, seq {dims.seq}, {run.precision.matmul}, "
+        f"{run.machine.gpus} {run.machine.gpu}, batch {'-'.join(map(str, sorted({batches[0], batches[-1]})))}"
+    )
     ids = tuple(r.run.id for r in group)
-    return Group(name, ids, spearman(predicted, measured), regret(predicted, measured), *ordered_pairs(predicted, measured))
+    return Group(
+        name,
+        ids,
+        spearman(predicted, measured),
+        regret(predicted, measured),
+        *ordered_pairs(predicted, measured),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------- scores
@@ -222,7 +239,9 @@ def score_times(results: Iterable[Scored], worst: int = WORST) -> TimeScore:
     errors = [(r.run.id, r.time_error) for r in results if r.time_error is not None]
     values = [error for _, error in errors]
     ordered = tuple(sorted(errors, key=lambda item: -abs(item[1]))[:worst])
-    return TimeScore(len(values), mape(values), mean(values), mean(abs(v) <= 0.1 for v in values), ordered)
+    return TimeScore(
+        len(values), mape(values), mean(values), mean(abs(v) <= 0.1 for v in values), ordered
+    )
 
 
 def score_ranks(results: Iterable[Scored]) -> RankScore:

@@ -96,8 +96,16 @@ class Audit:
             "objective_s": self.objective_s,
             "audited_s": self.audited_s,
             "parts_s": dict(self.parts_s),
-            "memory_bytes": [{"predicted": a, "audited": b} for a, b in zip(self.predicted_bytes, self.audited_bytes, strict=True)],
-            "looked_at": {"segments": self.segments, "ops": self.ops, "edges": self.edges, "conversions": self.conversions},
+            "memory_bytes": [
+                {"predicted": a, "audited": b}
+                for a, b in zip(self.predicted_bytes, self.audited_bytes, strict=True)
+            ],
+            "looked_at": {
+                "segments": self.segments,
+                "ops": self.ops,
+                "edges": self.edges,
+                "conversions": self.conversions,
+            },
         }
 
     def table(self) -> Group:
@@ -114,7 +122,12 @@ class Audit:
         table = grid("Audit", ("", ""), rows)
         looked = f"{self.segments} blocks of {self.ops} ops, {self.edges} edges, {self.conversions} of them converted"
         if not self.findings:
-            return Group(table, Text(f"Priced from scratch: {looked}. Every edge agrees; the parts sum to the objective.\n"))
+            return Group(
+                table,
+                Text(
+                    f"Priced from scratch: {looked}. Every edge agrees; the parts sum to the objective.\n"
+                ),
+            )
         lines = "\n".join(f"  - {finding}" for finding in self.findings)
         return Group(table, Text(f"THE AUDIT FAILS ({looked}):\n{lines}\n", style="bold red"))
 
@@ -130,7 +143,9 @@ def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
     on = segments_by_rank(plan, traced, request)
     base, segments = on[0]
     of_stage = [list(range(first, end)) for first, end in pairwise(firsts)]
-    number_of = {name: number for number, block in enumerate(plan.blocks) for name in block.segments}
+    number_of = {
+        name: number for number, block in enumerate(plan.blocks) for name in block.segments
+    }
     numbers = [number_of[segment.name] for segment in traced.segments]
     parts_s = _seconds(plan, on, of_stage)
     held = tuple(_rank_bytes(plan, *on[rank], of_stage, rank) for rank in range(plan.mesh.pp))
@@ -150,8 +165,13 @@ def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
         (
             *_op_findings(plan, segments, numbers),
             *_tie_findings(base, segments),
-            *(finding for group in sorted(set(plan.mesh.groups))
-              for finding in _ledger_findings(plan, *on[plan.mesh.groups.index(group)], numbers, group)),
+            *(
+                finding
+                for group in sorted(set(plan.mesh.groups))
+                for finding in _ledger_findings(
+                    plan, *on[plan.mesh.groups.index(group)], numbers, group
+                )
+            ),
             *_total_findings(plan, audited_s, held),
         ),
     )
@@ -160,46 +180,79 @@ def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
 # ------------------------------------------------------------------------------------------------------- what is priced
 
 
-def _seconds(plan: Plan, on: Sequence[Priced], of_stage: Sequence[Sequence[int]]) -> dict[str, float]:
+def _seconds(
+    plan: Plan, on: Sequence[Priced], of_stage: Sequence[Sequence[int]]
+) -> dict[str, float]:
     """Seconds of a step by part; `on`: all segments at the prices of each rank."""
     ranks, micro, (base, segments) = plan.mesh.pp, plan.num_microbatches, on[0]
     of_rank = [[n for stage in of_stage[rank::ranks] for n in stage] for rank in range(ranks)]
-    once_s = max(fsum(s.step_s for s in owned_by(*own, of)) for own, of in zip(on, of_rank, strict=True))
+    once_s = max(
+        fsum(s.step_s for s in owned_by(*own, of)) for own, of in zip(on, of_rank, strict=True)
+    )
     if ranks == 1:
         inside = [cost for s in segments for cost in s.inside]
         return {
             "blocks": micro * fsum(c.forward_s + c.backward_s for c in inside),
-            "edges between blocks": micro * fsum(c.forward_s + c.backward_s for s in segments for c in s.arriving),
+            "edges between blocks": micro
+            * fsum(c.forward_s + c.backward_s for s in segments for c in s.arriving),
             "once a step": once_s,
             "fixed": base.fixed_s,
         }
-    times = [_times([on[number % ranks][1][n] for n in stage]) for number, stage in enumerate(of_stage)]
-    times[0] = replace(times[0], weight_s=times[0].backward_s)  # nobody waits for the gradient of the first stage's input
+    times = [
+        _times([on[number % ranks][1][n] for n in stage]) for number, stage in enumerate(of_stage)
+    ]
+    times[0] = replace(
+        times[0], weight_s=times[0].backward_s
+    )  # nobody waits for the gradient of the first stage's input
     sent = [message_bytes(base, segments, stage[0]) for stage in of_stage[1:]]
     hop_s = longest_hop_s([model for model, _ in on], sent)
     took_s = pipeline_time(plan.schedule, times, ranks, micro, hop_s).time_s
     busy_s = micro * max(sum(t.total_s for t in times[rank::ranks]) for rank in range(ranks))
-    return {"blocks and edges of the busiest rank": busy_s, "bubble": took_s - busy_s, "once a step": once_s, "fixed": base.fixed_s}
+    return {
+        "blocks and edges of the busiest rank": busy_s,
+        "bubble": took_s - busy_s,
+        "once a step": once_s,
+        "fixed": base.fixed_s,
+    }
 
 
 def _times(stage: Sequence[Segment]) -> StageTimes:
     paid = [cost for segment in stage for cost in segment.paid]
-    weight_s = fsum(strategy.backward_weight_s for segment in stage for strategy in segment.chosen.values())
+    weight_s = fsum(
+        strategy.backward_weight_s for segment in stage for strategy in segment.chosen.values()
+    )
     return StageTimes(fsum(c.forward_s for c in paid), fsum(c.backward_s for c in paid), weight_s)
 
 
 def _rank_bytes(
-    plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], of_stage: Sequence[Sequence[int]], rank: int
+    plan: Plan,
+    base: AnnotatedModel,
+    segments: Sequence[Segment],
+    of_stage: Sequence[Sequence[int]],
+    rank: int,
 ) -> int:
     """What a rank holds: static, messages under way, the most that it keeps, under zero bubble the most that stays besides between the two
     parts of backwards, and the fullest moment of some backward, less what the model's last segment has given back by then: of the backward
     itself, and on a rank with one stage of those before it whose second part is to come."""
-    stages, parted = of_stage[rank :: plan.mesh.pp], plan.schedule == "zero_bubble" and plan.mesh.pp > 1
+    stages, parted = (
+        of_stage[rank :: plan.mesh.pp],
+        plan.schedule == "zero_bubble" and plan.mesh.pp > 1,
+    )
     mine = [n for stage in stages for n in stage]
     sent = [_sent_bytes(base, segments, stage) for stage in of_stage]
-    static = base.fixed_bytes + passing_bytes(base, sent, rank) + sum(s.static_bytes for s in owned_by(base, segments, mine))
-    kept = [sum(segments[n].kept_bytes for n in stage) + size for stage, size in zip(stages, sent[rank :: plan.mesh.pp], strict=True)]
-    late = [sum(max(segments[n].late_bytes, 0) for n in stage) * (parted and stage[0] > 0) for stage in stages]
+    static = (
+        base.fixed_bytes
+        + passing_bytes(base, sent, rank)
+        + sum(s.static_bytes for s in owned_by(base, segments, mine))
+    )
+    kept = [
+        sum(segments[n].kept_bytes for n in stage) + size
+        for stage, size in zip(stages, sent[rank :: plan.mesh.pp], strict=True)
+    ]
+    late = [
+        sum(max(segments[n].late_bytes, 0) for n in stage) * (parted and stage[0] > 0)
+        for stage in stages
+    ]
     moments, gone = [], []
     for stage in stages:
         ends = [segments[n] for n in stage if segments[n].class_index == base.last]
@@ -208,14 +261,20 @@ def _rank_bytes(
         moments.append(fullest_moment([segments[n] for n in stage], base.last, given_back, split))
         gone.append(given_back * (split and len(stages) == 1))
     most = _most_kept(plan, kept, rank, gone)
-    if len(stages) > 1 and stages[-1] is of_stage[-1] and not parted:  # it keeps nothing while others have their backward
-        return static + max(most + moments[-1], _most_kept(plan, [*kept[:-1], 0], rank, gone) + max(moments[:-1]))
+    if (
+        len(stages) > 1 and stages[-1] is of_stage[-1] and not parted
+    ):  # it keeps nothing while others have their backward
+        return static + max(
+            most + moments[-1], _most_kept(plan, [*kept[:-1], 0], rank, gone) + max(moments[:-1])
+        )
     return static + most + _most_in_backward(plan, late, moments, rank)
 
 
 def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequence[int]) -> int:
     """What a stage has sent, where that stays until its backward."""
-    keeps = base.pipeline is not None and base.pipeline.keeps_outputs and stage[-1] + 1 < len(segments)
+    keeps = (
+        base.pipeline is not None and base.pipeline.keeps_outputs and stage[-1] + 1 < len(segments)
+    )
     return message_bytes(base, segments, stage[-1] + 1) if keeps else 0
 
 
@@ -224,7 +283,9 @@ def _most_in_backward(plan: Plan, late: Sequence[int], moments: Sequence[int], r
     if plan.mesh.pp == 1:
         return moments[0]
     now = most = 0
-    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(late), plan.num_microbatches)[rank]:
+    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(late), plan.num_microbatches)[
+        rank
+    ]:
         stage = action.stage // plan.mesh.pp
         now += {"I": late[stage], "W": -late[stage]}.get(action.kind, 0)
         most = max(most, now + moments[stage] * (action.kind in "BI"))
@@ -237,7 +298,9 @@ def _most_kept(plan: Plan, sizes: Sequence[int], rank: int, gone: Sequence[int])
     if plan.mesh.pp == 1:
         return sizes[0]
     now = most = 0
-    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(sizes), plan.num_microbatches)[rank]:
+    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(sizes), plan.num_microbatches)[
+        rank
+    ]:
         size, less = (of[action.stage // plan.mesh.pp] for of in (sizes, gone))
         now += size if action.kind == "F" else 0
         most = max(most, now)
@@ -248,13 +311,18 @@ def _most_kept(plan: Plan, sizes: Sequence[int], rank: int, gone: Sequence[int])
 # ------------------------------------------------------------------------------------------------------- what is found
 
 
-def _op_findings(plan: Plan, segments: Sequence[Segment], numbers: Sequence[int]) -> Iterator[Finding]:
+def _op_findings(
+    plan: Plan, segments: Sequence[Segment], numbers: Sequence[int]
+) -> Iterator[Finding]:
     """Ops of which the plan has other layouts than their strategies; of axes other than tp `segments_of` has looked."""
     for number, segment in dict(zip(numbers, segments, strict=True)).items():
         block = plan.blocks[number]
         for name, strategy in segment.chosen.items():
             choice = block.ops.get(name, {}).get("tp")
-            if choice is not None and (choice.inputs, choice.outputs) != (strategy.inputs, strategy.outputs):
+            if choice is not None and (choice.inputs, choice.outputs) != (
+                strategy.inputs,
+                strategy.outputs,
+            ):
                 yield Finding(
                     f"{name} of {block.name}",
                     f"the plan has it read {_listed(choice.inputs)} and make {_listed(choice.outputs)} over tp; its strategy "
@@ -277,20 +345,31 @@ def _tie_findings(base: AnnotatedModel, segments: Sequence[Segment]) -> Iterator
 
 
 def _ledger_findings(
-    plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], numbers: Sequence[int], group: int
+    plan: Plan,
+    base: AnnotatedModel,
+    segments: Sequence[Segment],
+    numbers: Sequence[int],
+    group: int,
 ) -> Iterator[Finding]:
     """Blocks and edges that cost something else on a group of devices than the certificate says."""
     ledger = [entry for entry in plan.certificate.ledger if entry.get("group", 0) == group]
     said = [entry for entry in ledger if entry["part"] == "block"]
     if len(said) != len(plan.blocks):
-        yield Finding("certificate", f"its ledger has {len(said)} blocks, the plan {len(plan.blocks)}: plan again")
+        yield Finding(
+            "certificate",
+            f"its ledger has {len(said)} blocks, the plan {len(plan.blocks)}: plan again",
+        )
         return
     for number, segment in dict(zip(numbers, segments, strict=True)).items():
         block, cost = plan.blocks[number], _block_cost(base, segment)
         for part in (*_SECONDS, *_BYTES):
             if not _agree(part, said[number][part], cost[part]):
                 words = f"{_WORDS[part]} is {_unit(part, cost[part])}, the certificate has {_unit(part, said[number][part])}"
-                where = f"{_named(block)} on {plan.devices[plan.mesh.groups.index(group)]}" if plan.devices else _named(block)
+                where = (
+                    f"{_named(block)} on {plan.devices[plan.mesh.groups.index(group)]}"
+                    if plan.devices
+                    else _named(block)
+                )
                 yield Finding(where, words)
     yield from _edge_findings(plan, base, segments, numbers, ledger)
 
@@ -308,10 +387,18 @@ def _block_cost(base: AnnotatedModel, segment: Segment) -> dict[str, float]:
 
 
 def _edge_findings(
-    plan: Plan, base: AnnotatedModel, segments: Sequence[Segment], numbers: Sequence[int], ledger: Sequence[Mapping[str, Any]]
+    plan: Plan,
+    base: AnnotatedModel,
+    segments: Sequence[Segment],
+    numbers: Sequence[int],
+    ledger: Sequence[Mapping[str, Any]],
 ) -> Iterator[Finding]:
     """Edges between blocks, each kind once."""
-    said = {(*e["from"], *e["to"]): (e["forward_s"], e["backward_s"]) for e in ledger if e["part"] == "edge"}
+    said = {
+        (*e["from"], *e["to"]): (e["forward_s"], e["backward_s"])
+        for e in ledger
+        if e["part"] == "edge"
+    }
     seen: dict[tuple[int, ...], tuple[float, float]] = {}
     for reader, (segment, sources) in enumerate(zip(segments, base.reads, strict=True)):
         arriving = iter(segment.arriving)
@@ -321,7 +408,10 @@ def _edge_findings(
             made = segments[source].chosen[segments[source].block.outputs[output]].inputs[0]
             if made != segment.chosen[segment.block.inputs[place]].outputs[0]:
                 conversion = next(arriving)
-                seen[numbers[source], output, numbers[reader], place] = conversion.forward_s, conversion.backward_s
+                seen[numbers[source], output, numbers[reader], place] = (
+                    conversion.forward_s,
+                    conversion.backward_s,
+                )
     for edge in sorted({*said, *seen}):
         a, b = said.get(edge, (0.0, 0.0)), seen.get(edge, (0.0, 0.0))
         if not all(_agree("forward_s", x, y) for x, y in zip(a, b, strict=True)):
@@ -333,17 +423,29 @@ def _total_findings(plan: Plan, audited_s: float, held: Sequence[int]) -> Iterat
     objective_s, predicted = plan.certificate.objective_s, plan.predicted
     if not isclose(audited_s, objective_s, rel_tol=TOLERANCE):
         off = audited_s / objective_s - 1
-        yield Finding("step", f"all parts sum to {ms(audited_s)}, the objective is {ms(objective_s)} ({100 * off:+.3g} %)")
-    for name, seconds in (("predicted step time", predicted.step_time_s), ("predicted breakdown", fsum(predicted.breakdown.values()))):
+        yield Finding(
+            "step",
+            f"all parts sum to {ms(audited_s)}, the objective is {ms(objective_s)} ({100 * off:+.3g} %)",
+        )
+    for name, seconds in (
+        ("predicted step time", predicted.step_time_s),
+        ("predicted breakdown", fsum(predicted.breakdown.values())),
+    ):
         if not isclose(seconds, objective_s, rel_tol=TOLERANCE):
             yield Finding(name, f"is {ms(seconds)}, the objective {ms(objective_s)}")
     if plan.certificate.bound_s > objective_s * (1 + TOLERANCE):
-        yield Finding("certificate", f"its bound of {ms(plan.certificate.bound_s)} is above the objective of {ms(objective_s)}")
+        yield Finding(
+            "certificate",
+            f"its bound of {ms(plan.certificate.bound_s)} is above the objective of {ms(objective_s)}",
+        )
     for rank, (said, found) in enumerate(zip(predicted.peak_memory_bytes, held, strict=True)):
         if said != found:
             stages = plan.stages[rank :: plan.mesh.pp]
             where = f"rank {rank} ({', '.join(f'{stage[0]} to {stage[-1]}' for stage in stages)})"
-            yield Finding(where, f"holds {found} bytes, the plan says {said} ({(found - said) / 2**20:+,.3f} MiB)")
+            yield Finding(
+                where,
+                f"holds {found} bytes, the plan says {said} ({(found - said) / 2**20:+,.3f} MiB)",
+            )
 
 
 def _agree(part: str, said: float, found: float) -> bool:
@@ -356,7 +458,9 @@ def _unit(part: str, amount: float) -> str:
 
 def _named(block: BlockPlan) -> str:
     first, last = block.segments[0], block.segments[-1]
-    return first if first == last else f"{block.name} ({first} to {last}, recompute {block.recompute})"
+    return (
+        first if first == last else f"{block.name} ({first} to {last}, recompute {block.recompute})"
+    )
 
 
 def _listed(layouts: Sequence[object]) -> str:

@@ -17,7 +17,14 @@ from autopar_cost_models import StageTimes
 from autopar.annotate.annotator import annotator_of
 from autopar.annotate.setting import Setting, is_periodic
 from autopar.errors import AutoparError
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Conversion, Saved, Strategy
+from autopar.ir.annotated import (
+    AnnotatedBlock,
+    AnnotatedModel,
+    AnnotatedOp,
+    Conversion,
+    Saved,
+    Strategy,
+)
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
 from autopar.ir.sharding import Layout
@@ -80,14 +87,20 @@ class Segment:
     def kept_bytes(self) -> int:
         """Bytes from forward to backward: inputs where it recomputes, else each tensor that some op saves, once."""
         if self.block.recompute:
-            return sum(self.block.input_bytes[name][self.chosen[name].outputs[0]] for name in self.block.inputs)
+            return sum(
+                self.block.input_bytes[name][self.chosen[name].outputs[0]]
+                for name in self.block.inputs
+            )
         return _saved_bytes(self.chosen.values())
 
     @property
     def late_bytes(self) -> int:
         """Bytes more than kept (less than 0: fewer) from the gradients of inputs to those of parameters: what was saved beside parameters,
         and the gradients that these begin with."""
-        return _largest(tensor for strategy in self.chosen.values() for tensor in strategy.late) - self.kept_bytes
+        return (
+            _largest(tensor for strategy in self.chosen.values() for tensor in strategy.late)
+            - self.kept_bytes
+        )
 
     @property
     def moment_bytes(self) -> int:
@@ -121,14 +134,26 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
     base, segments = on[0]
     sent = [message_bytes(base, segments, first) for first in firsts[1:-1]] + [0]
     keeps = base.pipeline is not None and base.pipeline.keeps_outputs
-    runs = [on[number % ranks][1][first:end] for number, (first, end) in enumerate(pairwise(firsts))]
-    stages = tuple(_stage(run, base.last, size if keeps else 0, first) for run, size, first in zip(runs, sent, firsts, strict=False))
-    held = [[n for first, end in list(pairwise(firsts))[rank::ranks] for n in range(first, end)] for rank in range(ranks)]
+    runs = [
+        on[number % ranks][1][first:end] for number, (first, end) in enumerate(pairwise(firsts))
+    ]
+    stages = tuple(
+        _stage(run, base.last, size if keeps else 0, first)
+        for run, size, first in zip(runs, sent, firsts, strict=False)
+    )
+    held = [
+        [n for first, end in list(pairwise(firsts))[rank::ranks] for n in range(first, end)]
+        for rank in range(ranks)
+    ]
     owned = [list(owned_by(*on[rank], of)) for rank, of in enumerate(held)]
     return PlanCosts(
         stages,
-        tuple(model.fixed_bytes + passing_bytes(model, sent, rank) + sum(strategy.static_bytes for strategy in of)
-              for rank, ((model, _), of) in enumerate(zip(on, owned, strict=True))),
+        tuple(
+            model.fixed_bytes
+            + passing_bytes(model, sent, rank)
+            + sum(strategy.static_bytes for strategy in of)
+            for rank, ((model, _), of) in enumerate(zip(on, owned, strict=True))
+        ),
         tuple(fsum(strategy.step_s for strategy in of) for of in owned),
         longest_hop_s([model for model, _ in on], sent),
         base.fixed_s,
@@ -137,15 +162,29 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
 
 def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
     """Seconds of the longest message between stages: the largest over the slowest link of any rank."""
-    links = {(m.pipeline.hop_latency_s, m.pipeline.hop_s_per_byte) for m in models if m.pipeline is not None}
-    return max((latency_s + size * each_s for latency_s, each_s in links for size in sent if size), default=0.0)
+    links = {
+        (m.pipeline.hop_latency_s, m.pipeline.hop_s_per_byte)
+        for m in models
+        if m.pipeline is not None
+    }
+    return max(
+        (latency_s + size * each_s for latency_s, each_s in links for size in sent if size),
+        default=0.0,
+    )
 
 
 def first_segments(plan: Plan, traced: TracedModel) -> list[int]:
     """The number of each stage's first segment, and that of all segments."""
     names = [segment.name for segment in traced.segments]
-    placed, priced = [name for stage in plan.stages for name in stage], {name for block in plan.blocks for name in block.segments}
-    if placed != names or not priced.issuperset(names) or len(plan.predicted.peak_memory_bytes) != plan.mesh.pp:
+    placed, priced = (
+        [name for stage in plan.stages for name in stage],
+        {name for block in plan.blocks for name in block.segments},
+    )
+    if (
+        placed != names
+        or not priced.issuperset(names)
+        or len(plan.predicted.peak_memory_bytes) != plan.mesh.pp
+    ):
         raise AutoparError(
             f"the plan's stages hold {len(placed)} segments, its blocks {len(priced)}, of a model of {len(names)}, and it predicts the "
             f"memory of {len(plan.predicted.peak_memory_bytes)} ranks of {plan.mesh.pp}: it was damaged; plan again"
@@ -169,7 +208,9 @@ def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: in
     model_of = cache(lambda mode: annotator.annotate(setting_of(plan, request, mode, group)))
     base, found = model_of("none"), []
     fixed = annotator.axis_choices(setting_of(plan, request, "none", group))
-    number_of = {name: number for number, block in enumerate(plan.blocks) for name in block.segments}
+    number_of = {
+        name: number for number, block in enumerate(plan.blocks) for name in block.segments
+    }
 
     @cache
     def chosen_of(number: int, index: int) -> Chosen:
@@ -182,7 +223,11 @@ def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: in
         index, number = segment.class_index, number_of[segment.name]
         model, chosen = model_of(_mode(plan, plan.blocks[number])), chosen_of(number, index)
         arriving = tuple(_arriving(model, found, index, chosen, sources))
-        found.append(Segment(index, model.classes[index], chosen, model.fixed_bytes - base.fixed_bytes, arriving))
+        found.append(
+            Segment(
+                index, model.classes[index], chosen, model.fixed_bytes - base.fixed_bytes, arriving
+            )
+        )
     return base, found
 
 
@@ -201,7 +246,9 @@ def _mode(plan: Plan, block: BlockPlan) -> str:
     return plan.recompute if is_periodic(plan.recompute) else block.recompute
 
 
-def _check_fixed_axes(plan: Plan, block: BlockPlan, fixed: Mapping[str, Mapping[str, AxisChoice]], ops: Sequence[str]) -> None:
+def _check_fixed_axes(
+    plan: Plan, block: BlockPlan, fixed: Mapping[str, Mapping[str, AxisChoice]], ops: Sequence[str]
+) -> None:
     """AutoparError unless the block's ops run over dp, cp and ep as annotation has them."""
     axes = [axis for axis in plan.mesh.active if axis != "tp"]
     for name in ops:
@@ -231,8 +278,14 @@ def _strategy(op: AnnotatedOp, block: BlockPlan, tp: int) -> Strategy:
 def _arriving(model: AnnotatedModel, before: Sequence[Segment], index: int, chosen: Chosen, sources: Sequence[tuple[int, int]]
               ) -> Iterator[Conversion]:  # fmt: skip
     """What changes layout on the way from earlier segments to one of class `index`, which pays for it."""
-    prices = {(e.source, e.source_output, e.target_input): e.conversions for e in model.edges if e.target == index}
-    for place, (name, (source, output)) in enumerate(zip(model.classes[index].inputs, sources, strict=True)):
+    prices = {
+        (e.source, e.source_output, e.target_input): e.conversions
+        for e in model.edges
+        if e.target == index
+    }
+    for place, (name, (source, output)) in enumerate(
+        zip(model.classes[index].inputs, sources, strict=True)
+    ):
         if source < 0:
             continue
         maker = before[source]
@@ -244,23 +297,39 @@ def _arriving(model: AnnotatedModel, before: Sequence[Segment], index: int, chos
 
 def _conversions(block: AnnotatedBlock, chosen: Chosen) -> Iterator[Conversion]:
     """What changes layout inside a segment: a value once for each layout that some op wants and its maker does not deliver."""
-    have = {value: layout for op in block.ops for value, layout in zip(op.outputs, chosen[op.name].outputs, strict=True)}
-    wanted = {(value, layout) for op in block.ops for value, layout in zip(op.inputs, chosen[op.name].inputs, strict=True)}
+    have = {
+        value: layout
+        for op in block.ops
+        for value, layout in zip(op.outputs, chosen[op.name].outputs, strict=True)
+    }
+    wanted = {
+        (value, layout)
+        for op in block.ops
+        for value, layout in zip(op.inputs, chosen[op.name].inputs, strict=True)
+    }
     for value, layout in wanted:
         if have[value] != layout:
-            yield _priced(block.values[value].conversions, have[value], layout, f"{value} of {block.name}")
+            yield _priced(
+                block.values[value].conversions, have[value], layout, f"{value} of {block.name}"
+            )
 
 
-def _priced(conversions: Mapping[tuple[Layout, Layout], Conversion], have: Layout, need: Layout, where: str) -> Conversion:
+def _priced(
+    conversions: Mapping[tuple[Layout, Layout], Conversion], have: Layout, need: Layout, where: str
+) -> Conversion:
     """AutoparError where a layout cannot become another."""
     if (have, need) not in conversions:
-        raise AutoparError(f"the plan does not fit together: {where} is made as {have} and read as {need}, and nothing converts that")
+        raise AutoparError(
+            f"the plan does not fit together: {where} is made as {have} and read as {need}, and nothing converts that"
+        )
     return conversions[have, need]
 
 
 def _saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:
     """Bytes that autograd keeps of all values but those `without`: of each tensor the largest that is asked for."""
-    return _largest(saved for strategy in strategies for saved in strategy.saved if saved.value not in without)
+    return _largest(
+        saved for strategy in strategies for saved in strategy.saved if saved.value not in without
+    )
 
 
 def _largest(tensors: Iterable[Saved]) -> int:
@@ -275,15 +344,29 @@ def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int, first: int
     """A stage of these segments, from number `first` on, that keeps what it sent; `last` is the class of the model's last segment, whose
     backward comes first and gives back what it kept, or its first part does not leave, before that of the others begins."""
     paid = [cost for segment in run for cost in segment.paid]
-    weight_s = fsum(strategy.backward_weight_s for segment in run for strategy in segment.chosen.values())
-    times = StageTimes(fsum(cost.forward_s for cost in paid), fsum(cost.backward_s for cost in paid), weight_s)
+    weight_s = fsum(
+        strategy.backward_weight_s for segment in run for strategy in segment.chosen.values()
+    )
+    times = StageTimes(
+        fsum(cost.forward_s for cost in paid), fsum(cost.backward_s for cost in paid), weight_s
+    )
     ends = [segment for segment in run if segment.class_index == last]
-    kept, late = sum(segment.kept_bytes for segment in run), sum(max(segment.late_bytes, 0) for segment in run)
+    kept, late = (
+        sum(segment.kept_bytes for segment in run),
+        sum(max(segment.late_bytes, 0) for segment in run),
+    )
     whole = fullest_moment(run, last, sum(segment.kept_bytes for segment in ends), False)
     if not first:  # torch runs it in one
         return StageCost(times, kept + sent_bytes, whole, whole, 0, 0)
     given_back = sum(max(-segment.late_bytes, 0) for segment in ends)
-    return StageCost(times, kept + sent_bytes, whole, fullest_moment(run, last, given_back, True), late, given_back)
+    return StageCost(
+        times,
+        kept + sent_bytes,
+        whole,
+        fullest_moment(run, last, given_back, True),
+        late,
+        given_back,
+    )
 
 
 def fullest_moment(run: Sequence[Segment], last: int | None, given_back: int, split: bool) -> int:
@@ -291,7 +374,15 @@ def fullest_moment(run: Sequence[Segment], last: int | None, given_back: int, sp
     comes before they leave what stays between two parts."""
     needed = [segment.split_moment_bytes if split else segment.moment_bytes for segment in run]
     to_come = split * sum(max(segment.late_bytes, 0) for segment in run)
-    return max([0, *(size - (given_back if segment.class_index != last else to_come) for segment, size in zip(run, needed, strict=True))])
+    return max(
+        [
+            0,
+            *(
+                size - (given_back if segment.class_index != last else to_come)
+                for segment, size in zip(run, needed, strict=True)
+            ),
+        ]
+    )
 
 
 def passing_bytes(base: AnnotatedModel, sent: Sequence[int], rank: int) -> int:
@@ -315,13 +406,17 @@ def message_bytes(model: AnnotatedModel, segments: Sequence[Segment], first: int
     return sum(largest.values())
 
 
-def owned_by(model: AnnotatedModel, segments: Sequence[Segment], held: Iterable[int]) -> Iterator[Strategy]:
+def owned_by(
+    model: AnnotatedModel, segments: Sequence[Segment], held: Iterable[int]
+) -> Iterator[Strategy]:
     """The strategies whose parameters a rank with the segments number `held` has: those of these segments, and of each shared parameter
     that one of them borrows from none of them, the one of the first that pays."""
     held = set(held)
     for number in sorted(held):
         yield from segments[number].chosen.values()
     for shared in model.shared:
-        if not held.isdisjoint(number for number, _ in shared.reading) and held.isdisjoint(number for number, _ in shared.paying):
+        if not held.isdisjoint(number for number, _ in shared.reading) and held.isdisjoint(
+            number for number, _ in shared.paying
+        ):
             number, name = shared.paying[0]
             yield segments[number].chosen[name]

@@ -54,31 +54,47 @@ class Replay:
     @property
     def memory_differences(self) -> tuple[float, ...]:
         """By what share each rank of the replay holds more."""
-        return tuple(b / a - 1 for a, b in zip(self.predicted_bytes, self.replayed_bytes, strict=True))
+        return tuple(
+            b / a - 1 for a, b in zip(self.predicted_bytes, self.replayed_bytes, strict=True)
+        )
 
     @property
     def disagreements(self) -> tuple[str, ...]:
         """In words, what differs by more than it may."""
         found = []
         if abs(self.time_difference) > TIME_TOLERANCE:
-            found.append(f"a step takes {_more(self.time_difference)} (tolerance {100 * TIME_TOLERANCE:g} %)")
-        for rank, (predicted, least, most) in enumerate(zip(self.predicted_bytes, self.replayed_bytes, self.together_bytes, strict=True)):
+            found.append(
+                f"a step takes {_more(self.time_difference)} (tolerance {100 * TIME_TOLERANCE:g} %)"
+            )
+        for rank, (predicted, least, most) in enumerate(
+            zip(self.predicted_bytes, self.replayed_bytes, self.together_bytes, strict=True)
+        ):
             if abs(off := min(max(predicted, least), most) / predicted - 1) > MEMORY_TOLERANCE:
-                found.append(f"rank {rank} holds {_more(off)} (tolerance {100 * MEMORY_TOLERANCE:g} %)")
+                found.append(
+                    f"rank {rank} holds {_more(off)} (tolerance {100 * MEMORY_TOLERANCE:g} %)"
+                )
         return tuple(found)
 
     @property
     def ranks(self) -> list[tuple[int, int, float]]:
         """(predicted bytes, bytes of the replay, difference) of each rank."""
-        return list(zip(self.predicted_bytes, self.replayed_bytes, self.memory_differences, strict=True))
+        return list(
+            zip(self.predicted_bytes, self.replayed_bytes, self.memory_differences, strict=True)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: seconds, bytes, shares."""
         return {
             "agrees": not self.disagreements,
             "disagreements": list(self.disagreements),
-            "step_time_s": {"predicted": self.predicted_s, "replayed": self.replayed_s, "difference": self.time_difference},
-            "memory_bytes": [{"predicted": a, "replayed": b, "difference": off} for a, b, off in self.ranks],
+            "step_time_s": {
+                "predicted": self.predicted_s,
+                "replayed": self.replayed_s,
+                "difference": self.time_difference,
+            },
+            "memory_bytes": [
+                {"predicted": a, "replayed": b, "difference": off} for a, b, off in self.ranks
+            ],
             "idle_share": self.idle_share,
         }
 
@@ -87,15 +103,26 @@ class Replay:
         from rich.console import Group
         from rich.text import Text
 
-        rows = [("step time", ms(self.predicted_s), ms(self.replayed_s), _signed(self.time_difference))]
+        rows = [
+            ("step time", ms(self.predicted_s), ms(self.replayed_s), _signed(self.time_difference))
+        ]
         several = len(self.ranks) > 1
         for rank, (a, b, off) in enumerate(self.ranks):
-            rows.append((f"memory of rank {rank}" if several else "memory", gib(a), gib(b), _signed(off)))
+            rows.append(
+                (f"memory of rank {rank}" if several else "memory", gib(a), gib(b), _signed(off))
+            )
         table = grid("Replay", ("", "predicted", "replayed", "difference"), rows, right=(1, 2, 3))
         if self.disagreements:
-            return Group(table, Text(f"THE REPLAY DISAGREES: {'; '.join(self.disagreements)}.\n", style="bold red"))
+            return Group(
+                table,
+                Text(f"THE REPLAY DISAGREES: {'; '.join(self.disagreements)}.\n", style="bold red"),
+            )
         allowed = f"{100 * TIME_TOLERANCE:g} % of time and {100 * MEMORY_TOLERANCE:g} % of memory"
-        idle = f"; the busiest rank waits for {percent(self.idle_share)} of the pipeline" if several else ""
+        idle = (
+            f"; the busiest rank waits for {percent(self.idle_share)} of the pipeline"
+            if several
+            else ""
+        )
         words = f"A simulation of the plan, priced anew, agrees within {allowed}{idle}."
         if min(self.memory_differences) < -MEMORY_TOLERANCE:
             words += "  Where it holds less, the prediction counts as one what the stages of a rank need at different times."
@@ -107,7 +134,9 @@ def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
     costs = plan_costs(plan, traced, request)
     actions = actions_of(plan)
     times = [stage.times for stage in costs.stages]
-    times[0] = replace(times[0], weight_s=times[0].backward_s)  # torch runs the whole backward of the first stage where weights are due
+    times[0] = replace(
+        times[0], weight_s=times[0].backward_s
+    )  # torch runs the whole backward of the first stage where weights are due
     played = simulate_pipeline(actions, times, costs.hop_s)
     busiest_s = max(played.busy_s(rank) for rank in range(plan.mesh.pp))
     held = [held_bytes(todo, costs.stages) for todo in actions]
@@ -116,7 +145,10 @@ def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
         played.makespan_s + max(costs.step_s) + costs.fixed_s,
         plan.predicted.peak_memory_bytes,
         tuple(static + peak for (peak, _), static in zip(held, costs.static_bytes, strict=True)),
-        tuple(static + together for (_, together), static in zip(held, costs.static_bytes, strict=True)),
+        tuple(
+            static + together
+            for (_, together), static in zip(held, costs.static_bytes, strict=True)
+        ),
         1 - busiest_s / played.makespan_s,
     )
 
@@ -140,9 +172,14 @@ def held_bytes(todo: Sequence[Action], stages: Sequence[StageCost]) -> tuple[int
         kept += stage.kept_bytes if action.kind == "F" else 0
         late += stage.late_bytes if action.kind == "I" else 0
         needed = {"F": 0, "B": stage.moment_bytes}.get(action.kind, stage.split_moment_bytes)
-        most = [max(pair) for pair in zip(most, (kept - given_back * (not several), late, needed), strict=True)]
+        most = [
+            max(pair)
+            for pair in zip(most, (kept - given_back * (not several), late, needed), strict=True)
+        ]
         peak = max(peak, kept - given_back + late + needed)
-        given_back += {"I": stage.given_back_bytes, "W": -stage.given_back_bytes}.get(action.kind, 0)
+        given_back += {"I": stage.given_back_bytes, "W": -stage.given_back_bytes}.get(
+            action.kind, 0
+        )
         kept -= stage.kept_bytes if action.kind in "BW" else 0
         late -= stage.late_bytes if action.kind == "W" else 0
     return peak, sum(most)

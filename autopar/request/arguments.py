@@ -16,15 +16,21 @@ from autopar.ir.plan import Plan
 def check_model(model: Any) -> None:
     """AutoparError for anything but a module."""
     if isinstance(model, type):
-        raise AutoparError(f"model is the class {model.__name__}, not a torch.nn.Module of it: pass {model.__name__}(...)")
+        raise AutoparError(
+            f"model is the class {model.__name__}, not a torch.nn.Module of it: pass {model.__name__}(...)"
+        )
     if not isinstance(model, nn.Module):
         raise AutoparError(
             f"model is {shown(model)}, not a torch.nn.Module; `autopar explain` and `autopar.models.parse_model` take models by their name"
         )
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-        raise AutoparError(f"parameter {lazy[0]} of {type(model).__name__} has no shape yet: run the lazy model on one batch before")
+        raise AutoparError(
+            f"parameter {lazy[0]} of {type(model).__name__} has no shape yet: run the lazy model on one batch before"
+        )
     if not any(parameter.numel() for parameter in model.parameters()):
-        raise AutoparError(f"{type(model).__name__} has no parameters: there is nothing to train, and nothing that a plan could share out")
+        raise AutoparError(
+            f"{type(model).__name__} has no parameters: there is nothing to train, and nothing that a plan could share out"
+        )
 
 
 def parsed_cluster(cluster: Any) -> Cluster:
@@ -32,7 +38,9 @@ def parsed_cluster(cluster: Any) -> Cluster:
     if isinstance(cluster, str):
         return ClusterSpec.parse(cluster)
     if not isinstance(cluster, Cluster):
-        raise AutoparError(f"cluster is {shown(cluster)}, not a ClusterSpec or a text such as 'dgx-h100:8' or 'cpu:4'")
+        raise AutoparError(
+            f"cluster is {shown(cluster)}, not a ClusterSpec or a text such as 'dgx-h100:8' or 'cpu:4'"
+        )
     return cluster
 
 
@@ -45,12 +53,19 @@ def check_pin(pin: Any) -> None:
 def check_plan_given(plan: Any) -> None:
     """AutoparError for anything but a plan, or None."""
     if plan is not None and not isinstance(plan, Plan):
-        raise AutoparError(f"plan is {shown(plan)}, not a Plan: read a file of one with autopar.Plan.load")
+        raise AutoparError(
+            f"plan is {shown(plan)}, not a Plan: read a file of one with autopar.Plan.load"
+        )
 
 
 def check_positive(name: str, value: Any) -> None:
     """AutoparError for anything but a number above 0, which may be infinite."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or (isinstance(value, int) and value > 10**18):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not value > 0
+        or (isinstance(value, int) and value > 10**18)
+    ):
         raise AutoparError(f"{name}={shown(value)} must be a positive number")
 
 
@@ -63,7 +78,9 @@ def check_seed(seed: Any) -> None:
 def check_lengths(name: str, value: Any) -> None:
     """AutoparError for anything but a sequence, or None."""
     if value is not None and (isinstance(value, str) or not isinstance(value, Sequence)):
-        raise AutoparError(f"{name} is {shown(value)}, not a sequence of lengths such as (128, 256)")
+        raise AutoparError(
+            f"{name} is {shown(value)}, not a sequence of lengths such as (128, 256)"
+        )
 
 
 def check_kind(name: str, value: Any, kind: type, words: str) -> None:

@@ -35,7 +35,9 @@ pinned; without a pin each layer recomputes as is best."""
 
 def is_recompute(value: Any) -> bool:
     """Whether a value of the pin is a recompute mode."""
-    return value in (*RECOMPUTE, *SELECTIVE_MODES) or (isinstance(value, str) and re.fullmatch(r"every-[1-9][0-9]{0,8}", value) is not None)
+    return value in (*RECOMPUTE, *SELECTIVE_MODES) or (
+        isinstance(value, str) and re.fullmatch(r"every-[1-9][0-9]{0,8}", value) is not None
+    )
 
 
 def parse_pins(text: str) -> dict[str, Any]:
@@ -44,12 +46,22 @@ def parse_pins(text: str) -> dict[str, Any]:
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not key or not value:
-            raise AutoparError(f"--pin {shown(text)}: {shown(item)} is not key=value; write for example --pin tp=8,zero=1")
+            raise AutoparError(
+                f"--pin {shown(text)}: {shown(item)} is not key=value; write for example --pin tp=8,zero=1"
+            )
         if key in pins:
-            raise AutoparError(f"--pin {shown(text)}: {key} is given twice, as {pins[key]} and {value}")
-        pins[key] = int(value) if re.fullmatch(r"[+-]?[0-9]{1,18}", value) else {"true": True, "false": False}.get(value.lower(), value)
+            raise AutoparError(
+                f"--pin {shown(text)}: {key} is given twice, as {pins[key]} and {value}"
+            )
+        pins[key] = (
+            int(value)
+            if re.fullmatch(r"[+-]?[0-9]{1,18}", value)
+            else {"true": True, "false": False}.get(value.lower(), value)
+        )
     if text and not pins:
-        raise AutoparError(f"--pin {shown(text)} has no choice in it; write for example --pin tp=8,zero=1, or leave it out")
+        raise AutoparError(
+            f"--pin {shown(text)} has no choice in it; write for example --pin tp=8,zero=1, or leave it out"
+        )
     return pins
 
 
@@ -76,7 +88,11 @@ def choices_of(plan: Plan) -> dict[str, int | str]:
 def pins_of(plan: Plan) -> dict[str, int | str]:
     """Pins that leave the plan nothing to decide but layouts of ops, and what each layer recomputes where they differ in it."""
 
-    return {key: value for key, value in choices_of(plan).items() if key != "recompute" or is_recompute(value)}
+    return {
+        key: value
+        for key, value in choices_of(plan).items()
+        if key != "recompute" or is_recompute(value)
+    }
 
 
 def first_difference(pin: Mapping[str, Any], plan: Plan) -> str:
@@ -85,7 +101,9 @@ def first_difference(pin: Mapping[str, Any], plan: Plan) -> str:
     same = {
         "order": lambda value: replace(plan.mesh, order=value) == plan.mesh,
         "deal": lambda value: groups_of(value) == plan.mesh.groups,
-        "shard": lambda value: value == (plan.shard or plan.zero and plan.mesh.dp * plan.mesh.cp),  # 0 and all ranks are one
+        "shard": lambda value: (
+            value == (plan.shard or plan.zero and plan.mesh.dp * plan.mesh.cp)
+        ),  # 0 and all ranks are one
     }
     decided = {key: value for key, value in pin.items() if key not in same or not same[key](value)}
     return next((key for key, value in decided.items() if chosen.get(key) != value), "")
@@ -101,4 +119,7 @@ def check_pin_names(pin: Mapping[str, Any]) -> None:
 
 def pin_text(pin: Mapping[str, Any]) -> str:
     """`tp=8,sequence_parallel=true`."""
-    return ",".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in pin.items())
+    return ",".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in pin.items()
+    )

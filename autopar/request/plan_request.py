@@ -26,14 +26,22 @@ class PlanRequest:
     micro_batch_mean: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.global_batch, int) or isinstance(self.global_batch, bool) or self.global_batch < 1:
-            raise AutoparError(f"global_batch={shown(self.global_batch)} must be a whole number >= 1")
+        if (
+            not isinstance(self.global_batch, int)
+            or isinstance(self.global_batch, bool)
+            or self.global_batch < 1
+        ):
+            raise AutoparError(
+                f"global_batch={shown(self.global_batch)} must be a whole number >= 1"
+            )
         if max(self.global_batch, self.cluster.num_devices) > MOST:
             raise AutoparError(
                 f"global_batch={shown(self.global_batch)} on {self.cluster.num_devices} devices: at most {MOST:,} of each can be planned"
             )
         if self.precision not in PRECISIONS:
-            raise AutoparError(f"precision {shown(self.precision)} is not known; {', '.join(PRECISIONS)} are")
+            raise AutoparError(
+                f"precision {shown(self.precision)} is not known; {', '.join(PRECISIONS)} are"
+            )
         if not isinstance(self.software, Software):
             raise AutoparError(f"software is {shown(self.software)}, not an autopar.Software")
         for group in self.cluster.groups:

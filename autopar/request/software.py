@@ -23,7 +23,12 @@ LOSS_KERNELS = {
 _KERNELS = sorted({kernel for _, kernel in FLASH_RATES})
 
 
-_NAMED = {"attention_kernel": _KERNELS, "loss_kernel": LOSS_KERNELS, "state_recipe": STATE_RECIPES, "fp8_scaling": SCALINGS}
+_NAMED = {
+    "attention_kernel": _KERNELS,
+    "loss_kernel": LOSS_KERNELS,
+    "state_recipe": STATE_RECIPES,
+    "fp8_scaling": SCALINGS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +98,43 @@ class Software:
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type == "bool"):
             if not isinstance(getattr(self, name), bool):
-                raise AutoparError(f"software: {name}={shown(getattr(self, name))} must be True or False")
+                raise AutoparError(
+                    f"software: {name}={shown(getattr(self, name))} must be True or False"
+                )
         for name, known in _NAMED.items():
             value = getattr(self, name)
-            if value not in known and not (value is None and name in ("attention_kernel", "state_recipe")):
-                raise AutoparError(f"software: {name}={shown(value)} is not known; {nearest(value, list(known))}")
+            if value not in known and not (
+                value is None and name in ("attention_kernel", "state_recipe")
+            ):
+                raise AutoparError(
+                    f"software: {name}={shown(value)} is not known; {nearest(value, list(known))}"
+                )
         for name in ("sharded_interfaces", "workspace_bytes", "live_parameters"):
-            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool) or getattr(self, name) < 0:
-                raise AutoparError(f"software: {name}={shown(getattr(self, name))} must be a whole number >= 0")
+            if (
+                not isinstance(getattr(self, name), int)
+                or isinstance(getattr(self, name), bool)
+                or getattr(self, name) < 0
+            ):
+                raise AutoparError(
+                    f"software: {name}={shown(getattr(self, name))} must be a whole number >= 0"
+                )
         if self.matmul_dtype not in (None, "bf16", "fp8"):
-            raise AutoparError(f"software: matmul_dtype={shown(self.matmul_dtype)} is not known; 'bf16', 'fp8' and None are")
+            raise AutoparError(
+                f"software: matmul_dtype={shown(self.matmul_dtype)} is not known; 'bf16', 'fp8' and None are"
+            )
         if not isinstance(self.fitted, FittedConstants):
             raise AutoparError(f"software: fitted={shown(self.fitted)} must be FittedConstants")
 
     @property
     def joins(self) -> Joins:
         """Who joins neighbouring element-wise operations, where `fuses`."""
-        return "compiler" if self.compiled else "by hand" if self.fused_softmax else "by hand, softmax alone"
+        return (
+            "compiler"
+            if self.compiled
+            else "by hand"
+            if self.fused_softmax
+            else "by hand, softmax alone"
+        )
 
     @property
     def fuses(self) -> bool:
@@ -119,13 +144,24 @@ class Software:
     def check(self, device: Device, precision: str) -> None:
         """Raise AutoparError if this software does not run on the device in this precision."""
         if self.matmul_dtype is not None and precision != "bf16":
-            raise AutoparError(f"software: matmul_dtype={shown(self.matmul_dtype)} needs precision bf16; this is {precision}")
+            raise AutoparError(
+                f"software: matmul_dtype={shown(self.matmul_dtype)} needs precision bf16; this is {precision}"
+            )
         if self.state_recipe is not None and precision != "bf16":
-            raise AutoparError(f"software: state_recipe={shown(self.state_recipe)} needs precision bf16; this is {precision}")
+            raise AutoparError(
+                f"software: state_recipe={shown(self.state_recipe)} needs precision bf16; this is {precision}"
+            )
         if self.matmul_dtype == "fp8" and "fp8" not in device.flops:
-            raise AutoparError(f"software: matmul_dtype='fp8', but device {device.name} has no fp8 rate; it has {', '.join(device.flops)}")
-        if self.attention_kernel is not None and (device.generation, self.attention_kernel) not in FLASH_RATES:
-            found = sorted(kernel for generation, kernel in FLASH_RATES if generation == device.generation)
+            raise AutoparError(
+                f"software: matmul_dtype='fp8', but device {device.name} has no fp8 rate; it has {', '.join(device.flops)}"
+            )
+        if (
+            self.attention_kernel is not None
+            and (device.generation, self.attention_kernel) not in FLASH_RATES
+        ):
+            found = sorted(
+                kernel for generation, kernel in FLASH_RATES if generation == device.generation
+            )
             raise AutoparError(
                 f"software: attention_kernel={shown(self.attention_kernel)} was not measured on {device.name} ({device.generation}); "
                 f"{', '.join(found) + ' were' if found else 'no kernel was: leave it out'}"
@@ -134,7 +170,11 @@ class Software:
     def __str__(self) -> str:
         words = ["torch.compile" if self.compiled else "eager mode"]
         words += [f"{self.attention_kernel} attention"] if self.attention_kernel else []
-        words += [f"fp8 linear layers{' and head' if self.fp8_head else ''}"] if self.matmul_dtype == "fp8" else []
+        words += (
+            [f"fp8 linear layers{' and head' if self.fp8_head else ''}"]
+            if self.matmul_dtype == "fp8"
+            else []
+        )
         return ", ".join(words)
 
 

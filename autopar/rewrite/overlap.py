@@ -35,27 +35,39 @@ def overlap(graph: Graph) -> Graph:
 
 
 def _communicates(node: Node) -> bool:
-    return "transition" in node.meta and (_PRIMITIVE[node.target] in COLLECTIVES or node.kwargs["backward"] in COLLECTIVES)
+    return "transition" in node.meta and (
+        _PRIMITIVE[node.target] in COLLECTIVES or node.kwargs["backward"] in COLLECTIVES
+    )
 
 
 def _linears_of(node: Node) -> list[tuple[Node, Node]]:
     """(linear, value): the linear layers that read the value of a transition whose gradient travels, maybe through views."""
     if node.kwargs["backward"] not in COLLECTIVES or not node.meta["whole"].is_floating_point():
         return []
-    readers = [(user, node) for user in node.users] + [(user, view) for view in node.users if is_view(view) for user in view.users]
+    readers = [(user, node) for user in node.users] + [
+        (user, view) for view in node.users if is_view(view) for user in view.users
+    ]
     return [(user, value) for user, value in readers if _late_arguments(user, value) is not None]
 
 
 def _late_arguments(node: Node, value: Node) -> tuple[Node, Node | None, bool] | None:
     """(weight, bias, transposed) of a linear layer that reads `value` and a parameter as it is; None for anything else."""
     if node.target is torch.ops.aten.linear.default:
-        x, weight, bias, transposed = *node.args[:2], node.args[2] if len(node.args) > 2 else None, False
+        x, weight, bias, transposed = (
+            *node.args[:2],
+            node.args[2] if len(node.args) > 2 else None,
+            False,
+        )
     elif node.target is torch.ops.aten.addmm.default and not node.kwargs:
         bias, x, weight, transposed = *node.args, True
     else:
         return None
     one_dimensional = bias is None or bias.meta["whole"].dim() == 1
-    return (weight, bias, transposed) if x is value and weight.target is local_shard and one_dimensional else None
+    return (
+        (weight, bias, transposed)
+        if x is value and weight.target is local_shard and one_dimensional
+        else None
+    )
 
 
 def _has_work_between(node: Node, start: Node) -> bool:
@@ -87,14 +99,22 @@ def is_view(node: Node) -> bool:
 
 def _is_work(node: Node) -> bool:
     """Whether a node computes: it is no transition, parameter, view or number."""
-    if node.op != "call_function" or "transition" in node.meta or node.target in (wait, local_shard):
+    if (
+        node.op != "call_function"
+        or "transition" in node.meta
+        or node.target in (wait, local_shard)
+    ):
         return node.op == "call_module"
     return "whole" in node.meta and not is_view(node)
 
 
 def _earliest(graph: Graph, node: Node) -> Node:
     """The node after which a transition can start: its last operand, or the last input of the graph.  Parameters are there before."""
-    after = [graph._root, *graph.find_nodes(op="placeholder"), *(n for n in node.all_input_nodes if n.target is not local_shard)]
+    after = [
+        graph._root,
+        *graph.find_nodes(op="placeholder"),
+        *(n for n in node.all_input_nodes if n.target is not local_shard),
+    ]
     return max(after)
 
 
@@ -112,7 +132,11 @@ def _split(graph: Graph, node: Node, start: Node, linears: list[tuple[Node, Node
             late = graph.call_function(late_gradient, (weight,))
         late._rename(f"{weight.args[0].target.removesuffix('_weight')}_gradient")
         linear.target = late_linear
-        linear.args = (value, weight, late, bias, True) if transposed else (value, weight, late) + ((bias,) if bias is not None else ())
+        linear.args = (
+            (value, weight, late, bias, True)
+            if transposed
+            else (value, weight, late) + ((bias,) if bias is not None else ())
+        )
     with graph.inserting_before(first):
         value = graph.call_function(wait, (node,))
     node.replace_all_uses_with(value, delete_user_cb=lambda user: user is not value)

@@ -30,7 +30,9 @@ _PROGRAM = "program"
 
 def program_text(module: GraphModule) -> str:
     """The imports, the root program, and each distinct block once, with the names of the segments that share it."""
-    graphs = {name: getattr(child, "body", child).graph for name, child in module.named_children()}  # `body`: a recomputed segment
+    graphs = {
+        name: getattr(child, "body", child).graph for name, child in module.named_children()
+    }  # `body`: a recomputed segment
     functions = _function_names([module.graph, *graphs.values()])
     blocks: dict[str, list[str]] = {}
     for name, graph in graphs.items():
@@ -38,17 +40,34 @@ def program_text(module: GraphModule) -> str:
     taken = {*_OWN_NAMES, _PROGRAM, *functions.values()}
     parts = [_function(module.graph, functions, _PROGRAM)]
     for body, names in blocks.items():
-        shared = f"# {names[0]}" if len(names) == 1 else f"# {', '.join(names)}: one structure, each with weights of its own"
+        shared = (
+            f"# {names[0]}"
+            if len(names) == 1
+            else f"# {', '.join(names)}: one structure, each with weights of its own"
+        )
         parts.append(f"{shared}\n{body.replace('def {name}(', f'def {_unused(names[0], taken)}(')}")
-    return "\n".join(["import torch", *_imports(functions), "", "aten = torch.ops.aten"]) + "\n\n\n" + "\n\n\n".join(parts) + "\n"
+    return (
+        "\n".join(["import torch", *_imports(functions), "", "aten = torch.ops.aten"])
+        + "\n\n\n"
+        + "\n\n\n".join(parts)
+        + "\n"
+    )
 
 
 def _function_names(graphs: Iterable[Graph]) -> dict[Callable, str]:
     """What the text calls each function that it imports: its own name, with a number where another has it already."""
     called = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
-    imported = [f for f in called if not isinstance(f, torch._ops.OpOverload) and f not in (*_OPERATORS, operator.getitem, local_shard)]
+    imported = [
+        f
+        for f in called
+        if not isinstance(f, torch._ops.OpOverload)
+        and f not in (*_OPERATORS, operator.getitem, local_shard)
+    ]
     taken = {*_OWN_NAMES, _PROGRAM}
-    return {f: _unused(f.__name__, taken) for f in sorted(imported, key=lambda f: (_origin(f), f.__name__))}
+    return {
+        f: _unused(f.__name__, taken)
+        for f in sorted(imported, key=lambda f: (_origin(f), f.__name__))
+    }
 
 
 def _origin(function: Callable) -> str:
@@ -65,7 +84,11 @@ def _imports(functions: Mapping[Callable, str]) -> Iterator[str]:
 
 def _unused(name: str, taken: set[str]) -> str:
     """The name, with a number if it is taken; then it is taken."""
-    found = next(n for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1))) if n not in taken)
+    found = next(
+        n
+        for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1)))
+        if n not in taken
+    )
     taken.add(found)
     return found
 
@@ -74,7 +97,10 @@ def _value_names(graph: Graph, functions: Mapping[Callable, str]) -> dict[Node, 
     """What the text calls each value: its node's name, with a number where the text uses that name for something else."""
     reserved = {*_OWN_NAMES, *functions.values()}
     taken = reserved | {node.name for node in graph.nodes}
-    return {node: _unused(node.name, taken) if node.name in reserved else node.name for node in graph.nodes}
+    return {
+        node: _unused(node.name, taken) if node.name in reserved else node.name
+        for node in graph.nodes
+    }
 
 
 def _function(graph: Graph, functions: Mapping[Callable, str], name: str) -> str:
@@ -91,7 +117,9 @@ def _function(graph: Graph, functions: Mapping[Callable, str], name: str) -> str
         elif node.target is local_shard:
             texts[node] = _text(node.args[0], texts)  # the engine's parameters are shards already
         elif node.op == "call_module":
-            lines.append(f"{texts[node]} = self.{node.target}({', '.join(_text(a, texts) for a in node.args)})")
+            lines.append(
+                f"{texts[node]} = self.{node.target}({', '.join(_text(a, texts) for a in node.args)})"
+            )
         elif node.target is operator.getitem:
             texts[node] = f"{_text(node.args[0], texts)}[{_text(node.args[1], texts)}]"
         else:
@@ -104,7 +132,9 @@ def _function(graph: Graph, functions: Mapping[Callable, str], name: str) -> str
 def _call(node: Node, texts: Mapping[Node, str], functions: Mapping[Callable, str]) -> str:
     if node.target in _OPERATORS:
         return f" {_OPERATORS[node.target]} ".join(_text(a, texts) for a in node.args)
-    arguments = [_text(a, texts) for a in node.args] + [f"{key}={_text(value, texts)}" for key, value in node.kwargs.items()]
+    arguments = [_text(a, texts) for a in node.args] + [
+        f"{key}={_text(value, texts)}" for key, value in node.kwargs.items()
+    ]
     return f"{_name(node.target, functions)}({', '.join(arguments)})"
 
 
@@ -129,4 +159,8 @@ def _text(value: Argument, texts: Mapping[Node, str]) -> str:
         return f"slice({_text(value.start, texts)}, {_text(value.stop, texts)}, {_text(value.step, texts)})"
     if isinstance(value, torch.device):
         return repr(str(value))
-    return f"float('{value}')" if isinstance(value, float) and not abs(value) < float("inf") else repr(value)
+    return (
+        f"float('{value}')"
+        if isinstance(value, float) and not abs(value) < float("inf")
+        else repr(value)
+    )

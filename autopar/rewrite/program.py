@@ -101,14 +101,20 @@ class Program:
         """The root program of each stage and each distinct block as Python source, to be read (`rewrite/printing.py`)."""
         if len(self.stages) == 1:
             return program_text(self.stages[0].module)
-        return "\n\n".join(f"# stage {stage.stage.index}\n\n{program_text(stage.module)}" for stage in self.stages)
+        return "\n\n".join(
+            f"# stage {stage.stage.index}\n\n{program_text(stage.module)}" for stage in self.stages
+        )
 
 
-def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device, whole: bool = False) -> Program:
+def assemble(
+    traced: TracedModel, plan: Plan, rank: int, device: torch.device, whole: bool = False
+) -> Program:
     """Rewrite the model into the program of `rank`; with `whole`, as if the rank ran every stage, as one."""
     mesh = plan.mesh
     stages = cut(traced, replace(plan, mesh=replace(mesh, pp=1, deal="")) if whole else plan)
-    own = [stage for stage in stages if stage.index % mesh.pp == mesh.coordinate(rank, "pp") or whole]
+    own = [
+        stage for stage in stages if stage.index % mesh.pp == mesh.coordinate(rank, "pp") or whole
+    ]
     choices = _choices(traced, plan)
     stored = stored_layouts(traced, plan, choices)
     numbers = [number for stage in own for number in range(stage.start, stage.end)]
@@ -117,19 +123,36 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device, w
     # zero bubble parts a backward into inputs and weights: a collective under way cannot be waited for in both
     later = (lambda graph: graph) if plan.schedule == "zero_bubble" else overlap
     for key in dict.fromkeys(choices[number] for number in numbers):
-        sharders[key] = ClassSharder(traced.classes[key[0]], plan.blocks[key[1]], mesh, rank, device, stored[key])
+        sharders[key] = ClassSharder(
+            traced.classes[key[0]], plan.blocks[key[1]], mesh, rank, device, stored[key]
+        )
         graphs[key] = later(sharders[key].run())
     segments, parameters = _segments(traced, numbers, choices, sharders, graphs, stored, mesh, rank)
     steady = steady_values(traced) if len(stages) > 1 else frozenset()
     crossed = {source for stage in own for source in (*stage.received, *stage.sent)}
-    crossing = {source: _crossing(traced, plan, choices, source, source in steady) for source in crossed}
+    crossing = {
+        source: _crossing(traced, plan, choices, source, source in steady) for source in crossed
+    }
     layouts = {parameter.spec.name: parameter.layouts for parameter in parameters}
     programs = []
     for stage in own:
-        root = RootGraph(traced, stage, {n: sharders[choices[n]] for n in range(stage.start, stage.end)}, crossing, mesh, rank)
+        root = RootGraph(
+            traced,
+            stage,
+            {n: sharders[choices[n]] for n in range(stage.start, stage.end)},
+            crossing,
+            mesh,
+            rank,
+        )
         module = GraphModule(segments, later(root.run(layouts)), class_name="Program")
-        received, sent = ([crossing[source] for source in sources] for sources in (stage.received, stage.sent))
-        programs.append(StageProgram(stage, module, tuple(received), tuple(sent), root.noise is not None, stage.updates))
+        received, sent = (
+            [crossing[source] for source in sources] for sources in (stage.received, stage.sent)
+        )
+        programs.append(
+            StageProgram(
+                stage, module, tuple(received), tuple(sent), root.noise is not None, stage.updates
+            )
+        )
     return Program(
         programs[0].module if len(stages) == 1 else segments,
         mesh,
@@ -141,7 +164,11 @@ def assemble(traced: TracedModel, plan: Plan, rank: int, device: torch.device, w
         traced.step_values,
         loss_of(traced),
         holders_of(traced, stages, mesh),
-        tuple(axis for axis in mesh.active if plan.blocks[choices[-1][1]].ops["output0"][axis].inputs[0] == P),
+        tuple(
+            axis
+            for axis in mesh.active
+            if plan.blocks[choices[-1][1]].ops["output0"][axis].inputs[0] == P
+        ),
     )
 
 
@@ -155,7 +182,10 @@ def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
     found = []
     for segment in traced.segments:
         if segment.name not in numbers:
-            name, known = traced.classes[segment.class_index].name, ", ".join(dict.fromkeys(block.name for block in plan.blocks))
+            name, known = (
+                traced.classes[segment.class_index].name,
+                ", ".join(dict.fromkeys(block.name for block in plan.blocks)),
+            )
             raise AutoparError(
                 f"the plan has no choices for segment {segment.name!r} of block {name!r} (it has {known}): it was made for another model"
             )
@@ -163,7 +193,9 @@ def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
     return found
 
 
-def _crossing(traced: TracedModel, plan: Plan, choices: list[Key], source: Source, steady: bool) -> Value:
+def _crossing(
+    traced: TracedModel, plan: Plan, choices: list[Key], source: Source, steady: bool
+) -> Value:
     """What there is to know of a value that crosses a boundary of stages."""
     segment, (index, number) = traced.segments[source.segment], choices[source.segment]
     graph = traced.classes[index].graph
@@ -175,7 +207,9 @@ def _crossing(traced: TracedModel, plan: Plan, choices: list[Key], source: Sourc
     return Value(name, node.meta["val"], layouts, has_gradient, steady and not has_gradient)
 
 
-def stored_layouts(traced: TracedModel, plan: Plan, choices: list[Key]) -> dict[Key, dict[str, Layouts]]:
+def stored_layouts(
+    traced: TracedModel, plan: Plan, choices: list[Key]
+) -> dict[Key, dict[str, Layouts]]:
     """The layouts of each class' parameters, by slot, that every holder of a parameter agrees on.
 
     Holders of one tensor may want its gradient replicated here and partial there; the tensor has one gradient, which is then partial,
@@ -184,8 +218,15 @@ def stored_layouts(traced: TracedModel, plan: Plan, choices: list[Key]) -> dict[
     layouts = {}
     for key in dict.fromkeys(choices):
         chosen = plan.blocks[key[1]].ops
-        slots = {n.target: chosen.get(n.name, {}) for n in traced.classes[key[0]].graph.nodes if n.op == "get_attr"}
-        layouts[key] = {slot: {axis: choice.outputs[0] for axis, choice in found.items()} for slot, found in slots.items()}
+        slots = {
+            n.target: chosen.get(n.name, {})
+            for n in traced.classes[key[0]].graph.nodes
+            if n.op == "get_attr"
+        }
+        layouts[key] = {
+            slot: {axis: choice.outputs[0] for axis, choice in found.items()}
+            for slot, found in slots.items()
+        }
     changed = True
     while changed:
         changed, agreed = False, {}
@@ -193,17 +234,25 @@ def stored_layouts(traced: TracedModel, plan: Plan, choices: list[Key]) -> dict[
             for slot, name in zip(traced.classes[key[0]].slots, segment.parameters, strict=True):
                 mine = layouts[key][slot]
                 for axis, layout in mine.items():
-                    if layout.value.kind == "P":  # every rank would hold the whole and take it for a summand
-                        raise AutoparError(f"the plan holds {name} as a partial sum over {axis}: it was damaged; plan again")
+                    if (
+                        layout.value.kind == "P"
+                    ):  # every rank would hold the whole and take it for a summand
+                        raise AutoparError(
+                            f"the plan holds {name} as a partial sum over {axis}: it was damaged; plan again"
+                        )
                     other = agreed.setdefault((name, axis), layout)
                     if other.value != layout.value:
-                        raise AutoparError(f"the plan places {name} both {other} and {layout} on {axis}: it is not consistent; plan again")
+                        raise AutoparError(
+                            f"the plan places {name} both {other} and {layout} on {axis}: it is not consistent; plan again"
+                        )
                     agreed[name, axis] = RP if RP in (other, layout) else layout
         for segment, key in zip(traced.segments, choices, strict=True):
             for slot, name in zip(traced.classes[key[0]].slots, segment.parameters, strict=True):
                 mine = layouts[key][slot]
                 for axis in mine:
-                    if mine[axis] != RP == agreed[name, axis]:  # one slot may have tensors that others hold in several ways
+                    if (
+                        mine[axis] != RP == agreed[name, axis]
+                    ):  # one slot may have tensors that others hold in several ways
                         mine[axis], changed = RP, True
     return layouts
 
@@ -228,11 +277,15 @@ def _segments(
             for slot, attribute in zip(block.slots, segment.parameters, strict=True)
             if attribute not in traced.parameters
         }
-        modules.add_module(name, _segment_module(name, segment, block, graphs[key], traced, shared, constants))
+        modules.add_module(
+            name, _segment_module(name, segment, block, graphs[key], traced, shared, constants)
+        )
         for slot, attribute in zip(block.slots, segment.parameters, strict=True):
             if attribute in traced.parameters:
                 layouts = sharders[key].layouts[_slot_node(block, slot)]
-                parameters.append(ProgramParameter(name, slot, traced.parameters[attribute], layouts))
+                parameters.append(
+                    ProgramParameter(name, slot, traced.parameters[attribute], layouts)
+                )
     return modules, parameters
 
 
@@ -250,10 +303,18 @@ def shard_of(whole: torch.Tensor, layouts: Layouts, mesh: MeshShape, rank: int) 
 
 
 def _segment_module(
-    name: str, segment: Segment, block: BlockClass, graph: Graph, traced: TracedModel, shared: dict, constants: dict[str, torch.Tensor]
+    name: str,
+    segment: Segment,
+    block: BlockClass,
+    graph: Graph,
+    traced: TracedModel,
+    shared: dict,
+    constants: dict[str, torch.Tensor],
 ) -> GraphModule:
     holder = nn.Module()
-    read = {node.target: node.meta["val"].dtype for node in block.graph.nodes if node.op == "get_attr"}  # what the model was captured in
+    read = {
+        node.target: node.meta["val"].dtype for node in block.graph.nodes if node.op == "get_attr"
+    }  # what the model was captured in
     for slot, attribute in zip(block.slots, segment.parameters, strict=True):
         spec = traced.parameters.get(attribute)
         if spec is None:
@@ -261,19 +322,32 @@ def _segment_module(
             continue
         if attribute not in shared:
             tensor = torch.empty(spec.shape, dtype=read[slot], device="meta")
-            shared[attribute] = tensor if spec.buffer else nn.Parameter(tensor, requires_grad=spec.trainable)
-        holder.register_buffer(slot, shared[attribute]) if spec.buffer else holder.register_parameter(slot, shared[attribute])
+            shared[attribute] = (
+                tensor if spec.buffer else nn.Parameter(tensor, requires_grad=spec.trainable)
+            )
+        holder.register_buffer(
+            slot, shared[attribute]
+        ) if spec.buffer else holder.register_parameter(slot, shared[attribute])
     class_name = "".join(part.capitalize() for part in re.split(r"_(?:\d+_?)?", name)) or "Segment"
     return GraphModule(holder, copied_graph(graph), class_name=class_name)
 
 
 def evaluation_copy(program: Program) -> Program:
     """The same program, sharing parameters, with dropout off, running statistics in the place of the batch's, and no buffer updates."""
-    marked = any(n.target is in_training for m in program.module.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
+    marked = any(
+        n.target is in_training
+        for m in program.module.modules()
+        if isinstance(m, GraphModule)
+        for n in m.graph.nodes
+    )
     if not program.draws and not program.updates and not marked:
         return program
     stages = tuple(_evaluated(stage) for stage in program.stages)
-    return replace(program, stages=stages, module=stages[0].module if isinstance(program.module, GraphModule) else program.module)
+    return replace(
+        program,
+        stages=stages,
+        module=stages[0].module if isinstance(program.module, GraphModule) else program.module,
+    )
 
 
 def _evaluated(stage: StageProgram) -> StageProgram:
@@ -282,7 +356,9 @@ def _evaluated(stage: StageProgram) -> StageProgram:
         results = root.output_node().args[0]
         root.output_node().args = (results[: len(stage.sent)] if stage.sent else results[0],)
         root.eliminate_dead_code(lambda node: node.op in ("placeholder", "call_module", "output"))
-    read = {n.target: {user.args[1] for user in n.users} for n in root.nodes if n.op == "call_module"}
+    read = {
+        n.target: {user.args[1] for user in n.users} for n in root.nodes if n.op == "call_module"
+    }
     modules = nn.Module()
     for name, child in stage.module.named_children():
         child = getattr(child, "body", child)  # a recomputed segment wraps its graph
@@ -293,10 +369,20 @@ def _evaluated(stage: StageProgram) -> StageProgram:
                 graph.erase_node(node)
             elif node.target is attention_with_dropout:
                 q, k, v, mask, _, is_causal, scale = node.args[:7]
-                node.target, node.args = torch.ops.aten.scaled_dot_product_attention.default, (q, k, v)
-                node.kwargs = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": True}
+                node.target, node.args = (
+                    torch.ops.aten.scaled_dot_product_attention.default,
+                    (q, k, v),
+                )
+                node.kwargs = {
+                    "attn_mask": mask,
+                    "is_causal": is_causal,
+                    "scale": scale,
+                    "enable_gqa": True,
+                }
         outputs = graph.output_node().args[0]
-        graph.output_node().args = (tuple(n if k in read[name] else None for k, n in enumerate(outputs)),)
+        graph.output_node().args = (
+            tuple(n if k in read[name] else None for k, n in enumerate(outputs)),
+        )
         graph.eliminate_dead_code()
         modules.add_module(name, GraphModule(child, graph, class_name=type(child).__name__))
     return replace(stage, module=GraphModule(modules, root, class_name="Program"), updates=())

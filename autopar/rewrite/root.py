@@ -44,7 +44,9 @@ def input_layouts(val: torch.Tensor, mesh: MeshShape) -> Layouts:
 
 def loss_of(traced: TracedModel) -> torch.Tensor:
     """The fake tensor of the loss."""
-    return traced.classes[traced.segments[-1].class_index].graph.output_node().args[0][0].meta["val"]
+    return (
+        traced.classes[traced.segments[-1].class_index].graph.output_node().args[0][0].meta["val"]
+    )
 
 
 class RootGraph:
@@ -61,10 +63,18 @@ class RootGraph:
         rank: int,
     ) -> None:
         """`sharders` by segment of the stage; `values` describes what crosses its boundaries."""
-        self.traced, self.stage, self.sharders, self.crossing, self.mesh = traced, stage, sharders, values, mesh
+        self.traced, self.stage, self.sharders, self.crossing, self.mesh = (
+            traced,
+            stage,
+            sharders,
+            values,
+            mesh,
+        )
         self.axes = mesh.active
         self.graph = Graph()
-        self.sizes = LocalSizes(self.graph, mesh, {axis: mesh.coordinate(rank, axis) for axis in self.axes})
+        self.sizes = LocalSizes(
+            self.graph, mesh, {axis: mesh.coordinate(rank, axis) for axis in self.axes}
+        )
         self.values: dict[Source, tuple[Node, torch.Tensor, Layouts]] = {}
         self.converted: dict[tuple, Node] = {}
         self.noise: Node | None = None
@@ -95,7 +105,12 @@ class RootGraph:
     def _loss(self) -> Node:
         """The loss; where it is a sum over ranks, this rank's part of it, which backward needs no more of (`Program.loss_axes`)."""
         node, val, layouts = self.values[Source(len(self.traced.segments) - 1, 0)]
-        return self._convert(node, val, layouts, {axis: layout if layout == P else R for axis, layout in layouts.items()})
+        return self._convert(
+            node,
+            val,
+            layouts,
+            {axis: layout if layout == P else R for axis, layout in layouts.items()},
+        )
 
     def _take(self, source: Source, name: str, val: torch.Tensor, layouts: Layouts) -> None:
         node = self.graph.placeholder(name)
@@ -127,6 +142,8 @@ class RootGraph:
         for axis, to in conversion_path(have, wanted, self.axes):
             key = (node, axis, to)
             if key not in self.converted:
-                self.converted[key] = insert_transition(self.graph, node, val, have, axis, to, self.sizes)
+                self.converted[key] = insert_transition(
+                    self.graph, node, val, have, axis, to, self.sizes
+                )
             node, have = self.converted[key], have | {axis: to}
         return node

@@ -28,15 +28,27 @@ def verify_program(program: Program, rows: int = 2) -> int:
     with active_axes(simulated_axes(program.mesh, program.rank)), torch.no_grad():
         for stage in program.stages:
             inputs = [checker.empty(value.whole, value.layouts) for value in stage.received]
-            inputs += [checker.empty(program.graph_inputs[name], program.inputs[name]) for name in stage.stage.inputs]
-            inputs += [torch.empty(NOISE_LENGTH, dtype=torch.int64, device="meta")] if stage.draws else []
+            inputs += [
+                checker.empty(program.graph_inputs[name], program.inputs[name])
+                for name in stage.stage.inputs
+            ]
+            inputs += (
+                [torch.empty(NOISE_LENGTH, dtype=torch.int64, device="meta")] if stage.draws else []
+            )
             found = checker.run_module(stage.module, inputs)
             for value, result in zip(stage.sent, found if stage.sent else (), strict=False):
-                checker.check_shape(f"what stage {stage.stage.index} sends as {value.name}", result, value.whole, value.layouts)
+                checker.check_shape(
+                    f"what stage {stage.stage.index} sends as {value.name}",
+                    result,
+                    value.whole,
+                    value.layouts,
+                )
     return checker.checked
 
 
-def local_shape(mesh: MeshShape, rank: int, whole: torch.Tensor, layouts: Layouts, rows: int) -> tuple[int, ...]:
+def local_shape(
+    mesh: MeshShape, rank: int, whole: torch.Tensor, layouts: Layouts, rows: int
+) -> tuple[int, ...]:
     """The shape of a rank's part of a value where a micro-batch has `rows` rows on each data-parallel rank."""
     shape = []
     for dim, size in enumerate(whole.shape):
@@ -45,7 +57,9 @@ def local_shape(mesh: MeshShape, rank: int, whole: torch.Tensor, layouts: Layout
             size = int(size.node.expr.subs({s: rows * mesh.dp for s in symbols}))
         for axis, layout in layouts.items():
             if layout.dim == dim:
-                size = local_extent(int(size), mesh.size(axis), mesh.coordinate(rank, axis), layout.pattern)
+                size = local_extent(
+                    int(size), mesh.size(axis), mesh.coordinate(rank, axis), layout.pattern
+                )
         shape.append(int(size))
     return tuple(shape)
 
@@ -66,7 +80,11 @@ class _Checker:
         class Run(Interpreter):
             def run_node(self, node: Node):
                 result = super().run_node(node)
-                if "whole" in node.meta and node.op != "get_attr" and isinstance(result, torch.Tensor):
+                if (
+                    "whole" in node.meta
+                    and node.op != "get_attr"
+                    and isinstance(result, torch.Tensor)
+                ):
                     checker.check(node, result)
                 return result
 
@@ -90,13 +108,19 @@ class _Checker:
         return Run(module).run(*inputs)
 
     def shard_of(self, node: Node, whole: torch.Tensor) -> torch.Tensor:
-        return torch.empty(self.expected(node.meta["whole"], node.meta["layouts"]), dtype=whole.dtype, device="meta")
+        return torch.empty(
+            self.expected(node.meta["whole"], node.meta["layouts"]),
+            dtype=whole.dtype,
+            device="meta",
+        )
 
     def check(self, node: Node, result: torch.Tensor) -> None:
         what = f"{node.name} = {getattr(node.target, '__name__', node.target)}{node.args}"
         self.check_shape(what, result, node.meta["whole"], node.meta["layouts"])
 
-    def check_shape(self, what: str, result: torch.Tensor, value: torch.Tensor, layouts: Layouts) -> None:
+    def check_shape(
+        self, what: str, result: torch.Tensor, value: torch.Tensor, layouts: Layouts
+    ) -> None:
         expected = self.expected(value, layouts)
         if tuple(result.shape) != expected:
             placed = ", ".join(f"{axis}:{layout}" for axis, layout in layouts.items())

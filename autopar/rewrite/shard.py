@@ -36,7 +36,8 @@ def local_shard(parameter: torch.Tensor, gradients: dict[str, str]) -> torch.Ten
         return parameter
     names = parameter.device_mesh.mesh_dim_names
     placements = [
-        Partial() if gradients.get(axis) == "P" else placement for axis, placement in zip(names, parameter.placements, strict=True)
+        Partial() if gradients.get(axis) == "P" else placement
+        for axis, placement in zip(names, parameter.placements, strict=True)
     ]
     return parameter.to_local(grad_placements=placements)
 
@@ -45,18 +46,36 @@ class ClassSharder:
     """One run of the pass over one class graph for one rank."""
 
     def __init__(
-        self, block: BlockClass, plan: BlockPlan, mesh: MeshShape, rank: int, device: torch.device, stored: dict[str, Layouts]
+        self,
+        block: BlockClass,
+        plan: BlockPlan,
+        mesh: MeshShape,
+        rank: int,
+        device: torch.device,
+        stored: dict[str, Layouts],
     ) -> None:
-        self.block, self.plan, self.mesh, self.device, self.stored = block, plan, mesh, device, stored
+        self.block, self.plan, self.mesh, self.device, self.stored = (
+            block,
+            plan,
+            mesh,
+            device,
+            stored,
+        )
         self.axes = mesh.active
         self.graph = Graph()
-        self.sizes = LocalSizes(self.graph, mesh, {axis: mesh.coordinate(rank, axis) for axis in self.axes})
-        self.nodes: dict[str, Node] = {}  # value name -> node that holds it in its producer's layout
+        self.sizes = LocalSizes(
+            self.graph, mesh, {axis: mesh.coordinate(rank, axis) for axis in self.axes}
+        )
+        self.nodes: dict[
+            str, Node
+        ] = {}  # value name -> node that holds it in its producer's layout
         self.layouts: dict[str, Layouts] = {}
         self.whole: dict[str, torch.Tensor] = {}
         self.converted: dict[tuple[str, tuple], Node] = {}
         self.grads = value_grads(block.graph)
-        self.draws = {node: i for i, node in enumerate(block.graph.nodes) if drops(node)}  # calls that drop, by a number of their own
+        self.draws = {
+            node: i for i, node in enumerate(block.graph.nodes) if drops(node)
+        }  # calls that drop, by a number of their own
         self.noise: Node | None = None
 
     def run(self) -> Graph:
@@ -71,7 +90,10 @@ class ClassSharder:
             elif node.op == "call_function" and not is_getitem(node):
                 self._call(node)
             elif node.op == "output":
-                outputs = [self._convert(value_name(n), self._choices(f"output{k}"), 0) for k, n in enumerate(node.args[0])]
+                outputs = [
+                    self._convert(value_name(n), self._choices(f"output{k}"), 0)
+                    for k, n in enumerate(node.args[0])
+                ]
                 self.graph.output(tuple(outputs))
         self.graph.eliminate_dead_code()
         self.graph.lint()
@@ -111,7 +133,9 @@ class ClassSharder:
         choices = self._choices(node.name)
         check_legal(node, choices, self.grads, self.block.name)
         position = iter(range(len(operands(node))))
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: self._operand(n, choices, position))
+        args, kwargs = torch.fx.map_arg(
+            (node.args, node.kwargs), lambda n: self._operand(n, choices, position)
+        )
         names = result_names(node)
         result = {axis: choice.outputs[0] for axis, choice in choices.items()}
         noise = (self.noise, self.draws[node]) if node in self.draws else None
@@ -123,7 +147,12 @@ class ClassSharder:
         if isinstance(node.meta["val"], (list, tuple)):
             for i, name in enumerate(names):
                 item = self.graph.call_function(operator.getitem, (new, i))
-                self._record(name, item, node.meta["val"][i], {axis: choice.outputs[i] for axis, choice in choices.items()})
+                self._record(
+                    name,
+                    item,
+                    node.meta["val"][i],
+                    {axis: choice.outputs[i] for axis, choice in choices.items()},
+                )
         else:
             self._record(node.name, new, node.meta["val"], result)
 
@@ -140,22 +169,43 @@ class ClassSharder:
             layouts = have | {axis: to}
             key = (name, tuple((a, layouts[a]) for a in self.axes))
             if key not in self.converted:
-                self.converted[key] = insert_transition(self.graph, node, self.whole[name], have, axis, to, self.sizes)
+                self.converted[key] = insert_transition(
+                    self.graph, node, self.whole[name], have, axis, to, self.sizes
+                )
             node, have = self.converted[key], layouts
         return node
 
 
-def insert_transition(graph: Graph, node: Node, tensor: torch.Tensor, have: Layouts, axis: str, to: Layout, sizes: LocalSizes) -> Node:
+def insert_transition(
+    graph: Graph,
+    node: Node,
+    tensor: torch.Tensor,
+    have: Layouts,
+    axis: str,
+    to: Layout,
+    sizes: LocalSizes,
+) -> Node:
     """Append the node that changes the layout of `node` on one axis."""
     others = {a: layout for a, layout in have.items() if a != axis}
-    shape = [sizes.local(s, d, others) if d in (have[axis].dim, to.dim) or not is_symbolic(s) else s for d, s in enumerate(tensor.shape)]
+    shape = [
+        sizes.local(s, d, others) if d in (have[axis].dim, to.dim) or not is_symbolic(s) else s
+        for d, s in enumerate(tensor.shape)
+    ]
     patterned = to if to.pattern.rows else have[axis]
-    function, arguments = make_transition(have[axis], to, shape, sizes.rows(others | {axis: patterned}) if patterned.pattern.rows else 1)
+    function, arguments = make_transition(
+        have[axis],
+        to,
+        shape,
+        sizes.rows(others | {axis: patterned}) if patterned.pattern.rows else 1,
+    )
     new = graph.call_function(function, (node, axis), arguments)
     if new.kwargs.get("backward") == "identity" and function.__name__ == "identity":
         graph.erase_node(new)
         return node
     new._rename(f"{function.__name__}_{node.name}")
-    new.meta |= {"whole": tensor, "layouts": have | {axis: to}, "transition": (str(have[axis]), str(to))}
+    new.meta |= {
+        "whole": tensor,
+        "layouts": have | {axis: to},
+        "transition": (str(have[axis]), str(to)),
+    }
     return new
-

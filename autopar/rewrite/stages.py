@@ -45,9 +45,24 @@ def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
     for index, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
         own = range(start, end)
         sent = _crossing(traced, end)
-        read = {source.name for number in own for source in traced.segments[number].inputs if source.name}
+        read = {
+            source.name
+            for number in own
+            for source in traced.segments[number].inputs
+            if source.name
+        }
         updates = tuple(name for name, source in traced.updates.items() if source.segment in own)
-        found.append(Stage(index, start, end, received, sent, tuple(n for n in traced.graph_inputs if n in read), updates))
+        found.append(
+            Stage(
+                index,
+                start,
+                end,
+                received,
+                sent,
+                tuple(n for n in traced.graph_inputs if n in read),
+                updates,
+            )
+        )
         received = sent
     _check_updates(traced, found)
     return tuple(found)
@@ -56,7 +71,11 @@ def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
 def _ends(traced: TracedModel, plan: Plan) -> tuple[int, ...]:
     """The number of the segment after each stage."""
     named = [name for stage in plan.stages for name in stage]
-    if named != [segment.name for segment in traced.segments] or not all(plan.stages) or len(plan.stages) % plan.mesh.pp:
+    if (
+        named != [segment.name for segment in traced.segments]
+        or not all(plan.stages)
+        or len(plan.stages) % plan.mesh.pp
+    ):
         raise AutoparError(
             f"the plan's {len(plan.stages)} stages over pp={plan.mesh.pp} do not deal out the model's {len(traced.segments)} segments in "
             "order, at least one to each stage and as many stages to each rank: it was damaged; plan again"
@@ -69,14 +88,24 @@ def _ends(traced: TracedModel, plan: Plan) -> tuple[int, ...]:
 
 def _crossing(traced: TracedModel, end: int) -> tuple[Source, ...]:
     """The values that segments before `end` make and segments from `end` on read."""
-    later = {source for segment in traced.segments[end:] for source in segment.inputs if not source.name and source.segment < end}
+    later = {
+        source
+        for segment in traced.segments[end:]
+        for source in segment.inputs
+        if not source.name and source.segment < end
+    }
     return tuple(sorted(later, key=lambda source: (source.segment, source.index)))
 
 
 def _check_updates(traced: TracedModel, stages: list[Stage]) -> None:
     """A buffer that forward changes must be read where it is changed: elsewhere ranks would go on with the old values."""
     for name, source in traced.updates.items():
-        holders = {stage.index for stage in stages for s in traced.segments[stage.start : stage.end] if name in s.parameters}
+        holders = {
+            stage.index
+            for stage in stages
+            for s in traced.segments[stage.start : stage.end]
+            if name in s.parameters
+        }
         changing = {stage.index for stage in stages if stage.start <= source.segment < stage.end}
         if holders != changing:
             raise AutoparError(
@@ -111,7 +140,9 @@ def steady_values(traced: TracedModel) -> frozenset[Source]:
     return frozenset(found)
 
 
-def holders_of(traced: TracedModel, stages: tuple[Stage, ...], mesh: MeshShape) -> dict[str, tuple[int, ...]]:
+def holders_of(
+    traced: TracedModel, stages: tuple[Stage, ...], mesh: MeshShape
+) -> dict[str, tuple[int, ...]]:
     """The pp coordinates that hold each parameter and buffer: those whose stages read it, 0 if no stage does.  Tied ones have several."""
     found: dict[str, set[int]] = {name: set() for name in traced.parameters}
     for stage in stages:

@@ -77,7 +77,9 @@ class Engine(Durable):
         """`shorter`: the model traced with shorter batches, shortest first; with it, () too, shorter batches are filled up.  `compile`: as
         `parallelize` has it."""
         if plan.precision not in PRECISIONS:
-            raise AutoparError(f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}")
+            raise AutoparError(
+                f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}"
+            )
         if plan.runnable:
             raise AutoparError(f"the engine cannot run this plan yet: {plan.runnable}")
         if kept_under_zero_bubble(plan):
@@ -97,7 +99,9 @@ class Engine(Durable):
         self._shared = StageParameters(self.program, self.axes["pp"], self._stage_group)
         self._all_specs, self._constants = traced.parameters, traced.constants
         self._for_steps: dict[str, torch.Tensor] | None = None
-        self._specs = {name: spec for name, spec in traced.parameters.items() if self._shared.holds(name)}
+        self._specs = {
+            name: spec for name, spec in traced.parameters.items() if self._shared.holds(name)
+        }
         self._segments = tuple(segment.name for segment in traced.segments)
         lengths = () if shorter is None else (*shorter, traced)
         if lengths:
@@ -106,22 +110,39 @@ class Engine(Durable):
         self._programs = (*programs, self.program)
         flops = [model_flops(one, plan.global_batch) for one in lengths]
         self.batches = BatchSplitter(
-            self.program, plan, self.axes, self.device, traced.split, self._step_tensors, self._programs if lengths else (), flops
+            self.program,
+            plan,
+            self.axes,
+            self.device,
+            traced.split,
+            self._step_tensors,
+            self._programs if lengths else (),
+            flops,
         )
         self.batches.indices = tuple(map(IndexLimits, lengths or (traced,)))
-        self._layouts: dict[str, dict[str, Layout]] = {parameter.spec.name: parameter.layouts for parameter in self.program.parameters}
+        self._layouts: dict[str, dict[str, Layout]] = {
+            parameter.spec.name: parameter.layouts for parameter in self.program.parameters
+        }
         self._evaluations: dict[int, Program] = {}
         self._pipelines: dict[tuple[str, int], Pipeline] = {}
         self._filled_up: Counter[int] = Counter()
-        sharing_mesh, sharing = mesh_axes(plan.mesh, self.device.type, plan.shard) if plan.shard else (self.device_mesh, self.axes)
+        sharing_mesh, sharing = (
+            mesh_axes(plan.mesh, self.device.type, plan.shard)
+            if plan.shard
+            else (self.device_mesh, self.axes)
+        )
         offloaded = plan.offload != "none" and self.device_mesh is not None
         masters_mesh = mesh_axes(plan.mesh, HOST.type, plan.shard)[0] if offloaded else sharing_mesh
-        self.parameters = Parameters(self.program, self._specs, self._layouts, plan, sharing, masters_mesh, self.device)
+        self.parameters = Parameters(
+            self.program, self._specs, self._layouts, plan, sharing, masters_mesh, self.device
+        )
         own = self.parameters
         tensors = materialize(self.program, model, self._all_specs, weights, self.device, own.home, own.stored_dtype, seed, self._specs,
                               own.kept)  # fmt: skip
         own.install(self.program, tensors, self.device)
-        self.optimizer = make_optimizer(torch.optim.AdamW if optimizer is None else optimizer, own, plan)
+        self.optimizer = make_optimizer(
+            torch.optim.AdamW if optimizer is None else optimizer, own, plan
+        )
         self._leaves, self._masters = own.leaves, own.masters
         check_dense_is_the_same(self.optimizer, traced)
         for program in programs:
@@ -147,7 +168,11 @@ class Engine(Durable):
         wholes = {name: self._whole(name) for name in self._leaves}
         state: dict[str, torch.Tensor] = {}
         for name, whole in self._shared.everywhere(wholes, self._all_specs).items():
-            state.update((alias, whole) for alias in (name, *self._all_specs[name].aliases) if alias in self._state_names)
+            state.update(
+                (alias, whole)
+                for alias in (name, *self._all_specs[name].aliases)
+                if alias in self._state_names
+            )
         return state
 
     def _whole(self, name: str) -> torch.Tensor:
@@ -164,7 +189,9 @@ class Engine(Durable):
         if self._for_steps is None:
             buffers = {name: self._whole(name) for name in names if name in self._leaves}
             specs = {name: self._all_specs[name] for name in names if name in self._all_specs}
-            constants = {name: self._constants[name].to(self.device) for name in names if name not in specs}
+            constants = {
+                name: self._constants[name].to(self.device) for name in names if name not in specs
+            }
             self._for_steps = constants | (self._shared.everywhere(buffers, specs) if specs else {})
         return self._for_steps
 
@@ -175,7 +202,8 @@ class Engine(Durable):
         return {
             name: spec.shape
             for name, spec in self._all_specs.items()
-            if prod(spec.shape) and any(alias in self._state_names for alias in (name, *spec.aliases))
+            if prod(spec.shape)
+            and any(alias in self._state_names for alias in (name, *spec.aliases))
         }
 
     def held(self) -> dict[str, Held]:
@@ -183,7 +211,10 @@ class Engine(Durable):
         found = {}
         for name, shape in self.saved_shapes().items():
             if name in self._leaves and self.parameters.has_master(name):
-                cuts = tuple(Cut(split.dim, group.size, group.index, split.pattern) for group, split in self.parameters.cuts(name))
+                cuts = tuple(
+                    Cut(split.dim, group.size, group.index, split.pattern)
+                    for group, split in self.parameters.cuts(name)
+                )
                 found[name] = Held(shape, self._masters.get(name, self._leaves[name]), cuts)
         return found
 
@@ -197,7 +228,9 @@ class Engine(Durable):
     def step(self, batch: Any) -> torch.Tensor:
         """One optimizer step on this data-parallel rank's batch; returns the mean loss over the global batch (a detached scalar)."""
         if not any(spec.trainable for spec in self._all_specs.values()):
-            raise AutoparError("no parameter of the model requires a gradient, so that a step has nothing to train; eval_step runs it")
+            raise AutoparError(
+                "no parameter of the model requires a gradient, so that a step has nothing to train; eval_step runs it"
+            )
         self._meter.begin()
         with named("step", self.steps + 1):
             with named("batch"):
@@ -206,8 +239,17 @@ class Engine(Durable):
             program = self._programs[work.number]
             program.module.train()
             try:
-                with active_axes(self.axes), self._compiler.running(), self._randomness(), self.parameters.present():
-                    total = self._accumulate(program, work) if self._stage_group is None else self._run_pipeline(work, training=True)
+                with (
+                    active_axes(self.axes),
+                    self._compiler.running(),
+                    self._randomness(),
+                    self.parameters.present(),
+                ):
+                    total = (
+                        self._accumulate(program, work)
+                        if self._stage_group is None
+                        else self._run_pipeline(work, training=True)
+                    )
                 with named("update"):
                     self._update()
             except BaseException:
@@ -245,7 +287,11 @@ class Engine(Durable):
             if self.max_grad_norm is not None:
                 self._clip()
             self._hand_over_gradients()
-            with contextlib.nullcontext() if is_elementwise(self.optimizer) else self._randomness(update=True):
+            with (
+                contextlib.nullcontext()
+                if is_elementwise(self.optimizer)
+                else self._randomness(update=True)
+            ):
                 step(self.optimizer)
             self.parameters.publish()
         self.steps += 1
@@ -271,7 +317,12 @@ class Engine(Durable):
         return self._evaluate(work)
 
     def _evaluate(self, work: MicroBatches) -> torch.Tensor:
-        with active_axes(self.axes), self._compiler.running(), torch.no_grad(), self.parameters.present():
+        with (
+            active_axes(self.axes),
+            self._compiler.running(),
+            torch.no_grad(),
+            self.parameters.present(),
+        ):
             if self._stage_group is not None:
                 return self._run_pipeline(work, training=False)
             program = self._programs[work.number]
@@ -279,8 +330,14 @@ class Engine(Durable):
                 self._evaluations[work.number] = self._compiler.compile(evaluation_copy(program))
                 if self._evaluations[work.number] is not program:
                     self.parameters.watch(self._evaluations[work.number].module)
-            evaluation, scale, noise = self._evaluations[work.number], self.batches.scale(work), self._noise(work, 0)  # read by no one
-            total = sum(self._forward(evaluation, inputs, noise)[0] * scale for inputs in work.inputs)
+            evaluation, scale, noise = (
+                self._evaluations[work.number],
+                self.batches.scale(work),
+                self._noise(work, 0),
+            )  # read by no one
+            total = sum(
+                self._forward(evaluation, inputs, noise)[0] * scale for inputs in work.inputs
+            )
             return evaluation.whole_loss(total, self.axes)
 
     def _check_filled_up(self, work: MicroBatches) -> None:
@@ -290,7 +347,10 @@ class Engine(Durable):
             return
         self._filled_up[work.number] += 1
         if self._filled_up[work.number].bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... of them
-            losses = [float(self._evaluate(replace(work, inputs=list(inputs)))) for inputs in (work.inputs, work.filled)]
+            losses = [
+                float(self._evaluate(replace(work, inputs=list(inputs))))
+                for inputs in (work.inputs, work.filled)
+            ]
             padding = self.batches.paddings[work.number]
             check_alike(*losses, self.program.loss.dtype, work.size.longest, padding.length)
 
@@ -313,13 +373,21 @@ class Engine(Durable):
         key, program = (kind, work.number), self._programs[work.number]
         if key not in self._pipelines:
             program = program if training else self._compiler.compile(evaluation_copy(program))
-            self._pipelines[key] = Pipeline(program, self.plan.schedule, len(self.plan.stages), self._stage_group, self.device)
+            self._pipelines[key] = Pipeline(
+                program, self.plan.schedule, len(self.plan.stages), self._stage_group, self.device
+            )
         given = [inputs | {NOISE: self._noise(work, k)} for k, inputs in enumerate(work.inputs)]
         pipeline, scale = self._pipelines[key], self.batches.scale(work)
         with named("pipeline"):
-            losses = pipeline.train(given, work.rows, scale * self.loss_scale.scale) if training else pipeline.evaluate(given, work.rows)
+            losses = (
+                pipeline.train(given, work.rows, scale * self.loss_scale.scale)
+                if training
+                else pipeline.evaluate(given, work.rows)
+            )
         total = torch.zeros((), device=self.device, dtype=self.program.loss.dtype)
-        return program.whole_loss(self._shared.over_stages(sum((loss * scale for loss in losses), total)), self.axes)
+        return program.whole_loss(
+            self._shared.over_stages(sum((loss * scale for loss in losses), total)), self.axes
+        )
 
     def _forward(
         self, program: Program, inputs: dict[str, torch.Tensor], noise: torch.Tensor
@@ -352,10 +420,16 @@ class Engine(Durable):
 
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the reduced gradients."""
-        counted = {name: grad for name, grad in self._gradients().items() if self._shared.counts(name)}
+        counted = {
+            name: grad for name, grad in self._gradients().items() if self._shared.counts(name)
+        }
         own = self.parameters
         norm = global_norm(counted, own.effective_layouts(self._layouts), own.axes, self.device)
-        return norm if self._stage_group is None else self._shared.over_stages(norm.double().square()).sqrt()
+        return (
+            norm
+            if self._stage_group is None
+            else self._shared.over_stages(norm.double().square()).sqrt()
+        )
 
     def _clip(self) -> None:
         """Scale gradients as torch.nn.utils.clip_grad_norm_ does on one device."""
@@ -391,10 +465,14 @@ def start_process_group(device_type: str, timeout_s: float = TIMEOUT_S) -> torch
     A rank that waits for another longer than `timeout_s` in a collective gives up.
     """
     if device_type == "cuda" and not torch.cuda.is_available():
-        raise AutoparError("the plan is for GPUs and this process sees none; plan for cpu:N to run on CPU processes")
+        raise AutoparError(
+            "the plan is for GPUs and this process sees none; plan for cpu:N to run on CPU processes"
+        )
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if device_type == "cuda":
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        join_process_group("nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout_s))
+        join_process_group(
+            "nccl" if device_type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+        )
     return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")

@@ -18,7 +18,10 @@ def fullest_rank(plan: Plan, cluster: Cluster) -> tuple[int, int]:
     if len(cluster.groups) == 1:
         return max(plan.predicted.peak_memory_bytes, default=0), cluster.device.memory_bytes
     ranks = zip(plan.predicted.peak_memory_bytes, groups_by_rank(plan, cluster), strict=True)
-    return max(((held, group.device.memory_bytes) for held, group in ranks), key=lambda pair: pair[0] / pair[1])
+    return max(
+        ((held, group.device.memory_bytes) for held, group in ranks),
+        key=lambda pair: pair[0] / pair[1],
+    )
 
 
 def kinds(names: Sequence[str]) -> str:

@@ -30,8 +30,16 @@ def is_loss(op: str) -> bool:
 
 def interesting(block: BlockPlan) -> list[str]:
     """The ops that a reader looks for, in program order: those with weights, attention, experts and the loss."""
-    owners = {_PARAMETER.sub("", name) for name, axes in block.ops.items() if _is_source(axes) and _PARAMETER.search(name)}
-    return [name for name, axes in block.ops.items() if not _is_source(axes) and not _is_sink(axes) and _is_interesting(name, owners)]
+    owners = {
+        _PARAMETER.sub("", name)
+        for name, axes in block.ops.items()
+        if _is_source(axes) and _PARAMETER.search(name)
+    }
+    return [
+        name
+        for name, axes in block.ops.items()
+        if not _is_source(axes) and not _is_sink(axes) and _is_interesting(name, owners)
+    ]
 
 
 def _is_source(axes: dict[str, AxisChoice]) -> bool:
@@ -105,4 +113,9 @@ def collectives(counts: dict[str, int]) -> str:
     for name, count in sorted(counts.items()):
         kind, _, axis = name.partition(" over ")
         axes.setdefault(axis, []).append(f"{count} {kind.replace('_', '-')}")
-    return "; ".join(f"{', '.join(kinds)} over {axis}" for axis, kinds in sorted(axes.items(), reverse=True)) or "none"
+    return (
+        "; ".join(
+            f"{', '.join(kinds)} over {axis}" for axis, kinds in sorted(axes.items(), reverse=True)
+        )
+        or "none"
+    )

@@ -22,7 +22,11 @@ PlanOn = Callable[[Mapping[str, Any], ClusterSpec], Plan]
 
 def layout_words(plan: Plan) -> str:
     """`dp=16 tp=8, 8 x 4 sequences, ZeRO-1, recompute full`: what identifies a plan, on a line."""
-    words = [str(plan.mesh), f"{plan.num_microbatches} x {plan.micro_batch} sequences", *_pipeline_words(plan)]
+    words = [
+        str(plan.mesh),
+        f"{plan.num_microbatches} x {plan.micro_batch} sequences",
+        *_pipeline_words(plan),
+    ]
     words += [f"ZeRO-{sharing_words(plan.zero, plan.shard)}"] if plan.zero else []
     words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
     words += [f"{plan.offload} offloaded"] if plan.offload != "none" else []
@@ -62,7 +66,11 @@ def staleness(plan: Plan) -> str:
 def dollars_per_million_tokens(plan: Plan, cluster: ClusterSpec | None) -> float | None:
     """Dollars that a million tokens cost, or None where the price is not known."""
     hours = device_hours_per_million_tokens(plan)
-    return hours * cluster.price_per_device_hour if cluster is not None and cluster.price_per_device_hour is not None else None
+    return (
+        hours * cluster.price_per_device_hour
+        if cluster is not None and cluster.price_per_device_hour is not None
+        else None
+    )
 
 
 def device_hours_per_million_tokens(plan: Plan) -> float:
@@ -107,5 +115,7 @@ def placement_words(mesh: MeshShape, topology: Topology) -> str:
     for axis in reversed([axis for axis in mesh.placed if mesh.size(axis) > 1]):
         here, nodes = group_shape(mesh.size(axis), mesh.stride(axis), topology)
         partly = f"{here} of {mesh.size(axis)} ranks to a node"
-        where.setdefault("inside nodes" if nodes == 1 else "across nodes" if here == 1 else partly, []).append(axis)
+        where.setdefault(
+            "inside nodes" if nodes == 1 else "across nodes" if here == 1 else partly, []
+        ).append(axis)
     return ", ".join(f"{' and '.join(axes)} {how}" for how, axes in where.items())

@@ -20,7 +20,12 @@ _LIBRARY.impl("in_training", lambda batch, running: batch.clone(), "CompositeImp
 
 STATISTICS = "batch statistics"
 """`meta` key of what batch norm computes of a batch, by convention of each micro-batch."""
-_NORMS = ("batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training")
+_NORMS = (
+    "batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training",
+)
 
 
 def expand_batch_norm(graph: Graph) -> None:
@@ -45,7 +50,8 @@ def expand_batch_norm(graph: Graph) -> None:
 def _expanded(graph: Graph, node: Node) -> tuple:
     """(normalized, None, None, new running mean, new running variance): what the functional form returns, but for what backward saves."""
     x, weight, bias, running_mean, running_var = (
-        argument(node, name) for name in (_first_name(node), "weight", "bias", "running_mean", "running_var")
+        argument(node, name)
+        for name in (_first_name(node), "weight", "bias", "running_mean", "running_var")
     )
     train = argument(node, "train", argument(node, "training", False))
     momentum, eps = argument(node, "momentum"), argument(node, "eps")
@@ -63,7 +69,11 @@ def _expanded(graph: Graph, node: Node) -> tuple:
     if train:
         batch_mean = emit(aten.div.Tensor, emit(aten.sum.dim_IntList, x, dims), number)
         batch_mean.meta[STATISTICS] = True
-        mean = batch_mean if running_mean is None else emit(torch.ops.autopar.in_training.default, batch_mean, running_mean)
+        mean = (
+            batch_mean
+            if running_mean is None
+            else emit(torch.ops.autopar.in_training.default, batch_mean, running_mean)
+        )
     centred = emit(aten.sub.Tensor, x, per_channel(mean))
     if train:
         squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, centred, centred), dims)
@@ -90,4 +100,8 @@ def _first_name(node: Node) -> str:
 
 
 def _moved(emit, running: Node, value: Node, momentum: float) -> Node:
-    return emit(aten.add.Tensor, emit(aten.mul.Tensor, running, 1 - momentum), emit(aten.mul.Tensor, value, momentum))
+    return emit(
+        aten.add.Tensor,
+        emit(aten.mul.Tensor, running, 1 - momentum),
+        emit(aten.mul.Tensor, value, momentum),
+    )

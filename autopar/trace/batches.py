@@ -29,24 +29,44 @@ def check_example(example_inputs: ExampleInputs) -> None:
             )
 
 
-def batch_tensors(batch: ExampleInputs | torch.Tensor, what: str = "batch") -> dict[str, torch.Tensor]:
+def batch_tensors(
+    batch: ExampleInputs | torch.Tensor, what: str = "batch"
+) -> dict[str, torch.Tensor]:
     """The tensors of a batch by flat name.  Raises AutoparError for anything that is not a mapping or sequence of tensors, in words
     of the argument `what`."""
     if isinstance(batch, torch.Tensor):
         batch = (batch,)
     if not isinstance(batch, (Mapping, Sequence)) or isinstance(batch, str):
-        subject = f"{what} is {shown(batch)}; it must be" if what != "batch" else f"the batch is a {type(batch).__name__}; a batch is"
-        raise AutoparError(f"{subject} a mapping from argument names to tensors, or a tuple of tensors")
+        subject = (
+            f"{what} is {shown(batch)}; it must be"
+            if what != "batch"
+            else f"the batch is a {type(batch).__name__}; a batch is"
+        )
+        raise AutoparError(
+            f"{subject} a mapping from argument names to tensors, or a tuple of tensors"
+        )
     values = batch.values() if isinstance(batch, Mapping) else batch
     tensors = dict(zip(input_names(batch), values, strict=True))
     for name, value in tensors.items():
         if not isinstance(name, str):
-            raise AutoparError(f"{what} has the key {shown(name)}; keys are the names of arguments of forward")
+            raise AutoparError(
+                f"{what} has the key {shown(name)}; keys are the names of arguments of forward"
+            )
         if not isinstance(value, torch.Tensor):
-            raise AutoparError(f"{what} entry {shown(name)} is a {type(value).__name__}; autopar takes tensors only")
+            raise AutoparError(
+                f"{what} entry {shown(name)} is a {type(value).__name__}; autopar takes tensors only"
+            )
         if value.layout != torch.strided or value.is_nested or value.is_quantized:
-            kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
-            raise AutoparError(f"{what} entry {shown(name)} is a {kind} tensor; autopar takes dense ones: pass its dense form")
+            kind = (
+                "nested"
+                if value.is_nested
+                else "quantized"
+                if value.is_quantized
+                else str(value.layout)
+            )
+            raise AutoparError(
+                f"{what} entry {shown(name)} is a {kind} tensor; autopar takes dense ones: pass its dense form"
+            )
     if not tensors:
         raise AutoparError(f"{what} holds no tensor")
     return tensors
@@ -69,7 +89,11 @@ def shortened(example_inputs: ExampleInputs, length: int) -> ExampleInputs:
     tensors = batch_tensors(example_inputs)
     longest = positions(tensors.values())
     found = {
-        name: torch.empty([*t.shape[:1], *(length if size == longest else size for size in t.shape[1:])], dtype=t.dtype, device="meta")
+        name: torch.empty(
+            [*t.shape[:1], *(length if size == longest else size for size in t.shape[1:])],
+            dtype=t.dtype,
+            device="meta",
+        )
         for name, t in tensors.items()
     }
     return found if isinstance(example_inputs, Mapping) else tuple(found.values())

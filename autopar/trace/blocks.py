@@ -30,7 +30,16 @@ _MOST_CLASSES = 4
 """Segments of one structure are of up to so many classes, which differ in what they borrow: layers that share all their parameters, of
 two.  Where there would be more, each segment is charged for what it reads in the slots of the smallest tensors."""
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
-_NAMED_OPS = ("linear", "addmm", "embedding", "layer_norm", "rms_norm", "convolution", "conv1d", "conv2d")
+_NAMED_OPS = (
+    "linear",
+    "addmm",
+    "embedding",
+    "layer_norm",
+    "rms_norm",
+    "convolution",
+    "conv1d",
+    "conv2d",
+)
 
 
 def find_segments(captured: Captured, split: LossSplit, values: StepValues | None) -> TracedModel:
@@ -50,13 +59,28 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
         if kind not in class_of:
             class_of[kind] = len(classes)
             classes.append(replace(block, borrowed=slots, is_layer=times[block.structure_hash] > 1))
-        sources = tuple(Source(name=by_name.get(n.name, n.name)) if n.op == "placeholder" else produced[n] for n in inputs)
+        sources = tuple(
+            Source(name=by_name.get(n.name, n.name)) if n.op == "placeholder" else produced[n]
+            for n in inputs
+        )
         for k, node in enumerate(outputs):
             produced[node] = Source(len(segments), k)
         segments.append(Segment(name, class_of[kind], parameters, sources))
-    updates = dict(zip(captured.updates, (produced[n] for n in graph.output_node().args[0][1:]), strict=True))
-    vals = tuple(next(n for n in graph.nodes if n.name == p).meta["val"] for p in captured.input_nodes)
-    symbols = sorted({str(s) for v in vals for d in v.shape if isinstance(d, torch.SymInt) for s in d.node.expr.free_symbols})
+    updates = dict(
+        zip(captured.updates, (produced[n] for n in graph.output_node().args[0][1:]), strict=True)
+    )
+    vals = tuple(
+        next(n for n in graph.nodes if n.name == p).meta["val"] for p in captured.input_nodes
+    )
+    symbols = sorted(
+        {
+            str(s)
+            for v in vals
+            for d in v.shape
+            if isinstance(d, torch.SymInt)
+            for s in d.node.expr.free_symbols
+        }
+    )
     hints = [int(d.node.hint) for v in vals for d in v.shape if isinstance(d, torch.SymInt)]
     digest = hashlib.sha256(
         json.dumps(
@@ -82,13 +106,17 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
     )
 
 
-def _borrowed(blocks: list[tuple[BlockClass, tuple[str, ...]]], captured: Captured) -> list[frozenset[str]]:
+def _borrowed(
+    blocks: list[tuple[BlockClass, tuple[str, ...]]], captured: Captured
+) -> list[frozenset[str]]:
     """The slots of each segment that another segment is charged for (`BlockClass.borrowed`).
 
     A tensor is charged in the slot that has the most tensors, over the segments of one structure, and of equals in the first: a loss that
     reads weights of layers borrows them, whichever comes first.  Among the segments of one structure the first that has it pays.
     """
-    places: dict[str, list[tuple[int, int]]] = defaultdict(list)  # of each tensor: segment, place of the slot
+    places: dict[str, list[tuple[int, int]]] = defaultdict(
+        list
+    )  # of each tensor: segment, place of the slot
     tensors: dict[tuple[str, int], set[str]] = defaultdict(set)  # of each slot
     for number, (block, parameters) in enumerate(blocks):
         for place, name in enumerate(parameters):
@@ -97,13 +125,18 @@ def _borrowed(blocks: list[tuple[BlockClass, tuple[str, ...]]], captured: Captur
     owner = {
         name: min(found, key=lambda at: (-len(tensors[blocks[at[0]][0].structure_hash, at[1]]), at)) for name, found in places.items()
     }  # fmt: skip
-    found = [{place for place, name in enumerate(parameters) if owner[name] != (n, place)} for n, (_, parameters) in enumerate(blocks)]
+    found = [
+        {place for place, name in enumerate(parameters) if owner[name] != (n, place)}
+        for n, (_, parameters) in enumerate(blocks)
+    ]
     alike: dict[str, list[int]] = defaultdict(list)
     for number, (block, _) in enumerate(blocks):
         alike[block.structure_hash].append(number)
     for numbers in alike.values():
         specs = [captured.parameters.get(name) for name in blocks[numbers[0]][1]]
-        slots = [place for place, spec in enumerate(specs) if spec is not None and not spec.buffer]  # not tables of all layers
+        slots = [
+            place for place, spec in enumerate(specs) if spec is not None and not spec.buffer
+        ]  # not tables of all layers
         shares: set[int] = set()
         for place in sorted(slots, key=lambda place: -prod(specs[place].shape)):
             if len({frozenset(found[n] & {*shares, place}) for n in numbers}) <= _MOST_CLASSES:
@@ -111,7 +144,10 @@ def _borrowed(blocks: list[tuple[BlockClass, tuple[str, ...]]], captured: Captur
         always = set.intersection(*(found[n] for n in numbers))
         for n in numbers:
             found[n] = found[n] & shares | always
-    return [frozenset(block.slots[place] for place in of) for (block, _), of in zip(blocks, found, strict=True)]
+    return [
+        frozenset(block.slots[place] for place in of)
+        for (block, _), of in zip(blocks, found, strict=True)
+    ]
 
 
 def mark_differentiable(captured: Captured) -> None:
@@ -124,12 +160,20 @@ def mark_differentiable(captured: Captured) -> None:
         vals = node.meta.get("val")
         first = vals[0] if isinstance(vals, (list, tuple)) and vals else vals
         floating = isinstance(first, torch.Tensor) and first.is_floating_point()
-        node.meta["grad"] = floating and op_name(node) not in _NO_GRADIENT and any(i.meta.get("grad") for i in node.all_input_nodes)
+        node.meta["grad"] = (
+            floating
+            and op_name(node) not in _NO_GRADIENT
+            and any(i.meta.get("grad") for i in node.all_input_nodes)
+        )
 
 
 def _block_paths(graph: Graph) -> dict[Node, str]:
     """The outermost `container.<n>` path of each node, for containers with at least two children."""
-    stacks = {n: [path for path, _ in n.meta.get("nn_module_stack", {}).values()] for n in graph.nodes if n.op == "call_function"}
+    stacks = {
+        n: [path for path, _ in n.meta.get("nn_module_stack", {}).values()]
+        for n in graph.nodes
+        if n.op == "call_function"
+    }
     children: dict[str, set[str]] = defaultdict(set)
     for stack in stacks.values():
         for path in stack:
@@ -169,7 +213,12 @@ def _assign(graph: Graph) -> list[tuple[str, list[Node]]]:
     if not consistent or not order:
         return [("model", [n for n in graph.nodes if n.op == "call_function"])]
     for node in reversed(list(graph.nodes)):  # what only the epilogue uses runs there
-        if node in level and node not in paths and level[node] < last and node.target is not operator.getitem:
+        if (
+            node in level
+            and node not in paths
+            and level[node] < last
+            and node.target is not operator.getitem
+        ):
             users = [level.get(u, last) for u in node.users]
             if users and min(users) == last:
                 level[node] = last
@@ -178,13 +227,20 @@ def _assign(graph: Graph) -> list[tuple[str, list[Node]]]:
     for node in graph.nodes:
         if node in level:
             groups[level[node]].append(node)
-    label = lambda k: names.get(k) or ("prologue" if k == 0 else "epilogue" if k == last else f"glue{k // 2}")  # noqa: E731
+
+    def label(k: int) -> str:
+        return names.get(k) or (
+            "prologue" if k == 0 else "epilogue" if k == last else f"glue{k // 2}"
+        )
+
     if last not in groups:  # the loss is computed inside the last block
         groups[last] = []
     return [(label(k), groups[k]) for k in sorted(groups) if groups[k]]
 
 
-def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass, tuple[str, ...], list[Node], list[Node]]:
+def _carve(
+    name: str, nodes: list[Node], captured: Captured
+) -> tuple[BlockClass, tuple[str, ...], list[Node], list[Node]]:
     """One segment as a graph of its own, with the parameters of its slots, the values it reads and the values others read."""
     inside = set(nodes)
     graph, mapping = Graph(), {}
@@ -193,7 +249,9 @@ def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass
     inputs = _inputs(nodes, captured)
     names: dict[str, int] = {}
     for source in inputs:
-        kind = re.sub(r"_\d+$", "", source.name) if source.op == "call_function" else source.name  # its number counts all earlier layers
+        kind = (
+            re.sub(r"_\d+$", "", source.name) if source.op == "call_function" else source.name
+        )  # its number counts all earlier layers
         mapping[source] = graph.placeholder(_unique(_identifier(kind), names))
         mapping[source].meta = dict(source.meta)
     prefix = name + "."
@@ -204,14 +262,23 @@ def _carve(name: str, nodes: list[Node], captured: Captured) -> tuple[BlockClass
                 slot = _unique(_identifier(attribute.removeprefix(prefix)), slots)
                 parameters.append(attribute)
                 mapping[source] = graph.create_node("get_attr", slot, name=slot)
-                mapping[source].meta = dict(source.meta) | {"spec": captured.parameters.get(attribute)}
+                mapping[source].meta = dict(source.meta) | {
+                    "spec": captured.parameters.get(attribute)
+                }
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
         mapping[node] = graph.create_node(node.op, node.target, args, kwargs, name=_readable(node))
         mapping[node].meta = dict(node.meta)
     loss = captured.graph.output_node().args[0][0]
-    outputs = sorted((n for n in nodes if any(u not in inside for u in n.users)), key=lambda n: n is not loss)  # the loss comes first
+    outputs = sorted(
+        (n for n in nodes if any(u not in inside for u in n.users)), key=lambda n: n is not loss
+    )  # the loss comes first
     graph.output(tuple(mapping[n] for n in outputs))
-    return (BlockClass(name, graph, tuple(slots), _structure_hash(graph, captured)), tuple(parameters), inputs, outputs)
+    return (
+        BlockClass(name, graph, tuple(slots), _structure_hash(graph, captured)),
+        tuple(parameters),
+        inputs,
+        outputs,
+    )
 
 
 def _inputs(nodes: list[Node], captured: Captured) -> list[Node]:
@@ -226,7 +293,11 @@ def _inputs(nodes: list[Node], captured: Captured) -> list[Node]:
             if source not in inside and source.name not in captured.attributes:
                 found[source] = None
     if any(map(_follows_batch, nodes)) and not any(map(_tells_batch, found)):
-        given = [node for node in captured.graph.find_nodes(op="placeholder") if node.name in captured.input_nodes]
+        given = [
+            node
+            for node in captured.graph.find_nodes(op="placeholder")
+            if node.name in captured.input_nodes
+        ]
         found |= dict.fromkeys(list(filter(_tells_batch, given))[:1])
     return list(found)
 
@@ -241,7 +312,11 @@ def _follows_batch(node: Node) -> bool:
     """Whether a call takes or makes sizes that depend on the batch."""
     reads = [source.meta.get("val") for source in node.all_input_nodes]
     leaves = tree_leaves((node.args, node.kwargs, node.meta.get("val"), reads))
-    return any(isinstance(size, _SYMBOLIC) for x in leaves for size in (x.shape if isinstance(x, torch.Tensor) else (x,)))
+    return any(
+        isinstance(size, _SYMBOLIC)
+        for x in leaves
+        for size in (x.shape if isinstance(x, torch.Tensor) else (x,))
+    )
 
 
 def _identifier(name: str) -> str:
@@ -263,7 +338,11 @@ def _readable(node: Node) -> str:
     """A node's name: the module it came from for the ops that carry weights, the op otherwise."""
     op = op_name(node).rpartition("::")[2] or getattr(node.target, "__name__", node.name)
     stack = list(node.meta.get("nn_module_stack", {}).values())
-    if op in _NAMED_OPS and stack and not re.fullmatch(r"\d+|model", leaf := stack[-1][0].split(".")[-1]):
+    if (
+        op in _NAMED_OPS
+        and stack
+        and not re.fullmatch(r"\d+|model", leaf := stack[-1][0].split(".")[-1])
+    ):
         return leaf
     return _identifier(op)
 
@@ -284,7 +363,11 @@ def _structure_hash(graph: Graph, captured: Captured) -> str:
     rows = []
     for node in graph.nodes:
         val = node.meta.get("val")
-        vals = [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)]
+        vals = [
+            v
+            for v in (val if isinstance(val, (list, tuple)) else [val])
+            if isinstance(v, torch.Tensor)
+        ]
         target = "" if node.op in ("placeholder", "get_attr") else str(node.target)
         spec = node.meta.get("spec")
         constant = captured.constants.get(node.target) if node.op == "get_attr" else None

@@ -33,14 +33,29 @@ class _LossModule(nn.Module):
     """Calls the user's model and returns the scalar loss alone, with the user's modules kept under `model`."""
 
     def __init__(
-        self, model: nn.Module, names: tuple[str, ...], keyword: bool, loss_fn: Callable | None, aliases: Aliases, record: StateRecord
+        self,
+        model: nn.Module,
+        names: tuple[str, ...],
+        keyword: bool,
+        loss_fn: Callable | None,
+        aliases: Aliases,
+        record: StateRecord,
     ) -> None:
         super().__init__()
-        self.model, self.names, self.keyword, self.loss_fn, self.aliases, self.record = model, names, keyword, loss_fn, aliases, record
+        self.model, self.names, self.keyword, self.loss_fn, self.aliases, self.record = (
+            model,
+            names,
+            keyword,
+            loss_fn,
+            aliases,
+            record,
+        )
         self.targets = _target_name(names) if loss_fn is not None else None
 
     def forward(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        first, *others = [tensor.shape[0] for tensor in tensors.values() if _is_batched(tensor)] or [0]
+        first, *others = [
+            tensor.shape[0] for tensor in tensors.values() if _is_batched(tensor)
+        ] or [0]
         for rows in others:
             torch._check(rows == first)  # one batch, though forward may never relate its inputs
         self.aliases.refresh(self.model)
@@ -55,14 +70,28 @@ class _LossModule(nn.Module):
             loss, source = _find_loss(output), f"forward of {type(self.model).__name__}"
             remedy = "pass labels in example_inputs so that the model computes its loss, or pass "
         else:
-            loss, source, remedy = self.loss_fn(output, tensors[self.targets]), "loss_fn", "end it with .mean() or .sum(), as "
+            loss, source, remedy = (
+                self.loss_fn(output, tensors[self.targets]),
+                "loss_fn",
+                "end it with .mean() or .sum(), as ",
+            )
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            what = f"a tensor of shape ({shape_text(loss)})" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise AutoparError(f"{source} returned {what}, not a scalar loss: {remedy}loss_fn=lambda output, target: ...")
+            what = (
+                f"a tensor of shape ({shape_text(loss)})"
+                if isinstance(loss, torch.Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise AutoparError(
+                f"{source} returned {what}, not a scalar loss: {remedy}loss_fn=lambda output, target: ..."
+            )
         if not loss.is_floating_point():
-            raise AutoparError(f"{source} returned a loss of {loss.dtype}; a loss is a real floating-point number")
+            raise AutoparError(
+                f"{source} returned a loss of {loss.dtype}; a loss is a real floating-point number"
+            )
         if not loss.requires_grad and any(p.requires_grad for p in self.model.parameters()):
-            raise AutoparError(f"{source} returned a loss without gradient: was it computed under no_grad, or detached?")
+            raise AutoparError(
+                f"{source} returned a loss without gradient: was it computed under no_grad, or detached?"
+            )
         return loss
 
 
@@ -89,7 +118,12 @@ def _find_loss(output: Any) -> Any:
     return loss
 
 
-def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable | None = None, dtype: torch.dtype | None = None) -> Captured:
+def capture(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    loss_fn: Callable | None = None,
+    dtype: torch.dtype | None = None,
+) -> Captured:
     """Export `model` and its loss as one ATen graph with a symbolic batch size.
 
     The model is not touched: a copy of its structure with fake tensors is exported, so that no memory is needed.  (Fake CPU tensors,
@@ -99,11 +133,17 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
     """
     tensors = batch_tensors(example_inputs)
     if MICRO_BATCH_SHARE in tensors:
-        raise AutoparError(f"an input is called {MICRO_BATCH_SHARE!r}, as what autopar gives graphs itself: rename it")
+        raise AutoparError(
+            f"an input is called {MICRO_BATCH_SHARE!r}, as what autopar gives graphs itself: rename it"
+        )
     batch = _batch_size(tensors)
     _refuse_hooks(model)
-    if isinstance(loss_fn, nn.Module) and (own := [name for name, _ in (*loss_fn.named_parameters(), *loss_fn.named_buffers())]):
-        raise AutoparError(f"loss_fn is a module with tensors of its own ({own[0]}), which the model lacks: make it a part of the model")
+    if isinstance(loss_fn, nn.Module) and (
+        own := [name for name, _ in (*loss_fn.named_parameters(), *loss_fn.named_buffers())]
+    ):
+        raise AutoparError(
+            f"loss_fn is a module with tensors of its own ({own[0]}), which the model lacks: make it a part of the model"
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=False)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +156,11 @@ def capture(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable |
     hint = max(batch, 2)  # torch.export specializes batch sizes 0 and 1
     with mode:
         examples = {
-            name: torch.empty((hint, *t.shape[1:]) if dynamic[name] else tuple(t.shape), dtype=_cast(t, dtype), device="cpu")
+            name: torch.empty(
+                (hint, *t.shape[1:]) if dynamic[name] else tuple(t.shape),
+                dtype=_cast(t, dtype),
+                device="cpu",
+            )
             for name, t in tensors.items()
         }
     record = StateRecord(structure, Functions.of(structure, loss_fn))
@@ -150,12 +194,21 @@ class _Call:
     def capture(self, record: StateRecord) -> Captured:
         """Export the call as it is in the present Python state."""
         names = tuple(self.examples)
-        skeleton = _LossModule(self.structure, names, self.keyword, self.loss_fn, self.aliases, record)
-        shapes = {"tensors": {name: {0: torch.export.Dim.DYNAMIC} if self.dynamic[name] else None for name in names}}
+        skeleton = _LossModule(
+            self.structure, names, self.keyword, self.loss_fn, self.aliases, record
+        )
+        shapes = {
+            "tensors": {
+                name: {0: torch.export.Dim.DYNAMIC} if self.dynamic[name] else None
+                for name in names
+            }
+        }
         registered = Registered(self.model, self.structure, self.copies)
         try:
             with watched_forward() as notes:
-                exported = torch.export.export(skeleton, (self.examples,), dynamic_shapes=shapes, strict=False)
+                exported = torch.export.export(
+                    skeleton, (self.examples,), dynamic_shapes=shapes, strict=False
+                )
                 read_as_attributes(exported, registered)
                 exported = _functional(exported)
         except AutoparError:
@@ -167,10 +220,14 @@ class _Call:
 
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """The program without ops that change tensors in place."""
-    graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]  # no-grad regions are graphs too
+    graphs = [
+        m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)
+    ]  # no-grad regions are graphs too
     for graph in graphs:
         for node in list(graph.nodes):
-            if is_op(node, "detach_") and is_op(node.args[0], "lift_fresh_copy"):  # torch.tensor(...) in forward, which has no gradient
+            if is_op(node, "detach_") and is_op(
+                node.args[0], "lift_fresh_copy"
+            ):  # torch.tensor(...) in forward, which has no gradient
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
     if not any(_mutates(node) for graph in graphs for node in graph.nodes):
@@ -189,10 +246,14 @@ def _correct_values(graph: torch.fx.Graph) -> None:
     a single number."""
     changed: set[torch.fx.Node] = set()
     for node in graph.nodes:
-        wrong = is_op(node, "cross_entropy_loss", "nll_loss_nd") and argument(node, "reduction", 1) == 0
+        wrong = (
+            is_op(node, "cross_entropy_loss", "nll_loss_nd") and argument(node, "reduction", 1) == 0
+        )
         if node.op != "call_function" or not (wrong or changed.intersection(node.all_input_nodes)):
             continue
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+        args, kwargs = torch.fx.map_arg(
+            (node.args, node.kwargs), lambda operand: operand.meta["val"]
+        )
         node.meta["val"] = node.target(*args, **kwargs)
         changed.add(node)
 
@@ -201,17 +262,23 @@ def _batch_size(tensors: dict[str, torch.Tensor]) -> int:
     for tensor in tensors.values():
         if tensor.dim() > 0:
             return tensor.shape[0]
-    raise AutoparError(f"no input has a batch dim: every tensor in example_inputs ({', '.join(tensors)}) is a scalar")
+    raise AutoparError(
+        f"no input has a batch dim: every tensor in example_inputs ({', '.join(tensors)}) is a scalar"
+    )
 
 
 def _refuse_hooks(model: nn.Module) -> None:
     """Hooks that change gradients do not survive export; refuse them rather than drop them."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
-            raise AutoparError(f"module {name or 'model'!r} has backward hooks, which torch.export drops; remove them before parallelizing")
+            raise AutoparError(
+                f"module {name or 'model'!r} has backward hooks, which torch.export drops; remove them before parallelizing"
+            )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise AutoparError(f"parameter {name!r} has gradient hooks, which torch.export drops; remove them before parallelizing")
+            raise AutoparError(
+                f"parameter {name!r} has gradient hooks, which torch.export drops; remove them before parallelizing"
+            )
 
 
 def _mutates(node: torch.fx.Node) -> bool:
@@ -244,9 +311,13 @@ def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
     return specs
 
 
-def _collect(exported: torch.export.ExportedProgram, model: nn.Module, names: tuple[str, ...]) -> Captured:
+def _collect(
+    exported: torch.export.ExportedProgram, model: nn.Module, names: tuple[str, ...]
+) -> Captured:
     specs = parameter_specs(model)
-    first_name = {alias: spec.name for spec in specs.values() for alias in (spec.name, *spec.aliases)}
+    first_name = {
+        alias: spec.name for spec in specs.values() for alias in (spec.name, *spec.aliases)
+    }
     attributes: dict[str, str] = {}
     constants: dict[str, torch.Tensor] = {}
     inputs: list[str] = []
@@ -257,9 +328,14 @@ def _collect(exported: torch.export.ExportedProgram, model: nn.Module, names: tu
         elif kind in ("PARAMETER", "BUFFER"):
             attributes[placeholder] = first_name[spec.target.removeprefix("model.")]
         elif kind == "CONSTANT_TENSOR":
-            attributes[placeholder], constants[spec.target] = spec.target, exported.constants[spec.target]
+            attributes[placeholder], constants[spec.target] = (
+                spec.target,
+                exported.constants[spec.target],
+            )
         else:
-            node = next(n for n in exported.graph.find_nodes(op="placeholder") if n.name == placeholder)
+            node = next(
+                n for n in exported.graph.find_nodes(op="placeholder") if n.name == placeholder
+            )
             where = next(filter(None, map(line_of_node, node.users)), "")
             raise AutoparError(
                 f"forward uses an object that is no tensor{where or f' ({placeholder})'}, for example a torch.Generator of its own, which "
@@ -269,7 +345,10 @@ def _collect(exported: torch.export.ExportedProgram, model: nn.Module, names: tu
     graph.owning_module = exported.graph_module
     first: dict[str, torch.fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
-        if node.name in attributes and (one := first.setdefault(attributes[node.name], node)) is not node:
+        if (
+            node.name in attributes
+            and (one := first.setdefault(attributes[node.name], node)) is not node
+        ):
             node.replace_all_uses_with(one)
             del attributes[node.name]
             graph.erase_node(node)
@@ -277,7 +356,12 @@ def _collect(exported: torch.export.ExportedProgram, model: nn.Module, names: tu
     return Captured(graph, names, tuple(inputs), attributes, specs, constants, updates)
 
 
-def _return_updates(graph: torch.fx.Graph, output_specs: list, first_name: dict[str, str], attributes: dict[str, str]) -> tuple[str, ...]:
+def _return_updates(
+    graph: torch.fx.Graph,
+    output_specs: list,
+    first_name: dict[str, str],
+    attributes: dict[str, str],
+) -> tuple[str, ...]:
     """Make the graph return the loss and then the detached new value of each buffer that forward changes; returns their names.
 
     What forward reads of a buffer after changing it is, in evaluation, the buffer as it is: `autopar::in_training` says so.
@@ -298,7 +382,9 @@ def _return_updates(graph: torch.fx.Graph, output_specs: list, first_name: dict[
             readers = [user for user in node.users if user is not output]
             if readers:
                 with graph.inserting_after(node):
-                    read = call(graph, node, torch.ops.autopar.in_training.default, node, before[name])
+                    read = call(
+                        graph, node, torch.ops.autopar.in_training.default, node, before[name]
+                    )
                 for user in readers:
                     user.replace_input_with(node, read)
             with graph.inserting_before(output):
@@ -308,7 +394,11 @@ def _return_updates(graph: torch.fx.Graph, output_specs: list, first_name: dict[
                 f"forward changes parameter {spec.target.removeprefix('model.')!r} in place{line_of_node(node)}, past the optimizer: "
                 "compute with the changed value as a new tensor (weight.clamp(-1, 1) instead of weight.data.clamp_(-1, 1))"
             )
-        elif kind != "USER_INPUT_MUTATION":  # what becomes of the caller's tensor is the caller's affair
-            raise AutoparError(f"forward changes {spec.target!r} in place ({kind.lower()}), which autopar cannot run: make it a buffer")
+        elif (
+            kind != "USER_INPUT_MUTATION"
+        ):  # what becomes of the caller's tensor is the caller's affair
+            raise AutoparError(
+                f"forward changes {spec.target!r} in place ({kind.lower()}), which autopar cannot run: make it a buffer"
+            )
     output.args = ((outputs[0], *changed.values(), *outputs[1:]),)
     return tuple(changed)

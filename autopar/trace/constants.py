@@ -24,7 +24,11 @@ def read_as_attributes(exported: torch.export.ExportedProgram, registered: Regis
     """
     nodes = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
     specs = exported.graph_signature.input_specs
-    own = {spec.target.removeprefix("model."): spec for spec in specs if spec.kind.name in ("PARAMETER", "BUFFER")}
+    own = {
+        spec.target.removeprefix("model."): spec
+        for spec in specs
+        if spec.kind.name in ("PARAMETER", "BUFFER")
+    }
     for spec in [spec for spec in specs if spec.kind.name == "CONSTANT_TENSOR"]:
         constant, node = exported.constants[spec.target], nodes[spec.arg.name]
         name = registered.name(constant)
@@ -43,7 +47,11 @@ class Aliases:
 
     def __init__(self, model: nn.Module, state: Snapshot) -> None:
         names = {id(tensor): name for name, tensor in _registered(model).items()}
-        self._places = [(state.puts[path], names[id(tensor)]) for path, tensor in state.tensors.items() if id(tensor) in names]
+        self._places = [
+            (state.puts[path], names[id(tensor)])
+            for path, tensor in state.tensors.items()
+            if id(tensor) in names
+        ]
 
     def refresh(self, model: nn.Module) -> None:
         """Put what the registers hold now into the other places."""
@@ -53,7 +61,10 @@ class Aliases:
 
 
 def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
 
 
 class Registered:
@@ -63,17 +74,27 @@ class Registered:
     def __init__(self, model: nn.Module, structure: nn.Module, copies: dict[int, Any]) -> None:
         """`copies`: what `copy.deepcopy` remembers of the structure."""
         self._names: dict[tuple, str] = {}
-        self._trained: dict[int, list[tuple[int, float, str]]] = defaultdict(list)  # by storage: where in it, and which
+        self._trained: dict[int, list[tuple[int, float, str]]] = defaultdict(
+            list
+        )  # by storage: where in it, and which
         fakes, own = ([*m.named_buffers(), *m.named_parameters()] for m in (structure, model))
         self._dtypes = {name: tensor.dtype for name, tensor in fakes}
-        for name, tensor in (*((name, tensor) for name, tensor in own if not tensor.requires_grad), *fakes):
+        for name, tensor in (
+            *((name, tensor) for name, tensor in own if not tensor.requires_grad),
+            *fakes,
+        ):
             if _lies(tensor):
                 self._names[_place(tensor)] = name
         for name, tensor in (*own, *fakes):
             if tensor.requires_grad and _lies(tensor):
                 self._trained[_storage(tensor)].append((*_extent(tensor), name))
         for tensor in copies.get(id(copies), ()):  # what was copied, views of parameters too
-            if isinstance(tensor, torch.Tensor) and _lies(tensor) and (name := self._part_of(tensor)) and _lies(copies[id(tensor)]):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and _lies(tensor)
+                and (name := self._part_of(tensor))
+                and _lies(copies[id(tensor)])
+            ):
                 self._trained[_storage(copies[id(tensor)])].append((0, float("inf"), name))
 
     def name(self, constant: torch.Tensor) -> str | None:
@@ -99,7 +120,14 @@ class Registered:
     def _part_of(self, tensor: torch.Tensor) -> str | None:
         """The parameter that trains of which a tensor has a part."""
         first, end = _extent(tensor)
-        return next((name for start, stop, name in self._trained.get(_storage(tensor), ()) if first < stop and start < end), None)
+        return next(
+            (
+                name
+                for start, stop, name in self._trained.get(_storage(tensor), ())
+                if first < stop and start < end
+            ),
+            None,
+        )
 
 
 def _lies(tensor: torch.Tensor) -> bool:
@@ -120,5 +148,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     first = tensor.storage_offset() * tensor.element_size()
     if not tensor.numel():
         return first, first
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return first, first + (last + 1) * tensor.element_size()

@@ -29,7 +29,11 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
-def copy_with(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, Any] | None = None) -> nn.Module:
+def copy_with(
+    model: nn.Module,
+    make: Callable[[torch.Tensor], torch.Tensor],
+    memo: dict[int, Any] | None = None,
+) -> nn.Module:
     """A deep copy of the module with `make(tensor)` in place of each parameter and buffer; `memo` is then that of `copy.deepcopy`.
 
     Other tensors that attributes hold are copied without their history of gradients.  Locks, files, process groups and the like are
@@ -58,7 +62,9 @@ def copy_with(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], me
         kept.append(value)
     try:
         return copy.deepcopy(model, memo)
-    except Exception as error:  # whatever `__deepcopy__` or `__reduce__` of the user's classes raise
+    except (
+        Exception
+    ) as error:  # whatever `__deepcopy__` or `__reduce__` of the user's classes raise
         raise AutoparError(_why_not_copied(model, memo, error)) from error
 
 
@@ -67,7 +73,11 @@ def held(model: nn.Module) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     found = [(name, module) for name, module in model.named_modules()]
     seen.update(id(module) for _, module in found)
-    stack = [(f"{name}{step}".lstrip("."), value) for name, module in found for step, value in children(module)]
+    stack = [
+        (f"{name}{step}".lstrip("."), value)
+        for name, module in found
+        for step, value in children(module)
+    ]
     while stack:
         path, value = stack.pop()
         if id(value) in seen:

@@ -28,7 +28,9 @@ class Deeper:
 
     def __post_init__(self) -> None:
         if self.period < 1 or self.times < 1:
-            raise AutoparError(f"{self.path} cannot get {self.times} more periods of {self.period} layers: both are at least 1")
+            raise AutoparError(
+                f"{self.path} cannot get {self.times} more periods of {self.period} layers: both are at least 1"
+            )
 
     @property
     def more(self) -> int:
@@ -44,7 +46,11 @@ class Deeper:
     def moved(self, name: str, by: int) -> str:
         """The same name in the layer that many places later; a name outside of the list as it is."""
         layer = self.layer(name)
-        return name if layer is None else f"{self.path}.{layer + by}{name.removeprefix(f'{self.path}.{layer}')}"
+        return (
+            name
+            if layer is None
+            else f"{self.path}.{layer + by}{name.removeprefix(f'{self.path}.{layer}')}"
+        )
 
 
 def deepened(captured: Captured, deeper: Deeper) -> Captured:
@@ -55,14 +61,25 @@ def deepened(captured: Captured, deeper: Deeper) -> Captured:
     Raises AutoparError unless the model holds two equal periods and a layer more, or if layers share parameters or change buffers, or
     if what follows them reads an earlier one: then more layers may compute something else.
     """
-    ties = [spec.name for spec in captured.parameters.values() if len({deeper.layer(n) for n in (spec.name, *spec.aliases)}) > 1]
+    ties = [
+        spec.name
+        for spec in captured.parameters.values()
+        if len({deeper.layer(n) for n in (spec.name, *spec.aliases)}) > 1
+    ]
     changed = [name for name in captured.updates if deeper.layer(name) is not None]
     if ties or changed:
-        raise AutoparError(f"layers of {deeper.path} {'share' if ties else 'change'} {(ties + changed)[0]}: trace the model whole")
+        raise AutoparError(
+            f"layers of {deeper.path} {'share' if ties else 'change'} {(ties + changed)[0]}: trace the model whole"
+        )
     last, before, period, rest = _periods(captured, deeper)
     graph, names = captured.graph, captured.attributes
-    read = {node: names[node.name] for node in graph.find_nodes(op="placeholder") if node.name in names}
-    attributes = {node.name: deeper.moved(name, deeper.more if deeper.layer(name) == last else 0) for node, name in read.items()}
+    read = {
+        node: names[node.name] for node in graph.find_nodes(op="placeholder") if node.name in names
+    }
+    attributes = {
+        node.name: deeper.moved(name, deeper.more if deeper.layer(name) == last else 0)
+        for node, name in read.items()
+    }
     latest = period
     for by in range(deeper.period, deeper.more + 1, deeper.period):
         copies = dict(zip(before, latest, strict=True))
@@ -74,7 +91,10 @@ def deepened(captured: Captured, deeper: Deeper) -> Captured:
                 attributes[copies[node].name] = deeper.moved(name, by)
         with graph.inserting_before(rest[0]):
             for node in period:
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand, copies=copies: copies.get(operand, operand))
+                args, kwargs = torch.fx.map_arg(
+                    (node.args, node.kwargs),
+                    lambda operand, copies=copies: copies.get(operand, operand),
+                )
                 copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
                 copies[node].meta = _moved_meta(node, deeper, by)
         latest = [copies[node] for node in period]
@@ -84,7 +104,11 @@ def deepened(captured: Captured, deeper: Deeper) -> Captured:
     for node in rest:
         if _layer_of(node, deeper) is not None:
             node.meta = _moved_meta(node, deeper, deeper.more)
-    return replace(captured, attributes=attributes, parameters=_more_parameters(captured.parameters, last, deeper))
+    return replace(
+        captured,
+        attributes=attributes,
+        parameters=_more_parameters(captured.parameters, last, deeper),
+    )
 
 
 def _periods(captured: Captured, deeper: Deeper) -> tuple[int, list[Node], list[Node], list[Node]]:
@@ -92,20 +116,29 @@ def _periods(captured: Captured, deeper: Deeper) -> tuple[int, list[Node], list[
 
     What runs between two layers goes with the one before.
     """
-    nodes, period = [node for node in captured.graph.nodes if node.op == "call_function"], deeper.period
+    nodes, period = (
+        [node for node in captured.graph.nodes if node.op == "call_function"],
+        deeper.period,
+    )
     layers = [_layer_of(node, deeper) for node in nodes]
     last = max((layer for layer in layers if layer is not None), default=-1)
     if last < 2 * period:
-        raise AutoparError(f"{last + 1} layers of {deeper.path} do not show what repeats: a period of {period} takes {2 * period + 1}")
+        raise AutoparError(
+            f"{last + 1} layers of {deeper.path} do not show what repeats: a period of {period} takes {2 * period + 1}"
+        )
     cuts = [layers.index(layer) for layer in (0, last - 2 * period, last - period, last)]
     before, repeated, rest = nodes[cuts[1] : cuts[2]], nodes[cuts[2] : cuts[3]], nodes[cuts[3] :]
     in_order = [layer for layer in layers if layer is not None]
     if in_order != sorted(in_order) or not _alike(repeated, before, captured, deeper):
-        raise AutoparError(f"the layers of {deeper.path} before the last are not two equal periods of {period}; trace more layers")
+        raise AutoparError(
+            f"the layers of {deeper.path} before the last are not two equal periods of {period}; trace more layers"
+        )
     early = set(nodes[cuts[0] : cuts[2]])
     for node in rest:
         if found := early.intersection(node.all_input_nodes):
-            raise AutoparError(f"what follows {deeper.path} reads {found.pop().name} of an earlier layer: trace the model whole")
+            raise AutoparError(
+                f"what follows {deeper.path} reads {found.pop().name} of an earlier layer: trace the model whole"
+            )
     return last, before, repeated, rest
 
 
@@ -118,17 +151,26 @@ def _alike(period: list[Node], before: list[Node], captured: Captured, deeper: D
         name = captured.attributes.get(one.name, "")
         if deeper.layer(name) is not None:
             return captured.attributes.get(other.name) == deeper.moved(name, -deeper.period)
-        return twins[one] is other if one in twins else other not in early if one in early else one is other
+        return (
+            twins[one] is other
+            if one in twins
+            else other not in early
+            if one in early
+            else one is other
+        )
 
     return len(period) == len(before) and all(
-        _described(one) == _described(other) and all(map(alike, _operands(one), _operands(other))) for one, other in twins.items()
+        _described(one) == _described(other) and all(map(alike, _operands(one), _operands(other)))
+        for one, other in twins.items()
     )
 
 
 def _described(node: Node) -> str:
     """A call without its operands: target, other arguments, shapes and dtypes of the results."""
     val = node.meta.get("val")
-    vals = [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)]
+    vals = [
+        v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)
+    ]
     return f"{node.target}{torch.fx.map_arg((node.args, node.kwargs), lambda _: '%')}{[(list(map(str, v.shape)), v.dtype) for v in vals]}"
 
 
@@ -142,31 +184,57 @@ def _operands(node: Node) -> list[Node]:
 def _layer_of(node: Node, deeper: Deeper) -> int | None:
     """The index of the layer in which a node runs."""
     stack = node.meta.get("nn_module_stack", {}).values()
-    return next((layer for path, _ in stack if (layer := deeper.layer(path.removeprefix(_ROOT))) is not None), None)
+    return next(
+        (
+            layer
+            for path, _ in stack
+            if (layer := deeper.layer(path.removeprefix(_ROOT))) is not None
+        ),
+        None,
+    )
 
 
 def _moved_meta(node: Node, deeper: Deeper, by: int) -> dict:
     """The meta of a node, as if it ran in the layer that many places later."""
     moved = {
-        key: (_ROOT + deeper.moved(path.removeprefix(_ROOT), by) if path.startswith(_ROOT) else path, kind)
+        key: (
+            _ROOT + deeper.moved(path.removeprefix(_ROOT), by) if path.startswith(_ROOT) else path,
+            kind,
+        )
         for key, (path, kind) in node.meta.get("nn_module_stack", {}).items()
     }
     return node.meta | {"nn_module_stack": moved}
 
 
-def _more_parameters(parameters: dict[str, ParameterSpec], last: int, deeper: Deeper) -> dict[str, ParameterSpec]:
+def _more_parameters(
+    parameters: dict[str, ParameterSpec], last: int, deeper: Deeper
+) -> dict[str, ParameterSpec]:
     """The parameters and then the buffers of the deeper model, each in the order of its modules."""
 
     def moved(spec: ParameterSpec, by: int) -> ParameterSpec:
-        return replace(spec, name=deeper.moved(spec.name, by), aliases=tuple(deeper.moved(alias, by) for alias in spec.aliases))
+        return replace(
+            spec,
+            name=deeper.moved(spec.name, by),
+            aliases=tuple(deeper.moved(alias, by) for alias in spec.aliases),
+        )
 
     found: list[ParameterSpec] = []
     for buffer in (False, True):
-        specs = [(deeper.layer(spec.name), spec) for spec in parameters.values() if spec.buffer == buffer]
+        specs = [
+            (deeper.layer(spec.name), spec) for spec in parameters.values() if spec.buffer == buffer
+        ]
         end = next((place for place, (layer, _) in enumerate(specs) if layer == last), len(specs))
-        period = [spec for layer, spec in specs[:end] if layer is not None and layer >= last - deeper.period]
+        period = [
+            spec
+            for layer, spec in specs[:end]
+            if layer is not None and layer >= last - deeper.period
+        ]
         found += [spec for _, spec in specs[:end]]
-        found += [moved(spec, by) for by in range(deeper.period, deeper.more + 1, deeper.period) for spec in period]
+        found += [
+            moved(spec, by)
+            for by in range(deeper.period, deeper.more + 1, deeper.period)
+            for spec in period
+        ]
         found += [moved(spec, deeper.more if layer == last else 0) for layer, spec in specs[end:]]
     return {spec.name: spec for spec in found}
 
@@ -180,8 +248,15 @@ def counted(traced: TracedModel, every: int) -> TracedModel:
     layers = traced.layers
     picked = set(layers[every - 1 :: every])
     kinds = dict.fromkeys((traced.segments[n].class_index, n in picked) for n in layers)
-    kinds |= {(index, None): None for index in range(len(traced.classes)) if not any(index == k for k, _ in kinds)}
-    order = {kind: place for place, kind in enumerate(sorted(kinds, key=lambda kind: (kind[0], bool(kind[1]))))}
+    kinds |= {
+        (index, None): None
+        for index in range(len(traced.classes))
+        if not any(index == k for k, _ in kinds)
+    }
+    order = {
+        kind: place
+        for place, kind in enumerate(sorted(kinds, key=lambda kind: (kind[0], bool(kind[1]))))
+    }
     twice = {index for index, which in kinds if which and (index, False) in kinds}
     classes = []
     for index, which in order:

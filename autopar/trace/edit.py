@@ -10,10 +10,15 @@ from torch.fx import Graph, Node
 
 def is_op(node: Node, *names: str) -> bool:
     """Whether the node calls an ATen op of one of these names, any overload."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.removeprefix("aten::") in names
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.name.removeprefix("aten::") in names
+    )
 
 
-def replace(graph: Graph, node: Node, target: Callable, args: tuple, kwargs: dict | None = None, val=None) -> Node:
+def replace(
+    graph: Graph, node: Node, target: Callable, args: tuple, kwargs: dict | None = None, val=None
+) -> Node:
     """Put another call in the place of `node`, with its meta, and `val` as its value if given."""
     with graph.inserting_before(node):
         new = graph.call_function(target, args, kwargs or {})

@@ -43,7 +43,9 @@ def expand_bags(graph: Graph) -> None:
 def _bag_size(node: Node) -> int:
     """How many ids each bag has; 0 if that differs, or if the op does more than add up or average."""
     offsets, options = node.args[2], ("scale_grad_by_freq", "include_last_offset")
-    if not (isinstance(offsets, Node) and is_op(offsets, "arange") and argument(offsets, "start") == 0):
+    if not (
+        isinstance(offsets, Node) and is_op(offsets, "arange") and argument(offsets, "start") == 0
+    ):
         return 0
     step, padding = argument(offsets, "step"), argument(node, "padding_idx")
     plain = not any(argument(node, name, False) for name in options)
@@ -56,12 +58,41 @@ def _rows_of_bags(graph: Graph, node: Node, size: int) -> Node:
     padding = argument(node, "padding_idx")
     padding = -1 if padding is None else padding
     with graph.inserting_before(node):
-        like = next(user for user in node.users if user.target is operator.getitem and user.args[1] == 0)
+        like = next(
+            user for user in node.users if user.target is operator.getitem and user.args[1] == 0
+        )
         bags = call(graph, like, aten.reshape.default, ids, [-1, size])
-        rows = call(graph, like, aten.embedding.default, weight, bags, padding, False, argument(node, "sparse", False))
+        rows = call(
+            graph,
+            like,
+            aten.embedding.default,
+            weight,
+            bags,
+            padding,
+            False,
+            argument(node, "sparse", False),
+        )
         if padding != -1:
-            kept = call(graph, like, aten.ne.Scalar, call(graph, like, aten.reshape.default, ids, [-1, size, 1]), padding)
+            kept = call(
+                graph,
+                like,
+                aten.ne.Scalar,
+                call(graph, like, aten.reshape.default, ids, [-1, size, 1]),
+                padding,
+            )
             rows = call(graph, like, aten.mul.Tensor, rows, kept)
         if factors is not None:
-            rows = call(graph, like, aten.mul.Tensor, rows, call(graph, like, aten.reshape.default, factors, [-1, size, 1]))
-        return call(graph, like, aten.sum.dim_IntList if argument(node, "mode", _SUM) == _SUM else aten.mean.dim, rows, [1])
+            rows = call(
+                graph,
+                like,
+                aten.mul.Tensor,
+                rows,
+                call(graph, like, aten.reshape.default, factors, [-1, size, 1]),
+            )
+        return call(
+            graph,
+            like,
+            aten.sum.dim_IntList if argument(node, "mode", _SUM) == _SUM else aten.mean.dim,
+            rows,
+            [1],
+        )

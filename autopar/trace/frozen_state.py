@@ -49,7 +49,9 @@ class StateRecord:
         return tuple(self.after.tensors[path] for path in self.returned)
 
 
-def check_state(first: Captured, record: StateRecord, capture_again: Callable[[StateRecord], Captured]) -> tuple[str, ...]:
+def check_state(
+    first: Captured, record: StateRecord, capture_again: Callable[[StateRecord], Captured]
+) -> tuple[str, ...]:
     """Notes on state that the captured call changed.  Raises AutoparError if forward computes with it.
 
     `record` is that of `first`; `capture_again` captures once more, with another record.
@@ -71,14 +73,22 @@ def check_state(first: Captured, record: StateRecord, capture_again: Callable[[S
         raise AutoparError(_frozen(changed, record, ": the next call computes something else"))
     moving = again.before.differing(again.after)
     if moving:
-        names = {name for path in moving for name in again.after.names.get(path) or again.before.names.get(path, ())}
+        names = {
+            name
+            for path in moving
+            for name in again.after.names.get(path) or again.before.names.get(path, ())
+        }
         where = read_of(names, {*record.functions.codes, *methods_of(record.model)})
         if where is not None:
             raise AutoparError(_frozen(moving, record, f", and reads it{where}"))
-    visible = [path for path in changed if not any(part.startswith("_") for part in path.split("."))]  # not what users never see
+    visible = [
+        path for path in changed if not any(part.startswith("_") for part in path.split("."))
+    ]  # not what users never see
     if not visible:
         return ()
-    return (f"forward changes {_listed(visible)}, which does not change what it computes: it is changed at capture, not in training",)
+    return (
+        f"forward changes {_listed(visible)}, which does not change what it computes: it is changed at capture, not in training",
+    )
 
 
 def _is_random(held: Any) -> bool:
@@ -90,7 +100,9 @@ def _outputs(captured: Captured) -> list[str]:
     return GraphKeys(captured).outputs()
 
 
-def _constant_tensors(changed: list[str], record: StateRecord, capture_again: Callable) -> dict[str, torch.Tensor]:
+def _constant_tensors(
+    changed: list[str], record: StateRecord, capture_again: Callable
+) -> dict[str, torch.Tensor]:
     """The values of tensors that the call left in attributes, of those that depend on no input, parameter or buffer: masks, tables."""
     paths = tuple(path for path in changed if path in record.after.tensors)
     if not paths:
@@ -104,7 +116,9 @@ def _constant_tensors(changed: list[str], record: StateRecord, capture_again: Ca
     return {path: value for path, value in found.items() if value is not None}
 
 
-def _from_state(state: Snapshot, values: dict[str, torch.Tensor], record: StateRecord, capture_again: Callable) -> Captured:
+def _from_state(
+    state: Snapshot, values: dict[str, torch.Tensor], record: StateRecord, capture_again: Callable
+) -> Captured:
     """Capture forward as it is called with `state`, in which some tensors are known by their `values`."""
     state.restore()
     for path, value in values.items():
@@ -126,7 +140,13 @@ def _frozen(paths: list[str], record: StateRecord, how: str) -> str:
 
 def _listed(paths: list[str]) -> str:
     """The paths, quoted, the longest list shortened; a path within another one that is there is left out."""
-    roots = [path for path in paths if not any(path != other and path.startswith(other) and path[len(other)] in ".[" for other in paths)]
+    roots = [
+        path
+        for path in paths
+        if not any(
+            path != other and path.startswith(other) and path[len(other)] in ".[" for other in paths
+        )
+    ]
     shown = ", ".join(path if " " in path else repr(path) for path in roots[:4])
     return shown + (f" and {len(roots) - 4} more" if len(roots) > 4 else "")
 
@@ -135,7 +155,10 @@ def _listed(paths: list[str]) -> str:
 
 
 def _draw(path: str, record: StateRecord, capture_again: Callable) -> str:
-    where, name = _line_of_draw(path, record, capture_again), path if path.startswith(RANDOM) else f"the random generator {path!r}"
+    where, name = (
+        _line_of_draw(path, record, capture_again),
+        path if path.startswith(RANDOM) else f"the random generator {path!r}",
+    )
     if path == RANDOM + "`torch`":
         return (
             f"forward sets {name}{where}, as torch.manual_seed does: the captured graph would not, so that the draws that follow would be "
@@ -158,7 +181,9 @@ def _line_of_draw(path: str, record: StateRecord, capture_again: Callable) -> st
     def look(frame: types.FrameType, event: str, argument: Any) -> Callable:
         if not found and generator_state(generator) != state:
             number, drew = line_before.get(frame), frame
-            while number is None and drew.f_back is not None:  # a call after the draw, in the same line of one that called
+            while (
+                number is None and drew.f_back is not None
+            ):  # a call after the draw, in the same line of one that called
                 drew = drew.f_back
                 number = drew.f_lineno if drew in line_before else None
             found.append(line_text(drew.f_code.co_filename, number))

@@ -30,7 +30,10 @@ class GraphKeys:
 
     def outputs(self) -> list[str]:
         """The keys of what the graph returns."""
-        return [self._keys[node] if isinstance(node, Node) else repr(node) for node in self._captured.graph.output_node().args[0]]
+        return [
+            self._keys[node] if isinstance(node, Node) else repr(node)
+            for node in self._captured.graph.output_node().args[0]
+        ]
 
     def value(self, node: Any) -> torch.Tensor | None:
         """The value of a node that depends on constants alone; None of any other."""
@@ -43,9 +46,16 @@ class GraphKeys:
             text = f"{tuple(value.shape)} {value.dtype} {hashlib.sha256(_bytes(value)).hexdigest()}"
         elif node.op == "placeholder":
             attribute = self._captured.attributes.get(node.name)
-            text = f"input {self._inputs.get(node.name)}" if attribute is None else self._own(attribute)
+            text = (
+                f"input {self._inputs.get(node.name)}"
+                if attribute is None
+                else self._own(attribute)
+            )
         else:
-            arguments = pytree.tree_map(lambda arg: self._keys[arg] if isinstance(arg, Node) else _plain(arg), (node.args, node.kwargs))
+            arguments = pytree.tree_map(
+                lambda arg: self._keys[arg] if isinstance(arg, Node) else _plain(arg),
+                (node.args, node.kwargs),
+            )
             text = f"{node.op} {node.target} {arguments}"
         self._keys[node] = hashlib.sha256(text.encode()).hexdigest()
 
@@ -57,13 +67,30 @@ class GraphKeys:
         """The value of a node, if that can be computed from constants alone."""
         if node.op == "placeholder":
             value = self._captured.constants.get(self._captured.attributes.get(node.name, ""))
-            return None if value is None or isinstance(value, FakeTensor) or value.is_meta or value.layout != torch.strided else value
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+            return (
+                None
+                if value is None
+                or isinstance(value, FakeTensor)
+                or value.is_meta
+                or value.layout != torch.strided
+                else value
+            )
+        if (
+            node.op != "call_function"
+            or not isinstance(node.target, torch._ops.OpOverload)
+            or node.target._schema.is_mutable
+        ):
             return None
-        if torch.Tag.nondeterministic_seeded in node.target.tags or any(source not in self._values for source in node.all_input_nodes):
+        if torch.Tag.nondeterministic_seeded in node.target.tags or any(
+            source not in self._values for source in node.all_input_nodes
+        ):
             return None
         val = node.meta.get("val")
-        if not isinstance(val, torch.Tensor) or any(not isinstance(size, int) for size in val.shape) or val.numel() > _MOST_ELEMENTS:
+        if (
+            not isinstance(val, torch.Tensor)
+            or any(not isinstance(size, int) for size in val.shape)
+            or val.numel() > _MOST_ELEMENTS
+        ):
             return None
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
         if any(isinstance(arg, torch.SymInt) for arg in pytree.tree_leaves((args, kwargs))):
@@ -73,8 +100,16 @@ class GraphKeys:
 
 
 def _plain(arg: Any) -> str:
-    return str(arg.node.expr) if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)) else repr(arg)
+    return (
+        str(arg.node.expr)
+        if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        else repr(arg)
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return (
+        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if tensor.numel()
+        else b""
+    )

@@ -60,7 +60,11 @@ def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
     if fact.kind == ROWS:
         return LossSplit("", "the loss has a dim of rows", conventions), None
     if carried := _carried(captured, loss):
-        return LossSplit("", f"forward changes buffer {carried!r} and computes the loss with it, once a micro-batch", conventions), None
+        return LossSplit(
+            "",
+            f"forward changes buffer {carried!r} and computes the loss with it, once a micro-batch",
+            conventions,
+        ), None
     power = 1 if fact.kind == SAME else fact.power
     edits = _Edits(captured, found, analysis.needed)
     if power not in (0, 1):
@@ -92,19 +96,25 @@ class _Analysis:
     @property
     def needed(self) -> set[Node]:
         """What the loss is computed from, but for the inside of terms that are per micro-batch."""
-        return above([self.loss], lambda node: () if node in self.overruled else node.all_input_nodes)
+        return above(
+            [self.loss], lambda node: () if node in self.overruled else node.all_input_nodes
+        )
 
     def conventions(self) -> tuple[str, ...]:
         """What is of each micro-batch by convention."""
         statistics = any(STATISTICS in node.meta for node in self.needed)
-        return tuple(name for name, there in ((STATISTICS, statistics), (ROUTERS, self.overruled)) if there)
+        return tuple(
+            name for name, there in ((STATISTICS, statistics), (ROUTERS, self.overruled)) if there
+        )
 
     def why(self, fact: Fact) -> str:
         """The op at which rows are mixed, in the user's words."""
         op = op_name(fact.cause).rpartition("::")[2] or str(fact.cause)
         stack = [path for path, _ in fact.cause.meta.get("nn_module_stack", {}).values()]
         paths = [path.removeprefix("model.") for path in stack if path not in ("", "model")]
-        place = line_of_node(fact.cause) or (f" in module {paths[-1]!r}" if paths else " in the loss")
+        place = line_of_node(fact.cause) or (
+            f" in module {paths[-1]!r}" if paths else " in the loss"
+        )
         if fact.cause.op == "call_function" and op_dims(fact.cause) is None:
             return f"{op}{place} has no rule (autopar.register_rule gives it one) and may combine rows of the batch"
         return f"{op}{place} combines rows of the batch in a way that parts of it do not add up to"
@@ -158,8 +168,18 @@ class _Edits:
 
     def run(self) -> StepValues | None:
         lifted = [(node, self._lift(node, places)) for node, places in self._lifted().items()]
-        readers = [(cut, user) for cut in self.found.cuts for user in list(cut.users) if self._is_computed(user)]
-        cuts = list(dict.fromkeys([cut for cut, _ in readers] + [number for _, numbers in lifted for number in numbers]))
+        readers = [
+            (cut, user)
+            for cut in self.found.cuts
+            for user in list(cut.users)
+            if self._is_computed(user)
+        ]
+        cuts = list(
+            dict.fromkeys(
+                [cut for cut, _ in readers]
+                + [number for _, numbers in lifted for number in numbers]
+            )
+        )
         for cut in cuts:
             self._input_for(cut)
         values = self._values()
@@ -181,7 +201,9 @@ class _Edits:
     def _values(self) -> StepValues:
         """Before the graph is changed: what computes the values is cut out of it."""
         vals = tuple(node.meta["val"] for node in self.inputs.values())
-        return StepGraphs(self.captured, self.found, self.targets).values(tuple(self.names), vals, self.labels)
+        return StepGraphs(self.captured, self.found, self.targets).values(
+            tuple(self.names), vals, self.labels
+        )
 
     def _is_computed(self, node: Node) -> bool:
         """Whether micro-batches compute a node, on the way to the loss."""
@@ -203,7 +225,9 @@ class _Edits:
                 whole = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
                 dtype = val.dtype if val.is_floating_point() else whole
                 number = self.graph.call_function(aten.full.default, ([], value), {"dtype": dtype})
-            number.meta = {k: v for k, v in node.meta.items() if k != STATISTICS} | {"val": val.new_empty([], dtype=dtype)}
+            number.meta = {k: v for k, v in node.meta.items() if k != STATISTICS} | {
+                "val": val.new_empty([], dtype=dtype)
+            }
             self.found.facts[number] = Fact(MIXED, known=True, cause=number)
             args[place] = number
             numbers.append(number)
@@ -217,7 +241,13 @@ class _Edits:
             labels = LABEL_COUNT in cut.meta
             if labels and self.labels < 0:
                 self.labels = len(self.targets)
-            name = "label_count" if labels else "row_weights" if follows_batch(cut.meta["val"]) else "batch_value"
+            name = (
+                "label_count"
+                if labels
+                else "row_weights"
+                if follows_batch(cut.meta["val"])
+                else "batch_value"
+            )
             self.inputs[key] = self._placeholder(name, cut.meta["val"])
             self.names.append(self.inputs[key].name)
             self.targets.append(cut)
@@ -238,10 +268,18 @@ class _Edits:
     def _settled(self, operand: Node, power: int, before: Node) -> Node:
         """`operand` times (1 / number of micro-batches) ** power."""
         if self.share is None:
-            self.share = self._placeholder(MICRO_BATCH_SHARE, self.captured.graph.output_node().args[0][0].meta["val"])
+            self.share = self._placeholder(
+                MICRO_BATCH_SHARE, self.captured.graph.output_node().args[0][0].meta["val"]
+            )
         for _ in range(abs(power)):
             with self.graph.inserting_before(before):
-                operand = call(self.graph, operand, aten.mul.Tensor if power > 0 else aten.div.Tensor, operand, self.share)
+                operand = call(
+                    self.graph,
+                    operand,
+                    aten.mul.Tensor if power > 0 else aten.div.Tensor,
+                    operand,
+                    self.share,
+                )
         return operand
 
 
@@ -257,8 +295,17 @@ class StepGraphs:
         local = self._graph(above(sums, reads), sums, {})
         parts = {node: f"part{k}" for k, node in enumerate(sums)}
         joined = self._graph(whole, self.targets, parts)
-        rows = [n.target for n in joined.nodes if n.op == "placeholder" and n.meta["of"] == "input" and follows_batch(n.meta["val"])]
-        tensors = {n.target for graph in (local, joined) for n in graph.nodes if n.op == "placeholder" and n.meta["of"] == "tensor"}
+        rows = [
+            n.target
+            for n in joined.nodes
+            if n.op == "placeholder" and n.meta["of"] == "input" and follows_batch(n.meta["val"])
+        ]
+        tensors = {
+            n.target
+            for graph in (local, joined)
+            for n in graph.nodes
+            if n.op == "placeholder" and n.meta["of"] == "tensor"
+        }
         return StepValues(names, vals, local, joined, tuple(rows), tuple(sorted(tensors)), labels)
 
     def _parts(self) -> tuple[list[Node], set[Node]]:
@@ -279,14 +326,28 @@ class StepGraphs:
         graph, mapping = Graph(), {}
         for node in in_order(self.captured.graph, nodes):
             if node in parts or node.op == "placeholder":
-                of = "part" if node in parts else "input" if node.name in self.input_names else "tensor"
-                name = parts.get(node) or self.input_names.get(node.name) or self.captured.attributes[node.name]
+                of = (
+                    "part"
+                    if node in parts
+                    else "input"
+                    if node.name in self.input_names
+                    else "tensor"
+                )
+                name = (
+                    parts.get(node)
+                    or self.input_names.get(node.name)
+                    or self.captured.attributes[node.name]
+                )
                 mapping[node] = graph.create_node("placeholder", name, name=node.name)
                 mapping[node].meta = {"val": node.meta["val"], "of": of}
                 continue
             if (value := fill_value(node)) is not None:
                 val = node.meta["val"]
-                mapping[node] = graph.call_function(aten.full.default, (list(val.shape), value), {"dtype": val.dtype, "device": val.device})
+                mapping[node] = graph.call_function(
+                    aten.full.default,
+                    (list(val.shape), value),
+                    {"dtype": val.dtype, "device": val.device},
+                )
             else:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
                 mapping[node] = graph.create_node(node.op, node.target, args, kwargs)
@@ -304,7 +365,9 @@ class Keys:
 
     def of(self, node: Node) -> int:
         for each in in_order(node.graph, above([node]) - self.known.keys()):
-            kwargs = tuple((name, self._written(value)) for name, value in sorted(each.kwargs.items()))
+            kwargs = tuple(
+                (name, self._written(value)) for name, value in sorted(each.kwargs.items())
+            )
             unique = each.op != "call_function" or is_random(each)
             key = (each.name,) if unique else (str(each.target), self._written(each.args), kwargs)
             self.known[each] = self.numbers.setdefault(key, len(self.numbers))
@@ -335,7 +398,10 @@ def _fixed(captured: Captured) -> dict[str, bool]:
 
 def _carried(captured: Captured, loss: Node) -> str:
     """A buffer that brings something of one micro-batch to the loss of the next; '' if there is none."""
-    found = above([loss], lambda node: node.all_input_nodes if node.target is not _IN_TRAINING else node.args[:1])
+    found = above(
+        [loss],
+        lambda node: node.all_input_nodes if node.target is not _IN_TRAINING else node.args[:1],
+    )
     read = {captured.attributes.get(node.name) for node in found}
     return next((name for name in captured.updates if name in read), "")
 
@@ -359,7 +425,11 @@ def _products_above(choices: Iterable[Node], number: int, fixed: Mapping[str, bo
             continue
         seen.add(node)
         learned = any(fixed.get(each.name) is False for each in node.all_input_nodes)
-        if is_op(node, *_GATES) and (learned or len(node.all_input_nodes) > 1) and number in results(node)[0].shape:
+        if (
+            is_op(node, *_GATES)
+            and (learned or len(node.all_input_nodes) > 1)
+            and number in results(node)[0].shape
+        ):
             found.add(node)
         else:
             stack += node.all_input_nodes
@@ -368,5 +438,12 @@ def _products_above(choices: Iterable[Node], number: int, fixed: Mapping[str, bo
 
 def _widest_input(graph: Graph, fixed: Mapping[str, bool]) -> int:
     """The most elements a row that an input of integers has, at least 1."""
-    inputs = [node for node in graph.find_nodes(op="placeholder") if node.name not in fixed and follows_batch(node.meta["val"])]
-    return max((elements_a_row(node) for node in inputs if not node.meta["val"].is_floating_point()), default=1)
+    inputs = [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if node.name not in fixed and follows_batch(node.meta["val"])
+    ]
+    return max(
+        (elements_a_row(node) for node in inputs if not node.meta["val"].is_floating_point()),
+        default=1,
+    )

@@ -24,7 +24,12 @@ _ELEMENTWISE_LOSSES = (
     "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "margin_ranking_loss",
     "hinge_embedding_loss",
 )  # fmt: skip
-_ROW_LOSSES = ("multi_margin_loss", "multilabel_margin_loss", "triplet_margin_loss", "cosine_embedding_loss")
+_ROW_LOSSES = (
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "triplet_margin_loss",
+    "cosine_embedding_loss",
+)
 """Give each row a loss."""
 _NONE, _MEAN, _SUM = 0, 1, 2
 
@@ -38,7 +43,9 @@ def class_means(graph: Graph) -> None:
         total = _with(graph, node, _SUM)
         if target.meta["val"].is_floating_point():  # probabilities: torch averages over samples
             shape = target.meta["val"].shape
-            divisor = product([size for dim, size in enumerate(shape) if dim != min(1, len(shape) - 1)])
+            divisor = product(
+                [size for dim, size in enumerate(shape) if dim != min(1, len(shape) - 1)]
+            )
         else:
             with graph.inserting_before(node):
                 divisor = _label_count(graph, node, logits, target)
@@ -62,7 +69,9 @@ def _label_count(graph: Graph, node: Node, logits: Node, target: Node) -> Node:
 def batch_means(graph: Graph) -> None:
     """Means over the batch dim: sums divided by the number of elements, which each rank knows."""
     for node in list(graph.nodes):
-        source = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
+        source = (
+            node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
+        )
         if is_op(node, "mean") and isinstance(source, torch.Tensor):
             dims = argument(node, "dim")
             dims = list(range(source.dim())) if not dims else [d % source.dim() for d in dims]
@@ -86,8 +95,12 @@ def row_means(graph: Graph) -> None:
         if is_op(node, *_ROW_LOSSES) and (reduction := argument(node, "reduction", _MEAN)) != _NONE:
             rows = _with(graph, node, _NONE)
             with graph.inserting_before(node):
-                rows.meta["val"] = rows.target(*torch.fx.map_arg(rows.args, _val), **torch.fx.map_arg(rows.kwargs, _val))
-            replace(graph, node, aten.mean.default if reduction == _MEAN else aten.sum.default, (rows,))
+                rows.meta["val"] = rows.target(
+                    *torch.fx.map_arg(rows.args, _val), **torch.fx.map_arg(rows.kwargs, _val)
+                )
+            replace(
+                graph, node, aten.mean.default if reduction == _MEAN else aten.sum.default, (rows,)
+            )
 
 
 def _val(node: Node) -> torch.Tensor:
@@ -110,7 +123,11 @@ def _with(graph: Graph, node: Node, reduction: int) -> Node:
 
 def _broadcast(node: Node) -> list:
     """The shape over which an elementwise loss averages."""
-    shapes = [n.meta["val"].shape for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    shapes = [
+        n.meta["val"].shape
+        for n in node.all_input_nodes
+        if isinstance(n.meta.get("val"), torch.Tensor)
+    ]
     rank = max(map(len, shapes))
     columns = zip(*([1] * (rank - len(shape)) + list(shape) for shape in shapes), strict=True)
     return [next((size for size in column if str(size) != "1"), 1) for column in columns]

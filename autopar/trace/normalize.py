@@ -22,7 +22,13 @@ from autopar.trace.spelling import join_slices, unify_spelling
 from autopar.trace.user_lines import line_of_node
 
 aten = torch.ops.aten
-_ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
+_ASSERTIONS = (
+    "_assert_tensor_metadata",
+    "_assert_async",
+    "_assert_scalar",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+)
 
 
 def normalize(graph: Graph) -> None:
@@ -36,20 +42,33 @@ def normalize(graph: Graph) -> None:
 def inline_no_grad_regions(graph: Graph) -> None:
     """Splice the bodies of wrap_with_set_grad_enabled; what a no-grad region returns is detached."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or getattr(node.target, "__name__", "") not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+        if node.op != "call_function" or getattr(node.target, "__name__", "") not in (
+            "wrap_with_set_grad_enabled",
+            "wrap_with_autocast",
+        ):
             continue
         autocast = node.target.__name__ == "wrap_with_autocast"
-        if autocast and node.args[1]:  # (device_type, dtype, enabled, cache, submodule, *args); disabled regions are plain
+        if (
+            autocast and node.args[1]
+        ):  # (device_type, dtype, enabled, cache, submodule, *args); disabled regions are plain
             enabled = node.args[2]
             if enabled:
-                lines = map(line_of_node, getattr(graph.owning_module, node.args[4].target).graph.nodes)
+                lines = map(
+                    line_of_node, getattr(graph.owning_module, node.args[4].target).graph.nodes
+                )
                 raise AutoparError(
                     f"forward enters torch.autocast{next(filter(None, lines), '')}; compute there as elsewhere, and pass precision='bf16' "
                     "to autopar for half precision"
                 )
         body_at = 4 if autocast else 1
         body = getattr(graph.owning_module, node.args[body_at].target)
-        mapping = dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], node.args[body_at + 1 :], strict=True))
+        mapping = dict(
+            zip(
+                [n for n in body.graph.nodes if n.op == "placeholder"],
+                node.args[body_at + 1 :],
+                strict=True,
+            )
+        )
         with graph.inserting_before(node):
             results = graph.graph_copy(body.graph, mapping)
             for inner, outer in mapping.items():
@@ -59,7 +78,9 @@ def inline_no_grad_regions(graph: Graph) -> None:
                 results = [_detached(graph, r) for r in results]
         for user in list(node.users):
             if user.target is not operator.getitem:
-                raise AutoparError(f"cannot inline a no-grad region whose result is used whole by {user.name}")
+                raise AutoparError(
+                    f"cannot inline a no-grad region whose result is used whole by {user.name}"
+                )
             user.replace_all_uses_with(results[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
@@ -74,10 +95,16 @@ def _detached(graph: Graph, node: Node) -> Node:
 def drop_assertions(graph: Graph) -> None:
     """Erase checks: they have no value and guard only what capture has already checked."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and (is_op(node, *_ASSERTIONS) or getattr(node.target, "__name__", "") in _ASSERTIONS):
+        if node.op == "call_function" and (
+            is_op(node, *_ASSERTIONS) or getattr(node.target, "__name__", "") in _ASSERTIONS
+        ):
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not isinstance(node.meta.get("val"), torch.Tensor):
+        if (
+            node.op == "call_function"
+            and not node.users
+            and not isinstance(node.meta.get("val"), torch.Tensor)
+        ):
             graph.erase_node(node)
 
 
@@ -88,18 +115,44 @@ def drop_no_ops(graph: Graph) -> None:
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
             continue
         source, val = node.args[0], node.meta.get("val")
-        if not isinstance(val, torch.Tensor) or not isinstance(source.meta.get("val"), torch.Tensor):
+        if not isinstance(val, torch.Tensor) or not isinstance(
+            source.meta.get("val"), torch.Tensor
+        ):
             continue
         before = source.meta["val"]
         same = (
             before.dtype == val.dtype
             and len(before.shape) == len(val.shape)
-            and all(a is b or a == b for a, b in zip(map(str, before.shape), map(str, val.shape), strict=True))
+            and all(
+                a is b or a == b
+                for a, b in zip(map(str, before.shape), map(str, val.shape), strict=True)
+            )
         )
         dropped = (
-            (is_op(node, "to", "_to_copy", "contiguous", "alias", "lift_fresh_copy", "clone", "type_as") and same)
-            or (is_op(node, "slice", "expand", "view", "reshape", "_unsafe_view") and same and argument(node, "step", 1) in (None, 1))
-            or (is_op(node, "add", "sub") and same and isinstance(node.args[1], (int, float)) and node.args[1] == 0)
+            (
+                is_op(
+                    node,
+                    "to",
+                    "_to_copy",
+                    "contiguous",
+                    "alias",
+                    "lift_fresh_copy",
+                    "clone",
+                    "type_as",
+                )
+                and same
+            )
+            or (
+                is_op(node, "slice", "expand", "view", "reshape", "_unsafe_view")
+                and same
+                and argument(node, "step", 1) in (None, 1)
+            )
+            or (
+                is_op(node, "add", "sub")
+                and same
+                and isinstance(node.args[1], (int, float))
+                and node.args[1] == 0
+            )
             or (is_op(node, "dropout") and (node.args[1] == 0 or not node.args[2]))
             or (is_op(node, "detach") and not before.is_floating_point())
         )
@@ -111,7 +164,12 @@ def drop_no_ops(graph: Graph) -> None:
 def expand_feature_dropout(graph: Graph) -> None:
     """Dropout of whole channels: one value a row and channel drops, and scales its channel."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and is_op(node, "feature_dropout", "feature_dropout_") and node.args[2] and node.args[1] > 0:
+        if (
+            node.op == "call_function"
+            and is_op(node, "feature_dropout", "feature_dropout_")
+            and node.args[2]
+            and node.args[1] > 0
+        ):
             if is_op(node, "feature_dropout_"):
                 raise AutoparError(
                     f"forward drops channels in place{line_of_node(node)}, which autopar cannot run: use Dropout2d(p) without inplace=True"
@@ -121,18 +179,32 @@ def expand_feature_dropout(graph: Graph) -> None:
                 for dim in range(2, value.meta["val"].dim()):
                     one = call(graph, node, aten.slice.Tensor, one, dim, 0, 1)
                 one = call(graph, node, aten.detach.default, one)
-                kept = call(graph, node, aten.dropout.default, call(graph, node, aten.ones_like.default, one), node.args[1], True)
+                kept = call(
+                    graph,
+                    node,
+                    aten.dropout.default,
+                    call(graph, node, aten.ones_like.default, one),
+                    node.args[1],
+                    True,
+                )
             replace(graph, node, aten.mul.Tensor, (value, kept))
 
 
 def inline_symbolic_sizes(graph: Graph) -> None:
     """Replace every use of a symbolic integer node by its expression, so that no size crosses from one segment to another."""
     for node in list(graph.nodes):
-        if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat)) and node.op == "call_function":
+        if (
+            isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
+            and node.op == "call_function"
+        ):
             val = node.meta["val"]
             for user in list(node.users):
-                user.args = torch.fx.map_arg(user.args, lambda n, node=node, val=val: val if n is node else n)
-                user.kwargs = torch.fx.map_arg(user.kwargs, lambda n, node=node, val=val: val if n is node else n)
+                user.args = torch.fx.map_arg(
+                    user.args, lambda n, node=node, val=val: val if n is node else n
+                )
+                user.kwargs = torch.fx.map_arg(
+                    user.kwargs, lambda n, node=node, val=val: val if n is node else n
+                )
     for node in reversed(list(graph.nodes)):
         if (
             node.op == "call_function"

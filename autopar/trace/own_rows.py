@@ -29,12 +29,21 @@ def gather_own_rows(graph: Graph) -> None:
 def _own_entries(node: Node) -> Node | None:
     """The index into dim 1, if that into dim 0 is each row's own number along the first dim of the result."""
     source, indices = node.args[0].meta["val"], node.args[1]
-    if len(indices) != 2 or not all(isinstance(index, Node) for index in indices) or source.dim() < 2:
+    if (
+        len(indices) != 2
+        or not all(isinstance(index, Node) for index in indices)
+        or source.dim() < 2
+    ):
         return None
     rows, entries = indices
     batch, whole = str(source.shape[0]), entries.meta["val"].dtype in (torch.int64, torch.int32)
     shape, own = entries.meta["val"].shape, [str(size) for size in rows.meta["val"].shape]
-    if not (isinstance(source.shape[0], torch.SymInt) and whole and own and own == [batch, *["1"] * (len(own) - 1)]):
+    if not (
+        isinstance(source.shape[0], torch.SymInt)
+        and whole
+        and own
+        and own == [batch, *["1"] * (len(own) - 1)]
+    ):
         return None
     inner = shape[1:] if len(shape) == len(own) else shape
     if len(shape) > len(own) or any(isinstance(size, torch.SymInt) for size in inner):
@@ -60,11 +69,22 @@ def _gathered(graph: Graph, node: Node, source: Node, entries: Node) -> Node:
     whole, shape = source.meta["val"].shape, entries.meta["val"].shape
     rank = len(node.args[1][0].meta["val"].shape)
     if len(shape) < rank or str(shape[0]) == "1":  # the same entries in all rows
-        inner = [1] * (rank - 1 - len(shape)) + list(shape) if len(shape) < rank else list(shape[1:])
+        inner = (
+            [1] * (rank - 1 - len(shape)) + list(shape) if len(shape) < rank else list(shape[1:])
+        )
         return emit(aten.index.Tensor, source, [None, emit(aten.reshape.default, entries, inner)])
     index = emit(aten.to.dtype, entries, torch.int64)
-    index = emit(aten.where.self, emit(aten.lt.Scalar, index, 0), emit(aten.add.Tensor, index, whole[1]), index)  # from the end
+    index = emit(
+        aten.where.self,
+        emit(aten.lt.Scalar, index, 0),
+        emit(aten.add.Tensor, index, whole[1]),
+        index,
+    )  # from the end
     index = emit(aten.reshape.default, index, [-1, prod(shape[1:]), *[1] * (len(whole) - 2)])
     if len(whole) > 2:
         index = emit(aten.expand.default, index, [-1, -1, *whole[2:]])
-    return emit(aten.reshape.default, emit(aten.gather.default, source, 1, index), [-1, *shape[1:], *whole[2:]])
+    return emit(
+        aten.reshape.default,
+        emit(aten.gather.default, source, 1, index),
+        [-1, *shape[1:], *whole[2:]],
+    )

@@ -25,14 +25,42 @@ import torch
 from torch import nn
 
 _STANDARD = frozenset(vars(nn.Module())) - {"training"}
-_LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "transformers", "autopar", "autopar_kernels"}
+_LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
+    "torch",
+    "numpy",
+    "transformers",
+    "autopar",
+    "autopar_kernels",
+}
 """Packages whose functions keep no state that forward computes with."""
-_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, np.generic, torch.dtype, torch.device)
-_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.Tensor, logging.Logger)
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    np.generic,
+    torch.dtype,
+    torch.device,
+)
+_OPAQUE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    torch.Tensor,
+    logging.Logger,
+)
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 RANDOM = "the random state of "
 """How the path of a generator begins that belongs to no object of the user's."""
-_GENERATORS = (("`random`", random._inst), ("`numpy.random`", np.random.mtrand._rand), ("`torch`", torch.default_generator))
+_GENERATORS = (
+    ("`random`", random._inst),
+    ("`numpy.random`", np.random.mtrand._rand),
+    ("`torch`", torch.default_generator),
+)
 _SEED = 0x5EED_0F_CA97
 
 
@@ -61,7 +89,9 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
         skipped = _STANDARD if isinstance(value, nn.Module) else ()
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
-            yield from ((f".{name}", child) for name, child in list(own.items()) if name not in skipped)
+            yield from (
+                (f".{name}", child) for name, child in list(own.items()) if name not in skipped
+            )
         for name in _slots(type(value)):
             if hasattr(value, name):
                 yield f".{name}", getattr(value, name)
@@ -69,8 +99,16 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _slots(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ()) if base.__module__ not in ("builtins", "collections") else ()
-        yield from (name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__"))
+        slots = (
+            base.__dict__.get("__slots__", ())
+            if base.__module__ not in ("builtins", "collections")
+            else ()
+        )
+        yield from (
+            name
+            for name in ((slots,) if isinstance(slots, str) else slots)
+            if not name.startswith("__")
+        )
 
 
 @dataclass(slots=True)
@@ -95,15 +133,25 @@ class Snapshot:
 
     def changed(self, later: Snapshot) -> list[str]:
         """Paths of which a later snapshot says otherwise; another tensor counts as a change, whatever its values."""
-        moved = {path for path in {*self.tensors, *later.tensors} if self.tensors.get(path) is not later.tensors.get(path)}
+        moved = {
+            path
+            for path in {*self.tensors, *later.tensors}
+            if self.tensors.get(path) is not later.tensors.get(path)
+        }
         return sorted(moved | set(self.differing(later)))
 
     def differing(self, later: Snapshot) -> list[str]:
         """As `changed`; tensors of one shape and dtype count as equal."""
         missing = object()
-        return sorted(path for path in {*self.held, *later.held} if not _same(self.held.get(path, missing), later.held.get(path, missing)))
+        return sorted(
+            path
+            for path in {*self.held, *later.held}
+            if not _same(self.held.get(path, missing), later.held.get(path, missing))
+        )
 
-    def _take(self, path: str, value: Any, put: Callable[[Any], None], names: tuple[str, ...]) -> None:
+    def _take(
+        self, path: str, value: Any, put: Callable[[Any], None], names: tuple[str, ...]
+    ) -> None:
         """Note what `path` holds, and all that this holds."""
         self.names[path] = names
         if isinstance(value, torch.Tensor):
@@ -135,12 +183,19 @@ class Snapshot:
         for name, module in model.named_modules():
             taken.seen[id(module)] = name
             registered = f"the names registered in {name or 'the model'}"
-            taken.held[registered] = [tuple(vars(module)[kind]) for kind in ("_modules", "_parameters", "_buffers")]
+            taken.held[registered] = [
+                tuple(vars(module)[kind]) for kind in ("_modules", "_parameters", "_buffers")
+            ]
             taken.names[registered] = ()
             taken.restorers.append(_object_restorer(module))
         for name, module in model.named_modules():
             for step, value in children(module):
-                taken._take(f"{name}{step}".lstrip("."), value, functools.partial(_set_in, module, step), (step[1:],))
+                taken._take(
+                    f"{name}{step}".lstrip("."),
+                    value,
+                    functools.partial(_set_in, module, step),
+                    (step[1:],),
+                )
         for path, name, value, put in functions.places():
             taken.restorers.append(functools.partial(put, value))
             taken._take(path, value, put, (name,))
@@ -160,15 +215,27 @@ def _same(one: Any, other: Any) -> bool:
 
 def _summary(value: Any, inner: list) -> Any:
     if isinstance(value, np.ndarray):
-        return ("array", value.shape, str(value.dtype), value.tobytes() if value.dtype != object else b"")
+        return (
+            "array",
+            value.shape,
+            str(value.dtype),
+            value.tobytes() if value.dtype != object else b"",
+        )
     if isinstance(value, (set, frozenset)):
-        return (type(value).__name__, frozenset(item for item in value if isinstance(item, _PLAIN)), len(value))
+        return (
+            type(value).__name__,
+            frozenset(item for item in value if isinstance(item, _PLAIN)),
+            len(value),
+        )
     if isinstance(value, (dict, list, tuple, deque)):
         return (type(value).__name__, tuple(step for step, _ in inner))
     if isinstance(value, (itertools.count, itertools.cycle, itertools.repeat)):
         return (type(value).__name__, repr(value.__reduce__()))
     if isinstance(value, io.IOBase):
-        return ("file", value.tell() if not value.closed and value.readable() and value.seekable() else None)
+        return (
+            "file",
+            value.tell() if not value.closed and value.readable() and value.seekable() else None,
+        )
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return ("generator", frame and (frame.f_lasti, repr(frame.f_locals)))
@@ -199,10 +266,18 @@ def _object_restorer(value: Any) -> Callable[[], None] | None:
     own = getattr(value, "__dict__", None)
     if isinstance(value, _OPAQUE) or not isinstance(own, dict):
         return None
-    kept = {name: child for name, child in own.items() if not isinstance(value, nn.Module) or name not in _STANDARD}
+    kept = {
+        name: child
+        for name, child in own.items()
+        if not isinstance(value, nn.Module) or name not in _STANDARD
+    }
 
     def restore() -> None:
-        for name in [name for name in own if name not in kept and not (isinstance(value, nn.Module) and name in _STANDARD)]:
+        for name in [
+            name
+            for name in own
+            if name not in kept and not (isinstance(value, nn.Module) and name in _STANDARD)
+        ]:
             del own[name]
         own.update(kept)
 
@@ -228,14 +303,18 @@ def generator_state(generator: Any) -> Any:
         return repr(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
         return _hashable(generator.get_state())
-    return generator.initial_seed()  # of torch: capture draws nothing from it, and its state is a tensor
+    return (
+        generator.initial_seed()
+    )  # of torch: capture draws nothing from it, and its state is a tensor
 
 
 def _generator_restorer(generator: Any) -> Callable[[], None]:
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.Generator):
-        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+        return functools.partial(
+            setattr, generator.bit_generator, "state", generator.bit_generator.state
+        )
     if isinstance(generator, np.random.RandomState):
         return functools.partial(generator.set_state, generator.get_state())
     return functools.partial(_reseed, generator, generator.initial_seed())
@@ -258,7 +337,9 @@ class Functions:
     """The user's functions that forward and the loss can reach, and the variables outside of the model that these name."""
 
     codes: list[types.FunctionType] = field(default_factory=list)
-    _places: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], None]]] = field(default_factory=dict)
+    _places: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], None]]] = field(
+        default_factory=dict
+    )
     _seen: set[int] = field(default_factory=set)
 
     @classmethod
@@ -316,7 +397,16 @@ class Functions:
                 continue
             self._seen.add(id(base))
             for name, value in list(vars(base).items()):
-                if isinstance(value, (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)):
+                if isinstance(
+                    value,
+                    (
+                        types.FunctionType,
+                        staticmethod,
+                        classmethod,
+                        property,
+                        functools.cached_property,
+                    ),
+                ):
                     self._add(value)
                 elif not name.startswith("__") and not isinstance(value, type):
                     self._places[f"class attribute {base.__qualname__}.{name}"] = (
@@ -334,11 +424,15 @@ class Functions:
             if name != "__wrapped__":
                 self._place(f"attribute {where}.{name}", name, value, functools.partial(vars(function).get, name),
                             functools.partial(setattr, function, name))  # fmt: skip
-        for number, value in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
+        for number, value in enumerate(
+            (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        ):
             if isinstance(value, (list, dict, set, deque)):
                 self._place(f"default argument {number} of {where}", f"argument {number}", value,
                             lambda missing, value=value: value, lambda value: None)  # fmt: skip
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
             self._place(f"variable {name!r} of {where}", name, _contents(cell, None), functools.partial(_contents, cell),
                         functools.partial(setattr, cell, "cell_contents"))  # fmt: skip
         for name in _names(function.__code__):
@@ -357,17 +451,36 @@ class Functions:
                 self._place(f"variable {name!r} of {module.__name__}", name, vars(module)[name], functools.partial(vars(module).get, name),
                             functools.partial(setattr, module, name))  # fmt: skip
 
-    def _place(self, path: str, name: str, value: Any, get: Callable[[Any], Any], put: Callable[[Any], None]) -> None:
+    def _place(
+        self,
+        path: str,
+        name: str,
+        value: Any,
+        get: Callable[[Any], Any],
+        put: Callable[[Any], None],
+    ) -> None:
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
             self._add(value)
-        elif not isinstance(value, (types.ModuleType, types.BuiltinFunctionType)) and not _of_library(type(value), but="builtins"):
+        elif not isinstance(
+            value, (types.ModuleType, types.BuiltinFunctionType)
+        ) and not _of_library(type(value), but="builtins"):
             self._places[path] = name, get, put
             self._add(value)
         elif isinstance(value, (*_RANDOM, torch.Tensor, np.ndarray, nn.Module, *_STATEFUL)):
             self._places[path] = name, get, put
 
 
-_STATEFUL = (deque, itertools.count, itertools.cycle, io.IOBase, dict, list, set, types.GeneratorType, types.SimpleNamespace)
+_STATEFUL = (
+    deque,
+    itertools.count,
+    itertools.cycle,
+    io.IOBase,
+    dict,
+    list,
+    set,
+    types.GeneratorType,
+    types.SimpleNamespace,
+)
 
 
 def _set_if_other(get: Callable[[Any], Any], put: Callable[[Any], None], value: Any) -> None:
@@ -392,6 +505,10 @@ def _names(code: types.CodeType) -> list[str]:
 
 
 def _of_library(value: Any, but: str = "") -> bool:
-    module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    module = (
+        value.__name__
+        if isinstance(value, types.ModuleType)
+        else getattr(value, "__module__", None)
+    )
     package = (module or "").split(".")[0]
     return package in _LIBRARIES and package != but

@@ -18,13 +18,19 @@ _CONSTANT_CHANGED = "is mutated in the forward method"
 _FIXED = re.compile(r"\['([^']+)'\]\.size\(\)\[0\] as dynamic")
 
 
-def why_not_captured(error: Exception, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
+def why_not_captured(
+    error: Exception, model: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> str:
     """The user's mistake in one paragraph: what is wrong, in which line, and the remedy."""
     name, reason = type(model).__name__, _reason(error)
     where, kind = line_of_error(error), type(error).__name__
     if _BATCH_IS_A_NUMBER in str(error):
         fixed = sorted(set(_FIXED.findall(str(error))))
-        others = "" if len(fixed) < 2 else "; if dim 0 of one of them is not the batch, give example_inputs of another batch size"
+        others = (
+            ""
+            if len(fixed) < 2
+            else "; if dim 0 of one of them is not the batch, give example_inputs of another batch size"
+        )
         return (
             f"forward of {name} uses the batch size, dim 0 of {' and '.join(map(repr, fixed))}, as a Python number, so that it would "
             "compute for one batch size alone; use x.shape[0] instead of int(x.shape[0]), and ops on whole tensors instead of loops "
@@ -64,7 +70,9 @@ def why_not_captured(error: Exception, model: nn.Module, tensors: Mapping[str, t
         return f"forward of {name} leaves PyTorch{where}, where its graph breaks: {reason}. Use torch ops only"
     if kind == "TypeError" and "forward()" in reason:
         return f"example_inputs ({', '.join(tensors)}) are not the arguments of forward of {name}: {reason}"
-    shapes = ", ".join(f"{key} ({shape_text(value)}) {value.dtype}" for key, value in tensors.items())
+    shapes = ", ".join(
+        f"{key} ({shape_text(value)}) {value.dtype}" for key, value in tensors.items()
+    )
     return f"forward of {name} fails on example_inputs ({shapes}){where}: {kind}: {reason}. Check shapes and dtypes; does it run eagerly?"
 
 
@@ -76,7 +84,10 @@ def _reason(error: Exception) -> str:
 
 def shape_text(tensor: torch.Tensor) -> str:
     """The shape for a message; sizes that follow the batch are called so."""
-    sizes = ("batch" if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol else str(size) for size in tensor.shape)
+    sizes = (
+        "batch" if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol else str(size)
+        for size in tensor.shape
+    )
     return ", ".join(sizes)
 
 
@@ -115,15 +126,25 @@ def check_symbols(captured: Captured) -> None:
     for node in captured.graph.nodes:
         val = node.meta.get("val")
         for tensor in val if isinstance(val, (list, tuple)) else (val,):
-            if node.op != "placeholder" and isinstance(tensor, torch.Tensor) and _unknown_sizes(tensor, set(batch)):
+            if (
+                node.op != "placeholder"
+                and isinstance(tensor, torch.Tensor)
+                and _unknown_sizes(tensor, set(batch))
+            ):
                 raise AutoparError(
                     f"{node.name}{line_of_node(node)} has a shape that depends on data ({shape_text(tensor)}), as boolean indexing, "
                     "nonzero and unique give: use arithmetic with a mask instead, for example (loss * mask).sum() / mask.sum()"
                 )
     lost = [name for name, tensor in captured.constants.items() if tensor.is_meta]
     if lost:
-        raise AutoparError(f"forward uses tensor {lost[0]!r}, which is on the meta device and has no values; register it as a buffer")
+        raise AutoparError(
+            f"forward uses tensor {lost[0]!r}, which is on the meta device and has no values; register it as a buffer"
+        )
 
 
 def _unknown_sizes(tensor: torch.Tensor, batch: set[str]) -> bool:
-    return any({str(s) for s in size.node.expr.free_symbols} - batch for size in tensor.shape if isinstance(size, torch.SymInt))
+    return any(
+        {str(s) for s in size.node.expr.free_symbols} - batch
+        for size in tensor.shape
+        if isinstance(size, torch.SymInt)
+    )

@@ -22,7 +22,9 @@ def symbolic_lengths() -> Iterator[None]:
     plain = builtins.len
 
     def length(value: Any) -> Any:
-        follows = isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt)
+        follows = (
+            isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt)
+        )
         return value.shape[0] if follows else plain(value)
 
     builtins.len = length
@@ -32,36 +34,57 @@ def symbolic_lengths() -> Iterator[None]:
         builtins.len = plain
 
 
-def _take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None, **more: Any) -> Tensor | None:
+def _take_along_dim(
+    input: Tensor, indices: Tensor, dim: int | None = None, **more: Any
+) -> Tensor | None:
     """A gather of what broadcasts."""
     if dim is None or more:
         return None
     dim %= input.dim()
     shapes = [[1 if d == dim else size for d, size in enumerate(t.shape)] for t in (input, indices)]
     shape = torch.broadcast_shapes(*shapes)
-    source, indices = (t.expand([t.shape[d] if d == dim else size for d, size in enumerate(shape)]) for t in (input, indices))
+    source, indices = (
+        t.expand([t.shape[d] if d == dim else size for d, size in enumerate(shape)])
+        for t in (input, indices)
+    )
     return source.gather(dim, indices)
 
 
 def _linspace(start: Any, end: Any, steps: Any = None, **options: Any) -> Tensor | None:
     """From both ends, as torch computes it."""
-    if not isinstance(steps, torch.SymInt) or isinstance(start, Tensor) or isinstance(end, Tensor) or "out" in options:
+    if (
+        not isinstance(steps, torch.SymInt)
+        or isinstance(start, Tensor)
+        or isinstance(end, Tensor)
+        or "out" in options
+    ):
         return None
     dtype = options.get("dtype") or torch.get_default_dtype()
     place = torch.arange(steps, dtype=dtype, device=options.get("device"))
     step = (end - start) / torch.sym_max(steps - 1, 1)
-    return torch.where(place < steps // 2, start + step * place, torch.where(place > 0, end - step * (steps - 1 - place), start))
+    return torch.where(
+        place < steps // 2,
+        start + step * place,
+        torch.where(place > 0, end - step * (steps - 1 - place), start),
+    )
 
 
 def _gaussian_nll_loss(
-    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
 ) -> Tensor | None:
     """Without the check that no variance is negative, which reads values."""
     if not isinstance(var, Tensor) or reduction not in ("none", "mean", "sum"):
         return None
     if var.dim() == input.dim() - 1 and input.dim() > var.dim():
         var = var.unsqueeze(-1)
-    var = var + (var.clamp(min=eps) - var).detach()  # a variance below eps has its gradient all the same
+    var = (
+        var + (var.clamp(min=eps) - var).detach()
+    )  # a variance below eps has its gradient all the same
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)

@@ -120,7 +120,10 @@ def gathered_inputs(node: Node, found: RowFacts) -> list[Node]:
     return [each for each in read if each.op == "placeholder" and not is_whole(each)]
 
 
-def above(nodes: Iterable[Node], inputs: Callable[[Node], Iterable[Node]] = lambda node: node.all_input_nodes) -> set[Node]:
+def above(
+    nodes: Iterable[Node],
+    inputs: Callable[[Node], Iterable[Node]] = lambda node: node.all_input_nodes,
+) -> set[Node]:
     """Nodes and all that they are computed from, where `inputs` gives what a node is computed from."""
     found, stack = set(), list(nodes)
     while stack:
@@ -191,7 +194,10 @@ def _degree(expr: sympy.Expr) -> int | None:
     (batch,) = expr.free_symbols
     first, *more = (float(expr.subs(batch, rows)) for rows in _ROWS_TRIED)
     for power in (1, -1, 2, -2, 0):
-        alike = (isclose(value, first * float(rows) ** power, rel_tol=1e-12) for value, rows in zip(more, _ROWS_TRIED[1:], strict=True))
+        alike = (
+            isclose(value, first * float(rows) ** power, rel_tol=1e-12)
+            for value, rows in zip(more, _ROWS_TRIED[1:], strict=True)
+        )
         if first and all(alike):
             return power
     return None
@@ -200,23 +206,27 @@ def _degree(expr: sympy.Expr) -> int | None:
 class _Transfer:
     """The fact of one call, from those of its operands."""
 
-    def __init__(
-        self, node: Node, found: RowFacts, widest: int, again: bool = False
-    ) -> None:
+    def __init__(self, node: Node, found: RowFacts, widest: int, again: bool = False) -> None:
         """`again`: the node is computed of a micro-batch although it is known."""
         self.node, self.found, self.widest = node, found, widest
         self.operands = operands(node)
         facts = [found.of(each) for each in self.operands]
         fixed = is_random(node) or node.target is torch.ops.autopar.in_training.default
         self.known = not again and not fixed and all(found.of(each).known for each in reads(node))
-        self.facts = facts if self.known else [self._cut(*pair) for pair in zip(self.operands, facts, strict=True)]
+        self.facts = (
+            facts
+            if self.known
+            else [self._cut(*pair) for pair in zip(self.operands, facts, strict=True)]
+        )
 
     def _cut(self, operand: Node, fact: Fact) -> Fact:
         """A known value that is joined over rows is taken from the whole batch, if it can be."""
         if not (fact.known and fact.is_joined):
             return fact
         rows = _row_dim(operand.meta["val"])
-        fits = not follows_batch(operand.meta["val"]) or (rows == 0 and elements_a_row(operand) <= self.widest)
+        fits = not follows_batch(operand.meta["val"]) or (
+            rows == 0 and elements_a_row(operand) <= self.widest
+        )
         if fits and all(map(self._may_gather, gathered_inputs(operand, self.found))):
             self.found.cuts.setdefault(operand)
             return Fact(ROWS if rows == 0 else SAME, known=True)
@@ -261,7 +271,11 @@ class _Transfer:
         val, fact = results(self.node)[0], self.facts[0]
         if not follows_batch(val):
             return Fact(SAME, known=True)
-        return replace(fact, power=0, known=True) if fact.kind == ROWS else Fact(MIXED, known=True, cause=self.node)
+        return (
+            replace(fact, power=0, known=True)
+            if fact.kind == ROWS
+            else Fact(MIXED, known=True, cause=self.node)
+        )
 
     def _is_last_of_running_sum(self) -> bool:
         """Whether the node is the last entry of a running sum over rows."""
@@ -270,7 +284,10 @@ class _Transfer:
             return False
         dim = argument(source, "dim") % source.meta["val"].dim()
         of = source.args[0]
-        last = argument(self.node, "index") == -1 and argument(self.node, "dim") % source.meta["val"].dim() == dim
+        last = (
+            argument(self.node, "index") == -1
+            and argument(self.node, "dim") % source.meta["val"].dim() == dim
+        )
         fact = self.found.of(of)
         return last and fact.kind == ROWS and not fact.power and row_dim_of(of) == dim
 
@@ -281,7 +298,9 @@ class _Transfer:
         """Numbers that are no factors become tensors that are known, where the op takes such."""
         if _factor(self.node, numbers) is not None and any(f.kind != SAME for f in self.facts):
             return False
-        if tensor_overload(self.node) is None or not all(place < min(2, len(self.node.args)) for place, _ in numbers):
+        if tensor_overload(self.node) is None or not all(
+            place < min(2, len(self.node.args)) for place, _ in numbers
+        ):
             return False
         for place, value in numbers:
             self.found.lifted[self.node, place] = value
@@ -302,8 +321,13 @@ class _Transfer:
         vals = results(node)
         sizes = [arg for arg in _flat((node.args, node.kwargs)) if is_symbolic(arg)]
         if not any(map(follows_batch, vals)):
-            return Fact(SAME, known=self.known) if not sizes or self._has_lifted() else self._mixed()
-        if is_op(node, *_EQUAL_ROWS, "full_like", "zeros_like", "ones_like", "empty_like") and len(vals) == 1:
+            return (
+                Fact(SAME, known=self.known) if not sizes or self._has_lifted() else self._mixed()
+            )
+        if (
+            is_op(node, *_EQUAL_ROWS, "full_like", "zeros_like", "ones_like", "empty_like")
+            and len(vals) == 1
+        ):
             if _row_dim(vals[0]) is not None:
                 return Fact(ROWS, known=self.known)
         return self._mixed()
@@ -319,10 +343,17 @@ class _Transfer:
             return self._reshaped()
         if is_op(node, "cat") and (fact := self._batches_in_a_row()) is not None:
             return fact
-        if is_op(node, "split_with_sizes", "split", "chunk") and (facts := self._single_batches()) is not None:
+        if (
+            is_op(node, "split_with_sizes", "split", "chunk")
+            and (facts := self._single_batches()) is not None
+        ):
             return facts
         dims = op_dims(node)
-        places = [(k, row_dim_of(each)) for k, each in enumerate(self.operands) if self.facts[k].kind == ROWS]
+        places = [
+            (k, row_dim_of(each))
+            for k, each in enumerate(self.operands)
+            if self.facts[k].kind == ROWS
+        ]
         outers = {self.facts[k].outer for k, _ in places}
         if any(dim is None for _, dim in places) or len(outers) > 1:
             return self._mixed()
@@ -332,7 +363,9 @@ class _Transfer:
         if len(letters) > 1 or None in letters:
             return self._mixed()
         (letter,) = letters
-        if any(locate(term, letter) for k, term in enumerate(dims.inputs) if self.facts[k].kind != ROWS):
+        if any(
+            locate(term, letter) for k, term in enumerate(dims.inputs) if self.facts[k].kind != ROWS
+        ):
             return self._mixed()
         own = self._power_of_rows(dims, power)
         found = []
@@ -346,24 +379,41 @@ class _Transfer:
                 found.append(Fact(SUM, own, known=self.known))
             else:
                 found.append(self._mixed())
-        return found[0] if len(found) == 1 and not isinstance(node.meta["val"], list | tuple) else tuple(found)
+        return (
+            found[0]
+            if len(found) == 1 and not isinstance(node.meta["val"], list | tuple)
+            else tuple(found)
+        )
 
     def _adds_nothing(self, dims: OpDims) -> bool:
         """Whether what joins the sum of the rows as it is, is zeros."""
-        return all(is_op(self.operands[k], "zeros", "zeros_like", "new_zeros") for k in dims.additive)
+        return all(
+            is_op(self.operands[k], "zeros", "zeros_like", "new_zeros") for k in dims.additive
+        )
 
     def _power_of_rows(self, dims: OpDims, power: int) -> int:
         """Powers add up where the op is linear in each operand; elsewhere operands are settled."""
         powers = [fact.power if fact.kind == ROWS else 0 for fact in self.facts]
         if not any(powers):
             return power
-        total, alone = power, {k for group in dims.linear if len(group) == 1 for k in group if not _cuts_off(self.node)}
+        total, alone = (
+            power,
+            {
+                k
+                for group in dims.linear
+                if len(group) == 1
+                for k in group
+                if not _cuts_off(self.node)
+            },
+        )
         for group in dims.linear:
             if len(group) > 1 and len({powers[k] for k in group}) == 1:
                 rest = [k for k in range(len(powers)) if k not in group]
                 if not any(powers[k] for k in rest):
                     return power + powers[min(group)]
-        settled = {operand for k, operand in enumerate(self.operands) if powers[k] and k not in alone}
+        settled = {
+            operand for k, operand in enumerate(self.operands) if powers[k] and k not in alone
+        }
         for k, operand in enumerate(self.operands):
             if operand in settled:  # wherever the op reads it
                 self.found.settled[self.node, operand] = powers[k]
@@ -412,7 +462,12 @@ class _Transfer:
         fact, vals, dim = self.facts[0], results(self.node), argument(self.node, "dim", 0)
         dim %= max(self.operands[0].meta["val"].dim(), 1)
         sizes = {str(val.shape[dim]) for val in vals}
-        if row_dim_of(self.operands[0]) != dim or fact.outer == 1 or fact.outer != len(vals) or len(sizes) > 1:
+        if (
+            row_dim_of(self.operands[0]) != dim
+            or fact.outer == 1
+            or fact.outer != len(vals)
+            or len(sizes) > 1
+        ):
             return None
         return tuple(replace(fact, outer=1, known=self.known) for _ in vals)
 
@@ -471,7 +526,9 @@ def _cuts_off(node: Node) -> bool:
     if not is_op(node, *_CASTS):
         return False
     before, after = operands(node)[0].meta["val"], results(node)[0]
-    return after.dtype != before.dtype and (after.dtype == torch.bool or (before.is_floating_point() and not after.is_floating_point()))
+    return after.dtype != before.dtype and (
+        after.dtype == torch.bool or (before.is_floating_point() and not after.is_floating_point())
+    )
 
 
 def tensor_overload(node: Node):
@@ -483,7 +540,20 @@ def tensor_overload(node: Node):
         return torch.ops.aten.pow.Tensor_Tensor
     if name == "div" and argument(node, "rounding_mode"):
         return torch.ops.aten.div.Tensor_mode
-    arithmetic = ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "remainder", "fmod")
+    arithmetic = (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "remainder",
+        "fmod",
+    )
     return getattr(torch.ops.aten, name).Tensor if name in arithmetic else None
 
 
@@ -502,7 +572,11 @@ def _numbers(node: Node) -> list[tuple[int, Any]]:
 
 def _factor(node: Node, numbers: list[tuple[int, Any]]) -> int | None:
     """The power that a number gives as a factor or divisor; None if it is neither."""
-    if not is_op(node, "mul", "div") or [place for place, _ in numbers] != [1] or argument(node, "rounding_mode"):
+    if (
+        not is_op(node, "mul", "div")
+        or [place for place, _ in numbers] != [1]
+        or argument(node, "rounding_mode")
+    ):
         return None
     power = degree(numbers[0][1])
     return None if power is None else -power if is_op(node, "mul") else power

@@ -37,11 +37,18 @@ def methods_of(model: nn.Module) -> list[types.FunctionType]:
     """The functions of all classes of the model's modules."""
     kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
     mine = [base for base in kinds if not base.__module__.startswith(("torch.", "builtins"))]
-    return [inspect.unwrap(value) for base in mine for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    return [
+        inspect.unwrap(value)
+        for base in mine
+        for value in vars(base).values()
+        if isinstance(value, types.FunctionType)
+    ]
 
 
 def _all_names(code: types.CodeType) -> set[str]:
-    inner = [_all_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    inner = [
+        _all_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
+    ]
     return {*code.co_names, *code.co_freevars, *code.co_varnames}.union(*inner)
 
 
@@ -54,9 +61,16 @@ def _tree_of(code: types.CodeType) -> ast.AST | None:
         return None
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
-            if code.co_firstlineno in (node.lineno, *(decorator.lineno for decorator in node.decorator_list)):
+            if code.co_firstlineno in (
+                node.lineno,
+                *(decorator.lineno for decorator in node.decorator_list),
+            ):
                 return node
-        if isinstance(node, ast.Lambda) and code.co_name == "<lambda>" and node.lineno == code.co_firstlineno:
+        if (
+            isinstance(node, ast.Lambda)
+            and code.co_name == "<lambda>"
+            and node.lineno == code.co_firstlineno
+        ):
             return node
     return None
 
@@ -77,9 +91,18 @@ def _read_in(node: ast.AST, names: set[str]) -> ast.AST | None:
         return node
     if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load):
         return node
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names:  # getattr(self, "name")
+    if (
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+    ):  # getattr(self, "name")
         return node
-    return next((found for child in ast.iter_child_nodes(node) if (found := _read_in(child, names)) is not None), None)
+    return next(
+        (
+            found
+            for child in ast.iter_child_nodes(node)
+            if (found := _read_in(child, names)) is not None
+        ),
+        None,
+    )
 
 
 def _only_changes(statement: ast.AST, names: set[str]) -> bool:
@@ -89,7 +112,9 @@ def _only_changes(statement: ast.AST, names: set[str]) -> bool:
         return all(_is_state(target, names) for target in targets)
     if isinstance(statement, ast.Expr):
         call = statement.value
-        return isinstance(call, ast.Call) and (_is_state(call.func, names) or _root(call.func) in _LOGS)
+        return isinstance(call, ast.Call) and (
+            _is_state(call.func, names) or _root(call.func) in _LOGS
+        )
     if isinstance(statement, ast.If):
         return all(_only_changes(inner, names) for inner in (*statement.body, *statement.orelse))
     return isinstance(statement, ast.Pass)

@@ -11,14 +11,20 @@ from collections.abc import Iterable
 
 import torch
 
-_OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<")
+_OWN = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    "<",
+)
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
 def line_of_error(error: Exception) -> str:
     """' (file.py:12: its text)' of the innermost frame outside of torch and autopar, or ''."""
-    return _innermost((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+    return _innermost(
+        (frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
+    )
 
 
 def line_now() -> str:
@@ -44,4 +50,6 @@ def line_text(file: str, number: int | None) -> str:
 
 def is_of_user(file: str) -> bool:
     """Whether a file is neither of Python's standard library nor of torch or autopar."""
-    return not file.startswith(_OWN) and (not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file)
+    return not file.startswith(_OWN) and (
+        not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file
+    )

@@ -29,7 +29,12 @@ _NUMBERS = {
 _ARRAYS = {Tensor.numpy: ".numpy()", Tensor.__array__: "NumPy", Tensor.__dlpack__: "DLPack"}
 _DATA = Tensor.data.__get__
 _TEXTS = (Tensor.__repr__, Tensor.__format__)
-_ROWS = {Tensor.__iter__: "for ... in", Tensor.__len__: "len()", Tensor.unbind: "unbind", torch.unbind: "unbind"}
+_ROWS = {
+    Tensor.__iter__: "for ... in",
+    Tensor.__len__: "len()",
+    Tensor.unbind: "unbind",
+    torch.unbind: "unbind",
+}
 """Functions that make a Python number of the size of dim 0."""
 
 
@@ -69,7 +74,9 @@ class _ValueReads(TorchFunctionMode):
         super().__init__()
         self.notes = notes
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         tensor = args[0] if args and isinstance(args[0], Tensor) else None
         if func in _NUMBERS:
@@ -107,7 +114,9 @@ class _ValueReads(TorchFunctionMode):
 
 def _refuse_unknown_sizes(result: Any, name: str) -> None:
     for tensor in result if isinstance(result, (list, tuple)) else (result,):
-        if isinstance(tensor, Tensor) and any(isinstance(n, torch.SymInt) and free_unbacked_symbols(n) for n in tensor.shape):
+        if isinstance(tensor, Tensor) and any(
+            isinstance(n, torch.SymInt) and free_unbacked_symbols(n) for n in tensor.shape
+        ):
             raise AutoparError(
                 f"forward makes a tensor whose shape depends on data{line_now()}, by {name.strip('_')}, as boolean indexing, nonzero and "
                 "unique do: use arithmetic with a mask instead, for example (loss * mask).sum() / mask.sum()"
@@ -130,7 +139,11 @@ def _number_of(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     return found
 
 
-_DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "PendingUnbackedSymbolNotFound")
+_DATA_DEPENDENT = (
+    "GuardOnDataDependentSymNode",
+    "DataDependentOutputException",
+    "PendingUnbackedSymbolNotFound",
+)
 """The names of the errors that torch raises where Python asks for the values of a fake tensor."""
 
 
@@ -155,8 +168,14 @@ def _known(tensor: Tensor) -> bool:
 
 
 def _follows_batch(tensor: Tensor, func: Callable, args: tuple, kwargs: dict) -> bool:
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) if func in (Tensor.unbind, torch.unbind) else 0
-    return tensor.dim() > 0 and dim in (0, -tensor.dim()) and isinstance(tensor.shape[0], torch.SymInt)
+    dim = (
+        (args[1] if len(args) > 1 else kwargs.get("dim", 0))
+        if func in (Tensor.unbind, torch.unbind)
+        else 0
+    )
+    return (
+        tensor.dim() > 0 and dim in (0, -tensor.dim()) and isinstance(tensor.shape[0], torch.SymInt)
+    )
 
 
 @contextlib.contextmanager
@@ -166,7 +185,9 @@ def _custom_gradients_refused(notes: list[str]) -> Iterator[None]:
 
     def checked_apply(cls, *args, **kwargs):
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            return _reentrant(notes, args[0], args[2:])  # (function, whether random states are kept, *its arguments)
+            return _reentrant(
+                notes, args[0], args[2:]
+            )  # (function, whether random states are kept, *its arguments)
         if not cls.__module__.startswith("torch."):
             raise AutoparError(
                 f"forward calls the custom autograd.Function {cls.__name__}{line_now()}, whose backward torch.export drops; make it an "
@@ -211,7 +232,9 @@ def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
 def _reentrant(notes: list[str], function: Callable, args: tuple) -> Any:
     """What `checkpoint(function, *args, use_reentrant=True)` computes: without gradients where no argument has any, as in eager mode."""
     _add_checkpoint_note(notes)
-    if not torch.is_grad_enabled() or any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+    if not torch.is_grad_enabled() or any(
+        isinstance(arg, Tensor) and arg.requires_grad for arg in args
+    ):
         return function(*args)
     notes.append(
         f"forward checkpoints a function none of whose arguments has a gradient{line_now()}, with use_reentrant=True: as in eager mode, "
@@ -242,7 +265,9 @@ def _silent_logs() -> Iterator[None]:
         logger.addFilter(refuse)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The tensor attributes? ")  # said by `frozen_state`
+            warnings.filterwarnings(
+                "ignore", message="The tensor attributes? "
+            )  # said by `frozen_state`
             warnings.filterwarnings("ignore", message="torch.utils.checkpoint")
             yield
     finally:

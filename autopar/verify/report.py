@@ -22,25 +22,57 @@ def verify_table(report: VerifyReport) -> Group:
     rows = []
     for mesh in report.meshes:
         verdict = "exact" if mesh.exact else "NOT EXACT"
-        rows.append((_verified(mesh), f"{mesh.worst_error:.2g}", mesh.worst_tensor, f"{mesh.loss_error:.2g}",
-                     collectives(mesh.collectives), f"{mesh.time_s:.1f} s", verdict))
-    columns = ("mesh", "worst error", "in tensor", "loss error", "collectives per micro-batch", "time", "verdict")
+        rows.append(
+            (
+                _verified(mesh),
+                f"{mesh.worst_error:.2g}",
+                mesh.worst_tensor,
+                f"{mesh.loss_error:.2g}",
+                collectives(mesh.collectives),
+                f"{mesh.time_s:.1f} s",
+                verdict,
+            )
+        )
+    columns = (
+        "mesh",
+        "worst error",
+        "in tensor",
+        "loss error",
+        "collectives per micro-batch",
+        "time",
+        "verdict",
+    )
     losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
     compiled = ", compiled" if report.compiled else ""
-    head = (f"{report.model} in {report.precision} on {report.nproc} processes{compiled}; learning rate {report.learning_rate:g} moves "
-            f"the median tensor by {percent(report.moved)}\nlosses on one device: {losses}")
+    head = (
+        f"{report.model} in {report.precision} on {report.nproc} processes{compiled}; learning rate {report.learning_rate:g} moves "
+        f"the median tensor by {percent(report.moved)}\nlosses on one device: {losses}"
+    )
     if report.drops:
         head += "\nthe model drops, so that the reference is autopar's engine on one device: PyTorch draws other masks"
     failures = [f"{mesh} was not tried: {reason}" for mesh, reason in report.skipped]
-    failures += [f"{_verified(mesh)} did not run: {mesh.failure}" for mesh in report.meshes if mesh.failure]
+    failures += [
+        f"{_verified(mesh)} did not run: {mesh.failure}" for mesh in report.meshes if mesh.failure
+    ]
     last = "every plan is exact" if report.exact else "NOT EXACT"
     tail = f"{last} (update-relative error of every tensor, tolerance {report.tolerance:g})"
-    return Group(Text(head), grid("", columns, rows, right=(1, 3, 5)), *map(Text, failures), Text(tail, style="bold"))
+    return Group(
+        Text(head),
+        grid("", columns, rows, right=(1, 3, 5)),
+        *map(Text, failures),
+        Text(tail, style="bold"),
+    )
 
 
 def _verified(mesh: MeshReport) -> str:
     how = [word for word in (mesh.schedule, mesh.recompute) if word not in ("none", "mixed")]
-    return " ".join((mesh_words(mesh.mesh), *([f"zero={sharing_words(mesh.zero, mesh.shard)}"] if mesh.zero else []), *how))
+    return " ".join(
+        (
+            mesh_words(mesh.mesh),
+            *([f"zero={sharing_words(mesh.zero, mesh.shard)}"] if mesh.zero else []),
+            *how,
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,5 +121,8 @@ class VerifyReport:
         """Plain data; infinities (a run without numbers) become the text 'inf'."""
         data = asdict(self) | {"exact": self.exact}
         for mesh in data["meshes"]:
-            mesh |= {key: mesh[key] if mesh[key] < float("inf") else "inf" for key in ("worst_error", "loss_error")}
+            mesh |= {
+                key: mesh[key] if mesh[key] < float("inf") else "inf"
+                for key in ("worst_error", "loss_error")
+            }
         return data

@@ -68,10 +68,15 @@ class FactorySpec(ModelSpec):
     def _make(self) -> nn.Module:
         return self.factory()[0]
 
-    def example_inputs(self, batch: int, seq: int, device: torch.device | str = "meta") -> dict[str, Tensor]:
+    def example_inputs(
+        self, batch: int, seq: int, device: torch.device | str = "meta"
+    ) -> dict[str, Tensor]:
         """The function's inputs, rows repeated to `batch`; `seq` is not used."""
         inputs = self.factory()[1]
-        return {name: value[torch.arange(batch) % value.shape[0]].clone().to(device) for name, value in inputs.items()}
+        return {
+            name: value[torch.arange(batch) % value.shape[0]].clone().to(device)
+            for name, value in inputs.items()
+        }
 
     def shrunk(self) -> ModelSpec:
         return self
@@ -141,16 +146,31 @@ def verify(
         progress(f"training under {plan.mesh} on {nproc} processes")
         meshes.append(_verify_plan(setup, case, plan, compile))
     tolerance = TOLERANCE[precision][0]
-    return VerifyReport(spec.name, precision, nproc, tolerance, case.learning_rate, case.moved, case.losses, tuple(meshes), skipped,
-                        case.drops, compile is not False)
+    return VerifyReport(
+        spec.name,
+        precision,
+        nproc,
+        tolerance,
+        case.learning_rate,
+        case.moved,
+        case.losses,
+        tuple(meshes),
+        skipped,
+        case.drops,
+        compile is not False,
+    )
 
 
 def free_network(devices: int) -> ClusterSpec:
     """CPU devices with a network that costs nothing and kernels that launch in no time: sharding always pays."""
     cluster = ClusterSpec.parse(f"cpu:{devices}")
     link = replace(cluster.topology.intra, bandwidth_Bps=1e15, latency_s=0.0)
-    return replace(cluster, name=f"cpu:{devices} with a free network", topology=replace(cluster.topology, intra=link, inter=link),
-                   device=replace(cluster.device, launch_s=0.0))
+    return replace(
+        cluster,
+        name=f"cpu:{devices} with a free network",
+        topology=replace(cluster.topology, intra=link, inter=link),
+        device=replace(cluster.device, launch_s=0.0),
+    )
 
 
 def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]:
@@ -160,26 +180,48 @@ def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]
     unshared = pin if pin.get("shard") else {"zero": 0} | pin
     if "tp" in pin or "dp" in pin:
         return [unshared]
-    cp, pp = (pin[axis] if isinstance(pin.get(axis), int) and pin[axis] > 0 else 1 for axis in ("cp", "pp"))
+    cp, pp = (
+        pin[axis] if isinstance(pin.get(axis), int) and pin[axis] > 0 else 1
+        for axis in ("cp", "pp")
+    )
     nproc = max(nproc // pp, 1)
     found = [unshared | {"tp": tp} for tp in divisors(max(nproc // cp, 1))]
     if nproc % 2 == 0 and not {"cp", "ep"} & pin.keys():
-        found += [unshared | {"cp": 2, "tp": nproc // 2}] if calls_of(case.traced, "aten::scaled_dot_product_attention") else []
+        found += (
+            [unshared | {"cp": 2, "tp": nproc // 2}]
+            if calls_of(case.traced, "aten::scaled_dot_product_attention")
+            else []
+        )
         found += [unshared | {"ep": 2, "dp": nproc}] if num_experts(case.traced) >= 2 else []
     if nproc > 1 and not {"cp", "ep", "zero"} & pin.keys():
         found += [pin | {"dp": nproc, "zero": 3}]
     return found
 
 
-def _plans(setup: Setup, case: Case, nproc: int, pin: dict[str, Any], software: Software) -> tuple[list[Plan], tuple]:
+def _plans(
+    setup: Setup, case: Case, nproc: int, pin: dict[str, Any], software: Software
+) -> tuple[list[Plan], tuple]:
     """One plan for each mesh to verify, and the meshes left out: those that this model or batch cannot have, unless they were asked for."""
     plans, refused = [], []
     for chosen in _meshes(case, nproc, pin):
         try:
-            plans.append(make_plan(case.model, free_network(nproc), case.batches[0], setup.rows, chosen, precision=setup.precision,
-                                   runnable=True, traced=case.traced, software=software))
+            plans.append(
+                make_plan(
+                    case.model,
+                    free_network(nproc),
+                    case.batches[0],
+                    setup.rows,
+                    chosen,
+                    precision=setup.precision,
+                    runnable=True,
+                    traced=case.traced,
+                    software=software,
+                )
+            )
         except AutoparError as error:
-            names = [key for key in ("pp", "dp", "cp", "tp", "ep", "zero", "shard") if chosen.get(key)]
+            names = [
+                key for key in ("pp", "dp", "cp", "tp", "ep", "zero", "shard") if chosen.get(key)
+            ]
             named = [f"{key}={chosen[key]}" for key in names if (key, chosen[key]) != ("pp", 1)]
             refused.append((" ".join(named) or "the mesh", error))
     if not plans:
@@ -211,13 +253,19 @@ def make_case(setup: Setup) -> Case:
         traced = trace(model, batches[0])
         dropping = any(drops(node) for block in traced.classes for node in ops(block.graph))
         for _ in range(RATES_TRIED):
-            before, after, losses = _train_by_engine(setup, model, traced, batches, rate) if dropping else _train(model, batches, rate)
+            before, after, losses = (
+                _train_by_engine(setup, model, traced, batches, rate)
+                if dropping
+                else _train(model, batches, rate)
+            )
             moved = _moved(before, after)
             if moved >= MOVED:
                 return Case(model, batches, traced, rate, moved, before, after, losses, dropping)
             rate = rate * 4 if moved == moved else rate / 10  # nan: the rate was too high
-    raise AutoparError(f"{setup.spec.name}: no learning rate up to {rate:g} moves the median tensor by {MOVED:.0%} in {setup.steps} steps; "
-                       "raise --steps")
+    raise AutoparError(
+        f"{setup.spec.name}: no learning rate up to {rate:g} moves the median tensor by {MOVED:.0%} in {setup.steps} steps; "
+        "raise --steps"
+    )
 
 
 def _disturb(model: nn.Module) -> None:
@@ -241,7 +289,11 @@ def _batches(setup: Setup) -> list[dict[str, Tensor]]:
                 batch[name] = torch.randint(0, setup.spec.vocab, tensor.shape, generator=generator)
         labels = batch.get("labels")
         if labels is not None and labels.dim() == 2 and not labels.is_floating_point():
-            hidden = torch.randint(0, labels.shape[1] - 1, (labels.shape[0],), generator=generator) if labels.shape[1] > 2 else []
+            hidden = (
+                torch.randint(0, labels.shape[1] - 1, (labels.shape[0],), generator=generator)
+                if labels.shape[1] > 2
+                else []
+            )
             for row, count in enumerate(hidden):
                 labels[row, : int(count)] = -100
         batches.append(batch)
@@ -252,7 +304,9 @@ def _optimizer(rate: float) -> Callable:
     return lambda parameters: torch.optim.SGD(parameters, rate, momentum=0.9)
 
 
-def _train(model: nn.Module, batches: list, rate: float) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, ...]]:
+def _train(
+    model: nn.Module, batches: list, rate: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, ...]]:
     """(parameters before, after, losses) of training a copy of the model on one device, in eager mode."""
     model = copy.deepcopy(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -260,7 +314,13 @@ def _train(model: nn.Module, batches: list, rate: float) -> tuple[dict[str, Tens
     for batch in batches:
         optimizer.zero_grad()
         output = _call(model, batch)
-        loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, Mapping) else output[0]
+        loss = (
+            output
+            if isinstance(output, Tensor)
+            else output["loss"]
+            if isinstance(output, Mapping)
+            else output[0]
+        )
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -278,14 +338,33 @@ def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
         ) from error
 
 
-def _train_by_engine(setup: Setup, model: nn.Module, traced: TracedModel, batches: list, rate: float, number: int = 1, dp: int = 1):
+def _train_by_engine(
+    setup: Setup,
+    model: nn.Module,
+    traced: TracedModel,
+    batches: list,
+    rate: float,
+    number: int = 1,
+    dp: int = 1,
+):
     """As `_train`, by autopar's engine on one device: it draws the dropout masks that every plan draws, and can run a batch as `number`
     micro-batches, each of which joins those of `dp` data-parallel ranks."""
     rows = torch.arange(setup.rows).view(dp, number, -1).transpose(0, 1).flatten()
-    batches = [{k: v[rows] if v.dim() and v.shape[0] == setup.rows else v for k, v in batch.items()} for batch in batches]
+    batches = [
+        {k: v[rows] if v.dim() and v.shape[0] == setup.rows else v for k, v in batch.items()}
+        for batch in batches
+    ]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    plan = make_plan(model, free_network(1), batches[0], setup.rows, {"micro_batch": setup.rows // number},
-                     precision=setup.precision, runnable=True, traced=traced)
+    plan = make_plan(
+        model,
+        free_network(1),
+        batches[0],
+        setup.rows,
+        {"micro_batch": setup.rows // number},
+        precision=setup.precision,
+        runnable=True,
+        traced=traced,
+    )
     engine = Engine(copy.deepcopy(model), traced, plan, _optimizer(rate), None, None, "cpu")
     losses = tuple(float(engine.step(batch)) for batch in batches)
     state = engine.full_state_dict()
@@ -296,34 +375,73 @@ def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
     """How far the median tensor moved, relative to its norm; nan if anything is not finite."""
     if not all(bool(t.isfinite().all()) for t in after.values()):
         return float("nan")
-    shares = sorted(float((after[k] - v).norm() / v.norm()) for k, v in before.items() if v.norm() > 0)
+    shares = sorted(
+        float((after[k] - v).norm() / v.norm()) for k, v in before.items() if v.norm() > 0
+    )
     return shares[len(shares) // 2] if shares else 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------- the processes
 
 
-def _verify_plan(setup: Setup, case: Case, plan: Plan, compile: bool | Mapping[str, Any] = False) -> MeshReport:
+def _verify_plan(
+    setup: Setup, case: Case, plan: Plan, compile: bool | Mapping[str, Any] = False
+) -> MeshReport:
     """Run one plan on as many processes as its mesh has devices."""
     start = time.perf_counter()
     infinite, mesh = float("inf"), plan.mesh.as_dict()
     try:
         after, losses_expected = expected_of(setup, case, plan)
-        ranks = run_workers(rank_errors, plan.mesh.num_devices, (setup, plan.to_json(), after, compile))
+        ranks = run_workers(
+            rank_errors, plan.mesh.num_devices, (setup, plan.to_json(), after, compile)
+        )
         counts = program_collectives(case.traced, plan)
     except WorkerError as error:
         took_s = time.perf_counter() - start
-        return MeshReport(mesh, plan.micro_batch, plan.recompute, False, infinite, "", infinite, (), {}, took_s, str(error),
-                          plan.schedule, plan.zero, plan.shard)
+        return MeshReport(
+            mesh,
+            plan.micro_batch,
+            plan.recompute,
+            False,
+            infinite,
+            "",
+            infinite,
+            (),
+            {},
+            took_s,
+            str(error),
+            plan.schedule,
+            plan.zero,
+            plan.shard,
+        )
     worst, tensor, losses = max(ranks, key=lambda rank: rank[0])
-    loss_error = max(relative_error(a, b) for _, _, found in ranks for a, b in zip(found, losses_expected, strict=True))
+    loss_error = max(
+        relative_error(a, b)
+        for _, _, found in ranks
+        for a, b in zip(found, losses_expected, strict=True)
+    )
     tolerance, took_s = TOLERANCE[setup.precision][0], time.perf_counter() - start
     exact = worst <= tolerance and loss_error <= tolerance
-    return MeshReport(mesh, plan.micro_batch, plan.recompute, exact, worst, tensor, loss_error, tuple(losses), counts, took_s,
-                      schedule=plan.schedule, zero=plan.zero, shard=plan.shard)
+    return MeshReport(
+        mesh,
+        plan.micro_batch,
+        plan.recompute,
+        exact,
+        worst,
+        tensor,
+        loss_error,
+        tuple(losses),
+        counts,
+        took_s,
+        schedule=plan.schedule,
+        zero=plan.zero,
+        shard=plan.shard,
+    )
 
 
-def expected_of(setup: Setup, case: Case, plan: Plan) -> tuple[dict[str, Tensor], tuple[float, ...]]:
+def expected_of(
+    setup: Setup, case: Case, plan: Plan
+) -> tuple[dict[str, Tensor], tuple[float, ...]]:
     """(parameters after training, losses) of one device that runs the plan's micro-batches: those of the whole batch, but for losses that
     are not linear in the batch (balance of routers, batch norm)."""
     if plan.num_microbatches == 1 or not (num_experts(case.traced) or case.traced.updates):
@@ -335,7 +453,11 @@ def expected_of(setup: Setup, case: Case, plan: Plan) -> tuple[dict[str, Tensor]
 
 
 def rank_errors(
-    rank: int, setup: Setup, plan_text: str, after: dict[str, Tensor], compile: bool | Mapping[str, Any] = False
+    rank: int,
+    setup: Setup,
+    plan_text: str,
+    after: dict[str, Tensor],
+    compile: bool | Mapping[str, Any] = False,
 ) -> tuple[float, str, list[float]]:
     """(worst error against `after`, its tensor, losses) of this rank."""
     case = make_case(setup)
@@ -347,10 +469,21 @@ def rank_errors(
 
 def make_engine(case: Case, plan: Plan, compile: bool | Mapping[str, Any] = False) -> Engine:
     """The engine of this process for a plan of the case's model, with the optimizer that trained the reference."""
-    return Engine(case.model, case.traced, plan, _optimizer(case.learning_rate), None, None, "cpu", compile=compile)
+    return Engine(
+        case.model,
+        case.traced,
+        plan,
+        _optimizer(case.learning_rate),
+        None,
+        None,
+        "cpu",
+        compile=compile,
+    )
 
 
-def compare(before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[str, Tensor], precision: str) -> tuple[float, str]:
+def compare(
+    before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[str, Tensor], precision: str
+) -> tuple[float, str]:
     """(largest update-relative error of `state` against `after`, name of its tensor).  A missing tensor is an infinite error."""
     tolerance, absolute = TOLERANCE[precision]
     errors = {}
@@ -358,7 +491,10 @@ def compare(before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[
         if name not in state or state[name].shape != expected.shape:
             errors[name] = float("inf")
             continue
-        difference, update = float((state[name] - expected).norm()), float((expected - before[name]).norm())
+        difference, update = (
+            float((state[name] - expected).norm()),
+            float((expected - before[name]).norm()),
+        )
         error = difference / max(update, absolute / tolerance)
         errors[name] = error if error == error else float("inf")
     worst = max(errors, key=errors.__getitem__)

@@ -13,20 +13,80 @@ from autopar_cost_models.collectives import (
 )
 from autopar_cost_models.fitted import FITTED, ISOLATED, FittedConstants
 from autopar_cost_models.hardware import DTYPES, Device, Host, Link
-from autopar_cost_models.memory import OFFLOADS, StaticMemory, activation_itemsize, communicator_bytes, static_bytes
-from autopar_cost_models.pipeline import PipelineTime, held_moments, late_moments, peak_held, pipeline_time
+from autopar_cost_models.memory import (
+    OFFLOADS,
+    StaticMemory,
+    activation_itemsize,
+    communicator_bytes,
+    static_bytes,
+)
+from autopar_cost_models.pipeline import (
+    PipelineTime,
+    held_moments,
+    late_moments,
+    peak_held,
+    pipeline_time,
+)
 from autopar_cost_models.pipeline_order import SCHEDULES, check_schedule
 from autopar_cost_models.roofline import arithmetic_intensity, matmul_time_s, memory_time_s
 from autopar_cost_models.simulate import Action, Simulation, Span, simulate_pipeline
 from autopar_cost_models.stage_times import StageTimes
-from autopar_cost_models.topology import NODES, NodePreset, Topology, group_shape, home_of, node_preset
+from autopar_cost_models.topology import (
+    NODES,
+    NodePreset,
+    Topology,
+    group_shape,
+    home_of,
+    node_preset,
+)
 from autopar_cost_models.version import COST_MODEL_VERSION
 
 __all__ = [
-    "Action", "COLLECTIVES", "COST_MODEL_VERSION", "DEVICES", "DTYPES", "Device", "FITTED", "FittedConstants", "HOSTS", "Host", "ISOLATED",
-    "LINKS", "Link", "NODES", "NodePreset", "OFFLOADS", "PipelineTime", "SCHEDULES", "Simulation", "Span", "StageTimes", "StaticMemory",
-    "Topology", "Traffic", "activation_itemsize", "all_gather_time_s", "all_reduce_time_s", "all_to_all_time_s", "arithmetic_intensity",
-    "check_schedule", "collective_time_s", "communicator_bytes", "device", "devices", "group_shape", "held_moments", "home_of",
-    "late_moments", "matmul_time_s", "memory_time_s", "node_preset", "peak_held", "pipeline_time", "point_to_point_time_s",
-    "reduce_scatter_time_s", "simulate_pipeline", "static_bytes",
+    "Action",
+    "COLLECTIVES",
+    "COST_MODEL_VERSION",
+    "DEVICES",
+    "DTYPES",
+    "Device",
+    "FITTED",
+    "FittedConstants",
+    "HOSTS",
+    "Host",
+    "ISOLATED",
+    "LINKS",
+    "Link",
+    "NODES",
+    "NodePreset",
+    "OFFLOADS",
+    "PipelineTime",
+    "SCHEDULES",
+    "Simulation",
+    "Span",
+    "StageTimes",
+    "StaticMemory",
+    "Topology",
+    "Traffic",
+    "activation_itemsize",
+    "all_gather_time_s",
+    "all_reduce_time_s",
+    "all_to_all_time_s",
+    "arithmetic_intensity",
+    "check_schedule",
+    "collective_time_s",
+    "communicator_bytes",
+    "device",
+    "devices",
+    "group_shape",
+    "held_moments",
+    "home_of",
+    "late_moments",
+    "matmul_time_s",
+    "memory_time_s",
+    "node_preset",
+    "peak_held",
+    "pipeline_time",
+    "point_to_point_time_s",
+    "reduce_scatter_time_s",
+    "simulate_pipeline",
+    "static_bytes",
 ]

@@ -34,21 +34,42 @@ _DAO2 = "Dao, FlashAttention-2, arXiv:2307.08691, abstract and section 4.1"
 _SHAH = "Shah et al., FlashAttention-3, arXiv:2407.08608, figures 5 and 6: head dim 128, H100 SXM"
 _ZADOURI = "FlashAttention-4, arXiv:2603.05451, abstract"
 _TRITON = f"{_DAO2}: FlashAttention-2 is 1.3-2.5 times as fast as FlashAttention in Triton, the less forward: taken as 1.4 and 2"
-_FA1 = FlashRate(0.40 * 312 / 271.2, 0.30 * 312 / 271.2, f"{_DAO2}: FlashAttention reaches 30-50 % of 312 forward and 25-35 % backward")
+_FA1 = FlashRate(
+    0.40 * 312 / 271.2,
+    0.30 * 312 / 271.2,
+    f"{_DAO2}: FlashAttention reaches 30-50 % of 312 forward and 25-35 % backward",
+)
 
 FLASH_RATES: dict[tuple[str, str], FlashRate] = {
     ("ampere", "flash1"): _FA1,
-    ("ampere", "flash2"): FlashRate(0.73 * 312 / 271.2, 0.63 * 312 / 271.2, f"{_DAO2}: up to 73 % of 312 forward and 63 % backward"),
+    ("ampere", "flash2"): FlashRate(
+        0.73 * 312 / 271.2,
+        0.63 * 312 / 271.2,
+        f"{_DAO2}: up to 73 % of 312 forward and 63 % backward",
+    ),
     ("ada", "flash2"): FlashRate(0.73 * 312 / 271.2, 0.63 * 312 / 271.2, "as ampere: assumed"),
     ("ampere", "triton"): FlashRate(0.73 * 312 / 271.2 / 1.4, 0.63 * 312 / 271.2 / 2.0, _TRITON),
-    ("hopper", "triton"): FlashRate(370 / 794.5 / 1.4, 322 / 794.5 / 2.0, f"{_TRITON}, as on the A100: assumed"),
-    ("hopper", "flash1"): FlashRate(370 / 794.5 / 2, 322 / 794.5 / 2, f"half of FlashAttention-2, as on the A100 ({_DAO2}): assumed"),
+    ("hopper", "triton"): FlashRate(
+        370 / 794.5 / 1.4, 322 / 794.5 / 2.0, f"{_TRITON}, as on the A100: assumed"
+    ),
+    ("hopper", "flash1"): FlashRate(
+        370 / 794.5 / 2,
+        322 / 794.5 / 2,
+        f"half of FlashAttention-2, as on the A100 ({_DAO2}): assumed",
+    ),
     ("hopper", "flash2"): FlashRate(370 / 794.5, 322 / 794.5, _SHAH),
     ("hopper", "cudnn"): FlashRate(600 / 794.5, 517 / 794.5, _SHAH),
     ("hopper", "flash3"): FlashRate(648 / 794.5, 561 / 794.5, _SHAH),
-    ("blackwell", "cudnn"): FlashRate(1613 / 1.3 / 1745, 1613 / 1.3 / 1745 * 517 / 600,
-                                      f"{_ZADOURI}: 1613 TFLOP/s on a B200, 1.3 x cuDNN 9.13; backward / forward as on hopper: assumed"),
-    ("blackwell", "flash4"): FlashRate(1613 / 1745, 1613 / 1745 * 561 / 648, f"{_ZADOURI}; backward / forward as on hopper: assumed"),
+    ("blackwell", "cudnn"): FlashRate(
+        1613 / 1.3 / 1745,
+        1613 / 1.3 / 1745 * 517 / 600,
+        f"{_ZADOURI}: 1613 TFLOP/s on a B200, 1.3 x cuDNN 9.13; backward / forward as on hopper: assumed",
+    ),
+    ("blackwell", "flash4"): FlashRate(
+        1613 / 1745,
+        1613 / 1745 * 561 / 648,
+        f"{_ZADOURI}; backward / forward as on hopper: assumed",
+    ),
 }
 """(generation, kernel) -> rate."""
 
@@ -60,7 +81,9 @@ SOFTMAX_SHARE = 0.22
 
 
 @lru_cache(maxsize=4096)
-def visible_pairs(queries: int, keys: int, causal: bool, window: int | None = None, block: int = 1) -> int:
+def visible_pairs(
+    queries: int, keys: int, causal: bool, window: int | None = None, block: int = 1
+) -> int:
     """Pairs of query and key that attention computes: query i sees key j if j <= i + keys - queries (causal: the last query sees the last
     key) and j > i + keys - queries - window.  With `block` > 1, pairs in blocks of which any pair is visible."""
     for name, value in (("queries", queries), ("keys", keys), ("block", block)):
@@ -74,7 +97,9 @@ def visible_pairs(queries: int, keys: int, causal: bool, window: int | None = No
     total = 0
     for first in range(0, queries, block):
         last = min(first + block, queries) - 1
-        top = min(keys, last + keys - queries + 1)  # one past the last visible key of the block's last query
+        top = min(
+            keys, last + keys - queries + 1
+        )  # one past the last visible key of the block's last query
         low = 0 if window is None else max(0, first + keys - queries - window + 1)
         if top > low:
             total += (ceil(top / block) - low // block) * block**2
@@ -82,43 +107,87 @@ def visible_pairs(queries: int, keys: int, causal: bool, window: int | None = No
 
 
 def flash_attention_time_s(
-    batch: int, heads: int, key_heads: int, queries: int, keys: int, head_dim: int, device: Device, *, kernel: str, dtype: str = "bf16",
-    causal: bool = True, window: int | None = None, backward: bool = False, fitted: FittedConstants = FITTED,
+    batch: int,
+    heads: int,
+    key_heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    device: Device,
+    *,
+    kernel: str,
+    dtype: str = "bf16",
+    causal: bool = True,
+    window: int | None = None,
+    backward: bool = False,
+    fitted: FittedConstants = FITTED,
 ) -> float:
     """Seconds of a flash attention kernel on one device: (batch, heads, queries, head_dim) against `key_heads` heads of keys.
 
     Rate of `FLASH_RATES` (ValueError for a pair that nobody measured), less for few keys, narrow heads and too few blocks to fill the
     device; blocks that the mask cuts are computed whole.
     """
-    for name, value in (("batch", batch), ("heads", heads), ("key_heads", key_heads), ("head_dim", head_dim)):
+    for name, value in (
+        ("batch", batch),
+        ("heads", heads),
+        ("key_heads", key_heads),
+        ("head_dim", head_dim),
+    ):
         whole(name, value)
     rate = _flash_rate(device, kernel)
     pairs = batch * heads * visible_pairs(queries, keys, causal, window, BLOCK)
-    whole_queries, whole_keys = (ceil(n / BLOCK) * BLOCK for n in (queries, keys))  # a block that is not full takes as long
+    whole_queries, whole_keys = (
+        ceil(n / BLOCK) * BLOCK for n in (queries, keys)
+    )  # a block that is not full takes as long
     keys_seen = visible_pairs(whole_queries, whole_keys, causal, window) / whole_queries
     work = batch * heads * ceil(queries / BLOCK)
     filled = work / (ceil(work / device.compute_units) * device.compute_units)
     narrow = min(1.0, (1 + SOFTMAX_SHARE) / (1 + SOFTMAX_SHARE * 128 / head_dim))
-    share = (rate.backward if backward else rate.forward) * fitted.attention_efficiency * narrow * filled
+    share = (
+        (rate.backward if backward else rate.forward)
+        * fitted.attention_efficiency
+        * narrow
+        * filled
+    )
     share *= keys_seen / (keys_seen + RAMP_KEYS)
     flops = (10 if backward else 4) * head_dim * pairs
-    query_bytes, key_bytes = (ITEMSIZE[dtype] * batch * h * n * head_dim for h, n in ((heads, queries), (key_heads, keys)))
+    query_bytes, key_bytes = (
+        ITEMSIZE[dtype] * batch * h * n * head_dim for h, n in ((heads, queries), (key_heads, keys))
+    )
     size_bytes = 4 * (query_bytes + key_bytes) if backward else 2 * (query_bytes + key_bytes)
-    return max(flops / (device.achieved_flops(dtype) * share), stream_s(size_bytes, device)) + device.launch_s
+    return (
+        max(flops / (device.achieved_flops(dtype) * share), stream_s(size_bytes, device))
+        + device.launch_s
+    )
 
 
 def _flash_rate(device: Device, kernel: str) -> FlashRate:
     found = FLASH_RATES.get((device.generation, kernel))
     if found is None:
         measured = [k for generation, k in FLASH_RATES if generation == device.generation]
-        hint = nearest(kernel, measured) if measured else f"generations with one: {', '.join(sorted({g for g, _ in FLASH_RATES}))}"
-        raise ValueError(f"no measured rate of attention kernel {shown(kernel)} on {device.name} ({device.generation}); {hint}")
+        hint = (
+            nearest(kernel, measured)
+            if measured
+            else f"generations with one: {', '.join(sorted({g for g, _ in FLASH_RATES}))}"
+        )
+        raise ValueError(
+            f"no measured rate of attention kernel {shown(kernel)} on {device.name} ({device.generation}); {hint}"
+        )
     return found
 
 
 def unfused_attention_time_s(
-    batch: int, heads: int, queries: int, keys: int, head_dim: int, device: Device, *, dtype: str = "bf16", fused_softmax: bool = True,
-    dropout: bool = False, backward: bool = False,
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    device: Device,
+    *,
+    dtype: str = "bf16",
+    fused_softmax: bool = True,
+    dropout: bool = False,
+    backward: bool = False,
 ) -> float:
     """Seconds of attention that writes its scores to memory: two batched matmuls (four backward), softmax and dropout kernels between.
 
@@ -132,8 +201,14 @@ def unfused_attention_time_s(
         return shaped_matmul_time_s(m, n, k, device, dtype, batch=batch * heads)
 
     if backward:
-        kernels = [3 * scores_bytes] + ([] if fused_softmax else [2 * scores_bytes] * 2)  # softmax: result, gradient, gradient; mask; scale
-        products_s = 2 * matmul_s(keys, head_dim, queries) + matmul_s(queries, keys, head_dim) + matmul_s(queries, head_dim, keys)
+        kernels = [3 * scores_bytes] + (
+            [] if fused_softmax else [2 * scores_bytes] * 2
+        )  # softmax: result, gradient, gradient; mask; scale
+        products_s = (
+            2 * matmul_s(keys, head_dim, queries)
+            + matmul_s(queries, keys, head_dim)
+            + matmul_s(queries, head_dim, keys)
+        )
     else:
         kernels = [2 * scores_bytes] * (1 if fused_softmax else 3)
         products_s = matmul_s(queries, keys, head_dim) + matmul_s(queries, head_dim, keys)

@@ -16,14 +16,28 @@ from autopar_cost_models.hardware import Device, Host, Link
 
 _AMPERE = {"fp64": 19.5, "fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
 _HOPPER = {"fp64": 67.0, "fp32": 67.0, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5, "fp8": 1979.0}
-_H100_PCIE = {"fp64": 51.0, "fp32": 51.0, "tf32": 378.0, "bf16": 756.0, "fp16": 756.0, "fp8": 1513.0}
+_H100_PCIE = {
+    "fp64": 51.0,
+    "fp32": 51.0,
+    "tf32": 378.0,
+    "bf16": 756.0,
+    "fp16": 756.0,
+    "fp8": 1513.0,
+}
 _H100_NVL = {"fp64": 60.0, "fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5}
 _ADA = {"fp64": 1.43, "fp32": 91.6, "tf32": 183.0, "bf16": 362.05, "fp16": 362.05, "fp8": 733.0}
 _B200 = {"fp64": 37.0, "fp32": 75.0, "tf32": 1100.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0}
 _B300 = {"fp64": 1.25, "fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0}
 _GB200 = {"fp64": 40.0, "fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0}
 _GB300 = {**_GB200, "fp64": 1.3}
-_MI300X = {"fp64": 163.4, "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}
+_MI300X = {
+    "fp64": 163.4,
+    "fp32": 163.4,
+    "tf32": 653.7,
+    "bf16": 1307.4,
+    "fp16": 1307.4,
+    "fp8": 2614.9,
+}
 
 _TILES_END_TO_END = ("ampere", "ada")
 """Generations whose multiprocessors finish a tile before they begin the next.  Since Hopper some warps load while others store, and squares
@@ -36,66 +50,243 @@ _FP8_ASSUMED = "fp8 at the H100 SXM's share of its best bf16 matmul: assumed"
 def devices(fitted: FittedConstants = FITTED) -> dict[str, Device]:
     """The catalogue, by name, with the fitted constants put into it.  Do not change the dict: it is shared."""
 
-    def gpu(name, generation, units, tflops, memory_MiB, bandwidth_Bps, matmul, source, *, fp8=None, power_W=None, full_power_W=None):
+    def gpu(
+        name,
+        generation,
+        units,
+        tflops,
+        memory_MiB,
+        bandwidth_Bps,
+        matmul,
+        source,
+        *,
+        fp8=None,
+        power_W=None,
+        full_power_W=None,
+    ):
         slowed = (power_W / full_power_W) ** fitted.power_exponent if power_W else 1.0
         trained = slowed * fitted.matmul_efficiency(generation)
         share = matmul * trained
         other = {"fp8": fp8 * trained * fitted.fp8_efficiency} if "fp8" in tflops and fp8 else {}
         flops = {dtype: rate * 1e12 for dtype, rate in tflops.items()}
-        return Device(name, flops, memory_MiB * c.MIB, bandwidth_Bps, fitted.launch_s, share, fitted.hbm_efficiency,
-                      int(fitted.reserved_bytes), source, units, generation, other,
-                      tile_s=fitted.tile_s if generation in _TILES_END_TO_END else 0.0)
+        return Device(
+            name,
+            flops,
+            memory_MiB * c.MIB,
+            bandwidth_Bps,
+            fitted.launch_s,
+            share,
+            fitted.hbm_efficiency,
+            int(fitted.reserved_bytes),
+            source,
+            units,
+            generation,
+            other,
+            tile_s=fitted.tile_s if generation in _TILES_END_TO_END else 0.0,
+        )
 
     sxm8 = c.MATMUL_H100_SXM_FP8
     relative8 = c.MATMUL_H100_SXM_FP8 / c.MATMUL_H100_SXM  # fp8 / bf16 share of the peak
     catalogue = (
-        gpu("a100-40g", "ampere", 108, _AMPERE, 40960, 1.555e12, c.MATMUL_A100_SXM,
-            f"NVIDIA A100 Tensor Core GPU datasheet (SXM4 40 GB, 400 W); {_NVIDIA_SMI}"),
-        gpu("a100-80g", "ampere", 108, _AMPERE, 81920, 2.039e12, c.MATMUL_A100_SXM,
-            f"NVIDIA A100 Tensor Core GPU datasheet (SXM4 80 GB, 400 W); {_NVIDIA_SMI}"),
-        gpu("a100-pcie-40g", "ampere", 108, _AMPERE, 40960, 1.555e12, c.MATMUL_A100_PCIE,
-            "NVIDIA A100 40 GB PCIe product brief (250 W); memory as the SXM part"),
-        gpu("a100-pcie-80g", "ampere", 108, _AMPERE, 81920, 1.935e12, c.MATMUL_A100_PCIE,
-            "NVIDIA A100 Tensor Core GPU datasheet (PCIe 80 GB, 300 W); memory as the SXM part"),
-        gpu("h100", "hopper", 132, _HOPPER, 81559, 3.35e12, c.MATMUL_H100_SXM,
-            f"NVIDIA H100 Tensor Core GPU datasheet (SXM5 80 GB, 700 W), half of the figures with sparsity; {_NVIDIA_SMI}", fp8=sxm8),
-        gpu("h100-96g-500w", "hopper", 132, _HOPPER, 97871, 2.4e12, c.MATMUL_H100_SXM,
+        gpu(
+            "a100-40g",
+            "ampere",
+            108,
+            _AMPERE,
+            40960,
+            1.555e12,
+            c.MATMUL_A100_SXM,
+            f"NVIDIA A100 Tensor Core GPU datasheet (SXM4 40 GB, 400 W); {_NVIDIA_SMI}",
+        ),
+        gpu(
+            "a100-80g",
+            "ampere",
+            108,
+            _AMPERE,
+            81920,
+            2.039e12,
+            c.MATMUL_A100_SXM,
+            f"NVIDIA A100 Tensor Core GPU datasheet (SXM4 80 GB, 400 W); {_NVIDIA_SMI}",
+        ),
+        gpu(
+            "a100-pcie-40g",
+            "ampere",
+            108,
+            _AMPERE,
+            40960,
+            1.555e12,
+            c.MATMUL_A100_PCIE,
+            "NVIDIA A100 40 GB PCIe product brief (250 W); memory as the SXM part",
+        ),
+        gpu(
+            "a100-pcie-80g",
+            "ampere",
+            108,
+            _AMPERE,
+            81920,
+            1.935e12,
+            c.MATMUL_A100_PCIE,
+            "NVIDIA A100 Tensor Core GPU datasheet (PCIe 80 GB, 300 W); memory as the SXM part",
+        ),
+        gpu(
+            "h100",
+            "hopper",
+            132,
+            _HOPPER,
+            81559,
+            3.35e12,
+            c.MATMUL_H100_SXM,
+            f"NVIDIA H100 Tensor Core GPU datasheet (SXM5 80 GB, 700 W), half of the figures with sparsity; {_NVIDIA_SMI}",
+            fp8=sxm8,
+        ),
+        gpu(
+            "h100-96g-500w",
+            "hopper",
+            132,
+            _HOPPER,
+            97871,
+            2.4e12,
+            c.MATMUL_H100_SXM,
             "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: HBM2e 96 GB at 2.4 TB/s, 500 W; rates as H100, "
-            "slowed by the power limit (power_exponent); memory: nvidia-smi", fp8=sxm8, power_W=500.0, full_power_W=c.H100_SXM_POWER_W),
-        gpu("h100-pcie", "hopper", 114, _H100_PCIE, 81559, 2.0e12, c.MATMUL_H100_PCIE,
+            "slowed by the power limit (power_exponent); memory: nvidia-smi",
+            fp8=sxm8,
+            power_W=500.0,
+            full_power_W=c.H100_SXM_POWER_W,
+        ),
+        gpu(
+            "h100-pcie",
+            "hopper",
+            114,
+            _H100_PCIE,
+            81559,
+            2.0e12,
+            c.MATMUL_H100_PCIE,
             f"NVIDIA H100 Tensor Core GPU datasheet (PCIe 80 GB, 350 W), half of the figures with sparsity; {_FP8_ASSUMED}; memory as SXM",
-            fp8=c.MATMUL_H100_PCIE * relative8),
-        gpu("h100-nvl", "hopper", 132, _H100_NVL, 95830, 3.9e12, c.MATMUL_H100_PCIE,
+            fp8=c.MATMUL_H100_PCIE * relative8,
+        ),
+        gpu(
+            "h100-nvl",
+            "hopper",
+            132,
+            _H100_NVL,
+            95830,
+            3.9e12,
+            c.MATMUL_H100_PCIE,
             "NVIDIA H100 NVL datasheet (94 GB, 400 W), half of the figures with sparsity; best matmul as the H100 PCIe: assumed; "
-            f"{_FP8_ASSUMED}; memory: nvidia-smi", fp8=c.MATMUL_H100_PCIE * relative8),
-        gpu("h800", "hopper", 132, {**_HOPPER, "fp64": 1.0}, 81559, 3.35e12, c.MATMUL_H100_SXM,
+            f"{_FP8_ASSUMED}; memory: nvidia-smi",
+            fp8=c.MATMUL_H100_PCIE * relative8,
+        ),
+        gpu(
+            "h800",
+            "hopper",
+            132,
+            {**_HOPPER, "fp64": 1.0},
+            81559,
+            3.35e12,
+            c.MATMUL_H100_SXM,
             "as the H100 SXM (github.com/deepseek-ai/FlashMLA/issues/75: 990 TFLOP/s, 3.35 TB/s) but for NVLink (400 GB/s) and fp64 (1 "
-            "TFLOP/s, as the press has it): DeepSeek-AI, Insights into DeepSeek-V3, arXiv:2505.09343; memory as the H100", fp8=sxm8),
-        gpu("h200", "hopper", 132, _HOPPER, 143771, 4.8e12, c.MATMUL_H100_SXM,
+            "TFLOP/s, as the press has it): DeepSeek-AI, Insights into DeepSeek-V3, arXiv:2505.09343; memory as the H100",
+            fp8=sxm8,
+        ),
+        gpu(
+            "h200",
+            "hopper",
+            132,
+            _HOPPER,
+            143771,
+            4.8e12,
+            c.MATMUL_H100_SXM,
             "NVIDIA H200 Tensor Core GPU datasheet (SXM 141 GB, 700 W), half of the figures with sparsity; memory: nvidia-smi",
-            fp8=c.MATMUL_H200_FP8),
-        gpu("l40s", "ada", 142, _ADA, 46068, 0.864e12, c.MATMUL_A100_PCIE,
+            fp8=c.MATMUL_H200_FP8,
+        ),
+        gpu(
+            "l40s",
+            "ada",
+            142,
+            _ADA,
+            46068,
+            0.864e12,
+            c.MATMUL_A100_PCIE,
             f"NVIDIA L40S datasheet (48 GB, 350 W); best matmul as the A100 PCIe: assumed; {_FP8_ASSUMED}; {_NVIDIA_SMI}",
-            fp8=c.MATMUL_A100_PCIE * relative8),
-        gpu("b200", "blackwell", 148, _B200, 182630, 7.7e12, c.MATMUL_B200,
+            fp8=c.MATMUL_A100_PCIE * relative8,
+        ),
+        gpu(
+            "b200",
+            "blackwell",
+            148,
+            _B200,
+            182630,
+            7.7e12,
+            c.MATMUL_B200,
             "NVIDIA Blackwell datasheet, HGX B200 (180 GB, 1000 W), half of the figures with sparsity; memory: 178.35 GiB by device query, "
-            "github.com/pytorch/ao/pull/4002", fp8=c.MATMUL_B200_FP8),
-        gpu("b300", "blackwell", 148, _B300, 275040, 7.7e12, c.MATMUL_B300,
+            "github.com/pytorch/ao/pull/4002",
+            fp8=c.MATMUL_B200_FP8,
+        ),
+        gpu(
+            "b300",
+            "blackwell",
+            148,
+            _B300,
+            275040,
+            7.7e12,
+            c.MATMUL_B300,
             "NVIDIA DGX B300 datasheet (288 GB HBM3e, 270 GB shown), half of the figures with sparsity; bandwidth: "
-            "verda.com/blog/gb300-nvl72-architecture; memory: nvidia-smi; multiprocessors as the B200: assumed", fp8=c.MATMUL_B300_FP8),
-        gpu("gb200", "blackwell", 152, _GB200, 189471, 8.0e12, c.MATMUL_GB200,
+            "verda.com/blog/gb300-nvl72-architecture; memory: nvidia-smi; multiprocessors as the B200: assumed",
+            fp8=c.MATMUL_B300_FP8,
+        ),
+        gpu(
+            "gb200",
+            "blackwell",
+            152,
+            _GB200,
+            189471,
+            8.0e12,
+            c.MATMUL_GB200,
             "NVIDIA Blackwell datasheet, GB200 NVL72 (186 GB per GPU, 1200 W), half of the figures with sparsity; memory: nvidia-smi",
-            fp8=c.MATMUL_GB200_FP8),
-        gpu("gb300", "blackwell", 152, _GB300, 284208, 8.0e12, c.MATMUL_GB200,
+            fp8=c.MATMUL_GB200_FP8,
+        ),
+        gpu(
+            "gb300",
+            "blackwell",
+            152,
+            _GB300,
+            284208,
+            8.0e12,
+            c.MATMUL_GB200,
             "NVIDIA GB300 NVL72 specifications (279 GB shown per GPU, 1400 W), half of the figures with sparsity; best matmul as the "
             "GB200 (1200 W) under the higher power limit (power_exponent), multiprocessors too: assumed; memory: nvidia-smi",
-            fp8=c.MATMUL_GB200_FP8, power_W=1400.0, full_power_W=1200.0),
-        gpu("mi300x", "cdna3", 304, _MI300X, 196592, 5.3e12, c.MATMUL_MI300X,
+            fp8=c.MATMUL_GB200_FP8,
+            power_W=1400.0,
+            full_power_W=1200.0,
+        ),
+        gpu(
+            "mi300x",
+            "cdna3",
+            304,
+            _MI300X,
+            196592,
+            5.3e12,
+            c.MATMUL_MI300X,
             "AMD Instinct MI300X data sheet (192 GB, 750 W), dense figures; memory: rocm-smi; fp8 at the bf16 share: assumed",
-            fp8=c.MATMUL_MI300X),
-        Device("cpu", {"fp64": c.CPU_FP64_FLOPS, "fp32": c.CPU_FP32_FLOPS, "bf16": c.CPU_BF16_FLOPS, "fp16": c.CPU_BF16_FLOPS},
-               c.CPU_MEMORY_BYTES, c.CPU_COPY_BPS, c.CPU_LAUNCH_S, 1.0, 1.0, c.CPU_RESERVED_BYTES,
-               "measured on one thread of an AMD EPYC (Zen 3), see constants.py; memory assumed", generation="cpu"),
+            fp8=c.MATMUL_MI300X,
+        ),
+        Device(
+            "cpu",
+            {
+                "fp64": c.CPU_FP64_FLOPS,
+                "fp32": c.CPU_FP32_FLOPS,
+                "bf16": c.CPU_BF16_FLOPS,
+                "fp16": c.CPU_BF16_FLOPS,
+            },
+            c.CPU_MEMORY_BYTES,
+            c.CPU_COPY_BPS,
+            c.CPU_LAUNCH_S,
+            1.0,
+            1.0,
+            c.CPU_RESERVED_BYTES,
+            "measured on one thread of an AMD EPYC (Zen 3), see constants.py; memory assumed",
+            generation="cpu",
+        ),
     )
     return {device.name: device for device in catalogue}
 
@@ -104,48 +295,130 @@ DEVICES: dict[str, Device] = devices()
 """The catalogue, by name."""
 
 _NVLS4, _NVLS5 = c.NVLS_HOPPER_EFFICIENCY, c.NVLS_BLACKWELL_EFFICIENCY
-NVLINK3 = Link(300e9, c.NVLINK_STEP_S, "NVIDIA A100 datasheet: NVLink 600 GB/s, both directions", c.NVLINK3_EFFICIENCY, "nvlink")
-NVLINK4 = Link(450e9, c.NVLINK_STEP_S, "NVIDIA H100 datasheet: NVLink 900 GB/s, both directions", c.NVLINK4_EFFICIENCY, "nvlink", _NVLS4)
-NVLINK4_H800 = Link(200e9, c.NVLINK_STEP_S, "H800: NVLink 400 GB/s, both directions; see the device", c.NVLINK4_EFFICIENCY,
-                    "nvlink", _NVLS4)
-NVLINK5 = Link(900e9, c.NVLINK_STEP_S, "NVIDIA Blackwell datasheet: NVLink 1.8 TB/s, both directions", c.NVLINK5_EFFICIENCY,
-               "nvlink", _NVLS5)
-INFINITY_FABRIC = Link(448e9, c.NVLINK_STEP_S, "AMD Instinct MI300X data sheet: 7 links of 128 GB/s, both directions, one to each peer, so "
-                       "that a group smaller than the node has less; latency assumed as NVLink", c.INFINITY_FABRIC_EFFICIENCY)
+NVLINK3 = Link(
+    300e9,
+    c.NVLINK_STEP_S,
+    "NVIDIA A100 datasheet: NVLink 600 GB/s, both directions",
+    c.NVLINK3_EFFICIENCY,
+    "nvlink",
+)
+NVLINK4 = Link(
+    450e9,
+    c.NVLINK_STEP_S,
+    "NVIDIA H100 datasheet: NVLink 900 GB/s, both directions",
+    c.NVLINK4_EFFICIENCY,
+    "nvlink",
+    _NVLS4,
+)
+NVLINK4_H800 = Link(
+    200e9,
+    c.NVLINK_STEP_S,
+    "H800: NVLink 400 GB/s, both directions; see the device",
+    c.NVLINK4_EFFICIENCY,
+    "nvlink",
+    _NVLS4,
+)
+NVLINK5 = Link(
+    900e9,
+    c.NVLINK_STEP_S,
+    "NVIDIA Blackwell datasheet: NVLink 1.8 TB/s, both directions",
+    c.NVLINK5_EFFICIENCY,
+    "nvlink",
+    _NVLS5,
+)
+INFINITY_FABRIC = Link(
+    448e9,
+    c.NVLINK_STEP_S,
+    "AMD Instinct MI300X data sheet: 7 links of 128 GB/s, both directions, one to each peer, so "
+    "that a group smaller than the node has less; latency assumed as NVLink",
+    c.INFINITY_FABRIC_EFFICIENCY,
+)
 PCIE4 = Link(31.5e9, c.PCIE_STEP_S, "PCI Express 4.0 x16", c.PCIE_EFFICIENCY, "pcie")
 PCIE5 = Link(63.0e9, c.PCIE_STEP_S, "PCI Express 5.0 x16", c.PCIE_EFFICIENCY, "pcie")
-HDR200 = Link(25e9, c.NETWORK_STEP_S, "NVIDIA DGX A100 datasheet: 8 x 200 Gb/s HDR InfiniBand", c.INFINIBAND_EFFICIENCY, "network")
-NDR400 = Link(50e9, c.NETWORK_STEP_S, "NVIDIA DGX H100, H200, B200 and GB200 datasheets: one 400 Gb/s ConnectX-7 per GPU",
-              c.INFINIBAND_EFFICIENCY, "network")
-XDR800 = Link(100e9, c.NETWORK_STEP_S, "NVIDIA DGX B300 and GB300 NVL72 datasheets: one 800 Gb/s ConnectX-8 per GPU",
-              c.INFINIBAND_EFFICIENCY, "network")
-EFA100 = Link(12.5e9, c.NETWORK_STEP_S, "AWS EC2 accelerated-computing network specifications: 100 Gb/s EFA interfaces; latency as "
-              "InfiniBand: assumed", c.EFA1_EFFICIENCY, "network")
-OMNIPATH100 = Link(12.5e9, c.NETWORK_STEP_S, "github.com/bigscience-workshop/bigscience, jz/hpc-specs.md: 4 Omni-Path 100 Gb/s links "
-                   "a node of 8 GPUs; latency as InfiniBand: assumed", c.OMNIPATH_EFFICIENCY, "network")
+HDR200 = Link(
+    25e9,
+    c.NETWORK_STEP_S,
+    "NVIDIA DGX A100 datasheet: 8 x 200 Gb/s HDR InfiniBand",
+    c.INFINIBAND_EFFICIENCY,
+    "network",
+)
+NDR400 = Link(
+    50e9,
+    c.NETWORK_STEP_S,
+    "NVIDIA DGX H100, H200, B200 and GB200 datasheets: one 400 Gb/s ConnectX-7 per GPU",
+    c.INFINIBAND_EFFICIENCY,
+    "network",
+)
+XDR800 = Link(
+    100e9,
+    c.NETWORK_STEP_S,
+    "NVIDIA DGX B300 and GB300 NVL72 datasheets: one 800 Gb/s ConnectX-8 per GPU",
+    c.INFINIBAND_EFFICIENCY,
+    "network",
+)
+EFA100 = Link(
+    12.5e9,
+    c.NETWORK_STEP_S,
+    "AWS EC2 accelerated-computing network specifications: 100 Gb/s EFA interfaces; latency as "
+    "InfiniBand: assumed",
+    c.EFA1_EFFICIENCY,
+    "network",
+)
+OMNIPATH100 = Link(
+    12.5e9,
+    c.NETWORK_STEP_S,
+    "github.com/bigscience-workshop/bigscience, jz/hpc-specs.md: 4 Omni-Path 100 Gb/s links "
+    "a node of 8 GPUs; latency as InfiniBand: assumed",
+    c.OMNIPATH_EFFICIENCY,
+    "network",
+)
 GLOO = Link(c.GLOO_BPS, c.GLOO_STEP_S, "assumed (constants.py)")
 ETHERNET = Link(c.ETHERNET_BPS, c.ETHERNET_STEP_S, "assumed: 10 Gb/s Ethernet (constants.py)")
 
 LINKS: dict[str, Link] = {
-    "nvlink3": NVLINK3, "nvlink4": NVLINK4, "nvlink4-h800": NVLINK4_H800, "nvlink5": NVLINK5, "infinity-fabric": INFINITY_FABRIC,
-    "pcie4": PCIE4, "pcie5": PCIE5, "hdr200": HDR200, "ndr400": NDR400, "xdr800": XDR800, "efa100": EFA100, "omnipath100": OMNIPATH100,
-    "gloo": GLOO, "ethernet": ETHERNET,
+    "nvlink3": NVLINK3,
+    "nvlink4": NVLINK4,
+    "nvlink4-h800": NVLINK4_H800,
+    "nvlink5": NVLINK5,
+    "infinity-fabric": INFINITY_FABRIC,
+    "pcie4": PCIE4,
+    "pcie5": PCIE5,
+    "hdr200": HDR200,
+    "ndr400": NDR400,
+    "xdr800": XDR800,
+    "efa100": EFA100,
+    "omnipath100": OMNIPATH100,
+    "gloo": GLOO,
+    "ethernet": ETHERNET,
 }
 
 CARD_LINKS: dict[str, Link] = {
-    "a100-pcie-40g": PCIE4, "a100-pcie-80g": PCIE4, "l40s": PCIE4, "h100-pcie": PCIE5, "h100-nvl": PCIE5, "cpu": GLOO,
+    "a100-pcie-40g": PCIE4,
+    "a100-pcie-80g": PCIE4,
+    "l40s": PCIE4,
+    "h100-pcie": PCIE5,
+    "h100-nvl": PCIE5,
+    "cpu": GLOO,
 }
 """What connects devices of one host that come without a node of their own."""
 
 
 def _host(node_bytes: int, channels: int, megatransfers: float, link: Link, source: str) -> Host:
     """A share of one in eight of a host with so many channels of memory, 8 bytes wide.  Every device has a link of its own: assumed."""
-    return Host(node_bytes // 8, channels * megatransfers * 8e6 / 8, link.bandwidth_Bps, f"{source}; {link.source}",
-                c.HOST_ADAM_EFFICIENCY, link.efficiency)
+    return Host(
+        node_bytes // 8,
+        channels * megatransfers * 8e6 / 8,
+        link.bandwidth_Bps,
+        f"{source}; {link.source}",
+        c.HOST_ADAM_EFFICIENCY,
+        link.efficiency,
+    )
 
 
 _DGX_A100 = "NVIDIA DGX A100 datasheet: two EPYC 7742 (8 channels of DDR4-3200 each)"
-_DGX_H100 = "NVIDIA DGX H100 and H200 datasheets: two Xeon 8480C (8 channels of DDR5-4800 each), 2 TB"
+_DGX_H100 = (
+    "NVIDIA DGX H100 and H200 datasheets: two Xeon 8480C (8 channels of DDR5-4800 each), 2 TB"
+)
 _DGX_B200 = "NVIDIA DGX B200 datasheet: two Xeon 8570 (8 channels of DDR5-5600 each), 2 TB"
 HOSTS: dict[str, Host] = {
     "a100-40g": _host(1000 * c.GIB, 16, 3200, PCIE4, f"{_DGX_A100}, 1 TB"),
@@ -153,7 +426,12 @@ HOSTS: dict[str, Host] = {
     "h100": _host(2000 * c.GIB, 16, 4800, PCIE5, _DGX_H100),
     "h200": _host(2000 * c.GIB, 16, 4800, PCIE5, _DGX_H100),
     "b200": _host(2000 * c.GIB, 16, 5600, PCIE5, _DGX_B200),
-    "cpu": Host(c.CPU_MEMORY_BYTES, c.CPU_COPY_BPS, c.CPU_COPY_BPS, "a process is its own host: as the device"),
+    "cpu": Host(
+        c.CPU_MEMORY_BYTES,
+        c.CPU_COPY_BPS,
+        c.CPU_COPY_BPS,
+        "a process is its own host: as the device",
+    ),
 }
 """The host of a catalogue device, in the node that is its home."""
 

@@ -15,24 +15,32 @@ MOST = 10**18
 def whole(name: str, value: object, least: int = 1) -> int:
     """`value` if it is an int from `least` to `MOST` (a bool is not); otherwise ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-        limit = f">= {least}" if not isinstance(value, int) or value < least else f"of at most {MOST:,}"
+        limit = (
+            f">= {least}" if not isinstance(value, int) or value < least else f"of at most {MOST:,}"
+        )
         raise ValueError(f"{name}={shown(value)} must be a whole number {limit}")
     return value
 
 
 def positive(name: str, value: object, zero_allowed: bool = False) -> float:
     """`value` as a float if it is a finite real number > 0 (or >= 0 where zero is allowed); otherwise ValueError."""
-    number = type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))  # the first is much quicker
+    number = type(value) in (int, float) or (
+        isinstance(value, Real) and not isinstance(value, bool)
+    )  # the first is much quicker
     good = number and finite(value)
     if not good or value < 0 or (value == 0 and not zero_allowed):
-        raise ValueError(f"{name}={shown(value)} must be a finite number {'>= 0' if zero_allowed else '> 0'}")
+        raise ValueError(
+            f"{name}={shown(value)} must be a finite number {'>= 0' if zero_allowed else '> 0'}"
+        )
     return float(value)
 
 
 def fraction(name: str, value: object) -> float:
     """`value` as a float if 0 < `value` <= 1; otherwise ValueError."""
     if positive(name, value) > 1:
-        raise ValueError(f"{name}={shown(value)} must be at most 1: it is a share of the datasheet figure")
+        raise ValueError(
+            f"{name}={shown(value)} must be at most 1: it is a share of the datasheet figure"
+        )
     return float(value)
 
 

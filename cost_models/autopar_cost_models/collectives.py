@@ -62,7 +62,9 @@ def _path(group_size: int, stride: int, topology: Topology, traffic: Traffic) ->
     rates = [topology.intra.achieved_Bps] if per_node > 1 or nodes == 1 else []
     if nodes > 1:
         rates.append(topology.group_inter_Bps(per_node, traffic.concurrent_groups))
-    return nccl.Path(per_node, nodes, topology.intra, topology.inter, min(rates) * traffic.link_share)
+    return nccl.Path(
+        per_node, nodes, topology.intra, topology.inter, min(rates) * traffic.link_share
+    )
 
 
 def _uses_nccl(path: nccl.Path) -> bool:
@@ -72,7 +74,11 @@ def _uses_nccl(path: nccl.Path) -> bool:
 
 def _measured_s(name: str, size_bytes: float, path: nccl.Path, traffic: Traffic) -> float | None:
     """Seconds by the link's curve of this transfer, if the group is inside a node and somebody measured it."""
-    measured = path.intra.curves.get(name, {}).get(2 if name == "point_to_point" else path.ranks) if path.nodes == 1 else None
+    measured = (
+        path.intra.curves.get(name, {}).get(2 if name == "point_to_point" else path.ranks)
+        if path.nodes == 1
+        else None
+    )
     return curve_s(measured, size_bytes / traffic.link_share) if measured is not None else None
 
 
@@ -89,16 +95,23 @@ def _tree_all_reduce_s(size_bytes: float, ranks: int, latency_s: float, rate_Bps
 
 def _rank_rates(path: nccl.Path, topology: Topology, traffic: Traffic) -> tuple[float, float]:
     """Bytes/s that one rank of the group has inside its node, and across nodes."""
-    inter_Bps = topology.group_inter_Bps(path.ranks_per_node, traffic.concurrent_groups) / path.ranks_per_node
+    inter_Bps = (
+        topology.group_inter_Bps(path.ranks_per_node, traffic.concurrent_groups)
+        / path.ranks_per_node
+    )
     return topology.intra.achieved_Bps * traffic.link_share, inter_Bps * traffic.link_share
 
 
-def reduce_scatter_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
+def reduce_scatter_time_s(
+    size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
+) -> float:
     """Seconds to sum a tensor of `size_bytes` over the group and leave each rank its shard."""
     return _one_pass_s("reduce_scatter", size_bytes, group_size, stride, topology, traffic)
 
 
-def _one_pass_s(name: str, size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic) -> float:
+def _one_pass_s(
+    name: str, size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic
+) -> float:
     positive("size_bytes", size_bytes, zero_allowed=True)
     path = _path(group_size, stride, topology, traffic)
     if path.ranks == 1:
@@ -109,15 +122,21 @@ def _one_pass_s(name: str, size_bytes: float, group_size: int, stride: int, topo
         return nccl.ring_s(size_bytes, 1, path)
     intra_Bps, inter_Bps = _rank_rates(path, topology, traffic)
     inside_s = _ring_pass_s(size_bytes, path.ranks_per_node, topology.intra.latency_s, intra_Bps)
-    return inside_s + _ring_pass_s(size_bytes / path.ranks_per_node, path.nodes, topology.inter.latency_s, inter_Bps)
+    return inside_s + _ring_pass_s(
+        size_bytes / path.ranks_per_node, path.nodes, topology.inter.latency_s, inter_Bps
+    )
 
 
-def all_gather_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
+def all_gather_time_s(
+    size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
+) -> float:
     """Seconds to give every rank the whole tensor of `size_bytes` from its shards: a reduce-scatter run backwards."""
     return _one_pass_s("all_gather", size_bytes, group_size, stride, topology, traffic)
 
 
-def all_reduce_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
+def all_reduce_time_s(
+    size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
+) -> float:
     """Seconds to sum a tensor of `size_bytes` over the group, the whole result on every rank.
 
     Across nodes the faster of ring and double binary tree is used: the tree wins on small tensors over many nodes.
@@ -134,7 +153,10 @@ def all_reduce_time_s(size_bytes: float, group_size: int, stride: int, topology:
     shard_bytes, latency_s = size_bytes / path.ranks_per_node, topology.inter.latency_s
     ring_s = 2 * _ring_pass_s(shard_bytes, path.nodes, latency_s, inter_Bps)
     inter_s = min(ring_s, _tree_all_reduce_s(shard_bytes, path.nodes, latency_s, inter_Bps))
-    return 2 * _ring_pass_s(size_bytes, path.ranks_per_node, topology.intra.latency_s, intra_Bps) + inter_s
+    return (
+        2 * _ring_pass_s(size_bytes, path.ranks_per_node, topology.intra.latency_s, intra_Bps)
+        + inter_s
+    )
 
 
 def _nccl_all_reduces_s(size_bytes: float, path: nccl.Path, traffic: Traffic) -> list[float]:
@@ -143,11 +165,15 @@ def _nccl_all_reduces_s(size_bytes: float, path: nccl.Path, traffic: Traffic) ->
     if path.nodes > 1:
         times.append(nccl.tree_all_reduce_s(size_bytes, path))
     elif traffic.in_switch and path.intra.multicast_efficiency and path.ranks >= IN_SWITCH_RANKS:
-        times.append(nccl.in_switch_all_reduce_s(size_bytes / traffic.link_share, path.ranks, path.intra))
+        times.append(
+            nccl.in_switch_all_reduce_s(size_bytes / traffic.link_share, path.ranks, path.intra)
+        )
     return times
 
 
-def all_to_all_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
+def all_to_all_time_s(
+    size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
+) -> float:
     """Seconds to change which dim of a tensor of `size_bytes` (all shards together) is sharded over the group.
 
     Each rank holds size/n and sends size/n**2 to every other rank: to p-1 of them inside the node, to n-p outside.  Both links work at
@@ -164,11 +190,15 @@ def all_to_all_time_s(size_bytes: float, group_size: int, stride: int, topology:
     message_bytes = size_bytes / path.ranks**2
     intra_s = (path.ranks_per_node - 1) * message_bytes / intra_Bps
     inter_s = (path.ranks - path.ranks_per_node) * message_bytes / inter_Bps
-    latency_s = (path.ranks_per_node - 1) * topology.intra.latency_s + (path.nodes - 1) * topology.inter.latency_s
+    latency_s = (path.ranks_per_node - 1) * topology.intra.latency_s + (
+        path.nodes - 1
+    ) * topology.inter.latency_s
     return max(intra_s, inter_s) + latency_s + (nccl.base_s() if _uses_nccl(path) else 0.0)
 
 
-def point_to_point_time_s(size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET) -> float:
+def point_to_point_time_s(
+    size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
+) -> float:
     """Seconds to send a message of `size_bytes` from one rank of the group to the next, over the slowest hop of the group.
 
     A group that reaches several nodes has a hop between nodes, through the interface of one rank; unless `traffic` says how many groups
@@ -182,12 +212,18 @@ def point_to_point_time_s(size_bytes: float, group_size: int, stride: int, topol
         return measured_s
     nodes = path.nodes
     link = topology.link(crosses_nodes=nodes > 1)
-    rate_Bps = topology.group_inter_Bps(1, traffic.concurrent_groups) if nodes > 1 else link.achieved_Bps
+    rate_Bps = (
+        topology.group_inter_Bps(1, traffic.concurrent_groups) if nodes > 1 else link.achieved_Bps
+    )
     return _message_s(size_bytes, link, rate_Bps * traffic.link_share)
 
 
 def _message_s(size_bytes: float, link: Link, rate_Bps: float) -> float:
-    return link.latency_s + size_bytes / rate_Bps if link.kind == "plain" else nccl.message_s(size_bytes, link, rate_Bps)
+    return (
+        link.latency_s + size_bytes / rate_Bps
+        if link.kind == "plain"
+        else nccl.message_s(size_bytes, link, rate_Bps)
+    )
 
 
 COLLECTIVES: dict[str, Callable[..., float]] = {
@@ -199,7 +235,12 @@ COLLECTIVES: dict[str, Callable[..., float]] = {
 
 
 def collective_time_s(
-    name: str, size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
+    name: str,
+    size_bytes: float,
+    group_size: int,
+    stride: int,
+    topology: Topology,
+    traffic: Traffic = QUIET,
 ) -> float:
     """Seconds of the collective `name` on a whole tensor of `size_bytes`.  ValueError for a name that is not in `COLLECTIVES`."""
     if name not in COLLECTIVES:

@@ -20,16 +20,25 @@ Curve = tuple[tuple[float, float], ...]
 def curve(name: str, points: object) -> Curve:
     """`points` as a curve.  ValueError, with `name`, unless they are two or more pairs of positive numbers with ascending sizes."""
     if not isinstance(points, (list, tuple)) or len(points) < 2:
-        raise ValueError(f"{name}={shown(points)} must be a list of two or more [size, seconds] pairs")
+        raise ValueError(
+            f"{name}={shown(points)} must be a list of two or more [size, seconds] pairs"
+        )
     found: list[tuple[float, float]] = []
     for place, point in enumerate(points):
         if not isinstance(point, (list, tuple)) or len(point) != 2:
             raise ValueError(
                 f"{name}: point {place} is {shown(point)} and must be a pair [size, seconds]; measure it again or leave it out"
             )
-        found.append((positive(f"{name}: size of point {place}", point[0]), positive(f"{name}: seconds of point {place}", point[1])))
+        found.append(
+            (
+                positive(f"{name}: size of point {place}", point[0]),
+                positive(f"{name}: seconds of point {place}", point[1]),
+            )
+        )
         if place and found[-1][0] <= found[-2][0]:
-            raise ValueError(f"{name}: sizes must ascend, and point {place} has {found[-1][0]:g} after {found[-2][0]:g}")
+            raise ValueError(
+                f"{name}: sizes must ascend, and point {place} has {found[-1][0]:g} after {found[-2][0]:g}"
+            )
     return tuple(found)
 
 

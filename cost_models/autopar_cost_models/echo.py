@@ -48,4 +48,3 @@ def shortened_message(text: str) -> str:
     """A message without the middle of words that no reader needs whole, nor of a text that never ends."""
     words = _LONG_WORD.sub(lambda word: shortened(word[0], LONGEST_WORD), text)
     return shortened(words, LONGEST_MESSAGE)
-

@@ -81,7 +81,11 @@ class FittedConstants:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = positive(f"fitted constant {f.name}", getattr(self, f.name), zero_allowed=f.name in _MAY_BE_ZERO)
+            value = positive(
+                f"fitted constant {f.name}",
+                getattr(self, f.name),
+                zero_allowed=f.name in _MAY_BE_ZERO,
+            )
             object.__setattr__(self, f.name, value)
         if self.overlap_slowdown >= 1:
             raise ValueError(
@@ -96,7 +100,15 @@ _EFFICIENCIES = {
     "ada": "ampere_efficiency",  # by year and process; nobody's runs of these two are known here
     "cdna3": "hopper_efficiency",
 }
-_MAY_BE_ZERO = ("tile_s", "fragmentation", "launch_s", "deepspeed_pass_s", "reserved_bytes", "power_exponent", "overlap_slowdown")
+_MAY_BE_ZERO = (
+    "tile_s",
+    "fragmentation",
+    "launch_s",
+    "deepspeed_pass_s",
+    "reserved_bytes",
+    "power_exponent",
+    "overlap_slowdown",
+)
 
 FITTED = FittedConstants()
 """The values in use."""

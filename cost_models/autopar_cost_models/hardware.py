@@ -86,9 +86,13 @@ class Device:
         text(f"generation of device {self.name}", self.generation)
         prefix = f"device {self.name}:"
         if not isinstance(self.flops, dict) or not self.flops:
-            raise ValueError(f"{prefix} flops={shown(self.flops)} must map dtypes to FLOP/s, e.g. {{'bf16': 989e12}}")
+            raise ValueError(
+                f"{prefix} flops={shown(self.flops)} must map dtypes to FLOP/s, e.g. {{'bf16': 989e12}}"
+            )
         if not isinstance(self.dtype_efficiency, dict):
-            raise ValueError(f"{prefix} dtype_efficiency={shown(self.dtype_efficiency)} must map dtypes to shares, e.g. {{'fp8': 0.7}}")
+            raise ValueError(
+                f"{prefix} dtype_efficiency={shown(self.dtype_efficiency)} must map dtypes to shares, e.g. {{'fp8': 0.7}}"
+            )
         if not isinstance(self.matmul_curves, dict):
             raise ValueError(
                 f"{prefix} matmul_curves={shown(self.matmul_curves)} must map dtypes to curves, {{'bf16': [[1e6, 1e-5], ...]}}"
@@ -97,31 +101,50 @@ class Device:
             table = getattr(self, name)
             for dtype in table:
                 if dtype not in DTYPES:
-                    raise ValueError(f"{prefix} {name} has the unknown dtype {shown(dtype)}; {nearest(dtype, list(DTYPES))}")
+                    raise ValueError(
+                        f"{prefix} {name} has the unknown dtype {shown(dtype)}; {nearest(dtype, list(DTYPES))}"
+                    )
         if unknown := [dtype for dtype in self.matmul_curves if dtype not in self.flops]:
-            raise ValueError(f"{prefix} matmul_curves has {unknown[0]}, of which flops has no rate; flops has {', '.join(self.flops)}")
+            raise ValueError(
+                f"{prefix} matmul_curves has {unknown[0]}, of which flops has no rate; flops has {', '.join(self.flops)}"
+            )
         whole(f"{prefix} memory_bytes", self.memory_bytes)
         whole(f"{prefix} reserved_bytes", self.reserved_bytes, least=0)
         whole(f"{prefix} compute_units", self.compute_units)
         if self.reserved_bytes >= self.memory_bytes:
-            raise ValueError(f"{prefix} reserved_bytes={self.reserved_bytes} leaves nothing of memory_bytes={self.memory_bytes}")
+            raise ValueError(
+                f"{prefix} reserved_bytes={self.reserved_bytes} leaves nothing of memory_bytes={self.memory_bytes}"
+            )
         # Stored as floats, so that a figure written as an int gives the same device, and the same hash of a cluster.
         floats = {
-            "flops": {dtype: positive(f"{prefix} flops[{dtype}]", rate) for dtype, rate in self.flops.items()},
-            "memory_bandwidth_Bps": positive(f"{prefix} memory_bandwidth_Bps", self.memory_bandwidth_Bps),
+            "flops": {
+                dtype: positive(f"{prefix} flops[{dtype}]", rate)
+                for dtype, rate in self.flops.items()
+            },
+            "memory_bandwidth_Bps": positive(
+                f"{prefix} memory_bandwidth_Bps", self.memory_bandwidth_Bps
+            ),
             "launch_s": positive(f"{prefix} launch_s", self.launch_s, zero_allowed=True),
             "tile_s": positive(f"{prefix} tile_s", self.tile_s, zero_allowed=True),
             "matmul_efficiency": fraction(f"{prefix} matmul_efficiency", self.matmul_efficiency),
-            "bandwidth_efficiency": fraction(f"{prefix} bandwidth_efficiency", self.bandwidth_efficiency),
+            "bandwidth_efficiency": fraction(
+                f"{prefix} bandwidth_efficiency", self.bandwidth_efficiency
+            ),
             "dtype_efficiency": {
-                dtype: fraction(f"{prefix} dtype_efficiency[{dtype}]", share) for dtype, share in self.dtype_efficiency.items()
+                dtype: fraction(f"{prefix} dtype_efficiency[{dtype}]", share)
+                for dtype, share in self.dtype_efficiency.items()
             },
         }
-        floats["matmul_curves"] = {dtype: curve(f"{prefix} matmul_curves[{dtype}]", c) for dtype, c in self.matmul_curves.items()}
+        floats["matmul_curves"] = {
+            dtype: curve(f"{prefix} matmul_curves[{dtype}]", c)
+            for dtype, c in self.matmul_curves.items()
+        }
         if self.memory_curve is not None:
             floats["memory_curve"] = curve(f"{prefix} memory_curve", self.memory_curve)
         if self.dispatch_s is not None:
-            floats["dispatch_s"] = positive(f"{prefix} dispatch_s", self.dispatch_s, zero_allowed=True)
+            floats["dispatch_s"] = positive(
+                f"{prefix} dispatch_s", self.dispatch_s, zero_allowed=True
+            )
         for name, value in floats.items():
             object.__setattr__(self, name, value)
 
@@ -144,7 +167,9 @@ class Device:
     def peak_flops(self, dtype: str) -> float:
         """Datasheet FLOP/s of a dtype.  ValueError if the device lacks it."""
         if dtype not in self.flops:
-            raise ValueError(f"device {self.name} has no {shown(dtype)} rate; it has {', '.join(self.flops)}")
+            raise ValueError(
+                f"device {self.name} has no {shown(dtype)} rate; it has {', '.join(self.flops)}"
+            )
         return self.flops[dtype]
 
     def achieved_flops(self, dtype: str) -> float:
@@ -173,14 +198,24 @@ class Link:
     curves: dict[str, dict[int, Curve]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bandwidth_Bps", positive("link bandwidth_Bps", self.bandwidth_Bps))
-        object.__setattr__(self, "latency_s", positive("link latency_s", self.latency_s, zero_allowed=True))
+        object.__setattr__(
+            self, "bandwidth_Bps", positive("link bandwidth_Bps", self.bandwidth_Bps)
+        )
+        object.__setattr__(
+            self, "latency_s", positive("link latency_s", self.latency_s, zero_allowed=True)
+        )
         object.__setattr__(self, "efficiency", fraction("link efficiency", self.efficiency))
         text("link source", self.source)
         if self.kind not in LINK_KINDS:
-            raise ValueError(f"link kind={shown(self.kind)} is unknown; {nearest(self.kind, list(LINK_KINDS))}")
+            raise ValueError(
+                f"link kind={shown(self.kind)} is unknown; {nearest(self.kind, list(LINK_KINDS))}"
+            )
         share = positive("link multicast_efficiency", self.multicast_efficiency, zero_allowed=True)
-        object.__setattr__(self, "multicast_efficiency", fraction("link multicast_efficiency", share) if share else 0.0)
+        object.__setattr__(
+            self,
+            "multicast_efficiency",
+            fraction("link multicast_efficiency", share) if share else 0.0,
+        )
         object.__setattr__(self, "curves", _link_curves(self.curves))
 
     @property
@@ -197,11 +232,17 @@ def _link_curves(given: object) -> dict[str, dict[int, Curve]]:
     found: dict[str, dict[int, Curve]] = {}
     for name, by_ranks in given.items():
         if name not in MEASURED:
-            raise ValueError(f"link curves of {shown(name)}: the transfer is unknown; {nearest(name, list(MEASURED))}")
+            raise ValueError(
+                f"link curves of {shown(name)}: the transfer is unknown; {nearest(name, list(MEASURED))}"
+            )
         if not isinstance(by_ranks, dict) or not by_ranks:
-            raise ValueError(f"link curves[{name}]={shown(by_ranks)} must map numbers of ranks to curves, e.g. {{2: [[1024, 1e-4], ...]}}")
+            raise ValueError(
+                f"link curves[{name}]={shown(by_ranks)} must map numbers of ranks to curves, e.g. {{2: [[1024, 1e-4], ...]}}"
+            )
         found[name] = {
-            whole(f"link curves[{name}]: ranks", ranks, least=2): curve(f"link curves[{name}][{ranks}]", points)
+            whole(f"link curves[{name}]: ranks", ranks, least=2): curve(
+                f"link curves[{name}][{ranks}]", points
+            )
             for ranks, points in by_ranks.items()
         }
     return found

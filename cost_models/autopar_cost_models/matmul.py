@@ -27,7 +27,15 @@ SPLITS = (1, 2, 4, 8)
 
 
 def shaped_matmul_time_s(
-    m: int, n: int, k: int, device: Device, dtype: str, *, batch: int = 1, result_itemsize: int | None = None, scaling: str = "delayed"
+    m: int,
+    n: int,
+    k: int,
+    device: Device,
+    dtype: str,
+    *,
+    batch: int = 1,
+    result_itemsize: int | None = None,
+    scaling: str = "delayed",
 ) -> float:
     """Seconds of `batch` products (m, k) @ (k, n) -> (m, n) in one kernel.
 
@@ -35,11 +43,20 @@ def shaped_matmul_time_s(
     `scaling`: one with a scale for each row and column computes more slowly.  Casts are no part of it.
     """
     rows = (m,) * whole("batch", batch)
-    return grouped_matmul_time_s(rows, n, k, device, dtype, result_itemsize=result_itemsize, scaling=scaling)
+    return grouped_matmul_time_s(
+        rows, n, k, device, dtype, result_itemsize=result_itemsize, scaling=scaling
+    )
 
 
 def grouped_matmul_time_s(
-    rows: Sequence[int], n: int, k: int, device: Device, dtype: str, *, result_itemsize: int | None = None, scaling: str = "delayed"
+    rows: Sequence[int],
+    n: int,
+    k: int,
+    device: Device,
+    dtype: str,
+    *,
+    result_itemsize: int | None = None,
+    scaling: str = "delayed",
 ) -> float:
     """Seconds of one kernel that multiplies, for each group g, (rows[g], k) by its own (k, n): the experts of one device.
 
@@ -62,12 +79,22 @@ def grouped_matmul_time_s(
 
 @lru_cache(maxsize=4096)
 def _matmul_s(
-    groups: tuple[tuple[int, int], ...], n: int, k: int, device: Device, dtype: str, result_itemsize: int, slower: float
+    groups: tuple[tuple[int, int], ...],
+    n: int,
+    k: int,
+    device: Device,
+    dtype: str,
+    result_itemsize: int,
+    slower: float,
 ) -> float:
     """`groups`: (rows, how many groups have so many); `slower`: the share of its rate at which the device computes this."""
-    rate = slower * min(device.achieved_flops(dtype) / QUANTIZATION_OF_BEST, device.peak_flops(dtype))
+    rate = slower * min(
+        device.achieved_flops(dtype) / QUANTIZATION_OF_BEST, device.peak_flops(dtype)
+    )
     total_rows, matrices = sum(c * g for c, g in groups), sum(g for _, g in groups)
-    size_bytes = ITEMSIZE[dtype] * k * (total_rows + matrices * n) + result_itemsize * total_rows * n
+    size_bytes = (
+        ITEMSIZE[dtype] * k * (total_rows + matrices * n) + result_itemsize * total_rows * n
+    )
     if device.compute_units == 1 or dtype in device.matmul_curves:
         return product_s(2 * total_rows * n * k / slower, size_bytes, device, dtype)
     times, tile_s = [], device.tile_s / (TILES[0][0] * TILES[0][1])
@@ -76,7 +103,12 @@ def _matmul_s(
         fed = min(1.0, high * wide / (high + wide) / (256 * 128 / (256 + 128)))
         for split in SPLITS:
             waves = ceil(tiles * split / device.compute_units)
-            compute_s = waves * high * wide * (2 * ceil(k / split) * device.compute_units / (rate * fed) + tile_s)
+            compute_s = (
+                waves
+                * high
+                * wide
+                * (2 * ceil(k / split) * device.compute_units / (rate * fed) + tile_s)
+            )
             partial_bytes = 2 * 4 * split * total_rows * n if split > 1 else 0
             times.append(max(compute_s, stream_s(size_bytes + partial_bytes, device)))
     return min(times)
@@ -94,7 +126,9 @@ _PRODUCT_RATES = {"rowwise": FP8_ROWWISE_RATE}
 def cast_to_fp8_bytes(elements: float, scaling: str = "delayed", transposed: bool = True) -> float:
     """Bytes moved to quantize `elements` 16-bit values to fp8, with a transposed copy or without."""
     if scaling not in SCALINGS:
-        raise ValueError(f"unknown fp8 scaling {shown(scaling)}; {nearest(scaling, list(SCALINGS))}")
+        raise ValueError(
+            f"unknown fp8 scaling {shown(scaling)}; {nearest(scaling, list(SCALINGS))}"
+        )
     return elements * (2 + 1 + (1 if transposed else 0) + SCALINGS[scaling])
 
 
@@ -105,7 +139,14 @@ def cast_to_fp8_time_s(elements: float, device: Device, scaling: str = "delayed"
 
 
 def fp8_linear_time_s(
-    rows: int, inputs: int, outputs: int, device: Device, *, backward: bool = False, scaling: str = "delayed", cast_weight: bool = True
+    rows: int,
+    inputs: int,
+    outputs: int,
+    device: Device,
+    *,
+    backward: bool = False,
+    scaling: str = "delayed",
+    cast_weight: bool = True,
 ) -> float:
     """Seconds of one fp8 linear layer (rows, inputs) -> (rows, outputs), casts included.
 
@@ -117,5 +158,7 @@ def fp8_linear_time_s(
         casts_s += cast_to_fp8_time_s(inputs * outputs, device, scaling) if cast_weight else 0.0
         return casts_s + shaped_matmul_time_s(rows, outputs, inputs, device, "fp8", scaling=scaling)
     products_s = shaped_matmul_time_s(rows, inputs, outputs, device, "fp8", scaling=scaling)
-    products_s += shaped_matmul_time_s(outputs, inputs, rows, device, "fp8", scaling=scaling, result_itemsize=4)
+    products_s += shaped_matmul_time_s(
+        outputs, inputs, rows, device, "fp8", scaling=scaling, result_itemsize=4
+    )
     return cast_to_fp8_time_s(rows * outputs, device, scaling) + products_s

@@ -33,7 +33,12 @@ from autopar_cost_models.checks import nearest, whole
 from autopar_cost_models.constants import NCCL_CHANNELS, NCCL_CONNECTION_BYTES, NCCL_CONNECTIONS
 from autopar_cost_models.echo import shown
 
-RECIPES: dict[str, tuple[int, int, int]] = {"fp32": (4, 4, 8), "fp64": (8, 8, 16), "bf16": (2, 4, 12), "fp16": (2, 4, 12)}
+RECIPES: dict[str, tuple[int, int, int]] = {
+    "fp32": (4, 4, 8),
+    "fp64": (8, 8, 16),
+    "bf16": (2, 4, 12),
+    "fp16": (2, 4, 12),
+}
 """precision -> bytes per parameter of the parameter, its gradient and its optimizer state."""
 
 STATE_RECIPES: dict[str, tuple[int, int, int]] = {
@@ -65,7 +70,9 @@ class StaticMemory:
         return self.parameters + self.gradients + self.optimizer
 
 
-def static_bytes(numel: int, precision: str, zero: int, dp: int, recipe: str | None = None, offload: str = "none") -> StaticMemory:
+def static_bytes(
+    numel: int, precision: str, zero: int, dp: int, recipe: str | None = None, offload: str = "none"
+) -> StaticMemory:
     """Resident bytes of `numel` parameters (as held before data-parallel sharding) on one of `dp` data-parallel ranks.
 
     ZeRO 1 shards the optimizer state over dp, 2 also the gradients, 3 also the parameters; shards are rounded up to whole elements.
@@ -78,7 +85,9 @@ def static_bytes(numel: int, precision: str, zero: int, dp: int, recipe: str | N
         raise ValueError(f"zero={shown(zero)} is not a ZeRO stage; 0, 1, 2 and 3 are")
     if offload not in OFFLOADS:
         raise ValueError(f"offload={shown(offload)} is not known; {' and '.join(OFFLOADS)} are")
-    parameter, gradient, optimizer = _entry(RECIPES, precision) if recipe is None else _entry(STATE_RECIPES, recipe)
+    parameter, gradient, optimizer = (
+        _entry(RECIPES, precision) if recipe is None else _entry(STATE_RECIPES, recipe)
+    )
     shard = -(-numel // dp)
     owned = shard if zero >= 1 else numel
     found = StaticMemory(
@@ -89,14 +98,18 @@ def static_bytes(numel: int, precision: str, zero: int, dp: int, recipe: str | N
     if offload == "none":
         return found
     moved = offload == "parameters"
-    copy = parameter if moved or activation_itemsize(precision) != 2 else 0  # in 16 bits the master copy is optimizer state already
+    copy = (
+        parameter if moved or activation_itemsize(precision) != 2 else 0
+    )  # in 16 bits the master copy is optimizer state already
     found = replace(found, optimizer=0, host=(optimizer + copy + gradient) * owned)
     return replace(found, parameters=0) if moved else found
 
 
 def communicator_bytes(groups: int) -> int:
     """Bytes that NCCL allocates for `groups` communicators of a device."""
-    return whole("groups", groups, least=0) * NCCL_CHANNELS * NCCL_CONNECTIONS * NCCL_CONNECTION_BYTES
+    return (
+        whole("groups", groups, least=0) * NCCL_CHANNELS * NCCL_CONNECTIONS * NCCL_CONNECTION_BYTES
+    )
 
 
 def activation_itemsize(precision: str) -> int:

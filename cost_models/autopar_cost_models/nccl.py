@@ -26,7 +26,11 @@ _RING_STEP = {"nvlink": (0.6, 1.9, 3.4), "pcie": (1.0, 2.5, 5.7), "network": (2.
 _TREE_STEP = {"nvlink": (0.6, 1.25, 4.0), "pcie": (1.0, 1.9, 4.0), "network": (5.0, 8.5, 14.0)}
 _RING_SHARE = (0.5, 0.92, 1.0)
 _TREE_SHARE = (0.92 / 3.8, 0.92 * 120 / 128, 0.92)
-_POST = (1.0, 1.0, 3.0)  # getNetOverhead on Intel hosts: a step of a ring over several nodes takes at least this
+_POST = (
+    1.0,
+    1.0,
+    3.0,
+)  # getNetOverhead on Intel hosts: a step of a ring over several nodes takes at least this
 _NVLS_US = 25.0  # hwLatencies, NVLS
 
 
@@ -57,7 +61,9 @@ def ring_s(size_bytes: float, passes: int, path: Path) -> float:
     between = passes * (path.nodes - 1)
     inside = passes * (path.ranks - 1) - between
     moved_bytes = passes * (path.ranks - 1) / path.ranks * size_bytes
-    network = _TREE_STEP if path.ranks_per_node == 1 else _RING_STEP  # tuning.cc: with one rank a node latencies are fully exposed
+    network = (
+        _TREE_STEP if path.ranks_per_node == 1 else _RING_STEP
+    )  # tuning.cc: with one rank a node latencies are fully exposed
     times = []
     for protocol in path.protocols():
         us = _RING_BASE[protocol]
@@ -74,7 +80,9 @@ def tree_all_reduce_s(size_bytes: float, path: Path) -> float:
     """Seconds of an all-reduce over a double binary tree between nodes and chains inside them.  More than one node."""
     times = []
     for protocol in path.protocols():
-        us = _TREE_BASE[protocol] + 2 * ceil(log2(path.nodes)) * path.step_us(_TREE_STEP, path.inter, protocol)
+        us = _TREE_BASE[protocol] + 2 * ceil(log2(path.nodes)) * path.step_us(
+            _TREE_STEP, path.inter, protocol
+        )
         if path.ranks_per_node > 1:
             us += 2 * (path.ranks_per_node - 1) * path.step_us(_TREE_STEP, path.intra, protocol)
         times.append(us * MICRO + 2 * size_bytes / (path.rate_Bps * _TREE_SHARE[protocol]))
@@ -84,13 +92,19 @@ def tree_all_reduce_s(size_bytes: float, path: Path) -> float:
 def in_switch_all_reduce_s(size_bytes: float, ranks: int, link: Link) -> float:
     """Seconds of an all-reduce inside the NVLink switch (NVLS): each GPU sends its tensor once and its share of the result, and receives
     as much, so size * (1 + 1/n) bytes in each direction."""
-    return _NVLS_US * MICRO + size_bytes * (1 + 1 / ranks) / (link.bandwidth_Bps * link.multicast_efficiency)
+    return _NVLS_US * MICRO + size_bytes * (1 + 1 / ranks) / (
+        link.bandwidth_Bps * link.multicast_efficiency
+    )
 
 
 def message_s(size_bytes: float, link: Link, rate_Bps: float) -> float:
     """Seconds of one message: a ring of one step."""
     return min(
-        (_RING_BASE[p] + _RING_STEP[link.kind][p] * link.latency_s / (_RING_STEP[link.kind][1] * MICRO)) * MICRO
+        (
+            _RING_BASE[p]
+            + _RING_STEP[link.kind][p] * link.latency_s / (_RING_STEP[link.kind][1] * MICRO)
+        )
+        * MICRO
         + size_bytes / (rate_Bps * _RING_SHARE[p])
         for p in (0, 2)
     )

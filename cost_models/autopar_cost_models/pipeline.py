@@ -65,7 +65,9 @@ def pipeline_time(
     if rest or not chunks:
         below, above = chunks * ranks, (chunks + 1) * ranks
         fit = f"{below} or {above}" if chunks else f"{above}"
-        raise ValueError(f"{len(stages)} virtual stages cannot be dealt evenly to {ranks} ranks; {fit} can")
+        raise ValueError(
+            f"{len(stages)} virtual stages cannot be dealt evenly to {ranks} ranks; {fit} can"
+        )
     check_schedule(schedule, ranks, chunks, micro_batches)
     hop_s = hop_s if ranks > 1 else 0.0
     rows = _rows(schedule, stages, ranks, 0.0 if overlap else hop_s)
@@ -86,11 +88,16 @@ def pipeline_time(
     return PipelineTime(time_s, bubble_share, in_flight, in_flight_by_stage)
 
 
-def peak_held(schedule: str, sizes: Sequence[int], ranks: int, micro_batches: int) -> tuple[int, ...]:
+def peak_held(
+    schedule: str, sizes: Sequence[int], ranks: int, micro_batches: int
+) -> tuple[int, ...]:
     """The most that each rank holds of what the micro-batches in flight keep, `sizes` by virtual stage."""
     moments = held_moments(schedule, ranks, len(sizes) // ranks, micro_batches)
     return tuple(
-        max(sum(held * size for held, size in zip(moment, sizes[rank::ranks], strict=True)) for moment in of)
+        max(
+            sum(held * size for held, size in zip(moment, sizes[rank::ranks], strict=True))
+            for moment in of
+        )
         for rank, of in enumerate(moments)
     )
 
@@ -110,7 +117,10 @@ def late_moments(
     for lag in order.lag:
         moments = set()
         for latest in range(min(order.forwards, lag + order.lap * order.chunks + 1)):
-            chunk_of = [order.chunks - 1 - number // order.lap % order.chunks for number in range(max(latest - lag, 0), latest + 1)]
+            chunk_of = [
+                order.chunks - 1 - number // order.lap % order.chunks
+                for number in range(max(latest - lag, 0), latest + 1)
+            ]
             moments.add((tuple(map(chunk_of.count, range(order.chunks))), chunk_of[-1]))
         found.append(tuple(sorted(
             (moment, turn) for turn in range(order.chunks) for moment in _undominated({m for m, own in moments if own == turn})
@@ -119,7 +129,9 @@ def late_moments(
 
 
 @lru_cache(maxsize=4096)
-def held_moments(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def held_moments(
+    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """For each rank the moments at which it may hold most: how many micro-batches each of its virtual stages holds then.
 
     The virtual stages of a rank do not peak at one moment: this follows its forwards and backwards, through one round of those that
@@ -128,11 +140,15 @@ def held_moments(schedule: str, ranks: int, stages_per_rank: int, micro_batches:
     check_schedule(schedule, ranks, stages_per_rank, micro_batches)
     if schedule == "gpipe":
         return (((micro_batches,),),) * ranks
-    if micro_batches > 4 * ranks and (stages_per_rank == 1 or micro_batches % ranks == 0):  # later rounds are like those before
+    if micro_batches > 4 * ranks and (
+        stages_per_rank == 1 or micro_batches % ranks == 0
+    ):  # later rounds are like those before
         return held_moments(schedule, ranks, stages_per_rank, 4 * ranks)
     order, found = order_of(schedule, ranks, stages_per_rank, micro_batches), []
     for rank in range(ranks):
-        ahead = min(order.forwards, order.warm_up[rank] + order.lag[rank] + 1)  # forwards before the first backward
+        ahead = min(
+            order.forwards, order.warm_up[rank] + order.lag[rank] + 1
+        )  # forwards before the first backward
         held = [0] * stages_per_rank
         for number in range(ahead):
             held[number // order.lap % order.chunks] += 1
@@ -154,7 +170,9 @@ def _undominated(moments: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]
             yield moment
 
 
-def _rows(schedule: str, stages: Sequence[StageTimes], ranks: int, send_s: float) -> tuple[Rows, Rows, Rows | None]:
+def _rows(
+    schedule: str, stages: Sequence[StageTimes], ranks: int, send_s: float
+) -> tuple[Rows, Rows, Rows | None]:
     """[rank][lap] durations of forwards (first chunk first), backwards and weight gradients (last chunk first), sends included."""
     split = schedule == "zero_bubble"
     forward = [times.forward_s + send_s for times in stages]
@@ -184,12 +202,19 @@ def _in_flight(order: Order) -> tuple[tuple[int, ...], tuple[int, ...]]:
     A rank holds most when its warm-up is over and the first backward, or weight gradient, is still to come.  A stage holds most at the
     end of a lap of its forwards, and in the last round, when backwards are under way, never less than before.
     """
-    by_rank = tuple(min(order.forwards, order.warm_up[rank] + order.lag[rank] + 1) for rank in range(order.ranks))
+    by_rank = tuple(
+        min(order.forwards, order.warm_up[rank] + order.lag[rank] + 1)
+        for rank in range(order.ranks)
+    )
     by_stage = []
     for stage in range(order.ranks * order.chunks):
         chunk, rank = divmod(stage, order.ranks)
-        later = (order.chunks - 1 - chunk) * order.lap  # operations of a round that come after its forwards, or before its backwards
+        later = (
+            order.chunks - 1 - chunk
+        ) * order.lap  # operations of a round that come after its forwards, or before its backwards
         released = max(0, order.forwards - later - 1 - order.warm_up[rank] - order.lag[rank])
         rounds, rest = divmod(released, order.chunks * order.lap)
-        by_stage.append(order.micro_batches - rounds * order.lap - max(0, min(order.lap, rest - later)))
+        by_stage.append(
+            order.micro_batches - rounds * order.lap - max(0, min(order.lap, rest - later))
+        )
     return by_rank, tuple(by_stage)

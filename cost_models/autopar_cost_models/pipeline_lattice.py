@@ -32,7 +32,14 @@ same anchor) and `way` the way from there: the duration, or 2 * chunks if it com
 """
 
 
-def lattice_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | None, hop_s: float, least: bool = False) -> float:
+def lattice_path_s(
+    order: Order,
+    forward: Rows,
+    backward: Rows,
+    weight: Rows | None,
+    hop_s: float,
+    least: bool = False,
+) -> float:
     """The longest path of the family.  Rows are in the order in which chunks run: forward first to last, backward last to first.
     `least`: of those paths that are in the family of any rows that take no less."""
     anchors = spread(order.ranks) if least else _anchors(order, forward, backward, weight)
@@ -40,7 +47,14 @@ def lattice_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | N
     per_round = 2 * len(anchors) * order.chunks * len(_offsets(order))
     kept = max(ROUNDS, WALK // per_round)
     while kept < rounds:
-        time_s, ends_s = _walk_s(replace(order, micro_batches=kept * order.lap), anchors, forward, backward, weight, hop_s)
+        time_s, ends_s = _walk_s(
+            replace(order, micro_batches=kept * order.lap),
+            anchors,
+            forward,
+            backward,
+            weight,
+            hop_s,
+        )
         period, moved_s = _repeats(ends_s)
         left = (rounds - kept) % period if period else 0
         if period and not left:
@@ -54,7 +68,11 @@ def _repeats(ends_s: list[list[float]]) -> tuple[int, float]:
     slack_s = ALIKE * max(ends_s[-1])
     for period in range(1, min(PERIOD, len(ends_s) // 3) + 1):
         pairs = zip(ends_s[-2 * period :], ends_s[-3 * period : -period], strict=True)
-        moved_s = [late - early for lates, earlies in pairs for late, early in zip(lates, earlies, strict=True)]
+        moved_s = [
+            late - early
+            for lates, earlies in pairs
+            for late, early in zip(lates, earlies, strict=True)
+        ]
         if max(moved_s) - min(moved_s) <= slack_s:
             return period, moved_s[-1]
     return 0, 0.0
@@ -66,21 +84,38 @@ def _anchors(order: Order, forward: Rows, backward: Rows, weight: Rows | None) -
 
     With fewer micro-batches than ranks a path gains by turning in the middle of a run too.
     """
-    ends = run_ends(forward, backward, weight) if order.micro_batches >= order.ranks else list(range(order.ranks))
-    slowest = [max(ends, key=lambda r: forward[r][c] + backward[r][-1 - c]) for c in range(order.chunks)]
-    ranking = [*spread(order.ranks), *slowest, *sorted(ends, key=lambda r: -sum(forward[r]) - sum(backward[r]))]
+    ends = (
+        run_ends(forward, backward, weight)
+        if order.micro_batches >= order.ranks
+        else list(range(order.ranks))
+    )
+    slowest = [
+        max(ends, key=lambda r: forward[r][c] + backward[r][-1 - c]) for c in range(order.chunks)
+    ]
+    ranking = [
+        *spread(order.ranks),
+        *slowest,
+        *sorted(ends, key=lambda r: -sum(forward[r]) - sum(backward[r])),
+    ]
     return tuple(sorted(list(dict.fromkeys(ranking))[:ANCHORS]))
 
 
 def _offsets(order: Order) -> list[int]:
     """Micro-batches of a lap that have marks."""
     rounds = min(ROUNDS, order.micro_batches // order.lap)
-    wanted = max(MARKS if order.chunks > 1 else 4 * MARKS, WALK // (2 * order.ranks * order.chunks * rounds))
+    wanted = max(
+        MARKS if order.chunks > 1 else 4 * MARKS, WALK // (2 * order.ranks * order.chunks * rounds)
+    )
     return sorted({(order.lap - 1) * part // (wanted - 1) for part in range(wanted)})
 
 
 def _walk_s(
-    order: Order, anchors: tuple[int, ...], forward: Rows, backward: Rows, weight: Rows | None, hop_s: float
+    order: Order,
+    anchors: tuple[int, ...],
+    forward: Rows,
+    backward: Rows,
+    weight: Rows | None,
+    hop_s: float,
 ) -> tuple[float, list[list[float]]]:
     """The longest path through the marks, one after the other, and when marks of forwards end, by round and mark."""
     chunks = range(order.chunks)
@@ -106,12 +141,17 @@ def _walk_s(
                 start_s = arrival_s
         clocks_s[a] = start_s
         ends_s.append(start_s + row[duration])
-    time_s = max(clocks_s[a] + sum(count * durations[a][i] for i, count in tail) for a, tail in enumerate(tails))
+    time_s = max(
+        clocks_s[a] + sum(count * durations[a][i] for i, count in tail)
+        for a, tail in enumerate(tails)
+    )
     return time_s, [[ends_s[mark] for mark in of_round] for of_round in rounds]
 
 
 @lru_cache(maxsize=256)
-def _marks(order: Order, anchors: tuple[int, ...]) -> tuple[list[Mark], list[tuple[tuple[int, int], ...]], list[list[int]]]:
+def _marks(
+    order: Order, anchors: tuple[int, ...]
+) -> tuple[list[Mark], list[tuple[tuple[int, int], ...]], list[list[int]]]:
     """The marks of all anchors, each after those it waits for; what each anchor runs from its last mark on; and which marks are those of
     forwards, by round."""
     lap, chunks, last = order.lap, order.chunks, order.ranks - 1
@@ -150,7 +190,9 @@ def _marks(order: Order, anchors: tuple[int, ...]) -> tuple[list[Mark], list[tup
 
 
 def _difference(before: list[int], now: list[int]) -> tuple[tuple[int, int], ...]:
-    return tuple((i, new - old) for i, (old, new) in enumerate(zip(before, now, strict=True)) if new > old)
+    return tuple(
+        (i, new - old) for i, (old, new) in enumerate(zip(before, now, strict=True)) if new > old
+    )
 
 
 def _done_before(order: Order, rank: int, backward: int, number: int) -> list[int]:
@@ -163,4 +205,7 @@ def _done_before(order: Order, rank: int, backward: int, number: int) -> list[in
 def _by_lap(order: Order, count: int) -> list[int]:
     """The first `count` operations of a kind, by which lap of a round they are in."""
     rounds, rest = divmod(max(0, min(order.forwards, count)), order.lap * order.chunks)
-    return [rounds * order.lap + max(0, min(order.lap, rest - chunk * order.lap)) for chunk in range(order.chunks)]
+    return [
+        rounds * order.lap + max(0, min(order.lap, rest - chunk * order.lap))
+        for chunk in range(order.chunks)
+    ]

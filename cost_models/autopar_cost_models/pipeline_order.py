@@ -26,7 +26,9 @@ def check_schedule(schedule: str, ranks: int, stages_per_rank: int, micro_batche
     Interleaved and zero bubble cut the micro-batches into max(1, m // p) equal rounds, so m = 10 over p = 4 runs as 2 rounds of 5.
     """
     if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {shown(schedule)}; {nearest(schedule, list(SCHEDULES))}")
+        raise ValueError(
+            f"unknown schedule {shown(schedule)}; {nearest(schedule, list(SCHEDULES))}"
+        )
     whole("ranks", ranks)
     whole("stages_per_rank", stages_per_rank)
     whole("micro_batches", micro_batches)
@@ -35,7 +37,9 @@ def check_schedule(schedule: str, ranks: int, stages_per_rank: int, micro_batche
             f"{schedule} runs one stage per rank, not stages_per_rank={stages_per_rank}; interleaved_1f1b and zero_bubble run several"
         )
     if schedule == "interleaved_1f1b" and stages_per_rank == 1:
-        raise ValueError("interleaved_1f1b interleaves at least 2 stages per rank, not stages_per_rank=1; with one stage use 1f1b")
+        raise ValueError(
+            "interleaved_1f1b interleaves at least 2 stages per rank, not stages_per_rank=1; with one stage use 1f1b"
+        )
     if schedule == "1f1b" and micro_batches < ranks:
         raise ValueError(
             f"1f1b needs a micro-batch for each rank: micro_batches={micro_batches} < ranks={ranks}; "
@@ -44,7 +48,11 @@ def check_schedule(schedule: str, ranks: int, stages_per_rank: int, micro_batche
     rounds = max(1, micro_batches // ranks)
     if schedule in ("interleaved_1f1b", "zero_bubble") and micro_batches % rounds:
         below = next(m for m in range(micro_batches - 1, 0, -1) if m % max(1, m // ranks) == 0)
-        above = next(m for m in range(micro_batches + 1, 2 * micro_batches + ranks) if m % max(1, m // ranks) == 0)
+        above = next(
+            m
+            for m in range(micro_batches + 1, 2 * micro_batches + ranks)
+            if m % max(1, m // ranks) == 0
+        )
         raise ValueError(
             f"{schedule} cuts micro_batches={micro_batches} over {ranks} ranks into {rounds} equal rounds, which leaves "
             f"{micro_batches % rounds} over; {below} and {above} micro-batches work"
@@ -76,7 +84,9 @@ class Order:
 def order_of(schedule: str, ranks: int, chunks: int, micro_batches: int) -> Order:
     """The order of a schedule other than GPipe; the combination has passed `check_schedule`."""
     lap = micro_batches if schedule == "1f1b" else micro_batches // max(1, micro_batches // ranks)
-    per_hop = 2 if schedule == "interleaved_1f1b" else 1  # earlier forwards for each rank nearer to the input
+    per_hop = (
+        2 if schedule == "interleaved_1f1b" else 1
+    )  # earlier forwards for each rank nearer to the input
     warm_up = ((chunks - 1) * lap + per_hop * (ranks - 1 - rank) for rank in range(ranks))
     return Order(
         ranks=ranks,

@@ -23,7 +23,14 @@ SPREAD = 4
 """Ranks that are looked at whatever they take."""
 
 
-def pivot_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | None, hop_s: float, least: bool = False) -> float:
+def pivot_path_s(
+    order: Order,
+    forward: Rows,
+    backward: Rows,
+    weight: Rows | None,
+    hop_s: float,
+    least: bool = False,
+) -> float:
     """The longest path of the family.  Rows are in the order in which chunks run: forward first to last, backward last to first.
     `least`: of those paths that are in the family of any rows that take no less."""
     up_end, up = _ramp_s(order, forward, backward, None, hop_s, least)
@@ -39,14 +46,18 @@ def pivot_path_s(order: Order, forward: Rows, backward: Rows, weight: Rows | Non
     if order.chunks == 1 and hop_s:
         columns = [f + b for (f,), (b,) in zip(forward, backward, strict=True)]
         weights = [w for (w,) in weight] if weight else [0.0] * order.ranks
-        for first, last in () if least else _loops(columns, weights, hop_s, run_ends(forward, backward, weight)):
+        for first, last in (
+            () if least else _loops(columns, weights, hop_s, run_ends(forward, backward, weight))
+        ):
             heavy = max(range(first, last + 1), key=columns.__getitem__)
             for rank, arc in {(first, 0), (heavy, 0), (heavy, heavy - first)}:
                 if order.micro_batches - 2 - order.warm_up[rank] >= arc:
                     path_s = _looping_s(order, first, rank, last, arc, columns, weights, hop_s)
                     best_s = max(best_s, up[rank] + path_s + down[rank])
         from_first = {(0, last) for last in range(1, order.ranks)}
-        for first, last in from_first | {(last - more, last) for more in (1, 2) for last in range(more, order.ranks)}:
+        for first, last in from_first | {
+            (last - more, last) for more in (1, 2) for last in range(more, order.ranks)
+        }:
             if order.micro_batches - 2 >= order.warm_up[first]:
                 path_s = _looping_s(order, first, first, last, 0, columns, weights, hop_s)
                 best_s = max(best_s, up[first] + path_s + down[first])
@@ -63,7 +74,9 @@ def run_ends(forward: Rows, backward: Rows, weight: Rows | None) -> list[int]:
     """Ranks that differ from a neighbour, and the first and the last: among equal ranks a path seldom gains by turning in the middle."""
     loads = list(zip(forward, backward, weight or forward, strict=True))
     last = len(loads) - 1
-    return [r for r in range(last + 1) if r in (0, last) or not loads[r - 1] == loads[r] == loads[r + 1]]
+    return [
+        r for r in range(last + 1) if r in (0, last) or not loads[r - 1] == loads[r] == loads[r + 1]
+    ]
 
 
 def _ramp_s(
@@ -78,11 +91,15 @@ def _ramp_s(
     for chunk in range(order.chunks):
         arrival_s = ends_s[-1] + hop_s if chunk else 0.0  # of its micro-batch, at each rank in turn
         if chunk:  # the lap before keeps the rank busy until then
-            free_s = [end_s + (lap - 1) * row[chunk - 1] for end_s, row in zip(ends_s, first, strict=True)]
+            free_s = [
+                end_s + (lap - 1) * row[chunk - 1] for end_s, row in zip(ends_s, first, strict=True)
+            ]
         else:
             free_s = [0.0] * ranks
         if extra:
-            free_s = [busy_s + _extra_s(order, rank, extra, chunk) for rank, busy_s in enumerate(free_s)]
+            free_s = [
+                busy_s + _extra_s(order, rank, extra, chunk) for rank, busy_s in enumerate(free_s)
+            ]
         ends_s = []
         for busy_s, row in zip(free_s, first, strict=True):
             end_s = (arrival_s if arrival_s > busy_s else busy_s) + row[chunk]
@@ -105,7 +122,12 @@ def _ramp_s(
                 for k in range(1, ranks):
                     travel_s[chunk].append(travel_s[chunk][-1] + first[k][chunk] + hop_s)
             passed_s = travel_s[chunk][rank] - travel_s[chunk][before]
-            end_s = max(end_s, ends_s[before] + _span_s(order, before, first, extra, last * lap + 1, count) + passed_s)
+            end_s = max(
+                end_s,
+                ends_s[before]
+                + _span_s(order, before, first, extra, last * lap + 1, count)
+                + passed_s,
+            )
         warm_s.append(end_s)
 
     turned_s = [0.0] * ranks
@@ -123,7 +145,9 @@ def _done_s(row: list[float], lap: int, count: int) -> float:
     return lap * (rounds * sum(row) + sum(row[:chunk])) + (part * row[chunk] if part else 0.0)
 
 
-def _span_s(order: Order, rank: int, first: Rows, extra: Rows | None, start: int, stop: int) -> float:
+def _span_s(
+    order: Order, rank: int, first: Rows, extra: Rows | None, start: int, stop: int
+) -> float:
     """Seconds of operations start..stop-1 of kind `first` and of the `extra` that come with them."""
     lap = order.lap
     if order.chunks == 1 or stop <= order.chunks * lap:  # all in the last lap
@@ -132,7 +156,9 @@ def _span_s(order: Order, rank: int, first: Rows, extra: Rows | None, start: int
         total_s = _done_s(first[rank], lap, stop) - _done_s(first[rank], lap, start)
     if extra:
         lag, most = order.lag[rank], order.forwards
-        total_s += _done_s(extra[rank], lap, min(most, stop + lag)) - _done_s(extra[rank], lap, min(most, start + lag))
+        total_s += _done_s(extra[rank], lap, min(most, stop + lag)) - _done_s(
+            extra[rank], lap, min(most, start + lag)
+        )
     return total_s
 
 
@@ -151,7 +177,9 @@ def _work_s(order: Order, rank: int, forward: Rows, backward: Rows, weight: Rows
     lap, total, depth = order.lap, order.forwards, order.warm_up[rank]
     if order.chunks == 1:
         seconds = (total - 2 - depth) * (forward[rank][0] + backward[rank][0])
-        return seconds + (max(0, total - 1 - depth - order.lag[rank]) * weight[rank][0] if weight else 0.0)
+        return seconds + (
+            max(0, total - 1 - depth - order.lag[rank]) * weight[rank][0] if weight else 0.0
+        )
     seconds = _done_s(forward[rank], lap, total - 1) - _done_s(forward[rank], lap, depth + 1)
     seconds += _done_s(backward[rank], lap, total - 1 - depth) - backward[rank][0]
     if weight:
@@ -159,7 +187,9 @@ def _work_s(order: Order, rank: int, forward: Rows, backward: Rows, weight: Rows
     return seconds
 
 
-def _loops(columns: list[float], weights: list[float], hop_s: float, ends: list[int]) -> list[tuple[int, int]]:
+def _loops(
+    columns: list[float], weights: list[float], hop_s: float, ends: list[int]
+) -> list[tuple[int, int]]:
     """Loops first..last worth a look: for each first rank the best last one at the rate of the fastest-growing loop, and others of its.
 
     A loop of n ranks advances n micro-batches in sum(columns) + 2 (n - 1) hops + the weight gradient of its first rank.  The greatest
@@ -179,12 +209,21 @@ def _loops(columns: list[float], weights: list[float], hop_s: float, ends: list[
             if ratio_s > best_s:
                 best_s, best = ratio_s, rank
         if best_s <= rate_s * (1 + 1e-9):
-            return [(rank, found[rank]) for rank in found] + [(best, last) for last in ends if last > best]
+            return [(rank, found[rank]) for rank in found] + [
+                (best, last) for last in ends if last > best
+            ]
         rate_s = best_s
 
 
 def _looping_s(
-    order: Order, first: int, rank: int, last: int, arc: int, columns: list[float], weights: list[float], hop_s: float
+    order: Order,
+    first: int,
+    rank: int,
+    last: int,
+    arc: int,
+    columns: list[float],
+    weights: list[float],
+    hop_s: float,
 ) -> float:
     """Seconds from the end of the first backward of `rank` to the start of its last forward, by loops first..last that contain it.
 
@@ -195,9 +234,15 @@ def _looping_s(
     times, rest = divmod(order.micro_batches - 2 - order.warm_up[rank] - arc, size)
     end = times * size + rest  # number of the backward that the last forward follows
     path_s = times * (sum(columns[first : last + 1]) + 2 * (size - 1) * hop_s)
-    path_s += weights[first] * max(0, times - -(-lag // size))  # turns 0, size, 2 size, ... that are late enough
+    path_s += weights[first] * max(
+        0, times - -(-lag // size)
+    )  # turns 0, size, 2 size, ... that are late enough
     top = first if arc else rank
-    arc_s = sum(columns[first : first + arc]) + 2 * arc * hop_s + (weights[top] if end >= order.lag[top] else 0.0)
+    arc_s = (
+        sum(columns[first : first + arc])
+        + 2 * arc * hop_s
+        + (weights[top] if end >= order.lag[top] else 0.0)
+    )
     rest_s = rest * columns[rank] + weights[rank] * max(0, min(rest, end - order.lag[rank]))
     if rest and rank == first:
         shorter_s = sum(columns[first : first + rest]) + 2 * (rest - 1) * hop_s

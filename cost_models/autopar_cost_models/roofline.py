@@ -30,7 +30,9 @@ def memory_time_s(size_bytes: float, device: Device) -> float:
     return stream_s(size_bytes, device) + device.launch_s
 
 
-def chain_time_s(kernel_bytes: Sequence[float], external_bytes: float, device: Device, compiled: bool) -> float:
+def chain_time_s(
+    kernel_bytes: Sequence[float], external_bytes: float, device: Device, compiled: bool
+) -> float:
     """Seconds of element-wise operations that follow one another.
 
     Eager mode runs one kernel each, which reads and writes `kernel_bytes[i]`.  A compiler fuses them into one that reads and writes only
@@ -51,18 +53,30 @@ def optimizer_time_s(numel: float, device: Device, precision: str, fused: bool =
     """Seconds of one Adam update of `numel` parameters under a precision recipe of `memory.py`."""
     positive("numel", numel, zero_allowed=True)
     if precision not in _ADAM_BYTES:
-        raise ValueError(f"unknown precision {shown(precision)}; {nearest(precision, list(_ADAM_BYTES))}")
+        raise ValueError(
+            f"unknown precision {shown(precision)}; {nearest(precision, list(_ADAM_BYTES))}"
+        )
     kernels = 1 if fused else 7
-    return stream_s(numel * _ADAM_BYTES[precision][0 if fused else 1], device) + kernels * device.launch_s
+    return (
+        stream_s(numel * _ADAM_BYTES[precision][0 if fused else 1], device)
+        + kernels * device.launch_s
+    )
 
 
-def offloaded_update_time_s(numel: float, host: Host, precision: str, gradient_bytes: float, parameter_bytes: float) -> float:
+def offloaded_update_time_s(
+    numel: float, host: Host, precision: str, gradient_bytes: float, parameter_bytes: float
+) -> float:
     """Seconds of one Adam update of `numel` parameters in host memory, by one fused pass over it: gradients of so many bytes come over the
     link, then the update, then parameters of so many bytes go back.  One after the other, as `autopar/runtime/state/parameters.py` does."""
     positive("numel", numel, zero_allowed=True)
     if precision not in _ADAM_BYTES:
-        raise ValueError(f"unknown precision {shown(precision)}; {nearest(precision, list(_ADAM_BYTES))}")
-    return link_time_s(gradient_bytes + parameter_bytes, host) + numel * _ADAM_BYTES[precision][0] / host.achieved_memory_Bps
+        raise ValueError(
+            f"unknown precision {shown(precision)}; {nearest(precision, list(_ADAM_BYTES))}"
+        )
+    return (
+        link_time_s(gradient_bytes + parameter_bytes, host)
+        + numel * _ADAM_BYTES[precision][0] / host.achieved_memory_Bps
+    )
 
 
 def link_time_s(size_bytes: float, host: Host) -> float:
@@ -79,7 +93,11 @@ def overlapped_s(compute_s: float, transfer_s: float, fitted: FittedConstants = 
     """
     positive("compute_s", compute_s, zero_allowed=True)
     positive("transfer_s", transfer_s, zero_allowed=True)
-    return max(transfer_s, compute_s + fitted.overlap_slowdown * transfer_s) if compute_s else transfer_s
+    return (
+        max(transfer_s, compute_s + fitted.overlap_slowdown * transfer_s)
+        if compute_s
+        else transfer_s
+    )
 
 
 def arithmetic_intensity(device: Device, dtype: str) -> float:
@@ -93,7 +111,11 @@ def product_s(flops: float, size_bytes: float, device: Device, dtype: str) -> fl
     if measured is None:
         return max(flops / device.achieved_flops(dtype), stream_s(size_bytes, device))
     square_bytes = 3 * (flops / 2) ** (2 / 3) * ITEMSIZE[dtype]
-    return max(curve_s(measured, flops) - device.launch_s, stream_s(max(size_bytes - square_bytes, 0.0), device), 0.0)
+    return max(
+        curve_s(measured, flops) - device.launch_s,
+        stream_s(max(size_bytes - square_bytes, 0.0), device),
+        0.0,
+    )
 
 
 def stream_s(size_bytes: float, device: Device) -> float:

@@ -21,7 +21,12 @@ from autopar_cost_models.checks import positive, whole
 from autopar_cost_models.echo import shown
 from autopar_cost_models.stage_times import StageTimes
 
-KINDS = {"F": "forward", "B": "backward", "I": "backward to the input", "W": "backward to the parameters"}
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward to the input",
+    "W": "backward to the parameters",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,9 @@ class Action:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"unknown kind of action {shown(self.kind)}; known: {', '.join(KINDS)}")
+            raise ValueError(
+                f"unknown kind of action {shown(self.kind)}; known: {', '.join(KINDS)}"
+            )
         whole("stage", self.stage, least=0)
         whole("micro_batch", self.micro_batch, least=0)
 
@@ -67,11 +74,16 @@ class Simulation:
         return sum(span.end_s - span.start_s for span in self.timelines[rank])
 
 
-_Item = tuple[str, int, int]  # what an action yields: ("F", stage, micro-batch) activations, ("I", ...) the gradient of the stage's input
+_Item = tuple[
+    str, int, int
+]  # what an action yields: ("F", stage, micro-batch) activations, ("I", ...) the gradient of the stage's input
 
 
 def simulate_pipeline(
-    actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], hop_s: float = 0.0, overlap: bool = True
+    actions: Sequence[Sequence[Action]],
+    stages: Sequence[StageTimes],
+    hop_s: float = 0.0,
+    overlap: bool = True,
 ) -> Simulation:
     """Run `actions[rank]` on every rank at once; `stages` are the times of the virtual stages, first to last.
 
@@ -83,7 +95,9 @@ def simulate_pipeline(
     idle = [True] * len(actions)
     here: list[set[_Item]] = [set() for _ in actions]
     timelines: list[list[Span]] = [[] for _ in actions]
-    events: list[tuple[float, int, int, _Item | None]] = []  # (time, order of posting, rank, what arrives or None: the rank is free)
+    events: list[
+        tuple[float, int, int, _Item | None]
+    ] = []  # (time, order of posting, rank, what arrives or None: the rank is free)
     posted = 0
 
     def post(time_s: float, rank: int, item: _Item | None) -> None:
@@ -133,7 +147,9 @@ def simulate_pipeline(
         makespan_s=max((line[-1].end_s for line in timelines if line), default=0.0),
         timelines=tuple(map(tuple, timelines)),
         in_flight=tuple(_peak(todo) for todo in actions),
-        in_flight_by_stage=tuple(_peak([a for a in actions[home[s]] if a.stage == s]) for s in range(len(stages))),
+        in_flight_by_stage=tuple(
+            _peak([a for a in actions[home[s]] if a.stage == s]) for s in range(len(stages))
+        ),
     )
 
 
@@ -144,15 +160,23 @@ def _homes(actions: Sequence[Sequence[Action]], num_stages: int) -> list[int]:
     for rank, todo in enumerate(actions):
         for action in todo:
             if action.stage >= num_stages:
-                raise ValueError(f"rank {rank} has {action}, but there are times for {num_stages} stages")
+                raise ValueError(
+                    f"rank {rank} has {action}, but there are times for {num_stages} stages"
+                )
             if home.setdefault(action.stage, rank) != rank:
-                raise ValueError(f"{action} is on rank {rank}, but rank {home[action.stage]} has stage {action.stage}")
+                raise ValueError(
+                    f"{action} is on rank {rank}, but rank {home[action.stage]} has stage {action.stage}"
+                )
             twin = {"B": "I", "I": "B"}.get(action.kind, action.kind)
             if action in seen or Action(twin, action.stage, action.micro_batch) in seen:
-                raise ValueError(f"rank {rank} runs {action} a second time: one forward and one backward per stage and micro-batch")
+                raise ValueError(
+                    f"rank {rank} runs {action} a second time: one forward and one backward per stage and micro-batch"
+                )
             seen.add(action)
     if len(home) < num_stages:
-        raise ValueError(f"no rank runs stage {min(set(range(num_stages)) - set(home))} of {num_stages}")
+        raise ValueError(
+            f"no rank runs stage {min(set(range(num_stages)) - set(home))} of {num_stages}"
+        )
     return [home[stage] for stage in range(num_stages)]
 
 
@@ -167,17 +191,25 @@ def _needs(action: Action, num_stages: int) -> list[_Item]:
 
 
 def _yields(action: Action) -> list[_Item]:
-    return [] if action.kind == "W" else [("F" if action.kind == "F" else "I", action.stage, action.micro_batch)]
+    return (
+        []
+        if action.kind == "W"
+        else [("F" if action.kind == "F" else "I", action.stage, action.micro_batch)]
+    )
 
 
 def _receiver(action: Action, home: list[int]) -> int | None:
     """The rank that waits for what an action yields."""
-    neighbour = {"F": action.stage + 1, "B": action.stage - 1, "I": action.stage - 1, "W": -1}[action.kind]
+    neighbour = {"F": action.stage + 1, "B": action.stage - 1, "I": action.stage - 1, "W": -1}[
+        action.kind
+    ]
     return home[neighbour] if 0 <= neighbour < len(home) else None
 
 
 def _duration_s(action: Action, times: StageTimes) -> float:
-    return {"F": times.forward_s, "B": times.backward_s, "I": times.input_s, "W": times.weight_s}[action.kind]
+    return {"F": times.forward_s, "B": times.backward_s, "I": times.input_s, "W": times.weight_s}[
+        action.kind
+    ]
 
 
 def _peak(todo: Sequence[Action]) -> int:

@@ -24,7 +24,9 @@ class StageTimes:
         for name in ("forward_s", "backward_s", "weight_s"):
             object.__setattr__(self, name, positive(name, getattr(self, name), zero_allowed=True))
         if self.weight_s > self.backward_s:
-            raise ValueError(f"weight_s={self.weight_s} is a part of backward_s={self.backward_s} and cannot exceed it")
+            raise ValueError(
+                f"weight_s={self.weight_s} is a part of backward_s={self.backward_s} and cannot exceed it"
+            )
 
     @property
     def input_s(self) -> float:

@@ -48,21 +48,31 @@ class Topology:
             if not isinstance(getattr(self, name), Link):
                 raise TypeError(f"{name}={shown(getattr(self, name))} must be a Link")
         if self.nics_per_node is not None:
-            fewer, more = sorted((whole("nics_per_node", self.nics_per_node), self.devices_per_node))
+            fewer, more = sorted(
+                (whole("nics_per_node", self.nics_per_node), self.devices_per_node)
+            )
             if more % fewer:
                 raise ValueError(
                     f"nics_per_node={self.nics_per_node} and devices_per_node={self.devices_per_node}: one must be a multiple of the "
                     "other, so that devices share network interfaces evenly"
                 )
-        object.__setattr__(self, "oversubscription", positive("oversubscription", self.oversubscription))
+        object.__setattr__(
+            self, "oversubscription", positive("oversubscription", self.oversubscription)
+        )
         if self.oversubscription < 1:
-            raise ValueError(f"oversubscription={shown(self.oversubscription)} must be at least 1: bandwidth below / above the leaf switch")
+            raise ValueError(
+                f"oversubscription={shown(self.oversubscription)} must be at least 1: bandwidth below / above the leaf switch"
+            )
         if self.intra.curves:
             self._check_curves()
 
     def _check_curves(self) -> None:
         """Every group that divides a node must have been measured, so that no price silently comes from another form."""
-        sizes = [ranks for ranks in range(2, self.devices_per_node + 1) if self.devices_per_node % ranks == 0]
+        sizes = [
+            ranks
+            for ranks in range(2, self.devices_per_node + 1)
+            if self.devices_per_node % ranks == 0
+        ]
         for name in MEASURED:
             measured = self.intra.curves.get(name, {})
             wanted = [2] if sizes and name == "point_to_point" else sizes
@@ -93,8 +103,14 @@ class Topology:
         """
         devices, nics = self.devices_per_node, self.nics
         if whole("ranks_per_node", ranks_per_node) > devices:
-            raise ValueError(f"ranks_per_node={ranks_per_node} is more than devices_per_node={devices}")
-        groups = devices / ranks_per_node if concurrent_groups is None else whole("concurrent_groups", concurrent_groups)
+            raise ValueError(
+                f"ranks_per_node={ranks_per_node} is more than devices_per_node={devices}"
+            )
+        groups = (
+            devices / ranks_per_node
+            if concurrent_groups is None
+            else whole("concurrent_groups", concurrent_groups)
+        )
         own = min(nics, ranks_per_node * max(1, nics // devices))
         return self.inter.achieved_Bps * min(own, nics / groups) / self.oversubscription
 
@@ -124,7 +140,9 @@ class NodePreset:
         whole("devices_per_host", self.devices_per_host)
 
     def topology(self, nodes: int, fitted: FittedConstants = FITTED) -> Topology:
-        return Topology(self.devices_per_node, nodes, self.intra, self.inter, self.nics_per_node).calibrated(fitted)
+        return Topology(
+            self.devices_per_node, nodes, self.intra, self.inter, self.nics_per_node
+        ).calibrated(fitted)
 
 
 # The first preset of a device is its home: the node that `ClusterSpec` takes when only the device is named.
@@ -145,7 +163,9 @@ NODES: dict[str, NodePreset] = {
         NodePreset("mi300x-8", _GPU["mi300x"], 8, cat.INFINITY_FABRIC, cat.NDR400, 8),
         NodePreset("aws-p4d", _GPU["a100-40g"], 8, cat.NVLINK3, cat.EFA100, 8, nics_per_node=4),
         NodePreset("aws-p5", _GPU["h100"], 8, cat.NVLINK4, cat.EFA100, 8, nics_per_node=32),
-        NodePreset("jeanzay-a100", _GPU["a100-80g"], 8, cat.NVLINK3, cat.OMNIPATH100, 8, nics_per_node=4),
+        NodePreset(
+            "jeanzay-a100", _GPU["a100-80g"], 8, cat.NVLINK3, cat.OMNIPATH100, 8, nics_per_node=4
+        ),
     )
 }
 """Node presets by name."""
@@ -176,14 +196,18 @@ def group_shape(size: int, stride: int, topology: Topology) -> tuple[int, int]:
     whole("group stride", stride)
     per_node, span = topology.devices_per_node, size * stride
     if span > topology.num_devices:
-        raise ValueError(f"a group of {size} ranks {stride} apart spans {span} ranks; the topology has {topology.num_devices} devices")
+        raise ValueError(
+            f"a group of {size} ranks {stride} apart spans {span} ranks; the topology has {topology.num_devices} devices"
+        )
     if size == 1:
         return 1, 1
     if stride % per_node == 0:
         return 1, size
     offsets = range(1) if per_node % stride == 0 else range(min(stride, per_node))
     period = per_node // gcd(span, per_node)
-    bases = (k * span + o for k in range(min(period, topology.num_devices // span)) for o in offsets)
+    bases = (
+        k * span + o for k in range(min(period, topology.num_devices // span)) for o in offsets
+    )
     ranks = min(_ranks_per_node(base, size, stride, per_node) for base in bases)
     return ranks, size // ranks
 

@@ -67,9 +67,13 @@ def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
         if kind == "gated_clamp" and len(parts) == 2:
             return _gated_clamp(POINTWISE[parts[0]], float(parts[1]))
         if kind in ("interleaved_clamp", "concatenated_clamp") and len(parts) == 2:
-            return _swish_clamp(float(parts[0]), float(parts[1]), interleaved=kind == "interleaved_clamp")
+            return _swish_clamp(
+                float(parts[0]), float(parts[1]), interleaved=kind == "interleaved_clamp"
+            )
     except (KeyError, ValueError) as error:
-        raise ValueError(f"activation {activation!r}: {error}; known names are {', '.join(POINTWISE)}") from error
+        raise ValueError(
+            f"activation {activation!r}: {error}; known names are {', '.join(POINTWISE)}"
+        ) from error
     raise ValueError(
         f"activation {activation!r} is not gated:NAME, plain:NAME, gated_clamp:NAME:LIMIT, interleaved_clamp:LIMIT:ALPHA or "
         "concatenated_clamp:LIMIT:ALPHA"
@@ -147,7 +151,10 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 def _has_kernel(*operands: Tensor) -> bool:
     """Whether torch's grouped kernel takes them: bf16, Ampere or later, and rows of 16 bytes (CUTLASS' alignment)."""
-    if not all(t.is_cuda and t.dtype == torch.bfloat16 and t.numel() > 0 and t.shape[-1] % 8 == 0 for t in operands):
+    if not all(
+        t.is_cuda and t.dtype == torch.bfloat16 and t.numel() > 0 and t.shape[-1] % 8 == 0
+        for t in operands
+    ):
         return False
     return torch.cuda.get_device_capability(operands[0].device) >= (8, 0)
 
@@ -174,10 +181,14 @@ def _grouped_mm_backward(ctx, grad: Tensor):
     rows, weight, ends = ctx.saved_tensors
     grad = grad.contiguous()
     needs_rows, needs_weight = ctx.needs_input_grad[:2]
-    grad_rows = torch.ops.autopar.grouped_mm(grad, weight, ends, not ctx.transposed) if needs_rows else None
+    grad_rows = (
+        torch.ops.autopar.grouped_mm(grad, weight, ends, not ctx.transposed) if needs_rows else None
+    )
     grad_weight = None
     if needs_weight:
-        grad_weight = torch.ops.autopar.grouped_outer(*((rows, grad) if ctx.transposed else (grad, rows)), ends)
+        grad_weight = torch.ops.autopar.grouped_outer(
+            *((rows, grad) if ctx.transposed else (grad, rows)), ends
+        )
     return grad_rows, grad_weight, None, None
 
 
@@ -196,7 +207,9 @@ FLOP_FORMULAS = {torch.ops.autopar.grouped_mm: _flops, torch.ops.autopar.grouped
 # ------------------------------------------------------------------------------------------------------------------- the pieces
 
 
-def sort_by_expert(index: Tensor, experts: int, capacity_factor: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(
+    index: Tensor, experts: int, capacity_factor: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Order the choices (T, K) by expert: order (T * K,), ids (T * K,), ends (experts,).
 
     Sorted row i is choice order[i], of expert ids[i]; expert e's rows end before ends[e].  Within an expert choices are in token order.
@@ -205,7 +218,9 @@ def sort_by_expert(index: Tensor, experts: int, capacity_factor: float = 0.0) ->
     ids, order = torch.sort(index.reshape(-1), stable=True)
     count = ids.shape[0]
     if capacity_factor > 0:  # at most ceil(limit) of an expert's choices, the first ones
-        limit = capacity_factor * ids.new_full((), count).double() / max(experts, 1)  # a tensor, since a compiler may not know count
+        limit = (
+            capacity_factor * ids.new_full((), count).double() / max(experts, 1)
+        )  # a tensor, since a compiler may not know count
         place = torch.arange(count, device=ids.device) - torch.searchsorted(ids, ids)
         ids, again = torch.sort(torch.where(place < limit, ids, experts), stable=True)
         order = order[again]
@@ -242,7 +257,9 @@ def _add_bias(rows: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
 
 def inverse_order(order: Tensor) -> Tensor:
     """Where each element went: inverse_order(order)[order[i]] = i."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    return torch.empty_like(order).scatter_(
+        0, order, torch.arange(order.shape[0], device=order.device)
+    )
 
 
 def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
@@ -278,7 +295,11 @@ def routed_experts(
     """
     order, ids, ends = sort_by_expert(index, up.shape[0], capacity_factor)
     rows = x.index_select(0, order // index.shape[1])
-    return combine(expert_mlp(rows, ids, ends, up, up_bias, down, down_bias, activation, transposed), order, weights)
+    return combine(
+        expert_mlp(rows, ids, ends, up, up_bias, down, down_bias, activation, transposed),
+        order,
+        weights,
+    )
 
 
 SCHEMA = (

@@ -61,21 +61,38 @@ def run_again(graph: Graph) -> frozenset[str]:
 
 def kernels(graph: Graph) -> set[str]:
     """The calls that are no views."""
-    return {node.name for node in ops(graph) if not (node.target.is_view or node.target is aten.reshape.default)}
+    return {
+        node.name
+        for node in ops(graph)
+        if not (node.target.is_view or node.target is aten.reshape.default)
+    }
 
 
 @pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny", "moe-tiny"])
 def test_blocks_rerun_what_checkpoint_reruns(model):
     spec = parse_model(model)
     traced = trace(spec.build("meta"), spec.example_inputs(2, 16), None, "fp32")
-    block = max(traced.classes, key=lambda block: sum(s.class_index == traced.classes.index(block) for s in traced.segments))
+    block = max(
+        traced.classes,
+        key=lambda block: sum(
+            s.class_index == traced.classes.index(block) for s in traced.segments
+        ),
+    )
     found = rerun_ops(block.graph, *observe_saved(block.graph), early_stop=True)
     assert found & kernels(block.graph) == run_again(block.graph)
     everything = frozenset(node.name for node in ops(block.graph))
-    assert found < everything == rerun_ops(block.graph, *observe_saved(block.graph), early_stop=False)
+    assert (
+        found < everything == rerun_ops(block.graph, *observe_saved(block.graph), early_stop=False)
+    )
 
 
-@given(st.lists(st.sampled_from(["linear", "relu", "sin", "add", "exp", "neg", "transpose"]), min_size=1, max_size=6))
+@given(
+    st.lists(
+        st.sampled_from(["linear", "relu", "sin", "add", "exp", "neg", "transpose"]),
+        min_size=1,
+        max_size=6,
+    )
+)
 def test_any_chain_reruns_what_checkpoint_reruns(chain):
     graph, val = Graph(), torch.empty(4, 4, requires_grad=True)
 
@@ -91,4 +108,6 @@ def test_any_chain_reruns_what_checkpoint_reruns(chain):
         }[name]  # fmt: skip
         x = tell(graph.call_function(target, (x, *more)))
     graph.output((x,))
-    assert rerun_ops(graph, *observe_saved(graph), early_stop=True) & kernels(graph) == run_again(graph)
+    assert rerun_ops(graph, *observe_saved(graph), early_stop=True) & kernels(graph) == run_again(
+        graph
+    )

@@ -9,9 +9,19 @@ from typing import get_args
 
 import pytest
 import torch
-from autopar_cost_models import FittedConstants, all_gather_time_s, collective_time_s, memory_time_s, point_to_point_time_s
+from autopar_cost_models import (
+    FittedConstants,
+    all_gather_time_s,
+    collective_time_s,
+    memory_time_s,
+    point_to_point_time_s,
+)
 from autopar_cost_models.attention import flash_attention_time_s, unfused_attention_time_s
-from autopar_cost_models.matmul import fp8_linear_time_s, grouped_matmul_time_s, shaped_matmul_time_s
+from autopar_cost_models.matmul import (
+    fp8_linear_time_s,
+    grouped_matmul_time_s,
+    shaped_matmul_time_s,
+)
 from autopar_cost_models.roofline import optimizer_time_s, overlapped_s
 
 import autopar
@@ -53,20 +63,31 @@ def llama() -> Annotator:
     return annotator_of(f"llama:layers=2,{BLOCK}", SEQ)
 
 
-def annotated(annotator: Annotator, mesh: MeshShape = MESHES[0], rows: int = 1, zero: int = 0, **software) -> AnnotatedModel:
+def annotated(
+    annotator: Annotator, mesh: MeshShape = MESHES[0], rows: int = 1, zero: int = 0, **software
+) -> AnnotatedModel:
     """By software that hides no transfer and runs no kernel of its own to add up gradients, unless `software` says otherwise."""
     plain = {"dp_overlap": False, "late_gradients": False, "fused_accumulation": True}
-    return annotator.annotate(Setting(mesh, rows, 1, zero, "none", "bf16", CLUSTER, software=Software(**plain | software)))
+    return annotator.annotate(
+        Setting(mesh, rows, 1, zero, "none", "bf16", CLUSTER, software=Software(**plain | software))
+    )
 
 
 def strategies(model: AnnotatedModel, op: str) -> dict[str, Strategy]:
     """The strategies of the op of this name, in the first class that has one."""
-    return next({s.name: s for s in found.strategies} for block in model.classes for found in block.ops if found.name == op)
+    return next(
+        {s.name: s for s in found.strategies}
+        for block in model.classes
+        for found in block.ops
+        if found.name == op
+    )
 
 
 def product_s(m: int, n: int, k: int) -> tuple[float, float]:
     """A linear layer of m rows: forward; the gradients of input and weight, the latter in fp32."""
-    backward = shaped_matmul_time_s(m, k, n, H100, "bf16") + shaped_matmul_time_s(n, k, m, H100, "bf16", result_itemsize=4)
+    backward = shaped_matmul_time_s(m, k, n, H100, "bf16") + shaped_matmul_time_s(
+        n, k, m, H100, "bf16", result_itemsize=4
+    )
     return shaped_matmul_time_s(m, n, k, H100, "bf16"), backward
 
 
@@ -89,7 +110,9 @@ def test_products_are_priced_by_local_shapes(llama, mesh, rows, op, strategy, sh
     forward, backward = product_s(*shape)
     assert (found.forward_s, found.backward_s) == pytest.approx((forward, backward), rel=1e-12)
     m, n, k = shape
-    assert found.backward_weight_s == pytest.approx(shaped_matmul_time_s(n, k, m, H100, "bf16", result_itemsize=4))
+    assert found.backward_weight_s == pytest.approx(
+        shaped_matmul_time_s(n, k, m, H100, "bf16", result_itemsize=4)
+    )
 
 
 def test_small_shards_run_at_a_lower_rate(llama):
@@ -105,35 +128,65 @@ def test_a_second_reader_adds_its_gradient(llama):
     assert second.backward_s == pytest.approx(product_s(SEQ, HIDDEN // 4, HIDDEN)[1] + added_s)
 
 
-@pytest.mark.parametrize(("mesh", "heads", "key_heads"), [(MeshShape(dp=8), HEADS, KEY_HEADS), (MeshShape(tp=8), HEADS // 8, 1)])
+@pytest.mark.parametrize(
+    ("mesh", "heads", "key_heads"),
+    [(MeshShape(dp=8), HEADS, KEY_HEADS), (MeshShape(tp=8), HEADS // 8, 1)],
+)
 @pytest.mark.parametrize("kernel", [None, "flash2", "cudnn"])
 def test_attention_is_a_flash_kernel_on_local_heads(llama, mesh, heads, key_heads, kernel):
-    found = strategies(annotated(llama, mesh, attention_kernel=kernel), "scaled_dot_product_attention")["h" if mesh.tp > 1 else "R"]
+    found = strategies(
+        annotated(llama, mesh, attention_kernel=kernel), "scaled_dot_product_attention"
+    )["h" if mesh.tp > 1 else "R"]
     sizes = 1, heads, key_heads, SEQ, SEQ, HIDDEN // HEADS, H100
-    expected = [flash_attention_time_s(*sizes, kernel=kernel or "flash3", backward=backward) for backward in (False, True)]
+    expected = [
+        flash_attention_time_s(*sizes, kernel=kernel or "flash3", backward=backward)
+        for backward in (False, True)
+    ]
     assert [found.forward_s, found.backward_s] == pytest.approx(expected)
     full = flash_attention_time_s(*sizes, kernel=kernel or "flash3", causal=False)
-    assert 0.5 < found.forward_s / full < 0.56  # half, but for blocks on the diagonal and shorter rows
+    assert (
+        0.5 < found.forward_s / full < 0.56
+    )  # half, but for blocks on the diagonal and shorter rows
 
 
 def test_context_ranks_share_attention(llama):
-    whole = flash_attention_time_s(1, HEADS, KEY_HEADS, SEQ, SEQ, 128, H100, kernel="flash3") - H100.launch_s
-    model = llama.annotate(Setting(MeshShape(cp=4, dp=2), 1, 1, 0, "none", "bf16", CLUSTER, context_method="gather"))
+    whole = (
+        flash_attention_time_s(1, HEADS, KEY_HEADS, SEQ, SEQ, 128, H100, kernel="flash3")
+        - H100.launch_s
+    )
+    model = llama.annotate(
+        Setting(MeshShape(cp=4, dp=2), 1, 1, 0, "none", "bf16", CLUSTER, context_method="gather")
+    )
     found = strategies(model, "scaled_dot_product_attention")["R"]
-    assert found.forward_s - found.forward_comm_s == pytest.approx(whole / 4 + H100.launch_s)  # zigzag: nobody waits
-    model = llama.annotate(Setting(MeshShape(cp=4, dp=2), 1, 1, 0, "none", "bf16", CLUSTER, context_method="ring"))
+    assert found.forward_s - found.forward_comm_s == pytest.approx(
+        whole / 4 + H100.launch_s
+    )  # zigzag: nobody waits
+    model = llama.annotate(
+        Setting(MeshShape(cp=4, dp=2), 1, 1, 0, "none", "bf16", CLUSTER, context_method="ring")
+    )
     found = strategies(model, "scaled_dot_product_attention")["R"]
     assert found.forward_s - found.forward_comm_s == pytest.approx(whole / 4 + 4 * H100.launch_s)
-    model = llama.annotate(Setting(MeshShape(cp=4, dp=2), 1, 1, 0, "none", "bf16", CLUSTER, context_method="ulysses"))
+    model = llama.annotate(
+        Setting(MeshShape(cp=4, dp=2), 1, 1, 0, "none", "bf16", CLUSTER, context_method="ulysses")
+    )
     found = strategies(model, "scaled_dot_product_attention")["R"]
-    heads_s = flash_attention_time_s(1, HEADS // 4, KEY_HEADS // 4, SEQ, SEQ, 128, H100, kernel="flash3")
-    assert found.forward_s - found.forward_comm_s == pytest.approx(heads_s) and found.forward_comm_s > 0
+    heads_s = flash_attention_time_s(
+        1, HEADS // 4, KEY_HEADS // 4, SEQ, SEQ, 128, H100, kernel="flash3"
+    )
+    assert (
+        found.forward_s - found.forward_comm_s == pytest.approx(heads_s)
+        and found.forward_comm_s > 0
+    )
 
 
 def test_a_sliding_window_is_recognized():
     annotator = annotator_of(f"llama:layers=2,{BLOCK},window=512", SEQ)
     found = strategies(annotated(annotator), "scaled_dot_product_attention")["R"]
-    assert found.forward_s == pytest.approx(flash_attention_time_s(1, HEADS, KEY_HEADS, SEQ, SEQ, 128, H100, kernel="flash3", window=512))
+    assert found.forward_s == pytest.approx(
+        flash_attention_time_s(
+            1, HEADS, KEY_HEADS, SEQ, SEQ, 128, H100, kernel="flash3", window=512
+        )
+    )
 
 
 def test_attention_with_dropout_runs_as_its_ops():
@@ -143,9 +196,16 @@ def test_attention_with_dropout_runs_as_its_ops():
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
             return ((out - labels) ** 2).sum()
 
-    batch = {"x": torch.zeros(8, 3, 4, 256, 64, device="meta"), "labels": torch.zeros(8, 4, 256, 64, device="meta")}
-    found = strategies(annotated(Annotator(trace(Block(), batch))), "scaled_dot_product_attention")["R"]
-    assert found.forward_s == pytest.approx(unfused_attention_time_s(1, 4, 256, 256, 64, H100, fused_softmax=False, dropout=True))
+    batch = {
+        "x": torch.zeros(8, 3, 4, 256, 64, device="meta"),
+        "labels": torch.zeros(8, 4, 256, 64, device="meta"),
+    }
+    found = strategies(annotated(Annotator(trace(Block(), batch))), "scaled_dot_product_attention")[
+        "R"
+    ]
+    assert found.forward_s == pytest.approx(
+        unfused_attention_time_s(1, 4, 256, 256, 64, H100, fused_softmax=False, dropout=True)
+    )
 
 
 def test_convolutions_are_implicit_products():
@@ -157,28 +217,49 @@ def test_convolutions_are_implicit_products():
         def forward(self, x, labels):
             return ((self.conv(self.conv.weight.sum() * x) - labels) ** 2).sum()
 
-    batch = {"x": torch.zeros(8, 64, 28, 28, device="meta"), "labels": torch.zeros(8, 128, 28, 28, device="meta")}
+    batch = {
+        "x": torch.zeros(8, 64, 28, 28, device="meta"),
+        "labels": torch.zeros(8, 128, 28, 28, device="meta"),
+    }
     model = annotated(Annotator(trace(Net(), batch)), MeshShape(dp=2, tp=4), 4)
-    found = {s.name: s for b in model.classes for op in b.ops if "conv2d" in op.target for s in op.strategies}
+    found = {
+        s.name: s
+        for b in model.classes
+        for op in b.ops
+        if "conv2d" in op.target
+        for s in op.strategies
+    }
     for name, n, k in (("R", 128, 64 * 9), ("o", 32, 64 * 9), ("i", 128, 16 * 9)):
-        assert (found[name].forward_s, found[name].backward_s) == pytest.approx(product_s(4 * 28 * 28, n, k))
+        assert (found[name].forward_s, found[name].backward_s) == pytest.approx(
+            product_s(4 * 28 * 28, n, k)
+        )
 
 
 def test_experts_multiply_evenly_routed_rows():
     """Mixtral-like experts: the grouped products are in the price, and sharding experts divides their weights but not the rows."""
-    annotator = annotator_of("moe:layers=2,hidden=1024,heads=8,ffn=4096,vocab=1000,experts=8,top_k=2", 1024)
+    annotator = annotator_of(
+        "moe:layers=2,hidden=1024,heads=8,ffn=4096,vocab=1000,experts=8,top_k=2", 1024
+    )
     alone = next(iter(_experts(annotated(annotator)).values()))
     rows, products = [256] * 8, 0.0
     for n, k in ((8192, 1024), (1024, 4096)):
         products += grouped_matmul_time_s(rows, n, k, H100, "bf16")
     assert products < alone.forward_s < 3 * products
     spread = next(iter(_experts(annotated(annotator, MeshShape(dp=8, ep=8))).values()))
-    assert spread.forward_s - spread.forward_comm_s < alone.forward_s  # as many rows, an eighth of the weights to read
+    assert (
+        spread.forward_s - spread.forward_comm_s < alone.forward_s
+    )  # as many rows, an eighth of the weights to read
     assert spread.forward_comm_s > 0 and alone.forward_comm_s == 0
 
 
 def _experts(model: AnnotatedModel) -> dict[str, Strategy]:
-    return {s.name: s for b in model.classes for op in b.ops if "routed_experts" in op.target for s in op.strategies}
+    return {
+        s.name: s
+        for b in model.classes
+        for op in b.ops
+        if "routed_experts" in op.target
+        for s in op.strategies
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------------- memory
@@ -195,7 +276,9 @@ def test_a_compiler_never_costs_more_and_leaves_products_alone(llama):
                     assert t.forward_dispatch_s <= s.forward_dispatch_s
                     if "linear" in a.target:
                         assert t.forward_s == s.forward_s
-            totals = [sum(op.strategies[0].backward_s for op in block.ops) for block in (before, after)]
+            totals = [
+                sum(op.strategies[0].backward_s for op in block.ops) for block in (before, after)
+            ]
             assert totals[1] <= totals[0]
 
 
@@ -203,7 +286,8 @@ def test_a_chain_moves_what_enters_and_leaves_it(llama):
     """silu(gate) * up: two kernels of 2 and 3 tensors; fused, the three tensors at its ends."""
     tensor = 2 * SEQ * FFN
     eager, compiled = (
-        [strategies(annotated(llama, compiled=c), op)["R"] for op in ("silu", "mul_4")] for c in (False, True)
+        [strategies(annotated(llama, compiled=c), op)["R"] for op in ("silu", "mul_4")]
+        for c in (False, True)
     )
     expected = memory_time_s(2 * tensor, H100) + memory_time_s(3 * tensor, H100)
     assert sum(s.forward_s for s in eager) == pytest.approx(expected)
@@ -229,33 +313,48 @@ def test_an_embedding_reads_rows_and_fills_a_table(llama):
     found = strategies(annotated(llama), "embed")["R"]
     rows, indices, table = 2 * SEQ * HIDDEN, 8 * SEQ, 2 * VOCAB * HIDDEN
     assert found.forward_s == pytest.approx(memory_time_s(2 * rows + indices, H100))
-    assert found.backward_s == pytest.approx(memory_time_s(table + 3 * rows + indices + 5 * table, H100))  # + 2 + 4 + 4 bytes of 2
+    assert found.backward_s == pytest.approx(
+        memory_time_s(table + 3 * rows + indices + 5 * table, H100)
+    )  # + 2 + 4 + 4 bytes of 2
 
 
 def test_the_optimizer_updates_what_a_rank_owns(llama):
     free = replace(H100, launch_s=0.0)
     for zero, numel in ((0, HIDDEN * FFN), (1, HIDDEN * FFN // 8)):
         found = strategies(annotated(llama, zero=zero), "mlp_gate_proj_weight")["R"]
-        assert found.step_s - found.step_comm_s == pytest.approx(optimizer_time_s(numel, free, "bf16"))
+        assert found.step_s - found.step_comm_s == pytest.approx(
+            optimizer_time_s(numel, free, "bf16")
+        )
     unfused = strategies(annotated(llama, fused_optimizer=False), "mlp_gate_proj_weight")["R"]
-    assert unfused.step_s - unfused.step_comm_s == pytest.approx(optimizer_time_s(HIDDEN * FFN, free, "bf16", fused=False))
+    assert unfused.step_s - unfused.step_comm_s == pytest.approx(
+        optimizer_time_s(HIDDEN * FFN, free, "bf16", fused=False)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------- fp8
 
 
 def test_fp8_pays_off_on_big_layers_alone(llama):
-    bf16, fp8 = (strategies(annotated(llama, matmul_dtype=dtype), "gate_proj")["R"] for dtype in ("bf16", "fp8"))
+    bf16, fp8 = (
+        strategies(annotated(llama, matmul_dtype=dtype), "gate_proj")["R"]
+        for dtype in ("bf16", "fp8")
+    )
     assert fp8.forward_s == pytest.approx(fp8_linear_time_s(SEQ, HIDDEN, FFN, H100))
     assert fp8.backward_s == pytest.approx(fp8_linear_time_s(SEQ, HIDDEN, FFN, H100, backward=True))
     assert fp8.forward_s < 0.8 * bf16.forward_s and fp8.backward_s < 0.8 * bf16.backward_s
     tiny = annotator_of("llama-tiny", 16)
-    bf16, fp8 = (strategies(annotated(tiny, matmul_dtype=dtype), "gate_proj")["R"] for dtype in (None, "fp8"))
+    bf16, fp8 = (
+        strategies(annotated(tiny, matmul_dtype=dtype), "gate_proj")["R"] for dtype in (None, "fp8")
+    )
     assert fp8.forward_s > bf16.forward_s
 
 
 def test_fp8_leaves_attention_embedding_and_head(llama):
-    bf16, fp8, everywhere = annotated(llama), annotated(llama, matmul_dtype="fp8"), annotated(llama, matmul_dtype="fp8", fp8_head=True)
+    bf16, fp8, everywhere = (
+        annotated(llama),
+        annotated(llama, matmul_dtype="fp8"),
+        annotated(llama, matmul_dtype="fp8", fp8_head=True),
+    )
     for op in ("embed", "scaled_dot_product_attention", "head", "cross_entropy_loss", "mlp_norm"):
         assert strategies(fp8, op)["R"] == strategies(bf16, op)["R"]
     assert strategies(everywhere, "head")["R"].forward_s < strategies(bf16, "head")["R"].forward_s
@@ -267,14 +366,32 @@ def test_fp8_leaves_attention_embedding_and_head(llama):
 def test_communication_is_told_apart(llama):
     model = annotated(llama, MeshShape(dp=2, tp=4), zero=3)
     weight = strategies(model, "mlp_gate_proj_weight")["S(0)"]
-    block_bytes = 2 * (3 * HIDDEN * FFN + 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // HEADS * KEY_HEADS + 2 * HIDDEN) // 4  # over tp
-    gather_s = collective_time_s("all_gather", block_bytes, 2, MeshShape(dp=2, tp=4).stride("dp"), CLUSTER.topology)
-    assert weight.forward_s == weight.forward_comm_s == pytest.approx(gather_s * (2 * HIDDEN * FFN // 4) / block_bytes)
+    block_bytes = (
+        2
+        * (
+            3 * HIDDEN * FFN
+            + 2 * HIDDEN * HIDDEN
+            + 2 * HIDDEN * HIDDEN // HEADS * KEY_HEADS
+            + 2 * HIDDEN
+        )
+        // 4
+    )  # over tp
+    gather_s = collective_time_s(
+        "all_gather", block_bytes, 2, MeshShape(dp=2, tp=4).stride("dp"), CLUSTER.topology
+    )
+    assert (
+        weight.forward_s
+        == weight.forward_comm_s
+        == pytest.approx(gather_s * (2 * HIDDEN * FFN // 4) / block_bytes)
+    )
     block = next(b for b in model.classes if "down_proj" in b.values)
     found = {(str(a), str(b)): c for (a, b), c in block.values["down_proj"].conversions.items()}
     assert found["P", "R"].forward_comm_s == found["P", "R"].forward_s > 0
     local = found["R", "S(1)"]  # a slice forward, an all-gather of the gradient
-    assert local.forward_comm_s == 0 < local.forward_s and local.backward_comm_s == local.backward_s > 0
+    assert (
+        local.forward_comm_s == 0 < local.forward_s
+        and local.backward_comm_s == local.backward_s > 0
+    )
 
 
 @pytest.mark.parametrize("cluster, ahead", [("cpu:2", False), ("dgx-h100:1", True)])
@@ -282,11 +399,24 @@ def test_what_zero_3_gathers_is_there_while_a_segment_runs(cluster, ahead):
     """By hand: its parameters in bf16, on GPUs those of the segment that comes next, and twice in fp32 the gradients of the one before,
     here less than a bucket; the root unit of FSDP has embedding and head, with their gradients, through all of backward."""
     block, vocab = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64, 512 * 64
-    head, setting = vocab + 64, Setting(MeshShape(dp=2), 1, 1, 3, "none", "bf16", ClusterSpec.parse(cluster))
+    head, setting = (
+        vocab + 64,
+        Setting(MeshShape(dp=2), 1, 1, 3, "none", "bf16", ClusterSpec.parse(cluster)),
+    )
     annotator = annotator_of("llama:layers=3,hidden=64,heads=4,kv_heads=4,ffn=128,vocab=512", 32)
-    own, root = annotator.annotate(setting), annotator.annotate(replace(setting, software=Software(root_unit=True)))
-    more = [a.workspace_bytes - b.workspace_bytes for a, b in zip(own.classes, root.classes, strict=True)]
-    assert more == [2 * vocab + 8 * block, 2 * (block + ahead * max(block, vocab)) + 8 * max(block, head), 2 * (head + ahead * block)]
+    own, root = (
+        annotator.annotate(setting),
+        annotator.annotate(replace(setting, software=Software(root_unit=True))),
+    )
+    more = [
+        a.workspace_bytes - b.workspace_bytes
+        for a, b in zip(own.classes, root.classes, strict=True)
+    ]
+    assert more == [
+        2 * vocab + 8 * block,
+        2 * (block + ahead * max(block, vocab)) + 8 * max(block, head),
+        2 * (head + ahead * block),
+    ]
     assert root.fixed_bytes - own.fixed_bytes == 2 * 2 * (vocab + head) + (3 * 2 + 4) * block
 
 
@@ -295,11 +425,19 @@ def test_gathers_and_reductions_hide_behind_the_block(llama):
     since no rank keeps whole gradients; below, a reduction beside the last backward."""
     mesh = MeshShape(dp=8)
     for zero in (0, 1, 3):
-        shown, hidden = annotated(llama, mesh, zero=zero), annotated(llama, mesh, zero=zero, dp_overlap=True)
+        shown, hidden = (
+            annotated(llama, mesh, zero=zero),
+            annotated(llama, mesh, zero=zero, dp_overlap=True),
+        )
         block = max(hidden.classes, key=lambda b: b.count)
         compute_s = [sum(op.strategies[0].forward_s for op in block.ops if op.kind == "op"),
                      sum(op.strategies[0].backward_s for op in block.ops if op.kind == "op")]  # fmt: skip
-        numel = {op.name: math.prod(value) for op in block.ops if op.kind == "parameter" for value in [_shape_of(llama, op.name)]}
+        numel = {
+            op.name: math.prod(value)
+            for op in block.ops
+            if op.kind == "parameter"
+            for value in [_shape_of(llama, op.name)]
+        }
         for name, size in numel.items():
             before, after = strategies(shown, name)["R"], strategies(hidden, name)["R"]
             beside = [s * size / sum(numel.values()) for s in compute_s]
@@ -312,45 +450,81 @@ def test_gathers_and_reductions_hide_behind_the_block(llama):
             if zero == 0:
                 assert after.step_comm_s == pytest.approx(exposed(beside[1], before.step_comm_s))
             assert after.step_comm_s < before.step_comm_s or before.step_comm_s == 0
-            assert (before.step_comm_s == 0) == (zero == 3) and (before.backward_s == 0) == (zero < 3)
+            assert (before.step_comm_s == 0) == (zero == 3) and (before.backward_s == 0) == (
+                zero < 3
+            )
             assert after.step_s - after.step_comm_s == pytest.approx(
                 before.step_s - before.step_comm_s
             )
 
 
 def _shape_of(annotator: Annotator, name: str) -> tuple[int, ...]:
-    return next(tuple(n.meta["val"].shape) for block in annotator.traced.classes for n in block.graph.nodes if n.name == name)
+    return next(
+        tuple(n.meta["val"].shape)
+        for block in annotator.traced.classes
+        for n in block.graph.nodes
+        if n.name == name
+    )
 
 
 def test_what_tp_sends_hides_behind_products(llama):
     """Gradients travel while those of weights are computed; with asynchronous tensor parallelism all travels beside its products."""
     mesh, found = MeshShape(dp=2, tp=4), {}
-    for name, software in {"none": {}, "late": {"late_gradients": True}, "all": {"late_gradients": True, "tp_overlap": True}}.items():
+    for name, software in {
+        "none": {},
+        "late": {"late_gradients": True},
+        "all": {"late_gradients": True, "tp_overlap": True},
+    }.items():
         model = annotated(llama, mesh, **software)
         block = next(b for b in model.classes if "down_proj" in b.values)
         down = {(str(a), str(b)): c for (a, b), c in block.values["down_proj"].conversions.items()}
         norm = {(str(a), str(b)): c for (a, b), c in block.values["mlp_norm"].conversions.items()}
         found[name] = norm["S(1)", "R/P"], down["P", "S(1)"]
     gather, scatter = zip(*found.values(), strict=True)
-    late_s = sum(min(s.backward_weight_s for s in op.strategies) for op in block.ops if "mlp_norm" in op.inputs)
+    late_s = sum(
+        min(s.backward_weight_s for s in op.strategies)
+        for op in block.ops
+        if "mlp_norm" in op.inputs
+    )
     expected = overlapped_s(late_s, gather[0].backward_s) - late_s
     assert gather[0].forward_s == gather[1].forward_s > gather[2].forward_s
     assert gather[0].backward_s > gather[1].backward_s == pytest.approx(expected)
-    assert gather[2].backward_s <= gather[1].backward_s * (1 + 1e-12)  # differences of nearly equal sums
-    assert scatter[0] == scatter[1] and scatter[2].forward_s < scatter[0].forward_s and scatter[2].backward_s < scatter[0].backward_s
+    assert gather[2].backward_s <= gather[1].backward_s * (
+        1 + 1e-12
+    )  # differences of nearly equal sums
+    assert (
+        scatter[0] == scatter[1]
+        and scatter[2].forward_s < scatter[0].forward_s
+        and scatter[2].backward_s < scatter[0].backward_s
+    )
 
 
 def test_a_kernel_of_its_own_adds_up_gradients(llama):
-    fused, apart = (strategies(annotated(llama, fused_accumulation=fused), "gate_proj")["R"] for fused in (True, False))
-    alone_s = shaped_matmul_time_s(FFN, HIDDEN, SEQ, H100, "bf16") + memory_time_s((2 + 4 + 4) * FFN * HIDDEN, H100)
-    assert apart.forward_s == fused.forward_s and apart.backward_weight_s == pytest.approx(alone_s) and alone_s > fused.backward_weight_s
+    fused, apart = (
+        strategies(annotated(llama, fused_accumulation=fused), "gate_proj")["R"]
+        for fused in (True, False)
+    )
+    alone_s = shaped_matmul_time_s(FFN, HIDDEN, SEQ, H100, "bf16") + memory_time_s(
+        (2 + 4 + 4) * FFN * HIDDEN, H100
+    )
+    assert (
+        apart.forward_s == fused.forward_s
+        and apart.backward_weight_s == pytest.approx(alone_s)
+        and alone_s > fused.backward_weight_s
+    )
 
 
 def test_the_pin_of_sequence_parallelism_shards_matrices(llama):
     for pinned in (None, False, True):
-        setting = Setting(MeshShape(dp=2, tp=4), 1, 1, 0, "none", "bf16", CLUSTER, sequence_parallel=pinned)
+        setting = Setting(
+            MeshShape(dp=2, tp=4), 1, 1, 0, "none", "bf16", CLUSTER, sequence_parallel=pinned
+        )
         model = llama.annotate(setting)
-        whole = [name for name in ("mlp_gate_proj_weight", "mlp_norm_weight") if "R" in strategies(model, name)]
+        whole = [
+            name
+            for name in ("mlp_gate_proj_weight", "mlp_norm_weight")
+            if "R" in strategies(model, name)
+        ]
         assert whole == (["mlp_gate_proj_weight"] * (pinned is None) + ["mlp_norm_weight"])
 
 
@@ -360,10 +534,17 @@ def test_parts_add_up(llama):
     priced = price(model, solution.choices)
     assert sum(priced.time_parts.values()) == pytest.approx(priced.time_s)
     assert 0 < priced.communication_s < priced.time_s
-    one = price(annotated(llama, MeshShape(dp=8)), solve_placement(annotated(llama, MeshShape(dp=8)), None).choices)
+    one = price(
+        annotated(llama, MeshShape(dp=8)),
+        solve_placement(annotated(llama, MeshShape(dp=8)), None).choices,
+    )
     model = annotated(llama, MeshShape(dp=8))
-    expected = sum(b.count * s.step_comm_s for b in model.classes for op in b.ops for s in op.strategies[:1])
-    assert one.communication_s == pytest.approx(expected)  # data parallelism sends gradients once a step
+    expected = sum(
+        b.count * s.step_comm_s for b in model.classes for op in b.ops for s in op.strategies[:1]
+    )
+    assert one.communication_s == pytest.approx(
+        expected
+    )  # data parallelism sends gradients once a step
     assert one.dispatch_s < one.time_s  # kernels of this size hide the host
 
 
@@ -398,7 +579,12 @@ def test_the_cpu_keeps_the_plain_roofline():
 
 
 def _sizes(annotator: Annotator) -> tuple[int, int]:
-    weights = {n.name: n.meta["val"].shape for b in annotator.traced.classes for n in b.graph.nodes if n.op == "get_attr"}
+    weights = {
+        n.name: n.meta["val"].shape
+        for b in annotator.traced.classes
+        for n in b.graph.nodes
+        if n.op == "get_attr"
+    }
     return tuple(int(size) for size in weights["mlp_gate_proj_weight"])
 
 
@@ -423,7 +609,10 @@ def test_wrong_software_is_refused(given, message):
 def test_software_must_fit_the_device():
     with pytest.raises(AutoparError, match="device a100-80g has no fp8 rate"):
         Software(matmul_dtype="fp8").check(ClusterSpec.parse("a100-80g:2").device, "bf16")
-    with pytest.raises(AutoparError, match="'flash3' was not measured on a100-80g .ampere.; flash1, flash2, triton were"):
+    with pytest.raises(
+        AutoparError,
+        match="'flash3' was not measured on a100-80g .ampere.; flash1, flash2, triton were",
+    ):
         Software(attention_kernel="flash3").check(ClusterSpec.parse("a100-80g:2").device, "bf16")
     with pytest.raises(AutoparError, match="needs precision bf16; this is fp32"):
         Software(matmul_dtype="fp8").check(H100, "fp32")
@@ -435,14 +624,23 @@ def test_plans_are_for_a_software(llama):
 
     def planned(software: Software) -> autopar.Plan:
         pin = {"tp": 2, "micro_batch": 1, "zero": 0, "recompute": "none"}
-        return autopar.plan(model, CLUSTER, inputs, global_batch=8, pin=pin, traced=llama.traced, software=software)
+        return autopar.plan(
+            model, CLUSTER, inputs, global_batch=8, pin=pin, traced=llama.traced, software=software
+        )
 
     eager, fast = planned(Software()), planned(Software(compiled=True, matmul_dtype="fp8"))
     assert fast.predicted.step_time_s < eager.predicted.step_time_s
     said = [note for plan in (eager, fast) for note in plan.notes if "predicted for" in note]
     assert said == ["predicted for torch.compile, fp8 linear layers"] and said[0] in fast.notes
     with pytest.raises(AutoparError, match="no fp8 rate"):
-        autopar.plan(model, "dgx-a100-80g:1", inputs, global_batch=8, traced=llama.traced, software=Software(matmul_dtype="fp8"))
+        autopar.plan(
+            model,
+            "dgx-a100-80g:1",
+            inputs,
+            global_batch=8,
+            traced=llama.traced,
+            software=Software(matmul_dtype="fp8"),
+        )
 
 
 def test_shards_may_travel_through_one_interface(llama):
@@ -451,12 +649,17 @@ def test_shards_may_travel_through_one_interface(llama):
 
     def passes(zero: int, interfaces: int) -> tuple[float, float, float]:
         software = Software(dp_overlap=False, sharded_interfaces=interfaces)
-        model = llama.annotate(Setting(mesh, 1, 1, zero, "none", "bf16", cluster, software=software))
+        model = llama.annotate(
+            Setting(mesh, 1, 1, zero, "none", "bf16", cluster, software=software)
+        )
         found = strategies(model, "mlp_gate_proj_weight")["R"]
         return found.forward_comm_s, found.backward_comm_s, found.step_comm_s
 
     whole, one = passes(3, 0), passes(3, 1)
-    assert all(1.5 * a < b < 8.01 * a for a, b in zip(whole[:2], one[:2], strict=True)) and whole[2] == one[2] == 0
+    assert (
+        all(1.5 * a < b < 8.01 * a for a, b in zip(whole[:2], one[:2], strict=True))
+        and whole[2] == one[2] == 0
+    )
     assert passes(1, 0) == passes(1, 1)
 
 
@@ -466,13 +669,17 @@ def test_prices_do_not_depend_on_which_stage_came_first(first):
     spec = parse_model(f"llama:layers=2,{BLOCK}")
 
     def priced(annotator: Annotator, zero: int) -> AnnotatedModel:
-        return annotator.annotate(Setting(MeshShape(pp=2, dp=4), 1, 4, zero, "none", "bf16", CLUSTER, schedule="1f1b"))
+        return annotator.annotate(
+            Setting(MeshShape(pp=2, dp=4), 1, 4, zero, "none", "bf16", CLUSTER, schedule="1f1b")
+        )
 
     both = Annotator(trace(spec.build("meta", torch.float32), spec.example_inputs(8, 64)))
     priced(both, first)
     for zero in (0, 1, 3):
         alone = Annotator(both.traced)
-        assert [block.ops for block in priced(both, zero).classes] == [block.ops for block in priced(alone, zero).classes]
+        assert [block.ops for block in priced(both, zero).classes] == [
+            block.ops for block in priced(alone, zero).classes
+        ]
 
 
 @pytest.mark.parametrize("model", [f"llama:layers=2,{BLOCK}", "moe-tiny"])
@@ -484,12 +691,23 @@ def test_what_meshes_share_costs_what_it_costs_over_each_by_itself(model, mesh, 
     traced = traced_model(model, 64)
     shared, alone = Annotator(traced), Annotator(traced)
     alone._alike = lambda setting: replace(setting.mesh, pp=1)
-    setting = Setting(mesh, 2, 4, 1, recompute, "bf16", ClusterSpec.parse("dgx-h100:4"), schedule="1f1b" if mesh.pp > 1 else "none")
+    setting = Setting(
+        mesh,
+        2,
+        4,
+        1,
+        recompute,
+        "bf16",
+        ClusterSpec.parse("dgx-h100:4"),
+        schedule="1f1b" if mesh.pp > 1 else "none",
+    )
     assert shared.alike(setting) != alone.alike(setting)
     found, expected = shared.annotate(setting), alone.annotate(setting)
     assert found == expected
     sending = [op for block in found.classes for op in block.ops if op.over_dp]
-    assert bool(sending) == ("moe" in model) and all(s.forward_comm_s > 0 for op in sending for s in op.strategies)
+    assert bool(sending) == ("moe" in model) and all(
+        s.forward_comm_s > 0 for op in sending for s in op.strategies
+    )
     farther = shared.annotate(replace(setting, mesh=replace(mesh, dp=2 * mesh.dp)))
     assert all(
         there.forward_comm_s > here.forward_comm_s for block, other in zip(found.classes, farther.classes, strict=True)
@@ -500,21 +718,31 @@ def test_what_meshes_share_costs_what_it_costs_over_each_by_itself(model, mesh, 
 
 def test_gradients_travel_as_a_recipe_holds_them(llama):
     """16-bit gradients in half the time of fp32; the copies in 16 and 32 bits of DeepSpeed's BF16_Optimizer as fp32."""
+
     def reduction(recipe: str | None) -> float:
-        found = strategies(annotated(llama, MeshShape(dp=8), state_recipe=recipe), "mlp_gate_proj_weight")["R"]
+        found = strategies(
+            annotated(llama, MeshShape(dp=8), state_recipe=recipe), "mlp_gate_proj_weight"
+        )["R"]
         return found.step_comm_s
 
     whole = reduction(None)
-    assert reduction("deepspeed_fp16") == reduction("bf16_gradients") == pytest.approx(whole / 2, rel=0.05)
+    assert (
+        reduction("deepspeed_fp16")
+        == reduction("bf16_gradients")
+        == pytest.approx(whole / 2, rel=0.05)
+    )
     assert reduction("fsdp") == reduction("deepspeed_bf16") == whole
 
 
 def test_a_pipeline_gathers_sharded_parameters_once_a_step(llama):
     """As its memory says: torch's pipelines keep what FSDP gathered; without a pipeline every pass gathers."""
+
     def gathers(mesh: MeshShape) -> tuple[float, float, float]:
         software = Software(dp_overlap=False)
         schedule = "1f1b" if mesh.pp > 1 else "none"
-        model = llama.annotate(Setting(mesh, 1, 4, 3, "none", "bf16", CLUSTER, schedule=schedule, software=software))
+        model = llama.annotate(
+            Setting(mesh, 1, 4, 3, "none", "bf16", CLUSTER, schedule=schedule, software=software)
+        )
         found = strategies(model, "mlp_gate_proj_weight")["R"]
         return found.forward_comm_s, found.backward_comm_s, found.step_comm_s
 
@@ -529,10 +757,18 @@ def test_a_norm_of_many_kernels(llama):
 
     def norm(**software) -> Strategy:
         model = annotated(llama, MeshShape(dp=1), **software)
-        return next(op.strategies[0] for block in model.classes for op in block.ops if "rms_norm" in op.target)
+        return next(
+            op.strategies[0]
+            for block in model.classes
+            for op in block.ops
+            if "rms_norm" in op.target
+        )
 
     one, many = norm(), norm(composite_norms=True)
-    elements, more_s = SEQ * HIDDEN, 6 * H100.launch_s  # bytes an element: counted over the operations that torch ran on 2**20 of them
+    elements, more_s = (
+        SEQ * HIDDEN,
+        6 * H100.launch_s,
+    )  # bytes an element: counted over the operations that torch ran on 2**20 of them
     assert many.forward_s - more_s == pytest.approx(memory_time_s(36 * elements, H100))
     assert many.backward_s - more_s == pytest.approx(memory_time_s(92 * elements, H100))
     assert 5 * one.forward_s < many.forward_s and 5 * one.backward_s < many.backward_s
@@ -543,18 +779,30 @@ def test_kernels_by_hand_join_what_frameworks_join(llama):
     """Activations as a compiler does; a norm is one of its own, so that the sum before it is written and read."""
     tensor, stream = 2 * SEQ * FFN, 2 * SEQ * HIDDEN
     by_hand = annotated(llama, fused_kernels=True)
-    assert sum(strategies(by_hand, op)["R"].forward_s for op in ("silu", "mul_4")) == pytest.approx(memory_time_s(3 * tensor, H100))
+    assert sum(strategies(by_hand, op)["R"].forward_s for op in ("silu", "mul_4")) == pytest.approx(
+        memory_time_s(3 * tensor, H100)
+    )
     norm = strategies(by_hand, "mlp_norm")["R"]
     assert norm.forward_s == pytest.approx(memory_time_s(2 * stream + 2 * HIDDEN, H100))
     assert strategies(annotated(llama, compiled=True), "mlp_norm")["R"].forward_s < norm.forward_s
 
 
 def test_a_softmax_by_hand_takes_scale_and_mask_but_no_dropout():
-    spec = NativeSpec.of("gpt", GPTConfig(96, 64, 2, 4, max_seq=32, fused_attention=False, dropout=0.1))
+    spec = NativeSpec.of(
+        "gpt", GPTConfig(96, 64, 2, 4, max_seq=32, fused_attention=False, dropout=0.1)
+    )
     annotator = Annotator(trace(spec.build("meta", torch.float32), spec.example_inputs(8, 32)))
-    index, graph = next((i, b.graph) for i, b in enumerate(annotator.traced.classes) if any("softmax" in n.name for n in b.graph.nodes))
+    index, graph = next(
+        (i, b.graph)
+        for i, b in enumerate(annotator.traced.classes)
+        if any("softmax" in n.name for n in b.graph.nodes)
+    )
     shares = {joins: annotator.facts.shares(index, joins) for joins in get_args(Joins)}
-    first = {str(n.target).split(".")[1]: n.name for n in reversed(list(graph.nodes)) if n.op == "call_function"}
+    first = {
+        str(n.target).split(".")[1]: n.name
+        for n in reversed(list(graph.nodes))
+        if n.op == "call_function"
+    }
     scale, mask, softmax = (first[word] for word in ("mul", "masked_fill", "softmax"))
     drop = next(iter(next(n for n in graph.nodes if n.name == softmax).users)).name
     for joins, found in shares.items():
@@ -569,8 +817,12 @@ def test_a_framework_may_add_to_every_pass_over_a_layer(llama, recompute, passes
 
     def seconds(slower: bool) -> float:
         software = Software(deepspeed_passes=slower, fitted=FittedConstants(deepspeed_pass_s=0.5))
-        model = llama.annotate(Setting(MeshShape(dp=1), 1, 4, 0, recompute, "bf16", CLUSTER, software=software))
-        return price(model, [{op.name: op.strategies[0].name for op in block.ops} for block in model.classes]).time_s
+        model = llama.annotate(
+            Setting(MeshShape(dp=1), 1, 4, 0, recompute, "bf16", CLUSTER, software=software)
+        )
+        return price(
+            model, [{op.name: op.strategies[0].name for op in block.ops} for block in model.classes]
+        ).time_s
 
     assert seconds(True) - seconds(False) == pytest.approx(0.5 * passes * 2 * 4)
 
@@ -586,7 +838,9 @@ def test_messages_that_all_ranks_hold_are_sent_in_parts(llama):
         return pipeline.hop_latency_s + size * pipeline.hop_s_per_byte
 
     inside = all_gather_time_s(size, 8, 1, cluster.topology)
-    assert hop(False, True) == pytest.approx(point_to_point_time_s(size / 8, 4, 8, cluster.topology) + inside, rel=0.15)
+    assert hop(False, True) == pytest.approx(
+        point_to_point_time_s(size / 8, 4, 8, cluster.topology) + inside, rel=0.15
+    )
     assert hop(False, True) < hop(False, False) / 3
     assert hop(True, True) == hop(True, False) == hop(False, False)
 
@@ -602,9 +856,15 @@ def test_what_products_in_fp8_read_is_gathered_in_fp8(llama):
         return {(str(a), str(b)): c for (a, b), c in block.values[value].conversions.items()}
 
     (norm, whole), (down, wide), (stream, same) = (
-        (changes(value, fp8_gathers=True), changes(value)) for value in ("mlp_norm", "down_proj", "add_2")
+        (changes(value, fp8_gathers=True), changes(value))
+        for value in ("mlp_norm", "down_proj", "add_2")
     )
     assert 0.4 < norm["S(1)", "R/P"].forward_s / whole["S(1)", "R/P"].forward_s < 0.8
     assert norm["S(1)", "R/P"].backward_s == whole["S(1)", "R/P"].backward_s
-    assert down["P", "S(1)"].forward_s == wide["P", "S(1)"].forward_s and down["P", "S(1)"].backward_s < wide["P", "S(1)"].backward_s
-    assert stream == same and changes("mlp_norm", fp8_gathers=True, matmul_dtype=None) == changes("mlp_norm", matmul_dtype=None)
+    assert (
+        down["P", "S(1)"].forward_s == wide["P", "S(1)"].forward_s
+        and down["P", "S(1)"].backward_s < wide["P", "S(1)"].backward_s
+    )
+    assert stream == same and changes("mlp_norm", fp8_gathers=True, matmul_dtype=None) == changes(
+        "mlp_norm", matmul_dtype=None
+    )

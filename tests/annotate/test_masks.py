@@ -30,4 +30,6 @@ class Masked(nn.Module):
 
 def test_the_window_of_a_mask_that_many_paths_lead_to():
     for window in (None, 3):
-        assert list(windows(trace(Masked(window), {"x": torch.zeros(2, 6, 8)})).values()) == [window]
+        assert list(windows(trace(Masked(window), {"x": torch.zeros(2, 6, 8)})).values()) == [
+            window
+        ]

@@ -19,7 +19,9 @@ ROWS, SEQ, HIDDEN, HEADS = 2, 256, 128, 8
 
 
 def traced_of(fused: bool, dropout: float = 0.0):
-    spec = NativeSpec.of("gpt", GPTConfig(512, HIDDEN, 3, HEADS, max_seq=SEQ, fused_attention=fused, dropout=dropout))
+    spec = NativeSpec.of(
+        "gpt", GPTConfig(512, HIDDEN, 3, HEADS, max_seq=SEQ, fused_attention=fused, dropout=dropout)
+    )
     return trace(spec.build("meta"), spec.example_inputs(ROWS, SEQ), None, "bf16")
 
 
@@ -39,8 +41,13 @@ def test_the_core_is_attention_and_nothing_else(fused):
     if fused:
         assert targets == {"aten.scaled_dot_product_attention.default"}
     else:
-        assert any("softmax" in target for target in targets) and sum("matmul" in t or "bmm" in t for t in targets) >= 1
-        assert not any("linear" in target or "norm" in target or "gelu" in target for target in targets)
+        assert (
+            any("softmax" in target for target in targets)
+            and sum("matmul" in t or "bmm" in t for t in targets) >= 1
+        )
+        assert not any(
+            "linear" in target or "norm" in target or "gelu" in target for target in targets
+        )
 
 
 def test_written_out_attention_keeps_five_as2b_less():
@@ -51,13 +58,23 @@ def test_written_out_attention_keeps_five_as2b_less():
     (whole, plain), (again, selective) = block_of(traced, "none"), block_of(traced, "selective")
     kept = [saved_bytes([op.strategies[0] for op in block.ops]) for block in (plain, selective)]
     assert kept[0] - kept[1] >= 2 * scores
-    assert again.fixed_bytes - whole.fixed_bytes == kept[0] - kept[1], "the core of one layer is there while backward runs it again"
+    assert again.fixed_bytes - whole.fixed_bytes == kept[0] - kept[1], (
+        "the core of one layer is there while backward runs it again"
+    )
     times = [
-        (sum(op.strategies[0].forward_s for op in b.ops), sum(op.strategies[0].backward_s for op in b.ops)) for b in (plain, selective)
+        (
+            sum(op.strategies[0].forward_s for op in b.ops),
+            sum(op.strategies[0].backward_s for op in b.ops),
+        )
+        for b in (plain, selective)
     ]
     core = attention_core(next(c.graph for c in traced.classes if c.name == plain.name))
     rerun_s = sum(op.strategies[0].forward_s for op in plain.ops if op.name in core)
-    assert times[1][0] == times[0][0] and times[1][1] == pytest.approx(times[0][1] + rerun_s) and rerun_s > 0
+    assert (
+        times[1][0] == times[0][0]
+        and times[1][1] == pytest.approx(times[0][1] + rerun_s)
+        and rerun_s > 0
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 4])
@@ -67,7 +84,11 @@ def test_every_strategy_keeps_less_and_takes_longer(tp):
     less = 0
     for before, after in zip(plain.ops, selective.ops, strict=True):
         for one, other in zip(before.strategies, after.strategies, strict=True):
-            assert saved_bytes([other]) <= saved_bytes([one]) and other.backward_s >= one.backward_s and other.forward_s == one.forward_s
+            assert (
+                saved_bytes([other]) <= saved_bytes([one])
+                and other.backward_s >= one.backward_s
+                and other.forward_s == one.forward_s
+            )
             less += saved_bytes([other]) < saved_bytes([one])
     assert less
 
@@ -81,7 +102,12 @@ def test_a_pinned_plan_lies_between_none_and_full():
         pin = {"tp": 1, "dp": 8, "micro_batch": 2, "zero": 0, "recompute": recompute}
         return make_plan(spec.build("meta"), "h100:8", example, 16, pin, traced=traced)
 
-    none, selective, full = (planned(recompute).predicted for recompute in ("none", "selective", "full"))
+    none, selective, full = (
+        planned(recompute).predicted for recompute in ("none", "selective", "full")
+    )
     assert none.step_time_s < selective.step_time_s < full.step_time_s
     assert full.peak_memory_bytes < selective.peak_memory_bytes < none.peak_memory_bytes
-    assert "recompute" not in planned("selective").runnable and planned("selective").recompute == "selective"
+    assert (
+        "recompute" not in planned("selective").runnable
+        and planned("selective").recompute == "selective"
+    )

@@ -10,7 +10,11 @@ import pytest
 import torch
 from autopar_cost_models import FITTED
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from autopar.annotate.annotator import Annotator
 from autopar.annotate.setting import Setting
@@ -34,7 +38,11 @@ aten = torch.ops.aten
 ROWS, SEQ = 2, 16
 LLAMA = LlamaConfig(64, 32, 3, 4, 2, 48)
 GPT = GPTConfig(64, 32, 3, 4, max_seq=SEQ)
-DEAR = {aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
+DEAR = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
 KINDS = {  # what the dispatcher sees -> what a captured graph calls it; norms and views are spelled otherwise
     "mm": "aten::linear", "addmm": "aten::linear", "silu": "aten::silu", "gelu": "aten::gelu", "cat": "aten::cat", "neg": "aten::neg",
     "_scaled_dot_product_flash_attention_for_cpu": "aten::scaled_dot_product_attention",
@@ -84,7 +92,11 @@ def observed(config) -> tuple[Counter, int]:
     model = config.module()
     layer = (model.blocks if isinstance(config, GPTConfig) else model.layers)[1]
     x = torch.randn(ROWS, SEQ, config.hidden, requires_grad=True)
-    extra = () if isinstance(config, GPTConfig) else rotary_tables(SEQ, config.head_dim, 1e4, like=x.detach())
+    extra = (
+        ()
+        if isinstance(config, GPTConfig)
+        else rotary_tables(SEQ, config.head_dim, 1e4, like=x.detach())
+    )
     watch, calls = Watch(), []
 
     def run(*inputs):
@@ -98,8 +110,14 @@ def observed(config) -> tuple[Counter, int]:
     with watch:
         out = checkpoint(run, x, *extra, use_reentrant=False, context_fn=contexts)
         gc.collect()
-        known = {tensor.untyped_storage()._cdata for tensor in (out, x, *extra, *layer.parameters())}
-        alive = [t.untyped_storage() for t in gc.get_objects() if isinstance(t, torch.Tensor) and not t.is_meta]
+        known = {
+            tensor.untyped_storage()._cdata for tensor in (out, x, *extra, *layer.parameters())
+        }
+        alive = [
+            t.untyped_storage()
+            for t in gc.get_objects()
+            if isinstance(t, torch.Tensor) and not t.is_meta
+        ]
         kept = sum({s._cdata: s.nbytes() for s in alive if s._cdata in watch.made - known}.values())
         out.sum().backward()
     assert len(calls) == 2
@@ -113,16 +131,38 @@ def traced_of(config, precision: str = "fp32"):
 
 def annotated(traced, recompute: str, compiled: bool = False, tp: int = 1, **options):
     software = Software(compiled=compiled, fitted=replace(FITTED, fragmentation=0))
-    setting = Setting(MeshShape(tp=tp), ROWS, 1, 0, recompute, "fp32", ClusterSpec.parse("h100:8"), software=software, **options)
+    setting = Setting(
+        MeshShape(tp=tp),
+        ROWS,
+        1,
+        0,
+        recompute,
+        "fp32",
+        ClusterSpec.parse("h100:8"),
+        software=software,
+        **options,
+    )
     annotator = Annotator(traced)
     return annotator, annotator.annotate(setting)
 
 
 def again_of(annotator: Annotator, compiled: bool) -> Counter:
-    index = next(i for i, block in enumerate(annotator.traced.classes) if sum(s.class_index == i for s in annotator.traced.segments) > 1)
-    rerun = next(found for (place, mode, how), found in annotator.facts._reruns.items() if (place, mode, how) == (index, "op", compiled))
+    index = next(
+        i
+        for i, block in enumerate(annotator.traced.classes)
+        if sum(s.class_index == i for s in annotator.traced.segments) > 1
+    )
+    rerun = next(
+        found
+        for (place, mode, how), found in annotator.facts._reruns.items()
+        if (place, mode, how) == (index, "op", compiled)
+    )
     graph = annotator.traced.classes[index].graph
-    return Counter(op_name(node) for node in ops(graph) if node.name in rerun.ops and op_name(node) in KINDS.values())
+    return Counter(
+        op_name(node)
+        for node in ops(graph)
+        if node.name in rerun.ops and op_name(node) in KINDS.values()
+    )
 
 
 def layer_of(model):
@@ -132,7 +172,9 @@ def layer_of(model):
 def kept_by_a_layer(model) -> int:
     """Bytes, those that all layers have in common included."""
     layer = layer_of(model)
-    return saved_bytes([op.strategies[0] for op in layer.ops]) + sum(max(sizes.values()) for sizes in layer.common_bytes.values())
+    return saved_bytes([op.strategies[0] for op in layer.ops]) + sum(
+        max(sizes.values()) for sizes in layer.common_bytes.values()
+    )
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
@@ -154,7 +196,11 @@ def test_a_compiler_reruns_what_backward_needs_and_keeps_no_result_that_nobody_r
         graphs.append(graph.graph)
         return graph.forward
 
-    @torch.compile(backend=aot_autograd(fw_compiler=look, bw_compiler=look, partition_fn=min_cut_rematerialization_partition))
+    @torch.compile(
+        backend=aot_autograd(
+            fw_compiler=look, bw_compiler=look, partition_fn=min_cut_rematerialization_partition
+        )
+    )
     def run(*inputs):
         return checkpoint(layer, *inputs, use_reentrant=False, context_fn=contexts)
 
@@ -167,20 +213,34 @@ def test_a_compiler_reruns_what_backward_needs_and_keeps_no_result_that_nobody_r
     parameters = {tuple(p.shape) for p in layer.parameters()}
     kept = [(node.op, node.meta["val"]) for node in set(forward.output_node().args[0][1:])]
     expected = kept_by_a_layer(compiled)
-    assert sum(val.nbytes for op, val in kept if op != "placeholder" or tuple(val.shape) not in parameters) == expected
+    assert (
+        sum(
+            val.nbytes
+            for op, val in kept
+            if op != "placeholder" or tuple(val.shape) not in parameters
+        )
+        == expected
+    )
     eager = kept_by_a_layer(annotated(traced_of(LLAMA), "op")[1])
-    assert eager - expected == 4 * ROWS * SEQ * LLAMA.hidden, "the last product's result, which eager mode keeps for nothing"
+    assert eager - expected == 4 * ROWS * SEQ * LLAMA.hidden, (
+        "the last product's result, which eager mode keeps for nothing"
+    )
 
 
 def test_it_costs_what_its_ops_cost():
     traced = traced_of(LLAMA)
     for compiled in (False, True):
-        plain, (annotator, model) = annotated(traced, "none", compiled)[1], annotated(traced, "op", compiled)
+        plain, (annotator, model) = (
+            annotated(traced, "none", compiled)[1],
+            annotated(traced, "op", compiled),
+        )
         rerun = next(r for (_, mode, _), r in annotator.facts._reruns.items() if mode == "op")
         for before, after in zip(layer_of(plain).ops, layer_of(model).ops, strict=True):
             one, other = before.strategies[0], after.strategies[0]
             again = one.forward_s if before.name in rerun.ops else 0.0
-            assert other.forward_s == one.forward_s and other.backward_s == pytest.approx(one.backward_s + again)
+            assert other.forward_s == one.forward_s and other.backward_s == pytest.approx(
+                one.backward_s + again
+            )
 
 
 def test_with_sequence_parallelism_gathers_are_made_again_and_scatters_are_not():
@@ -214,10 +274,16 @@ def test_every_kth_layer():
         found = cost(f"every-{every}", every)
         assert found.time_s == pytest.approx(none.time_s + share * (full.time_s - none.time_s))
         assert found.static_bytes == none.static_bytes
-        assert found.kept_bytes == pytest.approx(none.kept_bytes + share * (full.kept_bytes - none.kept_bytes))
+        assert found.kept_bytes == pytest.approx(
+            none.kept_bytes + share * (full.kept_bytes - none.kept_bytes)
+        )
         assert found.transient_bytes == (full if share else none).transient_bytes
         assert cost("full", every).time_s == full.time_s
-    names = [s.name for s in counted(traced, 2).segments if counted(traced, 2).classes[s.class_index].picked]
+    names = [
+        s.name
+        for s in counted(traced, 2).segments
+        if counted(traced, 2).classes[s.class_index].picked
+    ]
     assert names == ["blocks.1", "blocks.3"]
 
 
@@ -247,12 +313,23 @@ def test_what_all_layers_read_is_kept_once():
     _, again = annotated(traced, "full")
     for model in (plain, again):
         layer, last = layer_of(model), model.classes[model.last]
-        assert [max(layer.message_bytes(name, x) for x in sizes) for name, sizes in layer.common_bytes.items()] == [table, table]
+        assert [
+            max(layer.message_bytes(name, x) for x in sizes)
+            for name, sizes in layer.common_bytes.items()
+        ] == [table, table]
         assert layer.common_bytes.keys() < set(layer.inputs)
         kept = [saved for strategy in last.ops[0].strategies for saved in strategy.saved]
         assert [saved.size_bytes for saved in kept] == [table, table]
-    assert sum(max(sizes.values()) for sizes in layer_of(again).input_bytes.values()) == 4 * ROWS * SEQ * LLAMA.hidden
-    saved = {saved.value for op in layer_of(plain).ops for strategy in op.strategies for saved in strategy.saved}
+    assert (
+        sum(max(sizes.values()) for sizes in layer_of(again).input_bytes.values())
+        == 4 * ROWS * SEQ * LLAMA.hidden
+    )
+    saved = {
+        saved.value
+        for op in layer_of(plain).ops
+        for strategy in op.strategies
+        for saved in strategy.saved
+    }
     assert saved.isdisjoint(layer_of(plain).common_bytes), "they are in no layer's own"
     _, alone = annotated(traced_of(replace(LLAMA, layers=1)), "none")
     assert not any(block.common_bytes for block in alone.classes), "one reader keeps it itself"

@@ -11,8 +11,23 @@ from autopar.models.base import NativeSpec
 from autopar.models.gpt import GPTConfig
 from autopar.request.software import Software
 
-SPEC = NativeSpec.of("gpt", GPTConfig(vocab=512, hidden=256, layers=4, heads=4, max_seq=128, fused_attention=False, dropout=0.1))
-PIN = {"tp": 2, "dp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 2, "zero": 0, "recompute": "none", "sequence_parallel": True}
+SPEC = NativeSpec.of(
+    "gpt",
+    GPTConfig(
+        vocab=512, hidden=256, layers=4, heads=4, max_seq=128, fused_attention=False, dropout=0.1
+    ),
+)
+PIN = {
+    "tp": 2,
+    "dp": 1,
+    "pp": 1,
+    "cp": 1,
+    "ep": 1,
+    "micro_batch": 2,
+    "zero": 0,
+    "recompute": "none",
+    "sequence_parallel": True,
+}
 
 
 def test_gradients_replace_what_was_kept():
@@ -20,9 +35,14 @@ def test_gradients_replace_what_was_kept():
     sizes = {"x": 10, "h": 40, "y": 10}
     a, b = BackwardOp(("h",), ("x",), {"x": 10}), BackwardOp(("y",), ("h",), {"h": 40})
     assert backward_workspace([a, b], sizes, ["y"]) == 50
-    assert backward_workspace([BackwardOp(("h",), ("x",), {"x": 10}, own=45), b], sizes, ["y"]) == 40 + 10 + 45 - 40
+    assert (
+        backward_workspace([BackwardOp(("h",), ("x",), {"x": 10}, own=45), b], sizes, ["y"])
+        == 40 + 10 + 45 - 40
+    )
     wide = BackwardOp(("y",), ("h",), {})
-    assert backward_workspace([a, wide], sizes, ["y"]) == 50, "at a, h and x are as much as y and h were before"
+    assert backward_workspace([a, wide], sizes, ["y"]) == 50, (
+        "at a, h and x are as much as y and h were before"
+    )
 
 
 def test_a_sum_hands_its_gradient_on():
@@ -34,19 +54,31 @@ def test_a_sum_hands_its_gradient_on():
 
 def memory(recompute: str = "none", **software) -> dict[str, int]:
     inputs, pin = SPEC.example_inputs(2, 128), PIN | {"recompute": recompute}
-    return autopar.plan(SPEC.build("meta"), "h100:2", inputs, 4, pin, precision="bf16", software=Software(**software)).predicted.memory
+    return autopar.plan(
+        SPEC.build("meta"),
+        "h100:2",
+        inputs,
+        4,
+        pin,
+        precision="bf16",
+        software=Software(**software),
+    ).predicted.memory
 
 
 @pytest.mark.slow
 def test_what_software_changes():
     eager, megatron = memory(), memory(gathers_again=True)
     tokens, h = 2 * 128, 256
-    gathered = (4 * (1 + 1) + 1) * 2 * tokens * h // 2  # inputs of qkv and up of each layer and of the head: half of each
+    gathered = (
+        (4 * (1 + 1) + 1) * 2 * tokens * h // 2
+    )  # inputs of qkv and up of each layer and of the head: half of each
     assert eager["kept"] - megatron["kept"] == pytest.approx(1.14 * gathered, rel=1e-3)
     state = memory(state_recipe="deepspeed_bf16")
     assert state["gradients"] == 2 * eager["gradients"] and state["optimizer"] == eager["optimizer"]
     assert memory(workspace_bytes=1000)["fixed"] == eager["fixed"] + 1000
-    assert memory(loss_kernel="fused")["kept"] <= eager["kept"] - 2 * tokens * 512 // 2, "16 bits a logit less, vocabulary sharded or not"
+    assert memory(loss_kernel="fused")["kept"] <= eager["kept"] - 2 * tokens * 512 // 2, (
+        "16 bits a logit less, vocabulary sharded or not"
+    )
 
 
 @pytest.mark.parametrize(("options", "message"), [

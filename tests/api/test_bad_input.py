@@ -73,21 +73,40 @@ def test_what_a_message_repeats_is_short_and_always_there(value):
 @pytest.mark.parametrize("value", ODD, ids=IDS)
 def test_odd_arguments_of_plan_are_refused(value):
     asked = {"model": Model(), "cluster": "cpu:1", "example_inputs": BATCH, "time_limit_s": 1.0}
-    for name in ("model", "cluster", "example_inputs", "pin", "loss_fn", "precision", "objective", "software"):
+    for name in (
+        "model",
+        "cluster",
+        "example_inputs",
+        "pin",
+        "loss_fn",
+        "precision",
+        "objective",
+        "software",
+    ):
         if value is None and name in ("pin", "loss_fn", "precision"):
             continue
         if name == "model" and isinstance(value, nn.Module):
             continue
-        if (callable(value) and name == "loss_fn") or (name in ("pin", "precision") and isinstance(value, dict | str) and not value):
+        if (callable(value) and name == "loss_fn") or (
+            name in ("pin", "precision") and isinstance(value, dict | str) and not value
+        ):
             continue  # nothing is asked for
         assert refusal(autopar.plan, **asked | {name: value}), name
 
 
 @pytest.mark.parametrize("value", ODD, ids=IDS)
 def test_odd_pins_are_refused(value):
-    asked = {"model": Model(), "cluster": "cpu:1", "example_inputs": BATCH, "time_limit_s": 1.0, "traced": traced()}
+    asked = {
+        "model": Model(),
+        "cluster": "cpu:1",
+        "example_inputs": BATCH,
+        "time_limit_s": 1.0,
+        "traced": traced(),
+    }
     for name in PINS:
-        if (name == "sequence_parallel" and value is True) or (name == "order" and isinstance(value, str) and value == ""):
+        if (name == "sequence_parallel" and value is True) or (
+            name == "order" and isinstance(value, str) and value == ""
+        ):
             continue
         found = refusal(autopar.plan, **asked, pin={name: value})
         assert f"{name}=" in found, (name, found)
@@ -103,7 +122,12 @@ def test_paths_that_are_none_are_told(value, tmp_path, monkeypatch):
         if not (what == "weights" and value is None):
             assert refusal(call, value), what
     if not isinstance(value, str) or value in ("", "a\0b", LONG):
-        for call in (plan().save, engine.save, engine.export, lambda path: engine.profile(path).__enter__()):
+        for call in (
+            plan().save,
+            engine.save,
+            engine.export,
+            lambda path: engine.profile(path).__enter__(),
+        ):
             assert refusal(call, value), call
 
 
@@ -123,7 +147,12 @@ def test_files_that_hold_something_else(tmp_path, name, content, words):
 
     path = tmp_path / f"{name}.json"
     path.write_bytes(content)
-    for call in (Plan.load, ClusterSpec.from_yaml, read_runs, lambda file: parse_model(f"hf:{file}")):
+    for call in (
+        Plan.load,
+        ClusterSpec.from_yaml,
+        read_runs,
+        lambda file: parse_model(f"hf:{file}"),
+    ):
         with pytest.raises(AutoparError, match=f"(?s){name}.json.*({words})"):
             call(path)
 
@@ -137,7 +166,9 @@ def test_directories_and_links_in_a_circle(tmp_path):
 
 
 NAMES = "abcdefghi"
-BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in pairwise(NAMES))
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in pairwise(NAMES)
+)
 
 
 @pytest.mark.parametrize("text, words", [
@@ -177,9 +208,14 @@ class Lazy(Model):
         self.linear = nn.LazyLinear(6)
 
 
-@pytest.mark.parametrize("make, words", [
-    (NoParameters, "NoParameters has no parameters"), (EmptyParameters, "EmptyParameters has no parameters"), (Lazy, "has no shape yet"),
-])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (NoParameters, "NoParameters has no parameters"),
+        (EmptyParameters, "EmptyParameters has no parameters"),
+        (Lazy, "has no shape yet"),
+    ],
+)
 def test_models_with_nothing_to_train(make, words):
     for call in (autopar.plan, autopar.parallelize):
         with pytest.raises(AutoparError, match=words):
@@ -283,13 +319,18 @@ FULL = """
 
 def test_a_full_disk_leaves_what_was_there(tmp_path):
     """No file may be longer than 50 bytes."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    }
     command = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert found.returncode == 0, found.stderr
     first, *told = found.stdout.splitlines()
     assert first == "6 ['checkpoints', 'cluster.yaml', 'plan.json'] ['000001-step-0']"
-    assert "the file that was there is as before" in told[0] and "earlier checkpoints are as before" in told[2]
+    assert (
+        "the file that was there is as before" in told[0]
+        and "earlier checkpoints are as before" in told[2]
+    )
     assert all("File too large" in text for text in told)
 
 

@@ -20,8 +20,27 @@ from autopar.planning.saved_plan import check_plan
 from autopar.request.plan_request import PlanRequest
 
 NAME, CLUSTER = "llama-tiny", ClusterSpec.parse("cpu:4")
-PINS = {"pipeline": {"pp": 2, "tp": 2, "micro_batch": 2, "schedule": "1f1b"}, "sharded": {"dp": 2, "tp": 2, "zero": 3}}
-ODD = (None, -1, 0, 1.5, 10**30, True, "", "x", "9" * 100_000, [], [[]], ["x"], {}, {"x": 1}, float("nan"))
+PINS = {
+    "pipeline": {"pp": 2, "tp": 2, "micro_batch": 2, "schedule": "1f1b"},
+    "sharded": {"dp": 2, "tp": 2, "zero": 3},
+}
+ODD = (
+    None,
+    -1,
+    0,
+    1.5,
+    10**30,
+    True,
+    "",
+    "x",
+    "9" * 100_000,
+    [],
+    [[]],
+    ["x"],
+    {},
+    {"x": 1},
+    float("nan"),
+)
 
 
 @cache
@@ -75,7 +94,9 @@ def test_every_field_with_every_odd_value_is_refused_or_says_the_same(kind):
     """Never another error; where it is accepted it is no part of what ranks do, or another legal choice."""
     data = data_of(kind)
     for path in places(data):
-        if path[:1] in ((), ("format_version",)) or (path[:2] == ("certificate", "meshes") and len(path) > 4):
+        if path[:1] in ((), ("format_version",)) or (
+            path[:2] == ("certificate", "meshes") and len(path) > 4
+        ):
             continue
         if path[:1] == ("blocks",) and "ops" in path and len(path) > 4 and path[1] != 0:
             continue  # alike in all blocks
@@ -85,8 +106,14 @@ def test_every_field_with_every_odd_value_is_refused_or_says_the_same(kind):
         for value in ODD:
             if value == holder[path[-1]] and type(value) is type(holder[path[-1]]):
                 continue
-            refusal = outcome(edited(data, path, lambda where, key, value=value: where.__setitem__(key, value)))
-            accepted = FREE & set(path) or LEGAL & set(path) or (path[0] == "blocks" and path[-1] == "name")
+            refusal = outcome(
+                edited(data, path, lambda where, key, value=value: where.__setitem__(key, value))
+            )
+            accepted = (
+                FREE & set(path)
+                or LEGAL & set(path)
+                or (path[0] == "blocks" and path[-1] == "name")
+            )
             assert refusal or accepted, (path, value)
 
 
@@ -97,7 +124,11 @@ def test_every_field_may_not_be_missing(kind):
     for path in places(data):
         if path and isinstance(path[-1], str) and path[0] != "format_version":
             refusal = outcome(edited(data, path, lambda where, key: where.pop(key)))
-            assert refusal or optional & set(path) or (path[0] == "mesh" and data["mesh"][path[-1]] == 1), path
+            assert (
+                refusal
+                or optional & set(path)
+                or (path[0] == "mesh" and data["mesh"][path[-1]] == 1)
+            ), path
 
 
 def swap(data: dict) -> None:
@@ -122,7 +153,10 @@ def empty(data: dict) -> None:
 
 
 def another(data: dict) -> None:
-    data["blocks"][0]["segments"], data["blocks"][2]["segments"] = data["blocks"][2]["segments"], data["blocks"][0]["segments"]
+    data["blocks"][0]["segments"], data["blocks"][2]["segments"] = (
+        data["blocks"][2]["segments"],
+        data["blocks"][0]["segments"],
+    )
 
 
 def layout(data: dict) -> None:
@@ -198,6 +232,8 @@ def test_an_edit_that_leaves_a_plan_trains_exactly_and_is_noted(pool4):
 
 
 def test_a_plan_that_nobody_edited_has_no_such_note(tmp_path):
-    plan = plan_traced(case(NAME).traced, PlanRequest(CLUSTER, 8, PINS["sharded"], "fp64", True, NAME))
+    plan = plan_traced(
+        case(NAME).traced, PlanRequest(CLUSTER, 8, PINS["sharded"], "fp64", True, NAME)
+    )
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan and EDITED not in plan.notes

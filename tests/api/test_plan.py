@@ -35,11 +35,22 @@ def megatron(llama):
     model, inputs, traced = llama
     """Where nothing that tp sends is hidden."""
     plain = autopar.Software(late_gradients=False)
-    return autopar.plan(model, "dgx-h100:1", inputs, 8, pin={"tp": 4, "dp": 2, "micro_batch": 1}, traced=traced, software=plain)
+    return autopar.plan(
+        model,
+        "dgx-h100:1",
+        inputs,
+        8,
+        pin={"tp": 4, "dp": 2, "micro_batch": 1},
+        traced=traced,
+        software=plain,
+    )
 
 
 def tp_choices(plan, block):
-    return {op: choices["tp"] for op, choices in next(b for b in plan.blocks if b.name == block).ops.items()}
+    return {
+        op: choices["tp"]
+        for op, choices in next(b for b in plan.blocks if b.name == block).ops.items()
+    }
 
 
 def test_solver_finds_megatron_tensor_parallelism_by_itself(megatron):
@@ -47,7 +58,9 @@ def test_solver_finds_megatron_tensor_parallelism_by_itself(megatron):
     for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
         assert str(ops[name].inputs[1]) == "S(0)", name  # column-parallel
     for name in ("o_proj", "down_proj"):
-        assert str(ops[name].inputs[1]) == "S(1)" and str(ops[name].outputs[0]) == "P", name  # row-parallel
+        assert str(ops[name].inputs[1]) == "S(1)" and str(ops[name].outputs[0]) == "P", (
+            name
+        )  # row-parallel
     assert str(ops["scaled_dot_product_attention"].inputs[0]) == "S(1)"  # heads
 
 
@@ -76,8 +89,14 @@ def test_a_block_communicates_as_little_as_two_all_reduces(llama, megatron):
 def test_certificate_is_optimal_and_adds_up(megatron):
     certificate = megatron.certificate
     assert certificate.status == "optimal" and certificate.gap <= 1e-6
-    assert certificate.bound_s <= certificate.objective_s == pytest.approx(megatron.predicted.step_time_s)
-    assert sum(megatron.predicted.breakdown.values()) == pytest.approx(megatron.predicted.step_time_s)
+    assert (
+        certificate.bound_s
+        <= certificate.objective_s
+        == pytest.approx(megatron.predicted.step_time_s)
+    )
+    assert sum(megatron.predicted.breakdown.values()) == pytest.approx(
+        megatron.predicted.step_time_s
+    )
     assert sum(megatron.predicted.memory.values()) == megatron.predicted.peak_memory_bytes[0]
     assert [c for c in certificate.meshes if c["outcome"] == "chosen"]
 
@@ -92,10 +111,25 @@ def test_mesh_is_searched_and_pinning_the_winner_changes_nothing(llama):
         inputs,
         8,
         traced=traced,
-        pin={"tp": free.mesh.tp, "dp": free.mesh.dp, "micro_batch": free.micro_batch, "zero": free.zero, "recompute": free.recompute},
+        pin={
+            "tp": free.mesh.tp,
+            "dp": free.mesh.dp,
+            "micro_batch": free.micro_batch,
+            "zero": free.zero,
+            "recompute": free.recompute,
+        },
     )
     assert pinned.predicted.step_time_s == pytest.approx(free.predicted.step_time_s, rel=1e-9)
-    assert len({(c["mesh"]["dp"], c["mesh"]["tp"]) for c in free.certificate.meshes if c["mesh"]["pp"] == 1}) == 4
+    assert (
+        len(
+            {
+                (c["mesh"]["dp"], c["mesh"]["tp"])
+                for c in free.certificate.meshes
+                if c["mesh"]["pp"] == 1
+            }
+        )
+        == 4
+    )
     assert {c["mesh"]["pp"] for c in free.certificate.meshes} > {1}, "pipelines are searched"
     for pin in ({"tp": 8}, {"dp": 8}, {"zero": 3}, {"recompute": "full"}):
         other = autopar.plan(model, "dgx-h100:1", inputs, 8, pin=pin, traced=traced)
@@ -184,7 +218,10 @@ def test_plan_for_something_else_is_refused():
         ({"vpp": 2}, "vpp=2 is of a pipeline, and pp is 1"),
         ({"pp": 8, "vpp": 8}, "more than the model's 4 blocks"),
         ({"pp": 2, "schedule": "2f2b"}, "schedule='2f2b' is not known"),
-        ({"pp": 2, "dp": 4, "micro_batch": 4, "schedule": "1f1b"}, "1f1b needs a micro-batch for each rank"),
+        (
+            {"pp": 2, "dp": 4, "micro_batch": 4, "schedule": "1f1b"},
+            "1f1b needs a micro-batch for each rank",
+        ),
         ({"nonsense": 1}, "unknown pin"),
     ],
 )
@@ -199,11 +236,23 @@ def test_a_plan_that_is_found_can_be_pinned():
     spec = parse_model("gpt:layers=4,hidden=250,heads=5,vocab=1001")
     model, inputs = spec.build("meta"), spec.example_inputs(2, 127)
     traced = trace(model, inputs)
-    plans = [autopar.plan(model, "h100:6", inputs, 12, traced=traced), autopar.plan(model, "h100:5", inputs, 13, traced=traced)]
+    plans = [
+        autopar.plan(model, "h100:6", inputs, 12, traced=traced),
+        autopar.plan(model, "h100:5", inputs, 13, traced=traced),
+    ]
     for plan, cluster in zip(plans, ("h100:6", "h100:5"), strict=True):
-        pins = {"pp": plan.mesh.pp, "tp": plan.mesh.tp, "dp": plan.mesh.dp, "micro_batch": plan.micro_batch, "zero": plan.zero}
+        pins = {
+            "pp": plan.mesh.pp,
+            "tp": plan.mesh.tp,
+            "dp": plan.mesh.dp,
+            "micro_batch": plan.micro_batch,
+            "zero": plan.zero,
+        }
         again = autopar.plan(model, cluster, inputs, plan.global_batch, pin=pins, traced=traced)
-        assert again.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s) and 5 % plan.mesh.tp == 0
+        assert (
+            again.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s)
+            and 5 % plan.mesh.tp == 0
+        )
         assert all(5 % entry["mesh"]["tp"] == 0 for entry in plan.certificate.meshes)
 
 
@@ -217,9 +266,13 @@ def test_nothing_fits_says_by_how_much_and_what_fits():
     spec = parse_model("llama2-7b")
     model, inputs = spec.build("meta"), spec.example_inputs(2, 4096)
     traced = trace(model, inputs)
-    with pytest.raises(NoPlanFits, match=r"No plan fits: the smallest needs 1\d\d\.\d\d GiB per device of 79\.65 ") as error:
+    with pytest.raises(
+        NoPlanFits, match=r"No plan fits: the smallest needs 1\d\d\.\d\d GiB per device of 79\.65 "
+    ) as error:
         autopar.plan(model, "h100:1", inputs, 1, traced=traced)
-    assert "most of it is optimizer state" in str(error.value) and "\n  on 2 devices (h100:2): " in str(error.value)
+    assert "most of it is optimizer state" in str(
+        error.value
+    ) and "\n  on 2 devices (h100:2): " in str(error.value)
     assert autopar.plan(model, "h100:2", inputs, 1, traced=traced), error
     with pytest.raises(NoPlanFits, match="Nothing fits without tp=1"):
         autopar.plan(model, "h100:1", inputs, 1, traced=traced, pin={"tp": 1})
@@ -253,7 +306,13 @@ def test_models_that_cannot_be_captured_say_why():
     with pytest.raises(AutoparError, match="takes tensors only"):
         autopar.plan(NoLoss(4, 4), "cpu:1", {"x": 3})
     with pytest.raises(AutoparError, match="precision"):
-        autopar.plan(NoLoss(4, 4), "cpu:1", (torch.ones(4, 4),), precision="int3", loss_fn=lambda o, t: o.sum())
+        autopar.plan(
+            NoLoss(4, 4),
+            "cpu:1",
+            (torch.ones(4, 4),),
+            precision="int3",
+            loss_fn=lambda o, t: o.sum(),
+        )
 
 
 def test_cluster_may_be_a_spec_or_a_name():
@@ -265,20 +324,37 @@ def test_cluster_may_be_a_spec_or_a_name():
         autopar.plan(model, "cpu:none", inputs)
 
 
-@pytest.mark.parametrize("family, blocks", [("llama:kv_heads=4,ffn=4096,", "layers"), ("gpt:", "blocks")])
+@pytest.mark.parametrize(
+    "family, blocks", [("llama:kv_heads=4,ffn=4096,", "layers"), ("gpt:", "blocks")]
+)
 def test_sequence_parallel_blocks_have_megatrons_collectives(family, blocks):
     """Korthikanti et al. 2022 (arXiv:2205.05198), figure 5: a layer all-gathers before and reduce-scatters after attention and MLP, and
     does the dual of each backward; nothing else.  A bias of a row-parallel layer counts on one rank."""
     spec = parse_model(family + "layers=4,hidden=1024,heads=16,vocab=32000")
     model, inputs = spec.build("meta"), spec.example_inputs(4, 1024)
     traced = trace(model, inputs)
-    plan = autopar.plan(model, "h100:4", inputs, 4, pin={"tp": 4, "sequence_parallel": True, "recompute": "none"}, traced=traced)
+    plan = autopar.plan(
+        model,
+        "h100:4",
+        inputs,
+        4,
+        pin={"tp": 4, "sequence_parallel": True, "recompute": "none"},
+        traced=traced,
+    )
     program = assemble(traced, plan, 1, torch.device("cpu"))
     for layer in range(4):
-        nodes = [n for n in getattr(program.module, f"{blocks}_{layer}").graph.nodes if "transition" in n.meta]
-        found = Counter((n.target.__name__, n.kwargs["backward"]) for n in nodes if n.target.__name__ != "mask")
+        nodes = [
+            n
+            for n in getattr(program.module, f"{blocks}_{layer}").graph.nodes
+            if "transition" in n.meta
+        ]
+        found = Counter(
+            (n.target.__name__, n.kwargs["backward"]) for n in nodes if n.target.__name__ != "mask"
+        )
         assert found == {("all_gather", "reduce_scatter"): 2, ("reduce_scatter", "all_gather"): 2}
-        assert all(n.meta["whole"].dim() == (1 if n.target.__name__ == "mask" else 3) for n in nodes), "weights stay where they are"
+        assert all(
+            n.meta["whole"].dim() == (1 if n.target.__name__ == "mask" else 3) for n in nodes
+        ), "weights stay where they are"
 
 
 def test_sequences_stay_whole_if_pinned():
@@ -286,9 +362,15 @@ def test_sequences_stay_whole_if_pinned():
     model, inputs = spec.build("meta"), spec.example_inputs(4, 64)
     plan = autopar.plan(model, "h100:4", inputs, 4, pin={"tp": 4, "sequence_parallel": False})
     block = next(b for b in plan.blocks if len(b.segments) > 1)
-    layouts = {layout for op in block.ops.values() for layout in (*op["tp"].inputs, *op["tp"].outputs)}
-    assert not any(layout.is_shard and layout.dim == 1 and layout.pattern.is_contiguous for name, op in block.ops.items()
-                   for layout in op["tp"].outputs if name.startswith(("mlp_norm", "attention_norm"))), layouts
+    layouts = {
+        layout for op in block.ops.values() for layout in (*op["tp"].inputs, *op["tp"].outputs)
+    }
+    assert not any(
+        layout.is_shard and layout.dim == 1 and layout.pattern.is_contiguous
+        for name, op in block.ops.items()
+        for layout in op["tp"].outputs
+        if name.startswith(("mlp_norm", "attention_norm"))
+    ), layouts
 
 
 @pytest.mark.parametrize(
@@ -296,10 +378,16 @@ def test_sequences_stay_whole_if_pinned():
     [
         ({"cp": 3}, "cp=3 does not divide 8 devices; 1, 2, 4, 8 do"),
         ({"cp": 4, "tp": 4}, "cp=4 = 16 devices, but the cluster has 8"),
-        ({"cp": 2, "tp": 2, "dp": 4}, "dp=4 = 16 devices, but the cluster has 8; with tp=2 cp=2, dp is 2"),
+        (
+            {"cp": 2, "tp": 2, "dp": 4},
+            "dp=4 = 16 devices, but the cluster has 8; with tp=2 cp=2, dp is 2",
+        ),
         ({"ep": 2}, "ep=2: the model has no routed experts"),
         ({"cp": "two"}, "must be a whole number"),
-        ({"context_method": "star"}, "context_method='star' is not known; gather, ring, ulysses are"),
+        (
+            {"context_method": "star"},
+            "context_method='star' is not known; gather, ring, ulysses are",
+        ),
         ({"sequence_parallel": 2}, "sequence_parallel=2 is not known"),
     ],
 )
@@ -324,13 +412,18 @@ def test_experts_and_positions_limit_the_mesh():
     assert autopar.Plan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize("cluster", ["dgx-h100:1", pytest.param("dgx-h100:1+dgx-a100-80g:1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cluster", ["dgx-h100:1", pytest.param("dgx-h100:1+dgx-a100-80g:1", marks=pytest.mark.slow)]
+)
 def test_what_a_search_held_is_freed_when_it_ends(llama, cluster):
     """Python looks for cycles so seldom while plans are made that many plans in one process would hold gigabytes."""
     model, inputs, traced = llama
 
     def held() -> int:
-        return sum(isinstance(o, (branch_and_bound._Search, mixed_devices._Search, Cell)) for o in gc.get_objects())
+        return sum(
+            isinstance(o, (branch_and_bound._Search, mixed_devices._Search, Cell))
+            for o in gc.get_objects()
+        )
 
     gc.collect()
     before = held()
@@ -347,7 +440,9 @@ class SelfConditioned(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.front, self.head, self.back = (torch.nn.Linear(*of, bias=False) for of in ((16, 64), (64, 8192), (8192, 64)))
+        self.front, self.head, self.back = (
+            torch.nn.Linear(*of, bias=False) for of in ((16, 64), (64, 8192), (8192, 64))
+        )
         self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
 
     def forward(self, features, labels):
@@ -367,5 +462,10 @@ def test_a_plan_fits_devices_of_just_the_memory_that_it_takes():
     cluster = ClusterSpec.parse("h100:2")
     free = autopar.plan(model, cluster, batch, pin=pin)
     size = max(free.predicted.peak_memory_bytes)
-    found = autopar.plan(model, replace(cluster, device=replace(cluster.device, memory_bytes=size)), batch, pin=pin)
-    assert found.predicted.step_time_s == free.predicted.step_time_s and found.certificate.status == "optimal"
+    found = autopar.plan(
+        model, replace(cluster, device=replace(cluster.device, memory_bytes=size)), batch, pin=pin
+    )
+    assert (
+        found.predicted.step_time_s == free.predicted.step_time_s
+        and found.certificate.status == "optimal"
+    )

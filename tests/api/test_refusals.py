@@ -81,14 +81,20 @@ def test_whether_micro_batches_add_up(loss, joins):
 
 def test_a_loss_of_unknown_kind_is_not_split():
     model = Model(lambda out, y: (torch.softmax(y[:, 0], 0) * out.sum(1)).sum())
-    with pytest.raises(AutoparError, match=r"softmax \(test_refusals.py:\d+: return self.loss.*combines rows of the batch"):
+    with pytest.raises(
+        AutoparError,
+        match=r"softmax \(test_refusals.py:\d+: return self.loss.*combines rows of the batch",
+    ):
         autopar.parallelize(model, "cpu:1", BATCH, pin={"micro_batch": 2})
     with pytest.raises(AutoparError, match="allow_micro_batch_mean=True"):
         autopar.plan(model, "cpu:1", BATCH, pin={"micro_batch": 2})
     engine = autopar.parallelize(model, "cpu:1", BATCH)
     assert engine.plan.num_microbatches == 1
     engine.step(BATCH)
-    with pytest.raises(AutoparError, match=r"softmax \(test_refusals.py:\d+: return self.loss.*combines rows of the batch"):
+    with pytest.raises(
+        AutoparError,
+        match=r"softmax \(test_refusals.py:\d+: return self.loss.*combines rows of the batch",
+    ):
         engine.step({name: torch.cat([t, t]) for name, t in BATCH.items()})
 
 
@@ -101,7 +107,9 @@ class Counted(nn.Module):
 
     def forward(self, x, labels):
         logits = self.linear(self.embed(x))
-        return self.loss(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+        return self.loss(
+            nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+        )
 
 
 @pytest.mark.parametrize("loss, splits", [
@@ -120,13 +128,19 @@ def test_a_loss_that_is_linear_in_the_mean_over_tokens_is_that_of_the_whole_batc
     sgd = lambda params: torch.optim.SGD(params, 0.1)  # noqa: E731
     if not splits:
         with pytest.raises(AutoparError, match="combines rows of the batch"):
-            autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": 2}, precision="fp64")
-    engine = autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": 2 if splits else 4}, precision="fp64")
+            autopar.parallelize(
+                model, "cpu:1", batch, sgd, pin={"micro_batch": 2}, precision="fp64"
+            )
+    engine = autopar.parallelize(
+        model, "cpu:1", batch, sgd, pin={"micro_batch": 2 if splits else 4}, precision="fp64"
+    )
     found, expected = engine.step(batch), model(tokens, labels)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     expected.backward()
     for name, parameter in model.named_parameters():
-        assert torch.allclose(engine.full_state_dict()[name], parameter - 0.1 * parameter.grad, rtol=1e-11, atol=1e-12), name
+        assert torch.allclose(
+            engine.full_state_dict()[name], parameter - 0.1 * parameter.grad, rtol=1e-11, atol=1e-12
+        ), name
     assert any("not split" in note for note in engine.plan.notes) is not splits
 
 
@@ -146,7 +160,11 @@ def test_what_a_plan_has_decided_is_not_asked_for_again():
     ({"time_limit_s": float("nan")}, "time_limit_s=nan must be"),
 ])  # fmt: skip
 def test_arguments_of_another_kind_are_told(given, message):
-    asked = {"model": Model(lambda out, y: out.mean()), "cluster": "cpu:1", "example_inputs": BATCH} | given
+    asked = {
+        "model": Model(lambda out, y: out.mean()),
+        "cluster": "cpu:1",
+        "example_inputs": BATCH,
+    } | given
     with pytest.raises(AutoparError, match=message):
         autopar.plan(**asked)
 
@@ -196,9 +214,13 @@ def test_a_part_of_a_batch_that_is_a_mapping_is_one():
 def test_an_optimizer_over_other_tensors_is_refused():
     model = Model(lambda out, y: out.mean())
     with pytest.raises(AutoparError, match="2 tensors that the engine does not train"):
-        autopar.parallelize(model, "cpu:1", BATCH, optimizer=lambda params: torch.optim.SGD(model.parameters(), 0.1))
+        autopar.parallelize(
+            model, "cpu:1", BATCH, optimizer=lambda params: torch.optim.SGD(model.parameters(), 0.1)
+        )
     with pytest.raises(AutoparError, match="takes a function"):
-        autopar.parallelize(model, "cpu:1", BATCH, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+        autopar.parallelize(
+            model, "cpu:1", BATCH, optimizer=torch.optim.SGD(model.parameters(), 0.1)
+        )
     with pytest.raises(AutoparError, match="LBFGS.step needs closure"):
         autopar.parallelize(model, "cpu:1", BATCH, optimizer=torch.optim.LBFGS)
     with pytest.raises(AutoparError, match="max_grad_norm=-1"):
@@ -231,8 +253,18 @@ def test_inputs_that_forward_never_relates_are_of_one_batch():
             return self.linear(x).mean() * w.sum()
 
     torch.manual_seed(0)
-    model, batch = Weighted().double(), {"x": torch.randn(4, 6).double(), "w": torch.arange(4.0).double()}
-    engine = autopar.parallelize(model, "cpu:1", batch, lambda p: torch.optim.SGD(p, 0.1), pin={"micro_batch": 1}, precision="fp64")
+    model, batch = (
+        Weighted().double(),
+        {"x": torch.randn(4, 6).double(), "w": torch.arange(4.0).double()},
+    )
+    engine = autopar.parallelize(
+        model,
+        "cpu:1",
+        batch,
+        lambda p: torch.optim.SGD(p, 0.1),
+        pin={"micro_batch": 1},
+        precision="fp64",
+    )
     assert engine.step(batch).item() == pytest.approx(model(**batch).item(), rel=1e-12)
 
 
@@ -249,27 +281,53 @@ class Tokens(nn.Module):
         return self.end(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
-TOKENS = {"tokens": torch.zeros(4, 6, dtype=torch.long), "labels": torch.zeros(4, 6, dtype=torch.long)}
+TOKENS = {
+    "tokens": torch.zeros(4, 6, dtype=torch.long),
+    "labels": torch.zeros(4, 6, dtype=torch.long),
+}
 
 
 def rotate(x):
     """As the original Llama writes rotary embeddings."""
     angles = torch.outer(torch.arange(6.0), torch.arange(4.0))
-    turned = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * torch.polar(torch.ones_like(angles), angles)
+    turned = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     return torch.view_as_real(turned).flatten(2)
 
 
 @pytest.mark.parametrize(
     "model, message",
     [
-        (Tokens(rotate), r"view_as_complex \(test_refusals.py:\d+: .*is complex \(torch.complex64, shape \(batch, 6, 4\)\).*cos and sin"),
-        (Tokens(lambda x: x * float(x.detach().numpy().sum())), r"leaves PyTorch \(test_refusals.py:\d+: .*numpy.*where its graph breaks"),
-        (Tokens(lambda x: x * x.sum().item()), "reads a number out of .* by .item.*keep it a tensor"),
-        (Tokens(lambda x: x if x.sum() > 0 else -x), r"reads a number out of a tensor \(test_refusals.py:\d+: .*torch.where"),
-        (Tokens(lambda x: x * x[x > 0].sum()), "shape that depends on data.*arithmetic with the mask"),
+        (
+            Tokens(rotate),
+            r"view_as_complex \(test_refusals.py:\d+: .*is complex \(torch.complex64, shape \(batch, 6, 4\)\).*cos and sin",
+        ),
+        (
+            Tokens(lambda x: x * float(x.detach().numpy().sum())),
+            r"leaves PyTorch \(test_refusals.py:\d+: .*numpy.*where its graph breaks",
+        ),
+        (
+            Tokens(lambda x: x * x.sum().item()),
+            "reads a number out of .* by .item.*keep it a tensor",
+        ),
+        (
+            Tokens(lambda x: x if x.sum() > 0 else -x),
+            r"reads a number out of a tensor \(test_refusals.py:\d+: .*torch.where",
+        ),
+        (
+            Tokens(lambda x: x * x[x > 0].sum()),
+            "shape that depends on data.*arithmetic with the mask",
+        ),
         (Tokens(end=lambda loss: loss.reshape(1)), r"tensor of shape \(1\), not a scalar loss"),
-        (Tokens(end=lambda loss: loss.long()), "a loss of torch.int64; a loss is a real floating-point number"),
-        (Tokens(end=lambda loss: loss * 1j), "a loss of torch.complex64; a loss is a real floating-point number"),
+        (
+            Tokens(end=lambda loss: loss.long()),
+            "a loss of torch.int64; a loss is a real floating-point number",
+        ),
+        (
+            Tokens(end=lambda loss: loss * 1j),
+            "a loss of torch.complex64; a loss is a real floating-point number",
+        ),
         (Tokens(end=lambda loss: loss.detach()), "a loss without gradient"),
     ],
 )
@@ -280,10 +338,23 @@ def test_models_that_cannot_be_distributed_say_why_and_what_to_do(model, message
 
 
 def test_what_a_loss_function_returns_is_checked_too():
-    with pytest.raises(AutoparError, match=r"loss_fn returned a tensor of shape \(batch, 6\), not a scalar loss: end it with .mean"):
-        autopar.plan(nn.Linear(6, 6), "cpu:2", (torch.ones(4, 6), torch.ones(4, 6)), loss_fn=lambda out, target: (out - target) ** 2)
+    with pytest.raises(
+        AutoparError,
+        match=r"loss_fn returned a tensor of shape \(batch, 6\), not a scalar loss: end it with .mean",
+    ):
+        autopar.plan(
+            nn.Linear(6, 6),
+            "cpu:2",
+            (torch.ones(4, 6), torch.ones(4, 6)),
+            loss_fn=lambda out, target: (out - target) ** 2,
+        )
     with pytest.raises(AutoparError, match="loss_fn returned a float, not a scalar loss"):
-        autopar.plan(nn.Linear(6, 6), "cpu:2", (torch.ones(4, 6), torch.ones(4, 6)), loss_fn=lambda out, target: 3.0)
+        autopar.plan(
+            nn.Linear(6, 6),
+            "cpu:2",
+            (torch.ones(4, 6), torch.ones(4, 6)),
+            loss_fn=lambda out, target: 3.0,
+        )
 
 
 def test_an_input_of_a_name_that_is_taken():
@@ -296,7 +367,15 @@ def test_an_input_of_a_name_that_is_taken():
 
 
 def test_example_inputs_that_forward_does_not_take():
-    with pytest.raises(AutoparError, match=r"example_inputs \(tokens\) are not the arguments of forward of Tokens.*'labels'"):
+    with pytest.raises(
+        AutoparError,
+        match=r"example_inputs \(tokens\) are not the arguments of forward of Tokens.*'labels'",
+    ):
         autopar.plan(Tokens(), "cpu:2", {"tokens": TOKENS["tokens"]})
-    with pytest.raises(AutoparError, match=r"fails on example_inputs \(tokens \(4, 6\) torch.int64, labels \(4, 6\) torch.complex64\)"):
-        autopar.plan(Tokens(), "cpu:2", TOKENS | {"labels": torch.zeros(4, 6, dtype=torch.complex64)})
+    with pytest.raises(
+        AutoparError,
+        match=r"fails on example_inputs \(tokens \(4, 6\) torch.int64, labels \(4, 6\) torch.complex64\)",
+    ):
+        autopar.plan(
+            Tokens(), "cpu:2", TOKENS | {"labels": torch.zeros(4, 6, dtype=torch.complex64)}
+        )

@@ -30,8 +30,13 @@ def test_the_other_loops(pool4):
 def check(cases, pool):
     plan_under = planner(WORK)
     found = [measure(pool, case, WORK, plan_under, 1, 3) for case in cases]
-    assert [line.startswith(case.name) for line, case in zip(table(found).splitlines()[1:], cases, strict=True)] == [True] * len(cases)
-    for one in found:  # with momentum and this learning rate a doubled gradient is far more within five steps
+    assert [
+        line.startswith(case.name)
+        for line, case in zip(table(found).splitlines()[1:], cases, strict=True)
+    ] == [True] * len(cases)
+    for one in (
+        found
+    ):  # with momentum and this learning rate a doubled gradient is far more within five steps
         assert one.loss_difference <= LOSS_TOLERANCE, one
         assert one.ratio > 0 and one.low <= one.high and one.cpu_ratio > 0
 
@@ -40,7 +45,10 @@ def test_the_verdict():
     words, good = verdict([NOISE, GOOD])
     assert good and "at most 1.040" in words and "a loop against itself is 0.970" in words
     slow = replace(GOOD, name="FSDP2", autopar_s=0.106)
-    assert verdict([NOISE, GOOD, slow]) == ("above 1.05: FSDP2 (1.060); a loop against itself is 0.970", False)
+    assert verdict([NOISE, GOOD, slow]) == (
+        "above 1.05: FSDP2 (1.060); a loop against itself is 0.970",
+        False,
+    )
     for difference in (2 * LOSS_TOLERANCE, float("nan")):
         words, good = verdict([NOISE, replace(GOOD, loss_difference=difference)])
         assert not good and words.startswith("LOSSES DIFFER") and words.endswith("DDP")
@@ -48,10 +56,16 @@ def test_the_verdict():
 
 def test_exit_code_and_json(monkeypatch, capsys):
     monkeypatch.setattr(vs_handwritten, "planner", lambda work: None)
-    monkeypatch.setattr(vs_handwritten, "measure", lambda pool, case, *rest: replace(GOOD, name=case.name))
+    monkeypatch.setattr(
+        vs_handwritten, "measure", lambda pool, case, *rest: replace(GOOD, name=case.name)
+    )
     assert vs_handwritten.main(["--json", "--rounds", "1", "--steps", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["ratio"] == pytest.approx(1.04)
-    monkeypatch.setattr(vs_handwritten, "measure", lambda pool, case, *rest: replace(GOOD, name=case.name, autopar_s=0.2))
+    monkeypatch.setattr(
+        vs_handwritten,
+        "measure",
+        lambda pool, case, *rest: replace(GOOD, name=case.name, autopar_s=0.2),
+    )
     assert vs_handwritten.main(["--cases", "DDP"]) == 1
     with pytest.raises(SystemExit):
         vs_handwritten.main(["--rounds", "0"])

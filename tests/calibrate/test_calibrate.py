@@ -38,7 +38,10 @@ def made_up(ranks: int = 4) -> ClusterSpec:
     """A machine as four ranks would report it, with round numbers."""
     points = [(64.0, 1e-4), (1e6, 2e-3), (1e8, 1e-1)]
     sizes = [size for size in range(2, ranks + 1) if ranks % size == 0]
-    transfers = {name: {size: [[(x, y * size) for x, y in points]] * ranks for size in sizes} for name in cm.COLLECTIVES}
+    transfers = {
+        name: {size: [[(x, y * size) for x, y in points]] * ranks for size in sizes}
+        for name in cm.COLLECTIVES
+    }
     transfers["point_to_point"] = {2: [points] * ranks}
     return assemble("cpu", [KERNELS] * ranks, transfers if ranks > 1 else {})
 
@@ -54,27 +57,39 @@ def test_a_curve_goes_through_its_points_and_is_straight_in_logarithms():
     assert curve_s(found, 40_000) == pytest.approx(160.0)  # the last rate
 
 
-@pytest.mark.parametrize(("points", "message"), [
-    ([[1, 1]], "two or more"),
-    (None, "two or more"),
-    ([[1, 1], [2, None]], r"seconds of point 1=None must be a finite number > 0"),
-    ([[1, 1], None, [3, 1]], r"point 1 is None and must be a pair"),
-    ([[1, 1], [2]], "point 1 is .2. and must be a pair"),
-    ([[1, 1], [2, 0]], "seconds of point 1=0"),
-    ([[1, 1], [2, -1.0]], "seconds of point 1=-1.0"),
-    ([[1, 1], [2, float("nan")]], "seconds of point 1=nan"),
-    ([[0, 1], [2, 1]], "size of point 0=0"),
-    ([[2, 1], [1, 1]], "sizes must ascend, and point 1 has 1 after 2"),
-    ([[1, 1], [2, "4e-6"]], "seconds of point 1='4e-6'"),
-])
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ([[1, 1]], "two or more"),
+        (None, "two or more"),
+        ([[1, 1], [2, None]], r"seconds of point 1=None must be a finite number > 0"),
+        ([[1, 1], None, [3, 1]], r"point 1 is None and must be a pair"),
+        ([[1, 1], [2]], "point 1 is .2. and must be a pair"),
+        ([[1, 1], [2, 0]], "seconds of point 1=0"),
+        ([[1, 1], [2, -1.0]], "seconds of point 1=-1.0"),
+        ([[1, 1], [2, float("nan")]], "seconds of point 1=nan"),
+        ([[0, 1], [2, 1]], "size of point 0=0"),
+        ([[2, 1], [1, 1]], "sizes must ascend, and point 1 has 1 after 2"),
+        ([[1, 1], [2, "4e-6"]], "seconds of point 1='4e-6'"),
+    ],
+)
 def test_curves_with_holes_are_refused(points, message):
     with pytest.raises(ValueError, match=message):
         curve("x", points)
 
 
 def test_merged_takes_medians_and_pools_what_only_noise_can_do():
-    assert merged([[(1, 1.0), (2, 9.0), (3, 4.0)]] * 2 + [[(1, 7.0), (2, 8.0), (3, 5.0)]]) == ((1, 1.0), (2, 6.5), (3, 6.5))
-    assert merged([[(1, 3.0), (2, 2.0), (3, 1.0), (4, 5.0)]]) == ((1, 2.0), (2, 2.0), (3, 2.0), (4, 5.0))
+    assert merged([[(1, 1.0), (2, 9.0), (3, 4.0)]] * 2 + [[(1, 7.0), (2, 8.0), (3, 5.0)]]) == (
+        (1, 1.0),
+        (2, 6.5),
+        (3, 6.5),
+    )
+    assert merged([[(1, 3.0), (2, 2.0), (3, 1.0), (4, 5.0)]]) == (
+        (1, 2.0),
+        (2, 2.0),
+        (3, 2.0),
+        (4, 5.0),
+    )
 
 
 @pytest.mark.slow
@@ -112,7 +127,9 @@ def test_an_operation_costs_what_a_layer_more_takes():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "_training", training)
-        assert operations.layers_s(lambda work: work(), 3, torch.device("cpu")) == pytest.approx(5.0)
+        assert operations.layers_s(lambda work: work(), 3, torch.device("cpu")) == pytest.approx(
+            5.0
+        )
     assert len(set(texts)) == 4
 
 
@@ -120,7 +137,9 @@ def test_on_cpu_every_point_has_the_cost_of_an_operation():
     slow = replace(KERNELS, operation_s=2e-5)
     device = assemble("cpu", [KERNELS, slow, slow], {}).device
     assert device.launch_s == 2e-5 and device.dispatch_s is None
-    assert [seconds for _, seconds in device.memory_curve] == pytest.approx([2e-5, 1.015e-3, 2.00015e-1])
+    assert [seconds for _, seconds in device.memory_curve] == pytest.approx(
+        [2e-5, 1.015e-3, 2.00015e-1]
+    )
     assert device.matmul_curves["fp32"][0] == pytest.approx((1e4, 2.5e-5))
     device = assemble("cuda", [slow], {}).device
     assert (device.launch_s, device.dispatch_s) == (5e-6, 2e-5)
@@ -137,7 +156,9 @@ def test_the_price_of_a_measured_point_is_the_measurement(spec, measured):
         for flops, seconds in points:
             side = round((flops / 2) ** (1 / 3))
             if 2 * side**3 == flops:
-                assert shaped_matmul_time_s(side, side, side, spec.device, dtype) == pytest.approx(seconds)
+                assert shaped_matmul_time_s(side, side, side, spec.device, dtype) == pytest.approx(
+                    seconds
+                )
     for size_bytes, seconds in spec.device.memory_curve:
         assert cm.memory_time_s(size_bytes, spec.device) == pytest.approx(seconds)
     for name, by_ranks in spec.topology.intra.curves.items():
@@ -146,13 +167,17 @@ def test_the_price_of_a_measured_point_is_the_measurement(spec, measured):
                 if name == "point_to_point":
                     found_s = cm.point_to_point_time_s(size_bytes, ranks, 1, spec.topology)
                 else:
-                    found_s = cm.collective_time_s(name, size_bytes, ranks, 4 // ranks, spec.topology)
+                    found_s = cm.collective_time_s(
+                        name, size_bytes, ranks, 4 // ranks, spec.topology
+                    )
                 assert found_s == pytest.approx(seconds), (name, ranks, size_bytes)
 
 
 def test_a_flat_product_is_bound_by_memory():
     device = made_up().device
-    assert shaped_matmul_time_s(1, 10_000, 10_000, device, "fp32") > 0.9 * cm.memory_time_s(4e8, device)
+    assert shaped_matmul_time_s(1, 10_000, 10_000, device, "fp32") > 0.9 * cm.memory_time_s(
+        4e8, device
+    )
 
 
 def test_groups_across_nodes_keep_the_analytic_form():
@@ -165,8 +190,13 @@ def test_groups_across_nodes_keep_the_analytic_form():
 def test_the_plan_follows_the_file(tmp_path):
     """A slower network in the file makes the plan slower."""
     spec = made_up()
-    curves = {name: {n: [(x, 1e3 * y) for x, y in points] for n, points in by.items()} for name, by in spec.topology.intra.curves.items()}
-    slow = replace(spec, topology=replace(spec.topology, intra=replace(spec.topology.intra, curves=curves)))
+    curves = {
+        name: {n: [(x, 1e3 * y) for x, y in points] for n, points in by.items()}
+        for name, by in spec.topology.intra.curves.items()
+    }
+    slow = replace(
+        spec, topology=replace(spec.topology, intra=replace(spec.topology.intra, curves=curves))
+    )
     spec_of = parse_model("llama-tiny")
     model, inputs, seconds = spec_of.build("meta"), spec_of.example_inputs(8, 32), []
     traced = autopar.api.trace(model, inputs, precision="fp32")
@@ -183,7 +213,9 @@ def test_the_plan_follows_the_file(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- the cluster file
 
 
-@pytest.mark.parametrize("spec", [made_up(), made_up(1), None], ids=["made up", "one rank", "measured"])
+@pytest.mark.parametrize(
+    "spec", [made_up(), made_up(1), None], ids=["made up", "one rank", "measured"]
+)
 def test_round_trip(spec, measured, tmp_path):
     spec = spec or measured
     text = spec.to_yaml(tmp_path / "c.yaml")
@@ -192,23 +224,38 @@ def test_round_trip(spec, measured, tmp_path):
     assert hash(again) == hash(spec)
 
 
-@pytest.mark.parametrize(("old", "new", "message"), [
-    ("- [64.0, 0.0002]", "- [64.0]", r"all_reduce\]\[2\]: point 0 is \[64.0\] and must be a pair"),
-    ("- [64.0, 0.0002]", "- [64.0, null]", r"seconds of point 0=None"),
-    ("- [64.0, 0.0002]", "- [64.0, -1]", r"seconds of point 0=-1"),
-    ("- [64.0, 0.0002]", "- [1.0e+9, 0.0002]", "sizes must ascend"),
-    ("all_reduce:", "all_reduse:", "'all_reduse': the transfer is unknown; did you mean all_reduce"),
-    ("    4:\n", "    3:\n", "all_reduce has no curve for groups of 4 of 4 devices a node .it has 2, 3.; run autopar calibrate --nproc 4"),
-    ("    4:\n", "    four:\n", "ranks='four'"),
-    ("devices_per_node: 4", "devices_per_node: 8", "no curve for groups of 8 of 8 devices"),
-    ("fp32:\n    -", "fp33:\n    -", "unknown dtype 'fp33'; did you mean fp32"),
-    ("fp32:\n    -", "fp64:\n    -", "matmul_curves has fp64, of which flops has no rate"),
-    ("memory_curve:\n", "memory_curve: 3\n  more:\n", "unknown key 'more'"),
-    ("- [12.0, 5.0e-06]", "- [12.0, .nan]", "memory_curve: seconds of point 0=nan"),
-    ("intra_curves:\n", "intra_curves: 3\nmore:\n", "unknown key 'more'"),
-    ("launch_s: 5.0e-06", "launch_s: -1", "launch_s=-1"),
-    ("nodes: 1", "nodes: [", "not valid YAML"),
-])
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "- [64.0, 0.0002]",
+            "- [64.0]",
+            r"all_reduce\]\[2\]: point 0 is \[64.0\] and must be a pair",
+        ),
+        ("- [64.0, 0.0002]", "- [64.0, null]", r"seconds of point 0=None"),
+        ("- [64.0, 0.0002]", "- [64.0, -1]", r"seconds of point 0=-1"),
+        ("- [64.0, 0.0002]", "- [1.0e+9, 0.0002]", "sizes must ascend"),
+        (
+            "all_reduce:",
+            "all_reduse:",
+            "'all_reduse': the transfer is unknown; did you mean all_reduce",
+        ),
+        (
+            "    4:\n",
+            "    3:\n",
+            "all_reduce has no curve for groups of 4 of 4 devices a node .it has 2, 3.; run autopar calibrate --nproc 4",
+        ),
+        ("    4:\n", "    four:\n", "ranks='four'"),
+        ("devices_per_node: 4", "devices_per_node: 8", "no curve for groups of 8 of 8 devices"),
+        ("fp32:\n    -", "fp33:\n    -", "unknown dtype 'fp33'; did you mean fp32"),
+        ("fp32:\n    -", "fp64:\n    -", "matmul_curves has fp64, of which flops has no rate"),
+        ("memory_curve:\n", "memory_curve: 3\n  more:\n", "unknown key 'more'"),
+        ("- [12.0, 5.0e-06]", "- [12.0, .nan]", "memory_curve: seconds of point 0=nan"),
+        ("intra_curves:\n", "intra_curves: 3\nmore:\n", "unknown key 'more'"),
+        ("launch_s: 5.0e-06", "launch_s: -1", "launch_s=-1"),
+        ("nodes: 1", "nodes: [", "not valid YAML"),
+    ],
+)
 def test_a_damaged_file_is_refused(tmp_path, old, new, message):
     path, text = tmp_path / "c.yaml", made_up().to_yaml()
     assert old in text
@@ -225,25 +272,41 @@ def test_the_command_writes_what_the_planner_reads(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("autopar.calibrate.cluster.CPU_EFFORT", QUICK)
     path = tmp_path / "cluster.yaml"
-    done = CliRunner().invoke(cli, ["calibrate", "--nproc", "2", "--device", "cpu", "--output", str(path)])
+    done = CliRunner().invoke(
+        cli, ["calibrate", "--nproc", "2", "--device", "cpu", "--output", str(path)]
+    )
     assert done.exit_code == 0, done.output
-    for words in ("matrix product fp32", "element-wise fp32", "all reduce over 2", "point to point over 2", "an operation", str(path)):
+    for words in (
+        "matrix product fp32",
+        "element-wise fp32",
+        "all reduce over 2",
+        "point to point over 2",
+        "an operation",
+        str(path),
+    ):
         assert words in done.stdout
     spec = ClusterSpec.parse(str(path))
-    assert (spec.num_devices, spec.device.name) == (2, "cpu") and set(spec.topology.intra.curves["all_reduce"]) == {2}
-    planned = CliRunner().invoke(cli, ["explain", "llama-tiny", str(path), "--global-batch", "4", "--seq", "16"])
+    assert (spec.num_devices, spec.device.name) == (2, "cpu") and set(
+        spec.topology.intra.curves["all_reduce"]
+    ) == {2}
+    planned = CliRunner().invoke(
+        cli, ["explain", "llama-tiny", str(path), "--global-batch", "4", "--seq", "16"]
+    )
     assert planned.exit_code == 0 and "calibrated cpu:2" in planned.stdout, planned.output
 
 
-@pytest.mark.parametrize(("args", "words"), [
-    (["--nproc", "0"], ["0 is not in the range"]),
-    (["--nproc", "four"], ["'four' is not a valid integer"]),
-    (["--device", "tpu"], ["'tpu' is not one of"]),
-    (["--output", "cluster.txt"], ["cluster.txt", ".yaml"]),
-    (["--output", "/no/such/folder/c.yaml"], ["/no/such/folder", "choose another path"]),
-    (["--output", "."], ["."]),
-    (["--nproc", "2", "--gpus", "3"], ["No such option"]),
-])
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--nproc", "0"], ["0 is not in the range"]),
+        (["--nproc", "four"], ["'four' is not a valid integer"]),
+        (["--device", "tpu"], ["'tpu' is not one of"]),
+        (["--output", "cluster.txt"], ["cluster.txt", ".yaml"]),
+        (["--output", "/no/such/folder/c.yaml"], ["/no/such/folder", "choose another path"]),
+        (["--output", "."], ["."]),
+        (["--nproc", "2", "--gpus", "3"], ["No such option"]),
+    ],
+)
 def test_mistakes_are_answered_at_once(args, words):
     start = time.monotonic()
     done = CliRunner().invoke(cli, ["calibrate", *args])
@@ -254,7 +317,9 @@ def test_mistakes_are_answered_at_once(args, words):
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a CUDA device")
 def test_cuda_where_there_is_none(tmp_path):
-    with pytest.raises(AutoparError, match="no CUDA device is visible .* calibrate with --device cpu"):
+    with pytest.raises(
+        AutoparError, match="no CUDA device is visible .* calibrate with --device cpu"
+    ):
         calibrate(2, "cuda")
     assert not list(Path(tmp_path).iterdir())
 

@@ -19,7 +19,11 @@ from autopar.explaining import explain, plan_data
 from autopar.models import parse_model
 
 EXPLAIN = ["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "16", "--seq", "32"]
-COMPARE, SWEEP, ROBUST = (["compare", *EXPLAIN[1:]], ["sweep", *EXPLAIN[1:]], ["robust", *EXPLAIN[1:]])
+COMPARE, SWEEP, ROBUST = (
+    ["compare", *EXPLAIN[1:]],
+    ["sweep", *EXPLAIN[1:]],
+    ["robust", *EXPLAIN[1:]],
+)
 
 
 def run(*args: str) -> Result:
@@ -28,7 +32,14 @@ def run(*args: str) -> Result:
 
 def plan_of(pin: dict | None = None) -> Plan:
     spec = parse_model("llama-tiny")
-    return autopar.plan(spec.build("meta"), "dgx-h100:1", spec.example_inputs(2, 32), global_batch=16, pin=pin, precision="bf16")
+    return autopar.plan(
+        spec.build("meta"),
+        "dgx-h100:1",
+        spec.example_inputs(2, 32),
+        global_batch=16,
+        pin=pin,
+        precision="bf16",
+    )
 
 
 def without_time(plan: Plan) -> dict:
@@ -40,8 +51,23 @@ def without_time(plan: Plan) -> dict:
 def test_explain_prints_the_plan_and_its_reasons():
     result = run(*EXPLAIN, "--pin", "tp=2,dp=4")
     assert result.exit_code == 0, result.output
-    expected = ["dp=4 tp=2", "predicted step time", "tokens per second", "memory per device", "of 79.65 GiB", "Certificate", "lower bound"]
-    expected += ["candidates", "forward compute", "Block layers.0", "q_proj", "scaled_dot_product_attention", "cross_entropy_loss"]
+    expected = [
+        "dp=4 tp=2",
+        "predicted step time",
+        "tokens per second",
+        "memory per device",
+        "of 79.65 GiB",
+        "Certificate",
+        "lower bound",
+    ]
+    expected += [
+        "candidates",
+        "forward compute",
+        "Block layers.0",
+        "q_proj",
+        "scaled_dot_product_attention",
+        "cross_entropy_loss",
+    ]
     for words in [*expected, "collectives forward", "collectives backward"]:
         assert words in result.stdout, words
 
@@ -51,8 +77,15 @@ def test_json_is_the_plan():
     assert result.exit_code == 0
     printed = Plan.from_json(result.stdout)
     lints = json.loads(result.stdout)["lints"]
-    assert "small micro-batch" in {lint["lint"] for lint in lints} and set(lints[0]) == {"lint", "text", "remedy", "numbers"}
-    assert without_time(printed) == without_time(replace(plan_of({"tp": 2, "pp": 1}), model_name=printed.model_name))
+    assert "small micro-batch" in {lint["lint"] for lint in lints} and set(lints[0]) == {
+        "lint",
+        "text",
+        "remedy",
+        "numbers",
+    }
+    assert without_time(printed) == without_time(
+        replace(plan_of({"tp": 2, "pp": 1}), model_name=printed.model_name)
+    )
     assert Plan.from_json(json.dumps(plan_data(printed))) == printed
 
 
@@ -70,13 +103,37 @@ def test_plan_explain_names_strategies_in_plain_words():
 
 
 def test_explain_says_when_a_plan_runs():
-    plan = Plan.from_json(run("explain", "llama-tiny", "cpu:4", "--global-batch", "8", "--seq", "16", "--runnable", "--json").stdout)
+    plan = Plan.from_json(
+        run(
+            "explain",
+            "llama-tiny",
+            "cpu:4",
+            "--global-batch",
+            "8",
+            "--seq",
+            "16",
+            "--runnable",
+            "--json",
+        ).stdout
+    )
     assert plan.runnable == "" and "cannot run" not in explain(plan)
 
 
 @pytest.mark.slow
 def test_compare_puts_plans_side_by_side():
-    args = ["compare", "llama-tiny", "dgx-h100:1", "--global-batch", "16", "--seq", "32", "--pin", "tp=2", "--pin", "tp=4,recompute=full"]
+    args = [
+        "compare",
+        "llama-tiny",
+        "dgx-h100:1",
+        "--global-batch",
+        "16",
+        "--seq",
+        "32",
+        "--pin",
+        "tp=2",
+        "--pin",
+        "tp=4,recompute=full",
+    ]
     result = run(*args)
     assert result.exit_code == 0
     for words in ("best", "tp=2", "recompute=full", "of the best", "1.000 x"):
@@ -91,8 +148,14 @@ def test_compare_puts_plans_side_by_side():
 MISTAKES = [
     (["explain", "llama9-8b", "dgx-h100:1", "--global-batch", "8"], ["llama9-8b", "llama3-8b"]),
     (["explain", "llama-tiny", "dgx-z100:1", "--global-batch", "8"], ["dgx-z100", "dgx-h100"]),
-    (["explain", "llama-tiny", "missing.yaml", "--global-batch", "8"], ["missing.yaml", "does not exist"]),
-    (["explain", "hf:/no/such/config.json", "dgx-h100:1", "--global-batch", "8"], ["/no/such/config.json"]),
+    (
+        ["explain", "llama-tiny", "missing.yaml", "--global-batch", "8"],
+        ["missing.yaml", "does not exist"],
+    ),
+    (
+        ["explain", "hf:/no/such/config.json", "dgx-h100:1", "--global-batch", "8"],
+        ["/no/such/config.json"],
+    ),
     ([*EXPLAIN, "--pin", "tp"], ["'tp' is not key=value", "tp=8"]),
     ([*EXPLAIN, "--pin", "tp=2,tp=4"], ["tp is given twice"]),
     ([*EXPLAIN, "--pin", "tq=2"], ["unknown pin 'tq'", "micro_batch"]),
@@ -100,12 +163,47 @@ MISTAKES = [
     ([*EXPLAIN, "--pin", "tp=two"], ["tp='two'", "whole number"]),
     ([*EXPLAIN, "--pin", "tp=-2"], ["tp=-2", "whole number"]),
     ([*EXPLAIN, "--pin", "pp=3"], ["pp=3", "does not divide"]),
-    ([*EXPLAIN, "--runnable", "--precision", "fp32", "--pin", "pp=2,schedule=zero_bubble,recompute=op"], ["op", "engine cannot run"]),
+    (
+        [
+            *EXPLAIN,
+            "--runnable",
+            "--precision",
+            "fp32",
+            "--pin",
+            "pp=2,schedule=zero_bubble,recompute=op",
+        ],
+        ["op", "engine cannot run"],
+    ),
     ([*EXPLAIN, "--pin", "schedule=gpipe"], ["schedule=gpipe", "pin pp"]),
-    (["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "9", "--seq", "32", "--pin", "dp=8"], ["9", "multiple of 8"]),
+    (
+        [
+            "explain",
+            "llama-tiny",
+            "dgx-h100:1",
+            "--global-batch",
+            "9",
+            "--seq",
+            "32",
+            "--pin",
+            "dp=8",
+        ],
+        ["9", "multiple of 8"],
+    ),
     (["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "-1"], ["--global-batch", "-1"]),
-    (["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "9" * 26], ["9" * 26, "1<=x<=100000000"]),
-    (["explain", "gpt:layers=1,hidden=99999999999999999999,heads=1,vocab=10", "h100:2", "--global-batch", "8"], ["at most 100,000,000"]),
+    (
+        ["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "9" * 26],
+        ["9" * 26, "1<=x<=100000000"],
+    ),
+    (
+        [
+            "explain",
+            "gpt:layers=1,hidden=99999999999999999999,heads=1,vocab=10",
+            "h100:2",
+            "--global-batch",
+            "8",
+        ],
+        ["at most 100,000,000"],
+    ),
     ([*EXPLAIN, "--time-limit", "nan"], ["--time-limit", "nan"]),
     ([*EXPLAIN, "--pin", "ep=3"], ["ep=3 does not divide 8", "1, 2, 4, 8"]),
     (["explain", "llama-tiny", "dgx-h100:1", "--global-batch", "8", "--seq", "0"], ["--seq", "0"]),
@@ -144,7 +242,10 @@ MISTAKES = [
     ([*EXPLAIN, "--objective", "gpus", "--deadline", "-3"], ["--deadline", "-3"]),
     ([*EXPLAIN, "--objective", "cost", "--price", "0"], ["--price"]),
     ([*EXPLAIN, "--objective", "cost", "--pin", "tq=2"], ["unknown pin 'tq'"]),
-    (["explain", "--plan", "plan.json", "--objective", "cost", "--deadline", "3"], ["leave out --objective, --deadline"]),
+    (
+        ["explain", "--plan", "plan.json", "--objective", "cost", "--deadline", "3"],
+        ["leave out --objective, --deadline"],
+    ),
     ([*ROBUST, "--off", "100"], ["--off", "100"]),
     ([*ROBUST, "--off", "0"], ["--off"]),
     ([*ROBUST, "--near", "-1"], ["--near"]),
@@ -175,7 +276,13 @@ def test_parse_pins():
 
 
 def console(*args: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "autopar", *args], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "autopar", *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
+    )
 
 
 def test_help_and_version_load_no_torch():
@@ -188,7 +295,12 @@ def test_help_and_version_load_no_torch():
 
 def test_the_console_script_shows_no_traceback():
     found = console("explain", "llama9", "cpu:1", "--global-batch", "1")
-    assert found.returncode == 2 and "Traceback" not in found.stderr and "llama9" in found.stderr and found.stdout == ""
+    assert (
+        found.returncode == 2
+        and "Traceback" not in found.stderr
+        and "llama9" in found.stderr
+        and found.stdout == ""
+    )
 
 
 def test_a_closed_pipe_and_an_interrupt_are_quiet():

@@ -18,15 +18,31 @@ ODD = [LONG, HUGE, DIGITS, "-1", "nan", "inf", "", " ", "\\", "💥" * 1000, "a=
 def told(*args: str) -> str:
     """The message of a command that is refused."""
     result = CliRunner().invoke(cli, list(args))
-    assert isinstance(result.exception, SystemExit) and result.exit_code == 2, (args, result.exception, result.output[:500])
+    assert isinstance(result.exception, SystemExit) and result.exit_code == 2, (
+        args,
+        result.exception,
+        result.output[:500],
+    )
     assert "Traceback" not in result.stderr and 0 < len(result.stderr) < 4500
     return result.stderr
 
 
 @pytest.mark.parametrize("value", ODD, ids=[str(number) for number in range(len(ODD))])
 def test_an_odd_value_anywhere_is_one_message(value):
-    for option in ("--global-batch", "--seq", "--precision", "--objective", "--deadline", "--tokens-per-second", "--price", "--time-limit"):
-        if not (option in ("--time-limit", "--price", "--deadline") and value in (HUGE, "inf", DIGITS, "1e400")):
+    for option in (
+        "--global-batch",
+        "--seq",
+        "--precision",
+        "--objective",
+        "--deadline",
+        "--tokens-per-second",
+        "--price",
+        "--time-limit",
+    ):
+        if not (
+            option in ("--time-limit", "--price", "--deadline")
+            and value in (HUGE, "inf", DIGITS, "1e400")
+        ):
             told("explain", *ASKED, option, value)
     told("explain", value, "cpu:2", "--global-batch", "4")
     told("explain", "llama-tiny", value, "--global-batch", "4")
@@ -36,7 +52,12 @@ def test_an_odd_value_anywhere_is_one_message(value):
     told("sweep", "llama-tiny", "cpu:2", "--global-batch", value)
     told("verify", "llama-tiny", "--nproc", value)
     told("verify", value)
-    for command in (["diff", value, value], ["explain", "--plan", value], ["predict", value], ["replay", value, *ASKED[:2]]):
+    for command in (
+        ["diff", value, value],
+        ["explain", "--plan", value],
+        ["predict", value],
+        ["replay", value, *ASKED[:2]],
+    ):
         told(*command)
     told("compare", *ASKED, "--plan", value)
     told("robust", *ASKED, "--off", value if value not in ("1e400",) else "100")
@@ -44,7 +65,19 @@ def test_an_odd_value_anywhere_is_one_message(value):
     told(f"--{value.strip() or 'x'}")
 
 
-NAMES = ["tp", "order", "deal", "schedule", "recompute", "zero", "shard", "context_method", "offload", "stages", "vpp"]
+NAMES = [
+    "tp",
+    "order",
+    "deal",
+    "schedule",
+    "recompute",
+    "zero",
+    "shard",
+    "context_method",
+    "offload",
+    "stages",
+    "vpp",
+]
 
 
 @pytest.mark.parametrize("pin", NAMES)
@@ -91,17 +124,25 @@ def test_predict_fails_where_nothing_could_be_predicted(tmp_path, rows, words, o
     (">/dev/full", 74, "standard output cannot be written (No space left on device)"), (">&-", 74, "standard output is closed"),
     ("2>&- >/dev/full", 74, ""), ("2>/dev/full >/dev/null", 0, ""), ("| true", 141, ""),
 ])  # fmt: skip
-@pytest.mark.parametrize("command", [pytest.param("--help", marks=pytest.mark.slow), "diff A A --json"])
+@pytest.mark.parametrize(
+    "command", [pytest.param("--help", marks=pytest.mark.slow), "diff A A --json"]
+)
 def test_outputs_that_cannot_be_written(tmp_path, command, redirect, code, words):
     from autopar import Plan
 
     path = tmp_path / "plan.json"
     path.write_text(saved_plan())
     assert Plan.load(path)
-    line = f"set -o pipefail; {sys.executable} -m autopar {command.replace('A', str(path))} {redirect}"
+    line = (
+        f"set -o pipefail; {sys.executable} -m autopar {command.replace('A', str(path))} {redirect}"
+    )
     found = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
     assert found.returncode in ((code, 0) if "|" in redirect else (code,)), found.stderr
-    assert "Traceback" not in found.stderr and words in found.stderr and len(found.stderr.splitlines()) <= 1
+    assert (
+        "Traceback" not in found.stderr
+        and words in found.stderr
+        and len(found.stderr.splitlines()) <= 1
+    )
 
 
 def saved_plan() -> str:

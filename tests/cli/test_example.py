@@ -17,8 +17,24 @@ MODEL = "llama:layers=2,hidden=32,heads=4,kv_heads=2,vocab=256,ffn=88,seq=64"
 
 
 def losses(launcher: list[str]) -> list[float]:
-    command = [sys.executable, *launcher, str(EXAMPLE), "--model", MODEL, "--steps", "3", "--seq", "16"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        *launcher,
+        str(EXAMPLE),
+        "--model",
+        MODEL,
+        "--steps",
+        "3",
+        "--seq",
+        "16",
+    ]
+    found = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert found.returncode == 0, found.stderr
     return [float(value) for value in re.findall(r"loss ([\d.]+)", found.stdout)]
 
@@ -32,14 +48,34 @@ def test_two_processes_print_the_losses_of_one():
 
 
 def start(launcher: list[str], steps: int, directory: Path) -> subprocess.Popen:
-    command = [sys.executable, *launcher, str(EXAMPLE), "--model", MODEL, "--steps", str(steps), "--seq", "16"]
+    command = [
+        sys.executable,
+        *launcher,
+        str(EXAMPLE),
+        "--model",
+        MODEL,
+        "--steps",
+        str(steps),
+        "--seq",
+        "16",
+    ]
     command += ["--checkpoints", str(directory), "--every", "20"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
 
 
 def curve(lines: list[str]) -> dict[int, float]:
     """The loss of each step, the last one that was printed."""
-    return {int(m[1]): float(m[2]) for line in lines if (m := re.match(r"step +(\d+) +loss ([\d.]+)", line))}
+    return {
+        int(m[1]): float(m[2])
+        for line in lines
+        if (m := re.match(r"step +(\d+) +loss ([\d.]+)", line))
+    }
 
 
 @pytest.mark.slow
@@ -48,9 +84,17 @@ def test_a_killed_rank_restarts_all_from_the_last_checkpoint(tmp_path):
     """torchrun --max-restarts after a kill; then two of four processes are left, and the rest is trained on those."""
     whole = start([*TORCHRUN, "4"], 200, tmp_path / "whole")
     expected = curve(whole.communicate(timeout=600)[0].splitlines())
-    assert whole.returncode == 0 and list(expected) == list(range(1, 201)) and expected[200] < 0.75 * expected[1]
+    assert (
+        whole.returncode == 0
+        and list(expected) == list(range(1, 201))
+        and expected[200] < 0.75 * expected[1]
+    )
 
-    run, lines, killed = start([*TORCHRUN, "4", "--max-restarts", "1"], 120, tmp_path / "killed"), [], False
+    run, lines, killed = (
+        start([*TORCHRUN, "4", "--max-restarts", "1"], 120, tmp_path / "killed"),
+        [],
+        False,
+    )
     for line in run.stdout:
         lines.append(line)
         if line.startswith("step  67 ") and not killed:
@@ -60,7 +104,11 @@ def test_a_killed_rank_restarts_all_from_the_last_checkpoint(tmp_path):
     errors = run.stderr.read()
     assert run.wait() == 0, errors
     again = [re.match(r"step  61   loss [\d.]+", line) for line in lines]
-    assert "going on after step 60\n" in lines and len(found := [m[0] for m in again if m]) == 2 and len(set(found)) == 1
+    assert (
+        "going on after step 60\n" in lines
+        and len(found := [m[0] for m in again if m]) == 2
+        and len(set(found)) == 1
+    )
     assert "lost the other ranks in a step" in errors
     found = curve(lines)
     assert list(found) == list(range(1, 121))
@@ -75,4 +123,6 @@ def test_a_killed_rank_restarts_all_from_the_last_checkpoint(tmp_path):
     lines = fewer.communicate(timeout=600)[0].splitlines()
     assert "going on after step 180" in lines and re.search(r" on cpu:2: ", lines[0])
     rest = curve(lines)
-    assert list(rest) == list(range(181, 201)) and rest == pytest.approx({k: expected[k] for k in rest}, abs=2e-3)
+    assert list(rest) == list(range(181, 201)) and rest == pytest.approx(
+        {k: expected[k] for k in rest}, abs=2e-3
+    )

@@ -37,7 +37,10 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     """Two plans, and the first as an older cost model made it."""
     folder, spec = tmp_path_factory.mktemp("plans"), parse_model("llama-tiny")
     model, inputs = spec.build("meta"), spec.example_inputs(2, 16)
-    plans = {f"tp{tp}": autopar.plan(model, "h100:4", inputs, global_batch=8, pin={"tp": tp, "pp": 1}) for tp in (2, 4)}
+    plans = {
+        f"tp{tp}": autopar.plan(model, "h100:4", inputs, global_batch=8, pin={"tp": tp, "pp": 1})
+        for tp in (2, 4)
+    }
     plans["stale"] = replace(plans["tp2"], cost_model_version="0")
     for name, plan in plans.items():
         plan.save(folder / f"{name}.json")
@@ -46,13 +49,26 @@ def saved(tmp_path_factory) -> dict[str, Path]:
 
 def test_why_not_of_a_possible_choice():
     shown = " ".join(run("why-not", *TASK, *SOON, "--pin", "tp=4").stdout.split())
-    for words in ("why not tp=4?", "Chosen: ", "Pinned: ", "longer a step", "Time of a step", "difference"):
+    for words in (
+        "why not tp=4?",
+        "Chosen: ",
+        "Pinned: ",
+        "longer a step",
+        "Time of a step",
+        "difference",
+    ):
         assert words in shown, words
     data = json.loads(run("why-not", *TASK, *SOON, "--pin", "tp=4", "--json").stdout)
-    assert data["answer"] == "slower" and data["first_difference"]["pin"] == "tp" and data["first_difference"]["pinned"] == 4
+    assert (
+        data["answer"] == "slower"
+        and data["first_difference"]["pin"] == "tp"
+        and data["first_difference"]["pinned"] == 4
+    )
     pinned, chosen = (Plan.from_json(json.dumps(data[name])) for name in ("pinned", "chosen"))
     assert data["difference_s"] == pinned.predicted.step_time_s - chosen.predicted.step_time_s > 0
-    assert sum(part["pinned"] - part["chosen"] for part in data["time_s"].values()) == pytest.approx(data["difference_s"])
+    assert sum(
+        part["pinned"] - part["chosen"] for part in data["time_s"].values()
+    ) == pytest.approx(data["difference_s"])
 
 
 def test_why_not_of_a_saved_plan(saved):
@@ -62,7 +78,9 @@ def test_why_not_of_a_saved_plan(saved):
     assert autopar.diff(Plan.from_json(json.dumps(data["chosen"])), Plan.load(saved["tp2"])) == ()
     assert data["first_difference"] == {"pin": "tp", "pinned": 4, "chosen": 2}
     assert json.loads(run(*asked, "--pin", "tp=2,pp=1", "--json").stdout)["answer"] == "chosen"
-    stale = run("why-not", *TASK, *SOON, "--plan", str(saved["stale"]), "--pin", "tp=4,pp=1", "--json")
+    stale = run(
+        "why-not", *TASK, *SOON, "--plan", str(saved["stale"]), "--pin", "tp=4,pp=1", "--json"
+    )
     assert "predicted by cost model 0" in stale.stderr
 
 
@@ -79,9 +97,14 @@ def test_why_not_of_a_plan_for_something_else(saved, asked, words):
 
 
 def test_why_not_of_an_impossible_choice_ends_with_1():
-    assert "tp=3 is impossible: tp=3 does not divide 4 devices" in run("why-not", *TASK, *SOON, "--pin", "tp=3", code=1).stdout
+    assert (
+        "tp=3 is impossible: tp=3 does not divide 4 devices"
+        in run("why-not", *TASK, *SOON, "--pin", "tp=3", code=1).stdout
+    )
     data = json.loads(run("why-not", *TASK, *SOON, "--pin", "tp=4,dp=4", "--json", code=1).stdout)
-    assert data["answer"] == "impossible" and "16 devices" in data["reason"] and data["pinned"] is None
+    assert (
+        data["answer"] == "impossible" and "16 devices" in data["reason"] and data["pinned"] is None
+    )
 
 
 @pytest.mark.slow
@@ -90,20 +113,44 @@ def test_why_not_of_what_does_not_fit(tmp_path):
     path.write_text("device: h100\nnodes: 1\ndevices_per_node: 4\nmemory_bytes: 2147483648\n")
     args = ["why-not", "llama-tiny", str(path), *TASK[2:], "--pin", "pp=1,tp=2"]
     shown = run(*args, code=1).stdout
-    assert "pp=1,tp=2 does not fit" in shown and "Memory binds" in shown and "The least memory under the pins" in shown
+    assert (
+        "pp=1,tp=2 does not fit" in shown
+        and "Memory binds" in shown
+        and "The least memory under the pins" in shown
+    )
     data = json.loads(run(*args, "--json", code=1).stdout)
     assert data["answer"] == "does not fit" and data["least_memory"]["capacity_bytes"] == 2**31
 
 
 @pytest.mark.slow
 def test_compare_with_a_saved_plan(saved):
-    args = ["compare", *TASK, "--pin", "tp=4", "--pin", "tp=3", "--plan", str(saved["stale"]), "--price", "2"]
+    args = [
+        "compare",
+        *TASK,
+        "--pin",
+        "tp=4",
+        "--pin",
+        "tp=3",
+        "--plan",
+        str(saved["stale"]),
+        "--price",
+        "2",
+    ]
     shown = " ".join(run(*args).stdout.split())
-    for words in ("stale.json", "cost of a million tokens", "tp=3 is not possible", "predicted by cost model 0"):
+    for words in (
+        "stale.json",
+        "cost of a million tokens",
+        "tp=3 is not possible",
+        "predicted by cost model 0",
+    ):
         assert words in shown, words
     data = json.loads(run(*args, "--json").stdout)
     assert [entry["name"] for entry in data] == ["best", "tp=4", "tp=3", "stale.json"]
-    assert data[2]["plan"] is None and data[0]["ratio"] == 1.0 and all(data[k]["dollars_per_million_tokens"] > 0 for k in (0, 1, 3))
+    assert (
+        data[2]["plan"] is None
+        and data[0]["ratio"] == 1.0
+        and all(data[k]["dollars_per_million_tokens"] > 0 for k in (0, 1, 3))
+    )
 
 
 def test_compare_with_saved_plans_alone(saved):
@@ -115,18 +162,37 @@ def test_compare_with_saved_plans_alone(saved):
 @pytest.mark.slow
 def test_a_command_traces_once(command, monkeypatch):
     traced, trace = [], api.trace
-    monkeypatch.setattr(api, "trace", lambda *args, **options: traced.append(1) or trace(*args, **options))
+    monkeypatch.setattr(
+        api, "trace", lambda *args, **options: traced.append(1) or trace(*args, **options)
+    )
     run(*command)
     assert len(traced) == 1
 
 
 @pytest.mark.slow
 def test_sweep_over_gpus_and_sequences():
-    args = ["sweep", "llama-tiny", "h100:4", "--gpus", "2,4", "--seq", "8,16", "--global-batch", "8", "--price", "2"]
+    args = [
+        "sweep",
+        "llama-tiny",
+        "h100:4",
+        "--gpus",
+        "2,4",
+        "--seq",
+        "8,16",
+        "--global-batch",
+        "8",
+        "--price",
+        "2",
+    ]
     shown = run(*args).stdout
     assert "4 points" in shown and "GPUs" in shown and "seq" in shown and "$/M" in shown
     data = json.loads(run(*args, "--json").stdout)
-    assert data["axes"] == ["devices", "seq"] and [row["devices"] for row in data["rows"]] == [2, 2, 4, 4]
+    assert data["axes"] == ["devices", "seq"] and [row["devices"] for row in data["rows"]] == [
+        2,
+        2,
+        4,
+        4,
+    ]
     assert any(row["pareto"] for row in data["rows"]) and data["break_evens"] == []
     assert Plan.from_json(json.dumps(data["rows"][0]["plan"])).mesh.num_devices == 2
 
@@ -134,7 +200,11 @@ def test_sweep_over_gpus_and_sequences():
 @pytest.mark.slow
 def test_sweep_of_one_point_and_of_a_point_without_plan():
     assert "1 point" in run("sweep", *TASK).stdout
-    shown = " ".join(run("sweep", "llama-tiny", "h100:4", "--gpus", "1,124", "--global-batch", "3", "--seq", "16").stdout.split())
+    shown = " ".join(
+        run(
+            "sweep", "llama-tiny", "h100:4", "--gpus", "1,124", "--global-batch", "3", "--seq", "16"
+        ).stdout.split()
+    )
     assert "none: see below" in shown and "124 GPUs: no mesh of 124 devices" in shown
 
 
@@ -142,19 +212,38 @@ def test_sweep_of_one_point_and_of_a_point_without_plan():
 def test_sweep_over_bandwidths_shows_where_the_plan_changes(monkeypatch, tmp_path):
     path = tmp_path / "pairs.yaml"
     path.write_text("device: h100\nnodes: 2\ndevices_per_node: 2\n")
-    monkeypatch.setattr("autopar.explaining.sweep.BREAK_EVEN_RATIO", 1e6)  # no bisection: it would plan a dozen times
-    args = ["sweep", "llama:layers=1,hidden=512,heads=4,vocab=4096", str(path), *TASK[2:], "--inter-bandwidth", "400,0.001"]
+    monkeypatch.setattr(
+        "autopar.explaining.sweep.BREAK_EVEN_RATIO", 1e6
+    )  # no bisection: it would plan a dozen times
+    args = [
+        "sweep",
+        "llama:layers=1,hidden=512,heads=4,vocab=4096",
+        str(path),
+        *TASK[2:],
+        "--inter-bandwidth",
+        "400,0.001",
+    ]
     data = json.loads(run(*args, "--json").stdout)
-    assert [row["inter_Bps"] for row in data["rows"]] == [1e6, 4e11] and data["axes"] == ["inter_Bps"]
+    assert [row["inter_Bps"] for row in data["rows"]] == [1e6, 4e11] and data["axes"] == [
+        "inter_Bps"
+    ]
     (change,) = data["break_evens"]
-    assert (change["below_Bps"], change["above_Bps"]) == (1e6, 4e11) and change["below"] != change["above"]
+    assert (change["below_Bps"], change["above_Bps"]) == (1e6, 4e11) and change["below"] != change[
+        "above"
+    ]
 
 
 def test_diff_ends_with_1_where_plans_differ(saved):
     shown = run("diff", str(saved["tp2"]), str(saved["tp4"]), code=1).stdout
     assert "choices" in shown and "step time" in shown
     found = json.loads(run("diff", str(saved["tp2"]), str(saved["tp4"]), "--json", code=1).stdout)
-    assert {"part": "choices", "what": "tp", "ours": 2, "theirs": 4, "words": "choices: tp 2 -> 4"} in found
+    assert {
+        "part": "choices",
+        "what": "tp",
+        "ours": 2,
+        "theirs": 4,
+        "words": "choices: tp 2 -> 4",
+    } in found
 
 
 def test_diff_of_equal_plans(saved):
@@ -164,7 +253,9 @@ def test_diff_of_equal_plans(saved):
 
 def test_a_stale_plan_is_noted_and_no_error(saved):
     result = run("diff", str(saved["tp2"]), str(saved["stale"]), "--json", code=1)
-    assert [d["part"] for d in json.loads(result.stdout)] == ["cost model"] and "predicted by cost model 0" in result.stderr
+    assert [d["part"] for d in json.loads(result.stdout)] == [
+        "cost model"
+    ] and "predicted by cost model 0" in result.stderr
     assert "predicted by cost model 0" in run("explain", "--plan", str(saved["stale"])).stdout
     result = run("explain", "--plan", str(saved["stale"]), "--json")
     assert Plan.from_json(result.stdout) == Plan.load(saved["stale"]) and "stale" in result.stderr
@@ -189,14 +280,24 @@ def test_replay_of_a_new_plan_and_of_a_saved_one(saved, tmp_path):
     text = run("explain", *TASK, "--pin", "tp=2", "--replay", "--json").stdout
     data = json.loads(text)["replay"]
     assert data["agrees"] and Plan.from_json(text).predicted == Plan.load(saved["tp2"]).predicted
-    assert json.loads(run("replay", str(saved["tp2"]), *TASK[:2], "--seq", "16", "--json").stdout) == data
+    assert (
+        json.loads(run("replay", str(saved["tp2"]), *TASK[:2], "--seq", "16", "--json").stdout)
+        == data
+    )
     plan = Plan.load(saved["tp2"])
-    wrong = replace(plan, predicted=replace(plan.predicted, step_time_s=plan.predicted.step_time_s * 1.05))
+    wrong = replace(
+        plan, predicted=replace(plan.predicted, step_time_s=plan.predicted.step_time_s * 1.05)
+    )
     wrong.save(tmp_path / "wrong.json")
-    assert "THE REPLAY DISAGREES" in run("replay", str(tmp_path / "wrong.json"), *TASK[:2], "--seq", "16", code=1).stdout
+    assert (
+        "THE REPLAY DISAGREES"
+        in run("replay", str(tmp_path / "wrong.json"), *TASK[:2], "--seq", "16", code=1).stdout
+    )
     assert "plan again" in run("replay", str(saved["tp2"]), *TASK[:2], "--seq", "32", code=2).stderr
-    assert "autopar replay is for saved plans" in run("explain", "--plan", str(saved["tp2"]), "--replay", code=2).stderr
-
+    assert (
+        "autopar replay is for saved plans"
+        in run("explain", "--plan", str(saved["tp2"]), "--replay", code=2).stderr
+    )
 
 
 @pytest.mark.slow
@@ -205,11 +306,25 @@ def test_audit_of_a_new_plan_and_of_a_saved_one(saved, tmp_path):
     text = run("explain", *TASK, "--pin", "tp=2", "--audit", "--json").stdout
     data = json.loads(text)["audit"]
     assert data["passes"] and Plan.from_json(text).mesh.tp == 2
-    assert json.loads(run("audit", str(saved["tp2"]), *TASK[:2], "--seq", "16", "--json").stdout) == data
+    assert (
+        json.loads(run("audit", str(saved["tp2"]), *TASK[:2], "--seq", "16", "--json").stdout)
+        == data
+    )
     plan = Plan.load(saved["tp2"])
     name, axes = next((n, axes) for n, axes in plan.blocks[1].ops.items() if axes["tp"].inputs)
-    ops = plan.blocks[1].ops | {name: axes | {"tp": replace(axes["tp"], inputs=axes["tp"].inputs[::-1] + axes["tp"].inputs)}}
-    replace(plan, blocks=(plan.blocks[0], replace(plan.blocks[1], ops=ops), *plan.blocks[2:])).save(tmp_path / "altered.json")
-    words = " ".join(run("audit", str(tmp_path / "altered.json"), *TASK[:2], "--seq", "16", code=1).stdout.split())
+    ops = plan.blocks[1].ops | {
+        name: axes | {"tp": replace(axes["tp"], inputs=axes["tp"].inputs[::-1] + axes["tp"].inputs)}
+    }
+    replace(plan, blocks=(plan.blocks[0], replace(plan.blocks[1], ops=ops), *plan.blocks[2:])).save(
+        tmp_path / "altered.json"
+    )
+    words = " ".join(
+        run(
+            "audit", str(tmp_path / "altered.json"), *TASK[:2], "--seq", "16", code=1
+        ).stdout.split()
+    )
     assert "THE AUDIT FAILS" in words and f"{name} of {plan.blocks[1].name}" in words
-    assert "autopar audit is for saved plans" in run("explain", "--plan", str(saved["tp2"]), "--audit", code=2).stderr
+    assert (
+        "autopar audit is for saved plans"
+        in run("explain", "--plan", str(saved["tp2"]), "--audit", code=2).stderr
+    )

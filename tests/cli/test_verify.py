@@ -17,15 +17,54 @@ from autopar.runtime.state import gradients
 from autopar.verify.verify import compare, verify
 
 CONFIGS = {
-    "llama": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
-              "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64},
-    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 101, "n_positions": 64, "bos_token_id": 0,
-             "eos_token_id": 0},
-    "mixtral": {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "vocab_size": 100, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "bloom": {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100},
-    "vit": {"model_type": "vit", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "image_size": 16, "patch_size": 4, "num_labels": 10},
+    "llama": {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 64,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 101,
+        "n_positions": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "bloom": {
+        "model_type": "bloom",
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 100,
+    },
+    "vit": {
+        "model_type": "vit",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 4,
+        "num_labels": 10,
+    },
 }
 
 
@@ -33,10 +72,17 @@ CONFIGS = {
 def test_every_mesh_of_two_processes_is_exact(name):
     report = verify(parse_model(name), 2)
     assert report.exact and report.moved >= 0.01
-    meshes = [(mesh.mesh["dp"], mesh.mesh["cp"], mesh.mesh["tp"], mesh.zero) for mesh in report.meshes]
+    meshes = [
+        (mesh.mesh["dp"], mesh.mesh["cp"], mesh.mesh["tp"], mesh.zero) for mesh in report.meshes
+    ]
     assert meshes == [(2, 1, 1, 0), (1, 1, 2, 0), (1, 2, 1, 0), (2, 1, 1, 3)]
     assert all(mesh.worst_error <= 1e-9 and mesh.worst_tensor for mesh in report.meshes)
-    assert [bool(mesh.collectives) for mesh in report.meshes] == [False, True, True, False]  # over dp only gradients and the loss travel
+    assert [bool(mesh.collectives) for mesh in report.meshes] == [
+        False,
+        True,
+        True,
+        False,
+    ]  # over dp only gradients and the loss travel
     assert len(set(report.reference_losses)) == 3
 
 
@@ -48,10 +94,16 @@ def test_hugging_face_models_are_exact(kind, tmp_path):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGS[kind]))
-    result = CliRunner().invoke(cli, ["verify", f"hf:{path}", "--nproc", "2", "--pin", "tp=2", "--json"])
+    result = CliRunner().invoke(
+        cli, ["verify", f"hf:{path}", "--nproc", "2", "--pin", "tp=2", "--json"]
+    )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert report["exact"] and report["meshes"][0]["mesh"]["tp"] == 2 and report["meshes"][0]["worst_error"] <= 1e-9
+    assert (
+        report["exact"]
+        and report["meshes"][0]["mesh"]["tp"] == 2
+        and report["meshes"][0]["worst_error"] <= 1e-9
+    )
 
 
 @pytest.mark.slow
@@ -63,7 +115,9 @@ def test_fp32_has_its_own_tolerance():
 @pytest.mark.slow
 def test_micro_batches_and_recompute_are_exact():
     report = verify(parse_model("llama-tiny"), 2, {"dp": 2, "micro_batch": 1, "recompute": "full"})
-    assert report.exact and report.meshes[0].micro_batch == 1 and report.meshes[0].recompute == "full"
+    assert (
+        report.exact and report.meshes[0].micro_batch == 1 and report.meshes[0].recompute == "full"
+    )
 
 
 def test_a_broken_engine_is_not_exact(monkeypatch):
@@ -80,10 +134,23 @@ def test_groups_that_share_out_are_exact_unless_they_forget_each_other(monkeypat
     report = verify(parse_model("llama-tiny"), 4, pin)
     assert report.exact and (report.meshes[0].zero, report.meshes[0].shard) == (3, 2)
     real = gradients.partial_axes
-    monkeypatch.setattr(gradients, "partial_axes", lambda layouts: tuple(axis for axis in real(layouts) if axis != COPIES))
-    command = ["verify", "llama-tiny", "--nproc", "4", "--pin", ",".join(f"{k}={v}" for k, v in pin.items())]
+    monkeypatch.setattr(
+        gradients,
+        "partial_axes",
+        lambda layouts: tuple(axis for axis in real(layouts) if axis != COPIES),
+    )
+    command = [
+        "verify",
+        "llama-tiny",
+        "--nproc",
+        "4",
+        "--pin",
+        ",".join(f"{k}={v}" for k, v in pin.items()),
+    ]
     result = CliRunner().invoke(cli, command, env={"COLUMNS": "120"})  # in fewer the column wraps
-    assert result.exit_code == 1 and "zero=3 over 2" in result.stdout and "NOT EXACT" in result.stdout
+    assert (
+        result.exit_code == 1 and "zero=3 over 2" in result.stdout and "NOT EXACT" in result.stdout
+    )
 
 
 def test_a_program_that_fails_is_not_exact(monkeypatch):
@@ -97,12 +164,17 @@ def test_a_program_that_fails_is_not_exact(monkeypatch):
 
 
 def test_compare_finds_wrong_missing_and_nan_tensors():
-    before, after = {"a": torch.zeros(2), "b": torch.zeros(2)}, {"a": torch.ones(2), "b": torch.ones(2)}
+    before, after = (
+        {"a": torch.zeros(2), "b": torch.zeros(2)},
+        {"a": torch.ones(2), "b": torch.ones(2)},
+    )
     assert compare(before, after, after, "fp64")[0] == 0.0
     wrong = {"a": torch.ones(2), "b": torch.full((2,), 1.5)}
     assert compare(before, after, wrong, "fp64") == (pytest.approx(0.5), "b")
     assert compare(before, after, {"b": torch.ones(2)}, "fp64") == (float("inf"), "a")
-    assert compare(before, after, {"a": torch.full((2,), float("nan")), "b": torch.ones(2)}, "fp64") == (float("inf"), "a")
+    assert compare(
+        before, after, {"a": torch.full((2,), float("nan")), "b": torch.ones(2)}, "fp64"
+    ) == (float("inf"), "a")
 
 
 def test_a_model_from_a_function():
@@ -116,7 +188,10 @@ def test_a_model_from_a_function():
                 return torch.nn.functional.mse_loss(self.layer(x), y)
 
         generator = torch.Generator().manual_seed(0)
-        return Regression(), {"x": torch.randn(4, 6, generator=generator), "y": torch.randn(4, 4, generator=generator)}
+        return Regression(), {
+            "x": torch.randn(4, 6, generator=generator),
+            "y": torch.randn(4, 4, generator=generator),
+        }
 
     assert verify(make, 2, rows=4).exact
 
@@ -135,7 +210,9 @@ def with_dropout(batch: int = 4, seq: int = 8, device: str = "cpu"):
     """A model that drops, for `verify`."""
     torch.manual_seed(0)
     with torch.device(device):
-        layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.3), torch.nn.GELU(), torch.nn.Linear(32, 16))
+        layers = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.Dropout(0.3), torch.nn.GELU(), torch.nn.Linear(32, 16)
+        )
     return Dropping(layers), {"x": torch.randn(batch, seq, 16, device=device)}
 
 
@@ -157,7 +234,11 @@ def test_a_model_that_drops_is_compared_with_the_engine_on_one_device(capsys):
     "name, nproc, pin",
     [
         ("llama-tiny", 2, {"pp": 2, "recompute": "selective"}),
-        ("moe-tiny", 4, {"pp": 2, "dp": 2, "ep": 1, "schedule": "1f1b", "micro_batch": 1}),  # one device runs the same micro-batches
+        (
+            "moe-tiny",
+            4,
+            {"pp": 2, "dp": 2, "ep": 1, "schedule": "1f1b", "micro_batch": 1},
+        ),  # one device runs the same micro-batches
     ],
 )
 def test_pipelines_are_exact(name, nproc, pin):
@@ -168,7 +249,9 @@ def test_pipelines_are_exact(name, nproc, pin):
 
 @pytest.mark.slow
 def test_compiled_programs_are_exact():
-    result = CliRunner().invoke(cli, ["verify", "llama-tiny", "--nproc", "2", "--pin", "tp=2,recompute=full", "--compile"])
+    result = CliRunner().invoke(
+        cli, ["verify", "llama-tiny", "--nproc", "2", "--pin", "tp=2,recompute=full", "--compile"]
+    )
     assert result.exit_code == 0 and "2 processes, compiled" in result.output, result.output
     with pytest.raises(AutoparError, match="cannot run torch.compile under zero_bubble"):
         verify(parse_model("llama-tiny"), 2, {"pp": 2, "schedule": "zero_bubble"}, compile=True)

@@ -24,7 +24,9 @@ def runs(schedule: str, ranks: int, chunks: int, micro_batches: int) -> bool:
     return True
 
 
-def layers(counts: list[float], ratio: float = 2.0, share: float = 0.5, torch_first: bool = False) -> list[cm.StageTimes]:
+def layers(
+    counts: list[float], ratio: float = 2.0, share: float = 0.5, torch_first: bool = False
+) -> list[cm.StageTimes]:
     """Stages of `counts` layers: forward 1 s a layer, backward `ratio` s, of which `share` for weights; torch's first stage has no rest."""
     times = [cm.StageTimes(n, ratio * n, ratio * n * share) for n in counts]
     if torch_first:
@@ -33,13 +35,22 @@ def layers(counts: list[float], ratio: float = 2.0, share: float = 0.5, torch_fi
 
 
 @st.composite
-def pipelines(draw, schedules=cm.SCHEDULES, ranks=(1, 2, 4, 8, 16), most_layers=3, most_hop=0.5, micro_batches=40):
+def pipelines(
+    draw,
+    schedules=cm.SCHEDULES,
+    ranks=(1, 2, 4, 8, 16),
+    most_layers=3,
+    most_hop=0.5,
+    micro_batches=40,
+):
     """(schedule, stages, ranks, micro-batches, hop_s, overlap): 1 to 3 layers a stage, an embedding first, a vocabulary and loss last."""
     schedule, p = draw(st.sampled_from(schedules)), draw(st.sampled_from(ranks))
     v = draw(st.sampled_from(chunk_counts(schedule)))
     m = draw(st.sampled_from([m for m in range(1, micro_batches + 1) if runs(schedule, p, v, m)]))
     most = draw(st.integers(1, most_layers))
-    counts = [float(n) for n in draw(st.lists(st.integers(1, most), min_size=p * v, max_size=p * v))]
+    counts = [
+        float(n) for n in draw(st.lists(st.integers(1, most), min_size=p * v, max_size=p * v))
+    ]
     counts[0] += draw(st.floats(0, 2))
     counts[-1] += draw(st.floats(0, 4))
     stages = layers(counts, draw(st.floats(1.5, 3)), draw(st.floats(0.3, 0.5)), draw(st.booleans()))
@@ -47,7 +58,9 @@ def pipelines(draw, schedules=cm.SCHEDULES, ranks=(1, 2, 4, 8, 16), most_layers=
     return schedule, stages, p, m, hop_s, draw(st.booleans())
 
 
-def both(schedule, stages, ranks, micro_batches, hop_s=0.0, overlap=True) -> tuple[cm.PipelineTime, cm.Simulation]:
+def both(
+    schedule, stages, ranks, micro_batches, hop_s=0.0, overlap=True
+) -> tuple[cm.PipelineTime, cm.Simulation]:
     """The closed form and the simulation of torch's own lists."""
     actions = actions_of(schedule, ranks, len(stages) // ranks, micro_batches)
     closed = cm.pipeline_time(schedule, stages, ranks, micro_batches, hop_s, overlap)

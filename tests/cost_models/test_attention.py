@@ -2,7 +2,12 @@
 
 import autopar_cost_models as cm
 import pytest
-from autopar_cost_models.attention import FLASH_RATES, flash_attention_time_s, unfused_attention_time_s, visible_pairs
+from autopar_cost_models.attention import (
+    FLASH_RATES,
+    flash_attention_time_s,
+    unfused_attention_time_s,
+    visible_pairs,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,10 +16,22 @@ A100, H100, B200 = (cm.device(name, cm.ISOLATED) for name in ("a100-80g", "h100"
 
 def mask(queries: int, keys: int, causal: bool, window: int | None) -> list[list[bool]]:
     shift = keys - queries
-    return [[not causal or (j <= i + shift and (window is None or j > i + shift - window)) for j in range(keys)] for i in range(queries)]
+    return [
+        [
+            not causal or (j <= i + shift and (window is None or j > i + shift - window))
+            for j in range(keys)
+        ]
+        for i in range(queries)
+    ]
 
 
-@given(st.integers(1, 40), st.integers(1, 40), st.booleans(), st.none() | st.integers(1, 50), st.sampled_from([1, 2, 4, 16]))
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.booleans(),
+    st.none() | st.integers(1, 50),
+    st.sampled_from([1, 2, 4, 16]),
+)
 def test_pairs_against_the_mask(queries, keys, causal, window, block):
     window = window if causal else None
     seen = mask(queries, keys, causal, window)
@@ -39,12 +56,25 @@ def test_rates_are_below_the_datasheet(generation, kernel):
 
 
 def flash(device=H100, kernel="flash2", length=4096, **changes):
-    arguments = {"batch": 1, "heads": 32, "key_heads": 8, "queries": length, "keys": length, "head_dim": 128} | changes
+    arguments = {
+        "batch": 1,
+        "heads": 32,
+        "key_heads": 8,
+        "queries": length,
+        "keys": length,
+        "head_dim": 128,
+    } | changes
     return flash_attention_time_s(device=device, kernel=kernel, **arguments)
 
 
 def test_orders():
-    assert flash(kernel="flash3") < flash(kernel="cudnn") < flash(kernel="flash2") < flash(kernel="triton") < flash(kernel="flash1")
+    assert (
+        flash(kernel="flash3")
+        < flash(kernel="cudnn")
+        < flash(kernel="flash2")
+        < flash(kernel="triton")
+        < flash(kernel="flash1")
+    )
     assert flash(causal=True) < flash(causal=False) < 2.1 * flash(causal=True)
     assert 2.5 < flash(backward=True) / flash() < 3.5
     assert flash(length=16384, window=1024) < 0.3 * flash(length=16384)
@@ -63,8 +93,16 @@ def test_flash_beats_attention_that_writes_its_scores():
     for backward in (False, True):
         unfused = unfused_attention_time_s(1, 32, 4096, 4096, 128, A100, backward=backward)
         assert unfused > 2 * flash(A100, backward=backward)
-        assert unfused_attention_time_s(1, 32, 4096, 4096, 128, A100, backward=backward, fused_softmax=False) > unfused
-        assert unfused_attention_time_s(1, 32, 4096, 4096, 128, A100, backward=backward, dropout=True) > unfused
+        assert (
+            unfused_attention_time_s(
+                1, 32, 4096, 4096, 128, A100, backward=backward, fused_softmax=False
+            )
+            > unfused
+        )
+        assert (
+            unfused_attention_time_s(1, 32, 4096, 4096, 128, A100, backward=backward, dropout=True)
+            > unfused
+        )
 
 
 def test_unfused_traffic_by_hand():
@@ -77,5 +115,7 @@ def test_unfused_traffic_by_hand():
 def test_unknown_kernels_name_those_that_were_measured():
     with pytest.raises(ValueError, match="'flash4' on h100 .hopper.; did you mean .*flash"):
         flash(kernel="flash4")
-    with pytest.raises(ValueError, match="on mi300x .cdna3.; generations with one: ada, ampere, blackwell, hopper"):
+    with pytest.raises(
+        ValueError, match="on mi300x .cdna3.; generations with one: ada, ampere, blackwell, hopper"
+    ):
         flash(cm.device("mi300x"))

@@ -17,13 +17,17 @@ sizes = st.floats(0, 1e12)
 @st.composite
 def groups(draw):
     """(group size, stride, topology) of a group that fits."""
-    topology = cm.Topology(draw(st.sampled_from([1, 2, 4, 6, 8, 72])), draw(st.integers(1, 16)), NVLINK, NIC)
+    topology = cm.Topology(
+        draw(st.sampled_from([1, 2, 4, 6, 8, 72])), draw(st.integers(1, 16)), NVLINK, NIC
+    )
     size, stride = draw(st.integers(1, 64)), draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     assume(size * stride <= topology.num_devices)
     return size, stride, topology
 
 
-def simulate_ring(size_bytes: float, ranks: int, link: cm.Link, rounds: int) -> tuple[float, list[list[set[int]]]]:
+def simulate_ring(
+    size_bytes: float, ranks: int, link: cm.Link, rounds: int
+) -> tuple[float, list[list[set[int]]]]:
     """Run `rounds` (1: reduce-scatter, 2: all-reduce) passes of the ring algorithm chunk by chunk.
 
     Returns the time on a clock per rank, and for each rank and chunk the set of ranks whose data is summed in it.
@@ -33,7 +37,10 @@ def simulate_ring(size_bytes: float, ranks: int, link: cm.Link, rounds: int) -> 
     hop_s = link.latency_s + size_bytes / ranks / link.achieved_Bps
     for step in range(rounds * (ranks - 1)):
         reducing = step < ranks - 1
-        sent = [(rank, (rank - step) % ranks, held[rank][(rank - step) % ranks]) for rank in range(ranks)]
+        sent = [
+            (rank, (rank - step) % ranks, held[rank][(rank - step) % ranks])
+            for rank in range(ranks)
+        ]
         arrival = [clock[rank] + hop_s for rank in range(ranks)]
         for rank, chunk, content in sent:
             peer = (rank + 1) % ranks
@@ -46,9 +53,13 @@ def simulate_ring(size_bytes: float, ranks: int, link: cm.Link, rounds: int) -> 
 def test_ring_against_a_step_by_step_simulation(ranks):
     size_bytes, everyone = 3e8, set(range(ranks))
     time_s, held = simulate_ring(size_bytes, ranks, NVLINK, rounds=1)
-    assert all(held[rank][(rank + 1) % ranks] == everyone for rank in range(ranks))  # each rank ends with one complete chunk
+    assert all(
+        held[rank][(rank + 1) % ranks] == everyone for rank in range(ranks)
+    )  # each rank ends with one complete chunk
     topology = cm.Topology(ranks, 1, NVLINK, NIC)
-    assert cm.reduce_scatter_time_s(size_bytes, ranks, 1, topology) == pytest.approx(time_s, rel=1e-12)
+    assert cm.reduce_scatter_time_s(size_bytes, ranks, 1, topology) == pytest.approx(
+        time_s, rel=1e-12
+    )
     time_s, held = simulate_ring(size_bytes, ranks, NVLINK, rounds=2)
     assert all(chunk == everyone for rank in held for chunk in rank)
     assert cm.all_reduce_time_s(size_bytes, ranks, 1, topology) == pytest.approx(time_s, rel=1e-12)
@@ -58,10 +69,18 @@ def test_ring_against_a_step_by_step_simulation(ranks):
 def test_a_single_node_is_a_flat_ring(size_bytes, n):
     topology = cm.Topology(n, 1, NVLINK, NIC)
     bandwidth_s = (n - 1) / n * size_bytes / 320e9
-    assert cm.all_reduce_time_s(size_bytes, n, 1, topology) == pytest.approx(2 * (bandwidth_s + (n - 1) * 2e-6))
-    assert cm.all_gather_time_s(size_bytes, n, 1, topology) == pytest.approx(bandwidth_s + (n - 1) * 2e-6)
-    assert cm.reduce_scatter_time_s(size_bytes, n, 1, topology) == pytest.approx(bandwidth_s + (n - 1) * 2e-6)
-    assert cm.all_to_all_time_s(size_bytes, n, 1, topology) == pytest.approx(bandwidth_s / n + (n - 1) * 2e-6)
+    assert cm.all_reduce_time_s(size_bytes, n, 1, topology) == pytest.approx(
+        2 * (bandwidth_s + (n - 1) * 2e-6)
+    )
+    assert cm.all_gather_time_s(size_bytes, n, 1, topology) == pytest.approx(
+        bandwidth_s + (n - 1) * 2e-6
+    )
+    assert cm.reduce_scatter_time_s(size_bytes, n, 1, topology) == pytest.approx(
+        bandwidth_s + (n - 1) * 2e-6
+    )
+    assert cm.all_to_all_time_s(size_bytes, n, 1, topology) == pytest.approx(
+        bandwidth_s / n + (n - 1) * 2e-6
+    )
 
 
 def test_hand_computed_hierarchy():
@@ -78,7 +97,11 @@ def test_hand_computed_hierarchy():
 
 @given(groups(), sizes, st.floats(0, 1e12), st.sampled_from(NAMES))
 def test_monotone_in_size(group, size_bytes, more, name):
-    assert cm.collective_time_s(name, size_bytes + more, *group) >= cm.collective_time_s(name, size_bytes, *group) >= 0
+    assert (
+        cm.collective_time_s(name, size_bytes + more, *group)
+        >= cm.collective_time_s(name, size_bytes, *group)
+        >= 0
+    )
 
 
 @given(groups(), sizes)
@@ -97,15 +120,21 @@ def test_all_to_all_lower_bound_by_the_network_interface(group, size_bytes):
     """A rank sends size/n**2 to each rank outside its node: never faster than its own NIC."""
     n = group[0]
     per_node, _ = cm.group_shape(*group)
-    assert cm.all_to_all_time_s(size_bytes, *group) >= (n - per_node) * size_bytes / n**2 / NIC.bandwidth_Bps * (1 - 1e-12)
+    assert cm.all_to_all_time_s(size_bytes, *group) >= (
+        n - per_node
+    ) * size_bytes / n**2 / NIC.bandwidth_Bps * (1 - 1e-12)
 
 
 @given(groups(), sizes)
 def test_all_reduce_is_reduce_scatter_and_all_gather(group, size_bytes):
-    parts_s = cm.reduce_scatter_time_s(size_bytes, *group) + cm.all_gather_time_s(size_bytes, *group)
+    parts_s = cm.reduce_scatter_time_s(size_bytes, *group) + cm.all_gather_time_s(
+        size_bytes, *group
+    )
     whole_s = cm.all_reduce_time_s(size_bytes, *group)
     assert whole_s <= parts_s * (1 + 1e-12)
-    if cm.group_shape(*group)[1] == 1 or size_bytes > 1e11:  # one node, or bandwidth-bound: the ring is used
+    if (
+        cm.group_shape(*group)[1] == 1 or size_bytes > 1e11
+    ):  # one node, or bandwidth-bound: the ring is used
         assert whole_s == pytest.approx(parts_s)
 
 
@@ -121,7 +150,9 @@ def test_crossing_nodes_is_never_faster_in_bandwidth(group, size_bytes, name):
     size, stride, topology = group
     nvlink, nic = replace(NVLINK, latency_s=0), replace(NIC, latency_s=0)
     topology = replace(topology, intra=nvlink, inter=nic)
-    inside_s = cm.collective_time_s(name, size_bytes, size, stride, cm.Topology(size * stride, 1, nvlink, nic))
+    inside_s = cm.collective_time_s(
+        name, size_bytes, size, stride, cm.Topology(size * stride, 1, nvlink, nic)
+    )
     assert cm.collective_time_s(name, size_bytes, size, stride, topology) >= inside_s * (1 - 1e-12)
 
 

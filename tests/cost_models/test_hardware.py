@@ -16,7 +16,12 @@ def test_every_figure_is_positive_and_sourced(device):
     for f in fields(device):
         value = getattr(device, f.name)
         for number in value.values() if isinstance(value, dict) else [value]:
-            assert number is None or isinstance(number, str) or number > 0 or (f.name, number) == ("tile_s", 0), f.name
+            assert (
+                number is None
+                or isinstance(number, str)
+                or number > 0
+                or (f.name, number) == ("tile_s", 0)
+            ), f.name
     assert 0 < device.usable_bytes < device.memory_bytes
     assert {"fp32", "bf16", "fp64"} <= set(device.flops)
 
@@ -34,7 +39,9 @@ def test_rates_are_dense_and_ordered(device):
     assert f["bf16"] == f["fp16"] > f["tf32"] > f["fp32"] >= f["fp64"]
     assert f["bf16"] / f["tf32"] == pytest.approx(2, rel=0.05)
     if "fp8" in f:
-        assert f["fp8"] / f["bf16"] == pytest.approx(2, rel=0.02)  # datasheets round (L40S: 733 and 362)
+        assert f["fp8"] / f["bf16"] == pytest.approx(
+            2, rel=0.02
+        )  # datasheets round (L40S: 733 and 362)
 
 
 def test_known_datasheet_figures():
@@ -45,7 +52,10 @@ def test_known_datasheet_figures():
     assert cm.NODES["dgx-a100-40g"].inter.bandwidth_Bps == 25e9
     assert cm.NODES["dgx-h100"].intra.bandwidth_Bps == 450e9
     assert cm.NODES["dgx-h100"].inter.bandwidth_Bps == 50e9
-    assert (cm.NODES["gb200-nvl72"].devices_per_node, cm.NODES["gb200-nvl72"].devices_per_host) == (72, 4)
+    assert (cm.NODES["gb200-nvl72"].devices_per_node, cm.NODES["gb200-nvl72"].devices_per_host) == (
+        72,
+        4,
+    )
 
 
 def test_a_part_has_the_rates_of_its_dtype():
@@ -53,7 +63,9 @@ def test_a_part_has_the_rates_of_its_dtype():
     assert h100.achieved_flops("bf16") == pytest.approx(794.5e12, rel=1e-3)
     assert h100.achieved_flops("fp8") == pytest.approx(1402.6e12, rel=1e-3)
     assert cm.device("h100-96g-500w").memory_bandwidth_Bps == 2.4e12
-    assert [cm.device(name).compute_units for name in ("a100-80g", "h100", "h100-pcie", "b200", "gb200")] == [108, 132, 114, 148, 152]
+    assert [
+        cm.device(name).compute_units for name in ("a100-80g", "h100", "h100-pcie", "b200", "gb200")
+    ] == [108, 132, 114, 148, 152]
 
 
 @pytest.mark.parametrize("preset", cm.NODES.values(), ids=lambda p: p.name)
@@ -77,35 +89,53 @@ def test_ints_and_floats_make_equal_devices():
     assert repr(same) == repr(device)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"memory_bytes": 0}, "memory_bytes=0"),
-    ({"memory_bytes": 1.5}, "memory_bytes=1.5"),
-    ({"memory_bytes": True}, "memory_bytes=True"),
-    ({"reserved_bytes": 2**50}, "leaves nothing"),
-    ({"memory_bandwidth_Bps": -1.0}, "memory_bandwidth_Bps=-1.0"),
-    ({"memory_bandwidth_Bps": math.nan}, "nan"),
-    ({"launch_s": math.inf}, "inf"),
-    ({"matmul_efficiency": 1.2}, "at most 1"),
-    ({"bandwidth_efficiency": 0}, "bandwidth_efficiency=0"),
-    ({"flops": {}}, "flops={}"),
-    ({"flops": {"bf61": 1.0}}, "bf16"),
-    ({"flops": {"bf16": True}}, "True"),
-    ({"name": ""}, "name"),
-    ({"source": " "}, "source"),
-    ({"compute_units": 0}, "compute_units=0"),
-    ({"generation": ""}, "generation"),
-    ({"dtype_efficiency": {"fp9": 0.5}}, "dtype_efficiency has the unknown dtype 'fp9'; did you mean fp8"),
-    ({"dtype_efficiency": {"fp8": 1.5}}, "at most 1"),
-    ({"dtype_efficiency": 0.5}, "must map dtypes to shares"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_bytes": 0}, "memory_bytes=0"),
+        ({"memory_bytes": 1.5}, "memory_bytes=1.5"),
+        ({"memory_bytes": True}, "memory_bytes=True"),
+        ({"reserved_bytes": 2**50}, "leaves nothing"),
+        ({"memory_bandwidth_Bps": -1.0}, "memory_bandwidth_Bps=-1.0"),
+        ({"memory_bandwidth_Bps": math.nan}, "nan"),
+        ({"launch_s": math.inf}, "inf"),
+        ({"matmul_efficiency": 1.2}, "at most 1"),
+        ({"bandwidth_efficiency": 0}, "bandwidth_efficiency=0"),
+        ({"flops": {}}, "flops={}"),
+        ({"flops": {"bf61": 1.0}}, "bf16"),
+        ({"flops": {"bf16": True}}, "True"),
+        ({"name": ""}, "name"),
+        ({"source": " "}, "source"),
+        ({"compute_units": 0}, "compute_units=0"),
+        ({"generation": ""}, "generation"),
+        (
+            {"dtype_efficiency": {"fp9": 0.5}},
+            "dtype_efficiency has the unknown dtype 'fp9'; did you mean fp8",
+        ),
+        ({"dtype_efficiency": {"fp8": 1.5}}, "at most 1"),
+        ({"dtype_efficiency": 0.5}, "must map dtypes to shares"),
+    ],
+)
 def test_wrong_devices_are_refused(change, message):
     with pytest.raises(ValueError, match=message.replace("{}", r"\{\}")):
         replace(cm.device("h100"), **change)
 
 
-@pytest.mark.parametrize("change", [{"bandwidth_Bps": 0}, {"bandwidth_Bps": math.nan}, {"bandwidth_Bps": True}, {"bandwidth_Bps": "fast"},
-                                    {"latency_s": -1e-6}, {"efficiency": 1.01}, {"source": ""}, {"kind": "wifi"},
-                                    {"multicast_efficiency": 1.1}, {"multicast_efficiency": -0.1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bandwidth_Bps": 0},
+        {"bandwidth_Bps": math.nan},
+        {"bandwidth_Bps": True},
+        {"bandwidth_Bps": "fast"},
+        {"latency_s": -1e-6},
+        {"efficiency": 1.01},
+        {"source": ""},
+        {"kind": "wifi"},
+        {"multicast_efficiency": 1.1},
+        {"multicast_efficiency": -0.1},
+    ],
+)
 def test_wrong_links_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         replace(cm.LINKS["nvlink4"], **change)

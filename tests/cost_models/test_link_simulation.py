@@ -32,7 +32,11 @@ def tilings(draw, intra=NVLINK, inter=NIC):
     assume(size > 1)
     topology = cm.Topology(devices, nodes, intra, inter, draw(st.sampled_from(EVEN_NICS[devices])))
     span = size * stride
-    groups = [[k * span + o + i * stride for i in range(size)] for k in range(topology.num_devices // span) for o in range(stride)]
+    groups = [
+        [k * span + o + i * stride for i in range(size)]
+        for k in range(topology.num_devices // span)
+        for o in range(stride)
+    ]
     return groups, size, stride, topology
 
 
@@ -45,10 +49,15 @@ def nic_rate(rank: int, topology: cm.Topology) -> float:
     return topology.inter.achieved_Bps / len(sharing)
 
 
-def ring_steps_s(members: list[int], bytes_per_step: float, topology: cm.Topology, crosses: bool) -> float:
+def ring_steps_s(
+    members: list[int], bytes_per_step: float, topology: cm.Topology, crosses: bool
+) -> float:
     """All steps of one ring pass among `members`, each of which sends `bytes_per_step` to the next in every step."""
     link = topology.link(crosses)
-    slowest = max(bytes_per_step / (nic_rate(rank, topology) if crosses else link.achieved_Bps) for rank in members)
+    slowest = max(
+        bytes_per_step / (nic_rate(rank, topology) if crosses else link.achieved_Bps)
+        for rank in members
+    )
     return (len(members) - 1) * (link.latency_s + slowest)
 
 
@@ -63,10 +72,19 @@ def test_textbook_hierarchy(tiling, size_bytes):
         for rank in group:
             nodes.setdefault(rank // topology.devices_per_node, []).append(rank)
         per_node = len(next(iter(nodes.values())))
-        inside_s = max(ring_steps_s(members, size_bytes / per_node, topology, False) for members in nodes.values())
+        inside_s = max(
+            ring_steps_s(members, size_bytes / per_node, topology, False)
+            for members in nodes.values()
+        )
         rails = zip(*nodes.values(), strict=True)
-        worst = max(worst, inside_s + max(ring_steps_s(list(rail), size_bytes / size, topology, True) for rail in rails))
-    assert cm.reduce_scatter_time_s(size_bytes, size, stride, topology) == pytest.approx(worst, rel=1e-9)
+        worst = max(
+            worst,
+            inside_s
+            + max(ring_steps_s(list(rail), size_bytes / size, topology, True) for rail in rails),
+        )
+    assert cm.reduce_scatter_time_s(size_bytes, size, stride, topology) == pytest.approx(
+        worst, rel=1e-9
+    )
     assert cm.all_reduce_time_s(size_bytes, size, stride, topology) <= 2 * worst * (1 + 1e-9)
 
 
@@ -80,11 +98,17 @@ def test_all_to_all(tiling, size_bytes):
         for source in group:
             for target in group:
                 if source != target:
-                    (inside if source // devices == target // devices else outside)[source] += message
-    links_s = [b / topology.intra.achieved_Bps for b in inside.values()] + [b / nic_rate(r, topology) for r, b in outside.items()]
+                    (inside if source // devices == target // devices else outside)[source] += (
+                        message
+                    )
+    links_s = [b / topology.intra.achieved_Bps for b in inside.values()] + [
+        b / nic_rate(r, topology) for r, b in outside.items()
+    ]
     per_node, nodes = cm.group_shape(size, stride, topology)
     latency_s = (per_node - 1) * topology.intra.latency_s + (nodes - 1) * topology.inter.latency_s
-    assert cm.all_to_all_time_s(size_bytes, size, stride, topology) == pytest.approx(max(links_s) + latency_s, rel=1e-9)
+    assert cm.all_to_all_time_s(size_bytes, size, stride, topology) == pytest.approx(
+        max(links_s) + latency_s, rel=1e-9
+    )
 
 
 @given(tilings(NCCL_NVLINK, NCCL_NIC))
@@ -104,11 +128,18 @@ def test_rings_over_many_channels(tiling):
         for rank in group:
             by_node.setdefault(rank // devices, []).append(rank)
         for channel in range(per_node):
-            order = [rank for members in by_node.values() for rank in members[channel + 1:] + members[: channel + 1]]
+            order = [
+                rank
+                for members in by_node.values()
+                for rank in members[channel + 1 :] + members[: channel + 1]
+            ]
             for source, target in zip(order, order[1:] + order[:1], strict=True):
                 where = inside if source // devices == target // devices else outside
                 where[source] += size_bytes / size / per_node
-    step_s = max([b / NVLINK.achieved_Bps for b in inside.values()] + [b / nic_rate(r, topology) for r, b in outside.items()])
+    step_s = max(
+        [b / NVLINK.achieved_Bps for b in inside.values()]
+        + [b / nic_rate(r, topology) for r, b in outside.items()]
+    )
     simulated_s = (size - 1) * step_s
     time_s = cm.all_gather_time_s(size_bytes, size, stride, topology)
     slack = per_node / (per_node - 1) if nodes > 1 and per_node > 1 else 1.0
@@ -157,7 +188,9 @@ def test_groups_that_send_at_once_never_exceed_the_interfaces_of_a_node(devices,
     assert each * groups <= nics * NIC.achieved_Bps * (1 + 1e-12)
     assert each <= ranks * max(1, nics / devices) * NIC.achieved_Bps * (1 + 1e-12)
     assert topology.group_inter_Bps(ranks, groups + 1) <= each
-    assert topology.group_inter_Bps(ranks) * devices / ranks == pytest.approx(nics * NIC.achieved_Bps)
+    assert topology.group_inter_Bps(ranks) * devices / ranks == pytest.approx(
+        nics * NIC.achieved_Bps
+    )
     spine = replace(topology, oversubscription=2.0)
     assert spine.group_inter_Bps(ranks, groups) == pytest.approx(each / 2)
 
@@ -174,16 +207,25 @@ def test_one_group_alone_has_its_own_interface():
     assert p5.group_inter_Bps(1) == 4 * p5.inter.achieved_Bps
 
 
-@given(tilings(NCCL_NVLINK, NCCL_NIC), st.floats(0, 1e12), st.floats(0, 1e11), st.sampled_from(list(cm.COLLECTIVES)))
+@given(
+    tilings(NCCL_NVLINK, NCCL_NIC),
+    st.floats(0, 1e12),
+    st.floats(0, 1e11),
+    st.sampled_from(list(cm.COLLECTIVES)),
+)
 @settings(max_examples=examples(12, 50), deadline=None)
 def test_nccl_times_grow_with_size_and_traffic(tiling, size_bytes, more, name):
     _, size, stride, topology = tiling
     time_s = cm.collective_time_s(name, size_bytes, size, stride, topology)
     assert cm.collective_time_s(name, size_bytes + more, size, stride, topology) >= time_s > 0
-    shared_s = cm.collective_time_s(name, size_bytes, size, stride, topology, cm.Traffic(link_share=0.5))
+    shared_s = cm.collective_time_s(
+        name, size_bytes, size, stride, topology, cm.Traffic(link_share=0.5)
+    )
     assert time_s <= shared_s <= 2 * time_s * (1 + 1e-12)
     crowd = cm.Traffic(concurrent_groups=64)
-    assert cm.collective_time_s(name, size_bytes, size, stride, topology, crowd) >= time_s * (1 - 1e-12)
+    assert cm.collective_time_s(name, size_bytes, size, stride, topology, crowd) >= time_s * (
+        1 - 1e-12
+    )
     once_s = (size - 1) / size * size_bytes / max(NVLINK.bandwidth_Bps, 32 * NIC.bandwidth_Bps)
     if name != "all_to_all":
         assert time_s >= once_s * (2 if name == "all_reduce" else 1)
@@ -197,20 +239,30 @@ def test_small_messages_take_the_fast_protocol_and_large_ones_the_wide_one():
     assert times[4e6] < 1.75 * 4e6 / 370e9 + (8.4 + 14 * 3.4) * 1e-6
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"nics_per_node": 0}, "nics_per_node=0"), ({"nics_per_node": 3}, "one must be a multiple of the other"),
-    ({"nics_per_node": 2.0}, "nics_per_node=2.0"), ({"oversubscription": 0.5}, "at least 1"),
-    ({"oversubscription": "2"}, "oversubscription='2'"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"nics_per_node": 0}, "nics_per_node=0"),
+        ({"nics_per_node": 3}, "one must be a multiple of the other"),
+        ({"nics_per_node": 2.0}, "nics_per_node=2.0"),
+        ({"oversubscription": 0.5}, "at least 1"),
+        ({"oversubscription": "2"}, "oversubscription='2'"),
+    ],
+)
 def test_wrong_networks_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         cm.Topology(8, 2, NVLINK, NIC, **arguments)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"concurrent_groups": 0}, "concurrent_groups=0"), ({"link_share": 0}, "link_share=0"), ({"link_share": 1.5}, "link_share=1.5"),
-    ({"in_switch": 1}, "in_switch=1"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"concurrent_groups": 0}, "concurrent_groups=0"),
+        ({"link_share": 0}, "link_share=0"),
+        ({"link_share": 1.5}, "link_share=1.5"),
+        ({"in_switch": 1}, "in_switch=1"),
+    ],
+)
 def test_wrong_traffic_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         cm.Traffic(**arguments)

@@ -8,11 +8,15 @@ from hypothesis import strategies as st
 PRECISIONS = ["fp32", "fp64", "bf16", "fp16"]
 
 
-@pytest.mark.parametrize(("precision", "per_parameter"),
-                         [("fp32", (4, 4, 8)), ("fp64", (8, 8, 16)), ("bf16", (2, 4, 12)), ("fp16", (2, 4, 12))])
+@pytest.mark.parametrize(
+    ("precision", "per_parameter"),
+    [("fp32", (4, 4, 8)), ("fp64", (8, 8, 16)), ("bf16", (2, 4, 12)), ("fp16", (2, 4, 12))],
+)
 def test_bytes_per_parameter(precision, per_parameter):
     memory = cm.static_bytes(1000, precision, 0, 8)
-    assert (memory.parameters, memory.gradients, memory.optimizer) == tuple(1000 * b for b in per_parameter)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == tuple(
+        1000 * b for b in per_parameter
+    )
     assert memory.total == 1000 * sum(per_parameter)
 
 
@@ -22,7 +26,9 @@ def test_bytes_per_parameter(precision, per_parameter):
 ])  # fmt: skip
 def test_recipes_of_frameworks(recipe, zero, expected):
     memory = cm.static_bytes(800, "bf16", zero, 8, recipe)
-    assert (memory.parameters, memory.gradients, memory.optimizer) == tuple(800 * b for b in expected)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == tuple(
+        800 * b for b in expected
+    )
 
 
 def test_communicators():
@@ -31,10 +37,15 @@ def test_communicators():
     assert cm.communicator_bytes(3) == 3 * 4 * 24 * (2**19 + 75 * 2**16 + 2**22)
 
 
-@pytest.mark.parametrize(("zero", "expected"), [(0, (2, 4, 12)), (1, (2, 4, 1.5)), (2, (2, 0.5, 1.5)), (3, (0.25, 0.5, 1.5))])
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [(0, (2, 4, 12)), (1, (2, 4, 1.5)), (2, (2, 0.5, 1.5)), (3, (0.25, 0.5, 1.5))],
+)
 def test_zero_stages(zero, expected):
     memory = cm.static_bytes(800, "bf16", zero, 8)
-    assert (memory.parameters, memory.gradients, memory.optimizer) == tuple(800 * b for b in expected)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == tuple(
+        800 * b for b in expected
+    )
 
 
 @given(st.integers(0, 10**12), st.sampled_from(PRECISIONS), st.integers(1, 4096))
@@ -46,7 +57,9 @@ def test_each_stage_needs_no_more_and_no_less_than_its_share(numel, precision, d
         assert len(set(totals)) == 1
 
 
-@pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("fp64", 8), ("bf16", 2), ("fp16", 2)])
+@pytest.mark.parametrize(
+    ("precision", "itemsize"), [("fp32", 4), ("fp64", 8), ("bf16", 2), ("fp16", 2)]
+)
 def test_activation_itemsize(precision, itemsize):
     assert cm.activation_itemsize(precision) == itemsize
 

@@ -16,7 +16,9 @@ def test_hand_computed_matmul():
 
 
 def test_hand_computed_copy():
-    assert cm.memory_time_s(2**30, H100) == pytest.approx(2**30 / (3.35e12 * 0.9) + 3.0e-6, rel=1e-12)
+    assert cm.memory_time_s(2**30, H100) == pytest.approx(
+        2**30 / (3.35e12 * 0.9) + 3.0e-6, rel=1e-12
+    )
 
 
 def test_the_ridge_is_where_both_bounds_meet():
@@ -24,7 +26,9 @@ def test_the_ridge_is_where_both_bounds_meet():
     size_bytes = 1e9
     at_ridge = cm.matmul_time_s(ridge * size_bytes, size_bytes, H100, "bf16")
     assert at_ridge == pytest.approx(cm.memory_time_s(size_bytes, H100))
-    assert cm.matmul_time_s(0.5 * ridge * size_bytes, size_bytes, H100, "bf16") == pytest.approx(at_ridge)
+    assert cm.matmul_time_s(0.5 * ridge * size_bytes, size_bytes, H100, "bf16") == pytest.approx(
+        at_ridge
+    )
     assert cm.matmul_time_s(2 * ridge * size_bytes, size_bytes, H100, "bf16") > 1.9 * at_ridge
 
 
@@ -32,7 +36,13 @@ def test_an_empty_kernel_costs_its_launch():
     assert cm.memory_time_s(0, H100) == cm.matmul_time_s(0, 0, H100, "bf16") == H100.launch_s
 
 
-@given(sizes, sizes, sizes, st.sampled_from(list(cm.DEVICES.values())), st.sampled_from(["fp32", "bf16", "fp64"]))
+@given(
+    sizes,
+    sizes,
+    sizes,
+    st.sampled_from(list(cm.DEVICES.values())),
+    st.sampled_from(["fp32", "bf16", "fp64"]),
+)
 def test_monotone_and_bounded_below_by_the_datasheet(flops, size_bytes, more, device, dtype):
     time_s = cm.matmul_time_s(flops, size_bytes, device, dtype)
     assert time_s >= max(flops / device.flops[dtype], size_bytes / device.memory_bandwidth_Bps)

@@ -18,7 +18,9 @@ def lists(*ranks: str) -> list[list[cm.Action]]:
 
 def test_timeline_by_hand():
     """Two ranks, two micro-batches, forward 1, backward 2, messages of 0.5 that overlap."""
-    result = cm.simulate_pipeline(lists("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), layers([1.0, 1.0]), 0.5)
+    result = cm.simulate_pipeline(
+        lists("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), layers([1.0, 1.0]), 0.5
+    )
     spans = [[(str(s.action), s.start_s, s.end_s) for s in line] for line in result.timelines]
     assert spans == [
         [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 5, 7), ("0B1", 8, 10)],
@@ -28,7 +30,9 @@ def test_timeline_by_hand():
 
 
 def test_a_sender_that_does_not_overlap_waits():
-    result = cm.simulate_pipeline(lists("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), layers([1.0, 1.0]), 0.5, overlap=False)
+    result = cm.simulate_pipeline(
+        lists("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), layers([1.0, 1.0]), 0.5, overlap=False
+    )
     starts = [[s.start_s for s in line] for line in result.timelines]
     assert starts == [[0, 1.5, 5, 8.5], [1.5, 2.5, 5, 6]]
     assert result.makespan_s == 10.5
@@ -43,16 +47,29 @@ def test_split_backward_frees_the_stage_before():
 
 
 def test_stages_of_one_rank_hand_over_without_a_message():
-    result = cm.simulate_pipeline(lists("0F0 1F0 1B0 0B0"), layers([1.0, 1.0]), hop_s=9.0, overlap=False)
-    assert result.makespan_s == 6 and result.in_flight == (2,) and result.in_flight_by_stage == (1, 1)
+    result = cm.simulate_pipeline(
+        lists("0F0 1F0 1B0 0B0"), layers([1.0, 1.0]), hop_s=9.0, overlap=False
+    )
+    assert (
+        result.makespan_s == 6 and result.in_flight == (2,) and result.in_flight_by_stage == (1, 1)
+    )
 
 
 def test_a_deadlock_names_rank_action_and_what_it_waits_for():
-    with pytest.raises(ValueError, match="deadlock: rank 0 waits at action 1 of 4, 0B0, for the gradient of stage 1, micro-batch 0"):
+    with pytest.raises(
+        ValueError,
+        match="deadlock: rank 0 waits at action 1 of 4, 0B0, for the gradient of stage 1, micro-batch 0",
+    ):
         cm.simulate_pipeline(lists("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"), layers([1.0, 1.0]))
-    with pytest.raises(ValueError, match="rank 1 waits at action 0 of 1, 1F3, for the forward of stage 0, micro-batch 3"):
+    with pytest.raises(
+        ValueError,
+        match="rank 1 waits at action 0 of 1, 1F3, for the forward of stage 0, micro-batch 3",
+    ):
         cm.simulate_pipeline(lists("0F0", "1F3"), layers([1.0, 1.0]))
-    with pytest.raises(ValueError, match="rank 0 waits at action 1 of 3, 0W0, for the backward to the input of stage 0"):
+    with pytest.raises(
+        ValueError,
+        match="rank 0 waits at action 1 of 3, 0W0, for the backward to the input of stage 0",
+    ):
         cm.simulate_pipeline(lists("0F0 0W0 0I0"), layers([1.0]))
 
 
@@ -84,7 +101,9 @@ def test_timelines_keep_the_rules(pipeline):
     _, result = both(*pipeline)
     end_s = {span.action: span.end_s for line in result.timelines for span in line}
     for rank, line in enumerate(result.timelines):
-        assert [span.action for span in line] == list(actions_of(schedule, p, len(stages) // p, m)[rank])
+        assert [span.action for span in line] == list(
+            actions_of(schedule, p, len(stages) // p, m)[rank]
+        )
         assert all(a.end_s <= b.start_s for a, b in zip(line, line[1:], strict=False))
         for span in line:
             kind, stage, k = span.action.kind, span.action.stage, span.action.micro_batch

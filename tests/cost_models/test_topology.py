@@ -14,11 +14,25 @@ def topology(devices_per_node: int, nodes: int) -> cm.Topology:
     return cm.Topology(devices_per_node, nodes, INTRA, INTER)
 
 
-@pytest.mark.parametrize(("size", "stride", "expected"), [
-    (1, 1, (1, 1)), (8, 1, (8, 1)), (4, 1, (4, 1)), (2, 4, (2, 1)), (4, 2, (4, 1)),
-    (16, 1, (8, 2)), (64, 1, (8, 8)), (8, 8, (1, 8)), (4, 16, (1, 4)), (16, 4, (2, 8)), (4, 4, (2, 2)), (32, 2, (4, 8)),
-    (3, 1, (1, 3)), (6, 1, (1, 6)),  # {6, 7, 8} and {6..11} lie unevenly
-])
+@pytest.mark.parametrize(
+    ("size", "stride", "expected"),
+    [
+        (1, 1, (1, 1)),
+        (8, 1, (8, 1)),
+        (4, 1, (4, 1)),
+        (2, 4, (2, 1)),
+        (4, 2, (4, 1)),
+        (16, 1, (8, 2)),
+        (64, 1, (8, 8)),
+        (8, 8, (1, 8)),
+        (4, 16, (1, 4)),
+        (16, 4, (2, 8)),
+        (4, 4, (2, 2)),
+        (32, 2, (4, 8)),
+        (3, 1, (1, 3)),
+        (6, 1, (1, 6)),  # {6, 7, 8} and {6..11} lie unevenly
+    ],
+)
 def test_groups_on_eight_nodes_of_eight(size, stride, expected):
     assert cm.group_shape(size, stride, topology(8, 8)) == expected
 
@@ -28,7 +42,10 @@ def test_an_nvl72_rack_is_one_node():
     assert cm.group_shape(72, 1, rack) == (72, 1)
     assert cm.group_shape(8, 9, rack) == (8, 1)
     assert cm.group_shape(2, 72, rack) == (1, 2)
-    assert cm.group_shape(64, 1, rack) == (1, 64)  # the second group has 8 ranks in one rack and 56 in the other
+    assert cm.group_shape(64, 1, rack) == (
+        1,
+        64,
+    )  # the second group has 8 ranks in one rack and 56 in the other
     assert cm.group_shape(64, 1, cm.NODES["gb200-nvl72"].topology(1)) == (64, 1)
 
 
@@ -39,7 +56,9 @@ def test_against_enumeration(devices_per_node, nodes, size, stride):
     shapes = set()
     for first in range(0, topo.num_devices - size * stride + 1, size * stride):
         for offset in range(stride):
-            per_node = Counter((first + offset + i * stride) // devices_per_node for i in range(size))
+            per_node = Counter(
+                (first + offset + i * stride) // devices_per_node for i in range(size)
+            )
             even = len(set(per_node.values())) == 1
             shapes.add((size // len(per_node), len(per_node)) if even else (1, size))
     assert cm.group_shape(size, stride, topo) == min(shapes)

@@ -30,12 +30,23 @@ class Task:
     asked: list[dict] = field(default_factory=list)
     known: dict[tuple, Plan] = field(default_factory=dict)
 
-    def plan(self, pin: Mapping[str, Any] | None = None, cluster: ClusterSpec | None = None, batch: int | None = None) -> Plan:
+    def plan(
+        self,
+        pin: Mapping[str, Any] | None = None,
+        cluster: ClusterSpec | None = None,
+        batch: int | None = None,
+    ) -> Plan:
         self.asked.append(dict(pin or {}))
-        pin, cluster, batch = {"pp": 1} | dict(pin or {}), cluster or self.cluster, batch or self.batch
+        pin, cluster, batch = (
+            {"pp": 1} | dict(pin or {}),
+            cluster or self.cluster,
+            batch or self.batch,
+        )
         key = cluster, batch, tuple(pin.items())
         if key not in self.known:
-            request = PlanRequest(cluster, batch, pin, choose_precision(cluster), False, type(self.model).__name__)
+            request = PlanRequest(
+                cluster, batch, pin, choose_precision(cluster), False, type(self.model).__name__
+            )
             self.known[key] = api.plan_traced(self.traced, request)
         return self.known[key]
 

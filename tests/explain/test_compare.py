@@ -22,10 +22,18 @@ def test_the_best_comes_first_and_the_impossible_with_its_reason():
     times = [entry.plan.predicted.step_time_s for entry in entries if entry.plan]
     assert times[0] == min(times)
     data = json.loads(json.dumps(compare_data(entries, t.cluster)))
-    assert [entry["ratio"] for entry in data] == [pytest.approx(x) for x in (1.0, times[1] / times[0])] + [None, times[2] / times[0]]
+    assert [entry["ratio"] for entry in data] == [
+        pytest.approx(x) for x in (1.0, times[1] / times[0])
+    ] + [None, times[2] / times[0]]
     assert Plan.from_json(json.dumps(data[1]["plan"])) == entries[1].plan
     shown = words_of(CompareTable(entries, t.cluster))
-    for words in ("recompute=full", "of the best", "1.000 x", "memory of 79.65 GiB", "tp=3 is not possible: tp=3 does not divide 8"):
+    for words in (
+        "recompute=full",
+        "of the best",
+        "1.000 x",
+        "memory of 79.65 GiB",
+        "tp=3 is not possible: tp=3 does not divide 8",
+    ):
         assert words in shown, words
     assert "cost of" not in shown
 
@@ -35,9 +43,14 @@ def test_a_price_gives_the_cost_of_tokens():
     priced = replace(t.cluster, price_per_device_hour=2.5)
     entries = compare(t.plan, priced, [{"tp": 2}], [])
     plan = entries[1].plan
-    dollars = 8 * 2.5 / 3600 * plan.predicted.step_time_s / (16 * 32) * 1e6  # devices x price x time / tokens
+    dollars = (
+        8 * 2.5 / 3600 * plan.predicted.step_time_s / (16 * 32) * 1e6
+    )  # devices x price x time / tokens
     assert compare_data(entries, priced)[1]["dollars_per_million_tokens"] == pytest.approx(dollars)
-    assert f"${dollars:.4g}" in text_of(CompareTable(entries, priced)) and plan.cluster_hash == t.cluster.spec_hash()
+    assert (
+        f"${dollars:.4g}" in text_of(CompareTable(entries, priced))
+        and plan.cluster_hash == t.cluster.spec_hash()
+    )
 
 
 def test_many_plans_are_as_many_tables_as_the_terminal_needs():
@@ -56,8 +69,14 @@ def test_saved_plans_are_compared_if_they_are_for_the_same_task():
              ("cluster", t.plan(cluster=ClusterSpec.parse("h100:4"))), ("batch", t.plan(batch=32))]  # fmt: skip
     entries = {entry.name: entry for entry in compare(t.plan, t.cluster, [], saved)}
     assert entries["own"].plan is own and not entries["own"].note and not entries["own"].reason
-    assert entries["stale"].plan is not None and "predicted by cost model 0" in entries["stale"].note
-    reasons = {"model": "is for GPT", "cluster": "is for cluster h100:4", "batch": "global batch of 32, not of 16"}
+    assert (
+        entries["stale"].plan is not None and "predicted by cost model 0" in entries["stale"].note
+    )
+    reasons = {
+        "model": "is for GPT",
+        "cluster": "is for cluster h100:4",
+        "batch": "global batch of 32, not of 16",
+    }
     for name, words in reasons.items():
         assert entries[name].plan is None and words in entries[name].reason, entries[name].reason
     shown = words_of(CompareTable(list(entries.values()), t.cluster))

@@ -17,12 +17,33 @@ from autopar.explaining.lints import lint
 from autopar.explaining.plan_report import plan_table
 from autopar.ir.plan import Plan
 
-OTHERS = (None, -1, 0, "x", [], {}, 3.7, True, "", [1], {"a": 1}, 10**30, float("inf"), float("nan"))
+OTHERS = (
+    None,
+    -1,
+    0,
+    "x",
+    [],
+    {},
+    3.7,
+    True,
+    "",
+    [1],
+    {"a": 1},
+    10**30,
+    float("inf"),
+    float("nan"),
+)
 
 
 def places(data, path=()):
     """The path of everything in nested data."""
-    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+    for key, value in (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    ):
         yield (*path, key)
         yield from places(value, (*path, key))
 
@@ -52,7 +73,9 @@ def show(text: str) -> None:
 def test_whatever_is_changed_is_told_or_shown(data):
     whole = json.loads(task().plan({"pp": 2}).to_json())
     of_whole = list(places(whole))
-    path = data.draw(st.sampled_from([p for p in of_whole if len(p) < 3]) | st.sampled_from(of_whole))
+    path = data.draw(
+        st.sampled_from([p for p in of_whole if len(p) < 3]) | st.sampled_from(of_whole)
+    )
     value = data.draw(st.sampled_from([..., *OTHERS]))
     try:
         show(json.dumps(damaged(whole, path, value)))

@@ -73,7 +73,9 @@ def test_every_change_is_told_and_nothing_else(words):
 
 def test_equal_plans_say_so():
     plan = Plan.from_json(base().to_json())
-    searched_longer = replace(plan, certificate=replace(plan.certificate, solve_time_s=99.0, meshes=()))
+    searched_longer = replace(
+        plan, certificate=replace(plan.certificate, solve_time_s=99.0, meshes=())
+    )
     assert diff(base(), plan) == () == diff(base(), searched_longer)
     assert "The plans are equal." in text_of(diff_table(("a", "b"), (plan, searched_longer)))
 
@@ -82,13 +84,24 @@ def split(plan: Plan, kept: int) -> Plan:
     """The plan with recomputation of the layers after the first `kept`."""
     first, layers, last = plan.blocks
     some, others = layers.segments[:kept], layers.segments[kept:]
-    return replace(plan, blocks=(first, replace(layers, segments=some), replace(layers, segments=others, recompute="full"), last))
+    return replace(
+        plan,
+        blocks=(
+            first,
+            replace(layers, segments=some),
+            replace(layers, segments=others, recompute="full"),
+            last,
+        ),
+    )
 
 
 def test_layers_of_one_structure_that_recompute_differently_are_told_apart():
     assert len(base().blocks) == 3 and len(base().blocks[1].segments) == 2
     found = diff(base(), split(base(), 1))
-    assert [(d.part, d.what) for d in found] == [("blocks", "layers.0, recompute none"), ("blocks", "layers.0, recompute full")]
+    assert [(d.part, d.what) for d in found] == [
+        ("blocks", "layers.0, recompute none"),
+        ("blocks", "layers.0, recompute full"),
+    ]
     assert found[0].theirs.startswith("1 segments") and found[1].ours is None
     assert diff(split(base(), 1), split(base(), 1)) == ()
     text_of(diff_table(("a", "b"), (base(), split(base(), 1))))
@@ -102,7 +115,9 @@ def test_prediction_changes_are_in_percent():
 def test_ops_are_told_in_words_and_hidden_ones_counted():
     other = with_op(with_op(base(), "q_proj", "i"), "silu", "d1")
     shown = words_of(diff_table(("a", "b"), (base(), other)))
-    assert "layers.0 q_proj over tp" in shown and "row-parallel" in shown and "and 1 more ops" in shown
+    assert (
+        "layers.0 q_proj over tp" in shown and "row-parallel" in shown and "and 1 more ops" in shown
+    )
 
 
 def test_plans_of_other_models_share_no_blocks_but_can_be_told_apart():
@@ -114,5 +129,10 @@ def test_plans_of_other_models_share_no_blocks_but_can_be_told_apart():
 def test_a_stale_plan_is_noted_where_it_is_shown():
     stale = replace(base(), cost_model_version="0")
     assert staleness(base()) == "" and "predicted by cost model 0" in staleness(stale)
-    assert "This plan was predicted by cost model 0" in explain(stale) and "cost model" not in explain(base()).partition("space")[0]
-    assert "stale" in text_of(diff_table(("a", "b"), (base(), stale))) and "stale" not in explain(base())
+    assert (
+        "This plan was predicted by cost model 0" in explain(stale)
+        and "cost model" not in explain(base()).partition("space")[0]
+    )
+    assert "stale" in text_of(diff_table(("a", "b"), (base(), stale))) and "stale" not in explain(
+        base()
+    )

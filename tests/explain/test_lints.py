@@ -64,24 +64,44 @@ def test_tensor_parallelism_across_nodes():
     small = replace(t.cluster, topology=replace(two.topology, nodes=2, devices_per_node=2))
     plan = t.plan({"tp": 4, "dp": 1}, small)
     (finding,) = named(lint(plan, small, t.traced), "tensor parallelism across nodes")
-    assert finding.numbers["nodes"] == 2 and finding.numbers["inter_Bps"] < finding.numbers["intra_Bps"]
+    assert (
+        finding.numbers["nodes"] == 2
+        and finding.numbers["inter_Bps"] < finding.numbers["intra_Bps"]
+    )
     sent_s = sum(plan.predicted.breakdown.get(part, 0.0) for part in ("conversion", "edge"))
-    assert finding.numbers["communication_s"] == sent_s and "spans 2 nodes of 2" in finding.text and "divisor of 2" in finding.remedy
+    assert (
+        finding.numbers["communication_s"] == sent_s
+        and "spans 2 nodes of 2" in finding.text
+        and "divisor of 2" in finding.remedy
+    )
 
 
 def test_uneven_vocabulary_names_the_padding():
     plan = odd().plan({"tp": 4})
-    assert any("v" in axes["tp"].strategy for block in plan.blocks for op, axes in block.ops.items() if "cross_entropy" in op)
+    assert any(
+        "v" in axes["tp"].strategy
+        for block in plan.blocks
+        for op, axes in block.ops.items()
+        if "cross_entropy" in op
+    )
     (finding,) = named(lint(plan, odd().cluster, odd().traced), "uneven shards")
-    assert finding.numbers == {"size": 50257, "ranks": 4, "largest": 12565, "padded": 50260} and "Pad 50257 to 50260" in finding.remedy
+    assert (
+        finding.numbers == {"size": 50257, "ranks": 4, "largest": 12565, "padded": 50260}
+        and "Pad 50257 to 50260" in finding.remedy
+    )
     assert not found(odd(), {"tp": 1}, "uneven shards")
 
 
 def test_tied_weights_across_stages():
     (finding,) = found(odd(), {"pp": 2, "tp": 1, "micro_batch": 1}, "tied weights")
-    assert finding.numbers == {"parameters": 50257 * 960, "ranks": 2} and "pipeline ranks 0, 1" in finding.text
+    assert (
+        finding.numbers == {"parameters": 50257 * 960, "ranks": 2}
+        and "pipeline ranks 0, 1" in finding.text
+    )
     assert not found(odd(), {"pp": 1, "tp": 1}, "tied weights")
-    assert not found(deep(), {"pp": 2, "tp": 1, "micro_batch": 1}, "tied weights")  # nothing is tied
+    assert not found(
+        deep(), {"pp": 2, "tp": 1, "micro_batch": 1}, "tied weights"
+    )  # nothing is tied
 
 
 def test_a_bubble_says_how_many_micro_batches_fill_it():
@@ -93,7 +113,9 @@ def test_a_bubble_says_how_many_micro_batches_fill_it():
     enough = int(finding.numbers["enough_microbatches"])
     more = t.plan(pin, batch=enough * 4)
     assert more.num_microbatches == enough
-    assert more.predicted.breakdown["bubble"] / more.predicted.step_time_s == pytest.approx(BUBBLE, abs=0.02)
+    assert more.predicted.breakdown["bubble"] / more.predicted.step_time_s == pytest.approx(
+        BUBBLE, abs=0.02
+    )
     assert not named(lint(t.plan(), t.cluster, t.traced), "bubble")
 
 
@@ -101,26 +123,38 @@ def test_a_bubble_says_how_many_micro_batches_fill_it():
 def test_memory_within_three_percent(share, expected):
     t = task()
     peak = int(share * t.cluster.device.memory_bytes)
-    plan = replace(t.plan(), predicted=replace(t.plan().predicted, peak_memory_bytes=(peak // 2, peak)))
+    plan = replace(
+        t.plan(), predicted=replace(t.plan().predicted, peak_memory_bytes=(peak // 2, peak))
+    )
     findings = named(lint(plan, t.cluster), "memory")
-    assert len(findings) == expected and all(finding.numbers["peak_bytes"] == peak for finding in findings)
+    assert len(findings) == expected and all(
+        finding.numbers["peak_bytes"] == peak for finding in findings
+    )
 
 
 def test_a_small_micro_batch_is_one_whose_products_are_slow():
     t = task("llama:layers=1,hidden=2048,heads=16,vocab=2048", "h100:1", 128, 128)
     (finding,) = named(lint(t.plan({"micro_batch": 1}), t.cluster, t.traced), "small micro-batch")
     enough = int(finding.numbers["enough"])
-    assert 1 < enough <= 128 and finding.numbers["flops_per_s"] < FILLED * finding.numbers["large_flops_per_s"]
+    assert (
+        1 < enough <= 128
+        and finding.numbers["flops_per_s"] < FILLED * finding.numbers["large_flops_per_s"]
+    )
     assert not found(t, {"micro_batch": enough}, "small micro-batch")
     (half,) = found(t, {"micro_batch": enough // 2}, "small micro-batch")
-    assert half.numbers["enough"] == enough and half.numbers["large_flops_per_s"] == finding.numbers["large_flops_per_s"]
+    assert (
+        half.numbers["enough"] == enough
+        and half.numbers["large_flops_per_s"] == finding.numbers["large_flops_per_s"]
+    )
     assert f"micro_batch={enough} reaches" in finding.remedy
 
 
 def test_a_host_that_issues_kernels_too_slowly():
     t = task("gpt:layers=12,hidden=1024,heads=16,vocab=50304,seq=1024", "h200:1", 16, 1024)
     (finding,) = found(t, {"micro_batch": 1, "recompute": "none"}, "host-bound")
-    assert finding.numbers["host_s"] > finding.numbers["step_s"] and "compile=True" in finding.remedy
+    assert (
+        finding.numbers["host_s"] > finding.numbers["step_s"] and "compile=True" in finding.remedy
+    )
     (again,) = found(t, {"micro_batch": 1, "recompute": "full"}, "host-bound")
     assert 1.2 < again.numbers["kernels"] / finding.numbers["kernels"] < 1.5, "forward runs again"
     assert not found(t, {"micro_batch": 16, "recompute": "none"}, "host-bound")
@@ -137,14 +171,24 @@ def test_findings_are_shown_and_a_plan_without_model_has_those_of_the_plan():
     t = deep()
     plan = t.plan({"pp": 4, "dp": 2, "tp": 1, "micro_batch": 2, "schedule": "1f1b"})
     alone, whole = lint(plan, t.cluster), lint(plan, t.cluster, t.traced)
-    assert [f.lint for f in alone] == ["bubble"] and {f.lint for f in whole} >= {"bubble", "small micro-batch"}
+    assert [f.lint for f in alone] == ["bubble"] and {f.lint for f in whole} >= {
+        "bubble",
+        "small micro-batch",
+    }
     shown = words_of(plan_table(plan, None, t.cluster, whole))
-    assert "Lints" in shown and "the pipeline idles" in shown and "Lints" not in words_of(plan_table(plan))
+    assert (
+        "Lints" in shown
+        and "the pipeline idles" in shown
+        and "Lints" not in words_of(plan_table(plan))
+    )
 
 
 def test_attention_whose_heads_tp_does_not_divide():
     t = odd()
     plan = replace(t.plan({"tp": 4}), mesh=MeshShape(tp=8))  # a degree that a pin refuses
     (finding,) = named(lint(plan, t.cluster, t.traced), "indivisible heads")
-    assert finding.numbers == {"heads": 12, "tp": 8, "segments": 4} and "does not divide the 12 heads" in finding.text
+    assert (
+        finding.numbers == {"heads": 12, "tp": 8, "segments": 4}
+        and "does not divide the 12 heads" in finding.text
+    )
     assert not found(t, {"tp": 4}, "indivisible heads")

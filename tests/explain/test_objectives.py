@@ -16,7 +16,15 @@ from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.planning.objectives import MOST_NODES, TOLERANCE, Goal, choose, chosen_data, chosen_table, sizes_of
+from autopar.planning.objectives import (
+    MOST_NODES,
+    TOLERANCE,
+    Goal,
+    choose,
+    chosen_data,
+    chosen_table,
+    sizes_of,
+)
 from autopar.text.plan_words import device_hours_per_million_tokens
 
 GIB = 2**30
@@ -34,7 +42,11 @@ def every_size(t):
 def test_the_time_is_the_planners_own_answer():
     t = task()
     found = chosen_by(Goal(), t.plan, t.cluster)
-    assert found.plan == t.plan() and found.value == found.plan.predicted.step_time_s and found.bound == found.plan.certificate.bound_s
+    assert (
+        found.plan == t.plan()
+        and found.value == found.plan.predicted.step_time_s
+        and found.bound == found.plan.certificate.bound_s
+    )
     assert found.plan.notes == t.plan().notes and "no plan of the space less" in found.claim
 
 
@@ -44,10 +56,17 @@ def test_the_cost_is_the_least_of_all_sizes():
     plans, priced = every_size(t), replace(t.cluster, price_per_device_hour=3.0)
     found = chosen_by(Goal("cost"), t.plan, priced)
     costs = {size: device_hours_per_million_tokens(plan) for size, plan in plans.items()}
-    assert found.value == min(costs.values()) == pytest.approx(costs[found.cluster.num_devices]) and found.proven
-    assert found.cluster.num_devices == found.plan.mesh.num_devices and [one.devices for one in found.tried] == [1, 2, 4, 8]
+    assert (
+        found.value == min(costs.values()) == pytest.approx(costs[found.cluster.num_devices])
+        and found.proven
+    )
+    assert found.cluster.num_devices == found.plan.mesh.num_devices and [
+        one.devices for one in found.tried
+    ] == [1, 2, 4, 8]
     assert found.plan.predicted == plans[found.cluster.num_devices].predicted
-    assert f"${3 * found.value:.4g}" in found.claim and any(found.claim in note for note in found.plan.notes)
+    assert f"${3 * found.value:.4g}" in found.claim and any(
+        found.claim in note for note in found.plan.notes
+    )
 
 
 def test_the_fewest_devices_meet_the_deadline_and_one_size_less_does_not():
@@ -57,10 +76,19 @@ def test_the_fewest_devices_meet_the_deadline_and_one_size_less_does_not():
         if step_s > min(other for smaller, other in steps.items() if smaller <= size):
             continue
         found = chosen_by(Goal("gpus", deadline_s=step_s), t.plan, t.cluster)
-        assert found.value == found.plan.mesh.num_devices == size == min(n for n, s in steps.items() if s <= step_s) and found.proven
+        assert (
+            found.value
+            == found.plan.mesh.num_devices
+            == size
+            == min(n for n, s in steps.items() if s <= step_s)
+            and found.proven
+        )
     rate = 1.01 * 64 * 512 / steps[2]  # of tokens
     assert chosen_by(Goal("gpus", tokens_per_s=rate), t.plan, t.cluster).value == 4
-    with pytest.raises(AutoparError, match=r"no plan found on 1, 2, 4, 8 devices .* the best takes .* bounds of the certificates prove"):
+    with pytest.raises(
+        AutoparError,
+        match=r"no plan found on 1, 2, 4, 8 devices .* the best takes .* bounds of the certificates prove",
+    ):
         chosen_by(Goal("gpus", deadline_s=0.9 * min(steps.values())), t.plan, t.cluster)
 
 
@@ -68,7 +96,11 @@ def least_of_all(t, cluster: ClusterSpec) -> int:
     """Bytes of the smallest plan of each candidate, and of these the least."""
     tiny, found = cluster.with_memory(cluster.device.reserved_bytes + 1), []
     for entry in t.plan({"pp": 1}, cluster).certificate.meshes:
-        pin = {key: entry[key] for key in ("micro_batch", "zero")} | entry["mesh"] | {"recompute": "full"}
+        pin = (
+            {key: entry[key] for key in ("micro_batch", "zero")}
+            | entry["mesh"]
+            | {"recompute": "full"}
+        )
         with pytest.raises(NoPlanFits) as error:
             t.plan(pin, tiny)
         found.append(error.value.least_bytes)
@@ -78,13 +110,22 @@ def least_of_all(t, cluster: ClusterSpec) -> int:
 @pytest.mark.slow
 def test_the_memory_is_within_the_tolerance_of_the_least_of_all_candidates():
     t = task("gpt:layers=2,hidden=256,heads=4,vocab=1024", "h100:2", 4, 128)
-    found, least = chosen_by(Goal("memory"), t.plan, t.cluster, {"pp": 1}), least_of_all(t, t.cluster)
+    found, least = (
+        chosen_by(Goal("memory"), t.plan, t.cluster, {"pp": 1}),
+        least_of_all(t, t.cluster),
+    )
     assert found.value == max(found.plan.predicted.peak_memory_bytes)
     assert found.bound < found.value <= (1 + TOLERANCE) * least
     with pytest.raises(NoPlanFits):
         t.plan({"pp": 1}, t.cluster.with_memory(int(found.bound)))
-    assert found.plan.cluster_hash == t.cluster.spec_hash() and found.plan.cluster_name == t.cluster.name
-    assert "so that none needs less by more than 1.0 %" in found.claim and "without that limit a step takes" in found.claim
+    assert (
+        found.plan.cluster_hash == t.cluster.spec_hash()
+        and found.plan.cluster_name == t.cluster.name
+    )
+    assert (
+        "so that none needs less by more than 1.0 %" in found.claim
+        and "without that limit a step takes" in found.claim
+    )
 
 
 def fake(steps: dict[int, float], slack: float = 0.0, unproven: tuple[int, ...] = ()):
@@ -107,7 +148,11 @@ FOUR_NODES = ClusterSpec.make("h100", nodes=4, devices_per_node=4)
 SIZES = (1, 2, 4, 8, 12, 16)
 
 
-@given(st.dictionaries(st.sampled_from(SIZES), st.floats(0.1, 10)), st.floats(0.1, 10), st.sampled_from([0.0, 0.3]))
+@given(
+    st.dictionaries(st.sampled_from(SIZES), st.floats(0.1, 10)),
+    st.floats(0.1, 10),
+    st.sampled_from([0.0, 0.3]),
+)
 def test_made_up_times(steps, deadline_s, slack):
     plan_on = fake(steps, slack)
     if not steps:
@@ -123,11 +168,17 @@ def test_made_up_times(steps, deadline_s, slack):
     if not meets:
         with pytest.raises(AutoparError, match="no plan found on 1, 2, 4, 8, 12, 16") as error:
             chosen_by(Goal("gpus", deadline_s), plan_on, FOUR_NODES)
-        assert ("is not proved" in str(error.value)) == any((1 - slack) * step_s <= deadline_s for step_s in steps.values())
+        assert ("is not proved" in str(error.value)) == any(
+            (1 - slack) * step_s <= deadline_s for step_s in steps.values()
+        )
         return
     found = chosen_by(Goal("gpus", deadline_s), plan_on, FOUR_NODES)
-    assert found.value == meets[0] and [one.devices for one in found.tried] == [size for size in SIZES if size <= meets[0]]
-    assert found.proven == all((1 - slack) * steps.get(size, inf) > deadline_s for size in SIZES if size < meets[0])
+    assert found.value == meets[0] and [one.devices for one in found.tried] == [
+        size for size in SIZES if size <= meets[0]
+    ]
+    assert found.proven == all(
+        (1 - slack) * steps.get(size, inf) > deadline_s for size in SIZES if size < meets[0]
+    )
 
 
 def test_what_was_not_settled_in_time_is_no_proof():
@@ -136,8 +187,15 @@ def test_what_was_not_settled_in_time_is_no_proof():
     assert cost.cluster.num_devices == 4 and cost.bound == 0 and not cost.proven
     assert "on 2 no plan was found in time, which proves nothing" in cost.claim
     few = chosen_by(Goal("gpus", deadline_s=1.0), plan_on, FOUR_NODES)
-    assert (few.value, few.bound, few.proven) == (4, 2, False) and "none on 2 takes at most 1,000.0 ms is not proved" in few.claim
-    assert "not in time" in words_of(chosen_table(few)) and json.loads(json.dumps(chosen_data(few)))["tried"][1]["bound_s"] == 0
+    assert (few.value, few.bound, few.proven) == (
+        4,
+        2,
+        False,
+    ) and "none on 2 takes at most 1,000.0 ms is not proved" in few.claim
+    assert (
+        "not in time" in words_of(chosen_table(few))
+        and json.loads(json.dumps(chosen_data(few)))["tried"][1]["bound_s"] == 0
+    )
 
 
 @given(st.integers(2 * GIB, 70 * GIB), st.booleans(), st.sampled_from([1.0, 0.97, None]))
@@ -149,10 +207,16 @@ def test_the_least_memory_is_found_whatever_the_planner_says_of_it(least, exact,
         room = cluster.device.memory_bytes
         if room < least:
             raise NoPlanFits("too small", hint and int(hint * least))
-        return replace(base, predicted=replace(base.predicted, peak_memory_bytes=(least if exact else room,)))
+        return replace(
+            base, predicted=replace(base.predicted, peak_memory_bytes=(least if exact else room,))
+        )
 
     found = chosen_by(Goal("memory"), plan_on, task().cluster)
-    assert found.bound < least <= found.value <= (1 + TOLERANCE) * found.bound and found.proven and len(found.tried) < 40
+    assert (
+        found.bound < least <= found.value <= (1 + TOLERANCE) * found.bound
+        and found.proven
+        and len(found.tried) < 40
+    )
 
 
 def test_memory_that_is_not_settled_is_said():
@@ -164,7 +228,11 @@ def test_memory_that_is_not_settled_is_said():
         return replace(base, predicted=replace(base.predicted, peak_memory_bytes=(least,)))
 
     found = chosen_by(Goal("memory"), plan_on, task().cluster)
-    assert found.value == least and not found.proven and "none was found in time, which proves nothing" in found.claim
+    assert (
+        found.value == least
+        and not found.proven
+        and "none was found in time, which proves nothing" in found.claim
+    )
 
 
 def test_sizes():
@@ -185,8 +253,13 @@ def test_goals_that_are_none(goal, words):
 @pytest.mark.slow
 def test_plan_takes_an_objective():
     t = task()
-    plan = autopar.plan(t.model, t.cluster, t.inputs, t.batch, {"pp": 1}, traced=t.traced, objective="cost")
+    plan = autopar.plan(
+        t.model, t.cluster, t.inputs, t.batch, {"pp": 1}, traced=t.traced, objective="cost"
+    )
     assert plan.mesh.num_devices == chosen_by(Goal("cost"), t.plan, t.cluster).cluster.num_devices
-    assert any("device-hours for a million tokens" in note for note in plan.notes) and Plan.from_json(plan.to_json()) == plan
+    assert (
+        any("device-hours for a million tokens" in note for note in plan.notes)
+        and Plan.from_json(plan.to_json()) == plan
+    )
     with pytest.raises(AutoparError, match="needs one of a deadline"):
         autopar.plan(t.model, t.cluster, t.inputs, t.batch, traced=t.traced, objective="gpus")

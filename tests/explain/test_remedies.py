@@ -14,14 +14,32 @@ from hypothesis import strategies as st
 from autopar.cli.session import Planner
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
-from autopar.planning.remedies import Ask, Climb, Ladder, Rung, ladders_of, larger_clusters, remedies, remedies_data
+from autopar.planning.remedies import (
+    Ask,
+    Climb,
+    Ladder,
+    Rung,
+    ladders_of,
+    larger_clusters,
+    remedies,
+    remedies_data,
+)
 
 PINS = {"micro_batch": 8, "recompute": "none", "zero": 0, "tp": 1, "dp": 2}
 
 
 @cache
 def planner() -> Planner:
-    return Planner("gpt:layers=2,hidden=256,heads=4,vocab=1024", "cpu:2", 16, 256, None, 60.0, False, lambda text: None)
+    return Planner(
+        "gpt:layers=2,hidden=256,heads=4,vocab=1024",
+        "cpu:2",
+        16,
+        256,
+        None,
+        60.0,
+        False,
+        lambda text: None,
+    )
 
 
 def refused(pin: dict, gib: float) -> tuple[Ask, NoPlanFits]:
@@ -51,18 +69,29 @@ def test_each_remedy_fits_and_the_next_smaller_change_does_not(pin, gib, kinds):
     ask, error = refused(pin, gib)
     answer = remedies(error, planner().plan_for, ask, budget_s=1000.0)
     assert set(kinds) <= {remedy.what for remedy in answer.found}
-    assert not {ladder.what for ladder in ladders_of(ask) if ladder.rungs[-1].words in answer.unverified} & set(kinds)
+    assert not {
+        ladder.what for ladder in ladders_of(ask) if ladder.rungs[-1].words in answer.unverified
+    } & set(kinds)
     rungs = {ladder.what: ladder.rungs for ladder in ladders_of(ask)}
     for remedy in answer.found:
-        at = next(number for number, rung in enumerate(rungs[remedy.what]) if rung.words == remedy.words)
+        at = next(
+            number for number, rung in enumerate(rungs[remedy.what]) if rung.words == remedy.words
+        )
         assert fits(remedy.ask) and remedy.ask == rungs[remedy.what][at].ask
         smaller = [fits(rung.ask) for rung in reversed(rungs[remedy.what][:at])]
         assert next((known for known in smaller if known is not None), False) is False, remedy
         assert remedy.smallest or None in smaller
         again = planner().plan_for(remedy.ask, 60.0)
-        assert again.predicted == remedy.plan.predicted and f"{again.predicted.step_time_s * 1e3:.4g} ms a step" in str(answer)
+        assert (
+            again.predicted == remedy.plan.predicted
+            and f"{again.predicted.step_time_s * 1e3:.4g} ms a step" in str(answer)
+        )
     for words in answer.useless:
-        ladder = next(ladder for ladder in ladders_of(ask) if any(rung.words == words for rung in ladder.rungs))
+        ladder = next(
+            ladder
+            for ladder in ladders_of(ask)
+            if any(rung.words == words for rung in ladder.rungs)
+        )
         assert not fits(ladder.rungs[0].ask) and not fits(ladder.rungs[-1].ask), words
 
 
@@ -70,13 +99,27 @@ def test_the_message_has_the_numbers():
     ask, error = refused(PINS, 0.6)
     answer = remedies(error, planner().plan_for, ask, budget_s=1000.0)
     lines = str(answer).splitlines()
-    assert lines[0].startswith(f"No plan fits: the smallest needs {error.least_bytes / 2**30:.2f} GiB per device of 0.60 (dp=2, micro-")
-    assert "most of it is fixed (context, buffers), " in lines[0] and lines[1] == "It fits" and "GiB (dp=2, 2 x 4" in lines[2]
+    assert lines[0].startswith(
+        f"No plan fits: the smallest needs {error.least_bytes / 2**30:.2f} GiB per device of 0.60 (dp=2, micro-"
+    )
+    assert (
+        "most of it is fixed (context, buffers), " in lines[0]
+        and lines[1] == "It fits"
+        and "GiB (dp=2, 2 x 4" in lines[2]
+    )
     moved = "with the optimizer state in host memory, nor with the parameters and optimizer state in host memory"
-    assert lines[-1] == f"Nothing fits without zero=0, nor without tp=1, nor without dp=2, nor {moved}."
+    assert (
+        lines[-1]
+        == f"Nothing fits without zero=0, nor without tp=1, nor without dp=2, nor {moved}."
+    )
     data = json.loads(json.dumps(remedies_data(answer)))
-    assert data["answer"] == "does not fit" and data["least_memory"]["peak_bytes"] == error.least_bytes
-    assert data["remedies"][0]["pin"]["micro_batch"] == 4 and data["remedies"][0]["choices"]["micro_batch"] == 4
+    assert (
+        data["answer"] == "does not fit" and data["least_memory"]["peak_bytes"] == error.least_bytes
+    )
+    assert (
+        data["remedies"][0]["pin"]["micro_batch"] == 4
+        and data["remedies"][0]["choices"]["micro_batch"] == 4
+    )
     assert data["remedies"][-1]["seq"] == 176 and len(data["do_not_help"]) == 5
 
 
@@ -113,9 +156,16 @@ def climbed(outcomes: list[str], up: bool, budget_s: float = 1e9):
     return climb.first_fit(), climb, asked
 
 
-@given(st.lists(st.sampled_from(["possible", "possible", "impossible"]), min_size=1, max_size=40), st.integers(0, 40), st.booleans())
+@given(
+    st.lists(st.sampled_from(["possible", "possible", "impossible"]), min_size=1, max_size=40),
+    st.integers(0, 40),
+    st.booleans(),
+)
 def test_the_first_rung_that_fits_is_found(kinds, first, up):
-    outcomes = [kind if kind == "impossible" else "fits" if number >= first else "fails" for number, kind in enumerate(kinds)]
+    outcomes = [
+        kind if kind == "impossible" else "fits" if number >= first else "fails"
+        for number, kind in enumerate(kinds)
+    ]
     remedy, climb, asked = climbed(outcomes, up)
     if "fits" not in outcomes:
         assert remedy is None and not climb.late
@@ -127,7 +177,11 @@ def test_the_first_rung_that_fits_is_found(kinds, first, up):
 @pytest.mark.parametrize("up", [False, True])
 def test_what_was_not_settled_is_said(up):
     remedy, climb, _ = climbed(["fails", "late", "fits"], up)
-    assert remedy.words == "2" and not remedy.smallest and "a smaller change was not ruled out in time" in str(remedy)
+    assert (
+        remedy.words == "2"
+        and not remedy.smallest
+        and "a smaller change was not ruled out in time" in str(remedy)
+    )
     remedy, climb, _ = climbed(["fails", "late"], up)
     assert remedy is None and climb.late  # what may fit is not called useless
     remedy, climb, asked = climbed(["fails"] * 20 + ["fits"] * 20, up, budget_s=0.5)
@@ -142,10 +196,22 @@ def test_a_budget_that_is_spent_is_said():
         raise NoPlanFits("too large", None, proven=False)
 
     answer = remedies(NoPlanFits("No plan fits: X"), plan_for, ask, 20.0, clock)
-    moved = ("with the optimizer state in host memory", "with the parameters and optimizer state in host memory")
+    moved = (
+        "with the optimizer state in host memory",
+        "with the parameters and optimizer state in host memory",
+    )
     assert not answer.found
-    assert answer.unverified == ("without tp=2", *moved, "smaller global batches", "more devices", "shorter sequences")
-    assert f"Not verified within 20 s: without tp=2; {'; '.join(moved)}; smaller global batches" in str(answer)
+    assert answer.unverified == (
+        "without tp=2",
+        *moved,
+        "smaller global batches",
+        "more devices",
+        "shorter sequences",
+    )
+    assert (
+        f"Not verified within 20 s: without tp=2; {'; '.join(moved)}; smaller global batches"
+        in str(answer)
+    )
 
 
 @pytest.mark.parametrize("pinned, fits, expected, useless", [
@@ -168,16 +234,37 @@ def test_each_kind_of_offloading_is_tried_for_itself(pinned, fits, expected, use
 
 
 def test_what_the_command_line_does_not_know_is_no_remedy():
-    kinds = [ladder.what for ladder in ladders_of(Ask({"tp": 2, "pp": 2, "vpp": 2}, task().cluster, 16, None))]
+    kinds = [
+        ladder.what
+        for ladder in ladders_of(Ask({"tp": 2, "pp": 2, "vpp": 2}, task().cluster, 16, None))
+    ]
     assert kinds == ["tp", "pp", "vpp", "pins", "offload", "offload", "global_batch", "devices"]
-    gone = {ladder.what: ladder.rungs[-1] for ladder in ladders_of(Ask({"tp": 2, "pp": 2, "vpp": 2}, task().cluster, 16, None))}
+    gone = {
+        ladder.what: ladder.rungs[-1]
+        for ladder in ladders_of(Ask({"tp": 2, "pp": 2, "vpp": 2}, task().cluster, 16, None))
+    }
     assert gone["pp"].ask.pin == {"tp": 2} and gone["pp"].words == "without pp=2,vpp=2"
 
 
 def test_larger_clusters():
     names = [cluster.name for cluster in larger_clusters(ClusterSpec.parse("h100:2"))]
-    assert names[:4] == ["h100:4", "h100:8", "dgx-h100:2", "dgx-h100:4"] and names[-1] == "dgx-h100:64"
-    assert [cluster.num_devices // 8 for cluster in larger_clusters(ClusterSpec.parse("dgx-h100:3"))] == [4, 5, 6, 12, 24, 48, 96, 192]
-    assert [cluster.num_devices for cluster in larger_clusters(ClusterSpec.parse("cpu:3"))] == [6, 12, 24, 48, 96, 192]
-    lab = ClusterSpec.make("h100", nodes=1, devices_per_node=2, intra_bandwidth_Bps=1e9, price_per_device_hour=2.0)
-    assert [(c.num_devices, c.topology.nodes, c.price_per_device_hour) for c in larger_clusters(lab)][:2] == [(4, 2, 2.0), (8, 4, 2.0)]
+    assert (
+        names[:4] == ["h100:4", "h100:8", "dgx-h100:2", "dgx-h100:4"] and names[-1] == "dgx-h100:64"
+    )
+    assert [
+        cluster.num_devices // 8 for cluster in larger_clusters(ClusterSpec.parse("dgx-h100:3"))
+    ] == [4, 5, 6, 12, 24, 48, 96, 192]
+    assert [cluster.num_devices for cluster in larger_clusters(ClusterSpec.parse("cpu:3"))] == [
+        6,
+        12,
+        24,
+        48,
+        96,
+        192,
+    ]
+    lab = ClusterSpec.make(
+        "h100", nodes=1, devices_per_node=2, intra_bandwidth_Bps=1e9, price_per_device_hour=2.0
+    )
+    assert [
+        (c.num_devices, c.topology.nodes, c.price_per_device_hour) for c in larger_clusters(lab)
+    ][:2] == [(4, 2, 2.0), (8, 4, 2.0)]

@@ -43,7 +43,9 @@ def request_of(pin: dict, memory_gib: float = 80.0, cluster: str = "h100:8") -> 
 
 
 @cache
-def planned(name: str, pins: tuple[tuple[str, object], ...], memory_gib: float = 80.0) -> tuple[Plan, Replay]:
+def planned(
+    name: str, pins: tuple[tuple[str, object], ...], memory_gib: float = 80.0
+) -> tuple[Plan, Replay]:
     request = request_of(dict(pins), memory_gib)
     plan = api.plan_traced(traced_of(name), request)
     return plan, replay(plan, traced_of(name), request)
@@ -58,15 +60,29 @@ def check(found: Replay) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_stages_as_the_planner_cuts_them(schedule):
-    plan, found = planned(DEEP, (("pp", 4), ("tp", 1), ("zero", 0), ("micro_batch", 2), ("schedule", schedule)))
-    assert plan.schedule == schedule and len({len(stage) for stage in plan.stages}) > 1, "stages are uneven"
+    plan, found = planned(
+        DEEP, (("pp", 4), ("tp", 1), ("zero", 0), ("micro_batch", 2), ("schedule", schedule))
+    )
+    assert plan.schedule == schedule and len({len(stage) for stage in plan.stages}) > 1, (
+        "stages are uneven"
+    )
     assert found.idle_share > 0 and found.replayed_bytes == found.together_bytes
     check(found)
 
 
 @pytest.mark.slow
 def test_interleaved_stages():
-    plan, found = planned(DEEP, (("pp", 2), ("tp", 2), ("zero", 1), ("micro_batch", 1), ("schedule", "interleaved_1f1b"), ("vpp", 3)))
+    plan, found = planned(
+        DEEP,
+        (
+            ("pp", 2),
+            ("tp", 2),
+            ("zero", 1),
+            ("micro_batch", 1),
+            ("schedule", "interleaved_1f1b"),
+            ("vpp", 3),
+        ),
+    )
     assert len(plan.stages) == 6
     check(found)
     assert found.memory_differences[0] < -0.01, "the embedding's backward is not when most is kept"
@@ -75,7 +91,11 @@ def test_interleaved_stages():
 
 @pytest.mark.parametrize("memory_gib", [13.5, 16.0])
 def test_layers_that_recompute_differently(memory_gib):
-    plan, found = planned(DEEP, (("pp", 2), ("tp", 1), ("zero", 1), ("micro_batch", 4), ("schedule", "1f1b")), memory_gib)
+    plan, found = planned(
+        DEEP,
+        (("pp", 2), ("tp", 1), ("zero", 1), ("micro_batch", 4), ("schedule", "1f1b")),
+        memory_gib,
+    )
     assert plan.recompute == "mixed"
     check(found)
 
@@ -88,7 +108,17 @@ def test_without_a_pipeline():
 
 
 def test_tied_parameters_of_two_ranks():
-    plan, found = planned(TIED, (("pp", 2), ("tp", 1), ("zero", 0), ("micro_batch", 2), ("schedule", "1f1b"), ("stages", "even")))
+    plan, found = planned(
+        TIED,
+        (
+            ("pp", 2),
+            ("tp", 1),
+            ("zero", 0),
+            ("micro_batch", 2),
+            ("schedule", "1f1b"),
+            ("stages", "even"),
+        ),
+    )
     check(found)
     costs = plan_costs(plan, traced_of(TIED), request_of({}))
     shared = 64000 * 2048 * 2  # bytes of the embedding in bf16, at least
@@ -105,7 +135,15 @@ def test_tied_parameters_of_two_ranks():
 def test_pinned_pipelines(schedule, degrees, micro_batch, recompute):
     """Few micro-batches too: some of these have one for each rank, or fewer."""
     ranks, tp = degrees
-    pin = {"pp": ranks, "tp": tp, "zero": 0, "micro_batch": micro_batch, "recompute": recompute, "stages": "even", "schedule": schedule}
+    pin = {
+        "pp": ranks,
+        "tp": tp,
+        "zero": 0,
+        "micro_batch": micro_batch,
+        "recompute": recompute,
+        "stages": "even",
+        "schedule": schedule,
+    }
     pin |= {"vpp": 2} if schedule == "interleaved_1f1b" else {}
     try:
         _, found = planned(DEEP, tuple(pin.items()), 4096.0)
@@ -119,10 +157,22 @@ def test_a_wrong_prediction_is_found():
     pins = (("pp", 4), ("tp", 1), ("zero", 0), ("micro_batch", 2), ("schedule", "1f1b"))
     plan, found = planned(DEEP, pins)
     request = request_of(dict(pins))
-    fuller = (*plan.predicted.peak_memory_bytes[:2], int(plan.predicted.peak_memory_bytes[2] * 1.02), plan.predicted.peak_memory_bytes[3])
-    wrong = replace(plan, predicted=replace(plan.predicted, step_time_s=plan.predicted.step_time_s * 0.97, peak_memory_bytes=fuller))
+    fuller = (
+        *plan.predicted.peak_memory_bytes[:2],
+        int(plan.predicted.peak_memory_bytes[2] * 1.02),
+        plan.predicted.peak_memory_bytes[3],
+    )
+    wrong = replace(
+        plan,
+        predicted=replace(
+            plan.predicted, step_time_s=plan.predicted.step_time_s * 0.97, peak_memory_bytes=fuller
+        ),
+    )
     off = replay(wrong, traced_of(DEEP), request)
-    assert len(off.disagreements) == 2 and "a step takes 3.09 % more than predicted" in off.disagreements[0]
+    assert (
+        len(off.disagreements) == 2
+        and "a step takes 3.09 % more than predicted" in off.disagreements[0]
+    )
     assert "rank 2 holds 1.96 % less" in off.disagreements[1]
     assert not off.as_dict()["agrees"] and found.as_dict()["agrees"]
     assert "THE REPLAY DISAGREES: a step takes 3.09 % more" in words_of(off.table())
@@ -149,7 +199,10 @@ def test_damaged_plans_are_refused():
             replay(wrong, traced_of(DEEP), request)
     tensor, _ = planned(TIED, (("pp", 1), ("tp", 2), ("micro_batch", 2), ("recompute", "full")))
     first, block, *others = tensor.blocks
-    ops = {name: {**axes, "tp": replace(axes["tp"], strategy="odd")} for name, axes in block.ops.items()}
+    ops = {
+        name: {**axes, "tp": replace(axes["tp"], strategy="odd")}
+        for name, axes in block.ops.items()
+    }
     odd = replace(tensor, blocks=(first, replace(block, ops=ops), *others))
     with pytest.raises(AutoparError, match="over tp=2 as odd, which this model cannot"):
         replay(odd, traced_of(TIED), request)
@@ -162,16 +215,24 @@ def test_what_a_list_of_actions_holds():
               StageCost(StageTimes(1, 2), 20, 1, 1, 0, 8))  # fmt: skip
 
     def held(text: str) -> tuple[int, int]:
-        return held_bytes([Action(word[1], int(word[0]), int(word[2])) for word in text.split()], stages)
+        return held_bytes(
+            [Action(word[1], int(word[0]), int(word[2])) for word in text.split()], stages
+        )
 
     assert held("0F0 0B0 0F1 0B1") == (15, 15)
     assert held("0F0 0F1 0B0 0B1") == (25, 25)
     assert held("0F0 1F0 1B0 0B0") == (113, 113)
     assert held("1F0 1B0 0F0 0F1 0B0 0B1") == (103, 120)
-    assert held("0F0 0F1 0I0 0I1 0W0 0W1") == (31, 31) and held("0F0 0I0 0W0 0F1 0I1 0W1") == (19, 19)
+    assert held("0F0 0F1 0I0 0I1 0W0 0W1") == (31, 31) and held("0F0 0I0 0W0 0F1 0I1 0W1") == (
+        19,
+        19,
+    )
     assert held("1F0 1I0 1W0 0F0 0I0 0W0") == (103, 112)
     assert held("2F0 2I0 2F1 2I1 2W0 2W1") == (33, 33), "12 of the one that waits, 20, 1"
-    assert held("2F0 2I0 2W0 2F1 2I1 2W1") == (21, 21) and held("2F0 2I0 0F0 0I0 2W0 0W0") == (31, 39)
+    assert held("2F0 2I0 2W0 2F1 2I1 2W1") == (21, 21) and held("2F0 2I0 0F0 0I0 2W0 0W0") == (
+        31,
+        39,
+    )
 
 
 def test_the_replay_shares_no_code_with_the_planner():
@@ -179,7 +240,12 @@ def test_the_replay_shares_no_code_with_the_planner():
         tree = ast.parse((EXPLAIN / f"{name}.py").read_text())
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not any(module.startswith("autopar.solve") for module in modules)
-        taken = {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "autopar_cost_models" for a in n.names}
+        taken = {
+            a.name
+            for n in ast.walk(tree)
+            if isinstance(n, ast.ImportFrom) and n.module == "autopar_cost_models"
+            for a in n.names
+        }
         assert taken <= {"Action", "StageTimes", "simulate_pipeline"}
 
 

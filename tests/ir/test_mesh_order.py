@@ -31,7 +31,9 @@ def test_ranks_and_coordinates_are_one_map(mesh):
         places[rank] = place
     assert sorted(places) == list(range(mesh.num_devices))
     active = [axis for axis in mesh.placed if mesh.size(axis) > 1]
-    assert [mesh.stride(axis) for axis in active] == sorted((mesh.stride(axis) for axis in active), reverse=True)
+    assert [mesh.stride(axis) for axis in active] == sorted(
+        (mesh.stride(axis) for axis in active), reverse=True
+    )
     assert not active or mesh.stride(active[-1]) == 1
 
 
@@ -39,8 +41,15 @@ def test_ranks_and_coordinates_are_one_map(mesh):
 def test_levels_are_the_groups(mesh, axes):
     """The ranks that differ in these axes alone, of every group, are those that the levels lead to."""
     levels = mesh.levels(axes)
-    reached = {sum(steps) for steps in product(*(range(0, size * stride, stride) for size, stride in levels))}
-    first = {rank for rank in range(mesh.num_devices) if not any(mesh.coordinate(rank, axis) for axis in AXES if axis not in axes)}
+    reached = {
+        sum(steps)
+        for steps in product(*(range(0, size * stride, stride) for size, stride in levels))
+    }
+    first = {
+        rank
+        for rank in range(mesh.num_devices)
+        if not any(mesh.coordinate(rank, axis) for axis in AXES if axis not in axes)
+    }
     assert reached == first
     if not mesh.order and axes == {"dp", "ep", "cp"}:
         assert len(levels) <= 1, "neighbours are one group"
@@ -55,8 +64,13 @@ def test_an_order_is_kept_in_one_form(mesh):
 
 def test_axes_that_are_left_out_stay_outside_their_inner_neighbour():
     assert MeshShape(2, 4, 2, 2, 2, "dp-pp").placed == ("dp", "pp", "ep", "cp", "tp")
-    assert MeshShape(2, 4, 2, 2, 2, "tp").order == "" and MeshShape(2, 4, 1, 2, 1, "tp-pp").order == "dp-tp-pp"
-    assert MeshShape(pp=2, tp=2, order="dp-pp-tp").order == "" == MeshShape(dp=8, order="tp-dp").order
+    assert (
+        MeshShape(2, 4, 2, 2, 2, "tp").order == ""
+        and MeshShape(2, 4, 1, 2, 1, "tp-pp").order == "dp-tp-pp"
+    )
+    assert (
+        MeshShape(pp=2, tp=2, order="dp-pp-tp").order == "" == MeshShape(dp=8, order="tp-dp").order
+    )
 
 
 @pytest.mark.parametrize("order", ["dp-dp", "dp-xp", "dp,pp", "-", 3])

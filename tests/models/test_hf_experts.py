@@ -79,7 +79,9 @@ def test_prepared_models_equal_transformers_eager_experts_in_fp64(name):
     torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-12, atol=1e-12)
     for (key, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None, key
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            a.grad, b.grad, rtol=1e-10, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}"
+        )
     assert all(m.gate_up_proj.grad.any() if m.has_gate else m.up_proj.grad.any() for m in experts)
 
 
@@ -89,18 +91,36 @@ def test_prepared_models_equal_transformers_eager_experts_in_fp64(name):
 def test_traces_with_one_op_a_block(name):
     config = transformers.AutoConfig.for_model(**spec(name).config_dict)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, experts_implementation="eager"
+        )
     traced = trace(model, spec(name).example_inputs(3, 12))
-    assert model.config._experts_implementation == "eager" and not any(hasattr(m, "_autopar_activation") for m in model.modules())
+    assert model.config._experts_implementation == "eager" and not any(
+        hasattr(m, "_autopar_activation") for m in model.modules()
+    )
     found = Counter()
     for segment in traced.segments:
-        found.update(n.target for n in traced.classes[segment.class_index].graph.nodes if n.op == "call_function")
+        found.update(
+            n.target
+            for n in traced.classes[segment.class_index].graph.nodes
+            if n.op == "call_function"
+        )
     assert found[OP] == MODELS[name][1]
     names = {target._schema.name for target in found if isinstance(target, torch._ops.OpOverload)}
-    assert not {name for name in names if any(word in name for word in ("histc", "sort", "grouped", "index", "nonzero", "bincount"))}
-    for block in traced.classes:  # autograd keeps no tensor whose size is unknown: the op's are T K rows
+    assert not {
+        name
+        for name in names
+        if any(
+            word in name for word in ("histc", "sort", "grouped", "index", "nonzero", "bincount")
+        )
+    }
+    for (
+        block
+    ) in traced.classes:  # autograd keeps no tensor whose size is unknown: the op's are T K rows
         saved, _ = observe_saved(block.graph)
-        assert all(s.extra_bytes_per_row > 0 for n, s in saved.items() if n.startswith("routed_experts"))
+        assert all(
+            s.extra_bytes_per_row > 0 for n, s in saved.items() if n.startswith("routed_experts")
+        )
 
 
 def test_the_users_choice_and_the_users_model_are_kept():
@@ -115,7 +135,9 @@ def test_the_users_choice_and_the_users_model_are_kept():
 def with_experts(**changes):
     """A prepared mixtral and a plain one whose experts modules got other attributes."""
     torch.manual_seed(0)
-    plain = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("mixtral", **{**BASE, **MODELS["mixtral"][0]}))
+    plain = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("mixtral", **{**BASE, **MODELS["mixtral"][0]})
+    )
     for module in plain.modules():
         if hasattr(module, "_is_expert_parallel"):
             for key, value in changes.items():

@@ -19,7 +19,14 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
-GPT2 = {"model_type": "gpt2", "vocab_size": 127, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 127,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+}
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 4096}
 WINDOW = {**LLAMA, "model_type": "mistral", "sliding_window": 6}
 # As published, so that shrinking has something to do; `layer_types` and friends come from the config classes.
@@ -54,7 +61,9 @@ FAMILIES = {
 
 
 def capture(model, inputs):
-    return export(model, (), inputs, dynamic_shapes={name: {0: Dim.DYNAMIC} for name in inputs}, strict=False)
+    return export(
+        model, (), inputs, dynamic_shapes={name: {0: Dim.DYNAMIC} for name in inputs}, strict=False
+    )
 
 
 def stray_masks(graph, seq):
@@ -68,9 +77,14 @@ def test_exports_on_meta_without_masks(config):
     program = capture(spec.build("meta"), spec.example_inputs(3, 16))
     attention = [n for n in program.graph.nodes if n.target == SDPA]
     assert len(attention) == 2
-    assert all(len(n.args) < 4 or n.args[3] is None for n in attention) and all(n.args[5] for n in attention)
+    assert all(len(n.args) < 4 or n.args[3] is None for n in attention) and all(
+        n.args[5] for n in attention
+    )
     assert not stray_masks(program.graph, 16)
-    assert isinstance(next(n for n in program.graph.nodes if n.name == "input_ids").meta["val"].shape[0], torch.SymInt)
+    assert isinstance(
+        next(n for n in program.graph.nodes if n.name == "input_ids").meta["val"].shape[0],
+        torch.SymInt,
+    )
 
 
 def test_a_window_shorter_than_the_sequence_keeps_its_mask():
@@ -82,19 +96,31 @@ def test_a_window_shorter_than_the_sequence_keeps_its_mask():
     torch.testing.assert_close(program.module()(**other).loss, model(**other).loss)
 
 
-@pytest.mark.parametrize("config", [LLAMA, {**GPT2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, WINDOW])
+@pytest.mark.parametrize(
+    "config", [LLAMA, {**GPT2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, WINDOW]
+)
 def test_preparing_changes_no_number(config):
     torch.manual_seed(0)
     settings = transformers.AutoConfig.for_model(**config)
-    plain = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager").double()
-    prepared = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).double()
+    plain = transformers.AutoModelForCausalLM.from_config(
+        settings, attn_implementation="eager"
+    ).double()
+    prepared = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config)
+    ).double()
     prepared.load_state_dict(plain.state_dict())
     assert prepare_hf(prepared) is prepared and prepared.config.use_cache is False
     inputs = hf_example_inputs(prepared, 3, 16, "cpu")
-    torch.testing.assert_close(prepared(**inputs).logits, plain(**inputs).logits, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        prepared(**inputs).logits, plain(**inputs).logits, rtol=1e-6, atol=1e-7
+    )
     padded = {**inputs, "attention_mask": torch.ones(3, 16, dtype=torch.int64)}
-    padded["attention_mask"][1, 13:] = 0  # no row is masked as a whole by padding and window: transformers' eager attention is nan there
-    torch.testing.assert_close(prepared(**padded).logits[1, :13], plain(**padded).logits[1, :13], rtol=1e-6, atol=1e-7)
+    padded["attention_mask"][1, 13:] = (
+        0  # no row is masked as a whole by padding and window: transformers' eager attention is nan there
+    )
+    torch.testing.assert_close(
+        prepared(**padded).logits[1, :13], plain(**padded).logits[1, :13], rtol=1e-6, atol=1e-7
+    )
 
 
 def test_packed_positions_of_each_sample_are_honoured():
@@ -104,7 +130,9 @@ def test_packed_positions_of_each_sample_are_honoured():
     inputs["position_ids"] = torch.tensor([[*range(16)], [*range(9), *range(7)]])
     program = capture(model, inputs)
     alone = model(input_ids=inputs["input_ids"][1:, 9:]).logits
-    torch.testing.assert_close(program.module()(**inputs).logits[1:, 9:], alone, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        program.module()(**inputs).logits[1:, 9:], alone, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_users_choice_of_attention_is_kept():
@@ -113,7 +141,13 @@ def test_a_users_choice_of_attention_is_kept():
     assert prepare_hf(model).config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in ("t5", "gpt_oss", "falcon") else pytest.mark.slow) for f in FAMILIES])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=() if f in ("t5", "gpt_oss", "falcon") else pytest.mark.slow)
+        for f in FAMILIES
+    ],
+)
 def test_shrunken_families_train_on_cpu_and_export(family, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family]))
     spec = parse_model(f"hf:{tmp_path}")
@@ -127,7 +161,9 @@ def test_shrunken_families_train_on_cpu_and_export(family, tmp_path):
     assert first == second and first.isfinite()  # dropout is off in training mode
     first.backward()
     assert not [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p]
-    assert all(node.is_meta for node in small.build("meta").parameters()) and capture(small.build("meta"), small.example_inputs(2, 16))
+    assert all(node.is_meta for node in small.build("meta").parameters()) and capture(
+        small.build("meta"), small.example_inputs(2, 16)
+    )
 
 
 @pytest.mark.parametrize("family", [
@@ -152,20 +188,33 @@ def test_captured_families_compute_what_the_unprepared_model_does(family):
 
 
 def test_parameters_and_flops_agree_with_our_llama():
-    ours, theirs = parse_model("llama3-8b"), HFSpec.from_dict("test", {**FAMILIES["llama"], "num_hidden_layers": 32})
+    ours, theirs = (
+        parse_model("llama3-8b"),
+        HFSpec.from_dict("test", {**FAMILIES["llama"], "num_hidden_layers": 32}),
+    )
     assert theirs.num_parameters() == ours.num_parameters() == 8_030_261_248
     assert theirs.model_flops_per_token(8192) == ours.model_flops_per_token(8192)
     mixtral = HFSpec.from_dict("test", {"model_type": "mixtral"})
     assert mixtral.num_parameters() == 46_702_792_704
-    assert mixtral.model_flops_per_token(4096) == parse_model("mixtral-8x7b").model_flops_per_token(4096)
+    assert mixtral.model_flops_per_token(4096) == parse_model("mixtral-8x7b").model_flops_per_token(
+        4096
+    )
 
 
 def test_example_inputs_of_other_models():
-    bert = transformers.AutoConfig.for_model("bert", hidden_size=32, num_attention_heads=2, intermediate_size=32, num_hidden_layers=1)
-    inputs = hf_example_inputs(transformers.AutoModelForSequenceClassification.from_config(bert), 3, 8)
+    bert = transformers.AutoConfig.for_model(
+        "bert", hidden_size=32, num_attention_heads=2, intermediate_size=32, num_hidden_layers=1
+    )
+    inputs = hf_example_inputs(
+        transformers.AutoModelForSequenceClassification.from_config(bert), 3, 8
+    )
     assert inputs["input_ids"].shape == (3, 8) and inputs["labels"].shape == (3,)
-    vit = transformers.AutoConfig.for_model("vit", hidden_size=32, num_attention_heads=2, intermediate_size=32, num_hidden_layers=1)
-    inputs = hf_example_inputs(transformers.AutoModelForImageClassification.from_config(vit), 3, 8, "cpu")
+    vit = transformers.AutoConfig.for_model(
+        "vit", hidden_size=32, num_attention_heads=2, intermediate_size=32, num_hidden_layers=1
+    )
+    inputs = hf_example_inputs(
+        transformers.AutoModelForImageClassification.from_config(vit), 3, 8, "cpu"
+    )
     assert inputs["pixel_values"].shape == (3, 3, 224, 224) and inputs["labels"].max() < 2
     with pytest.raises(AutoparError, match="Cannot make example inputs for BertModel"):
         hf_example_inputs(transformers.AutoModel.from_config(bert), 3, 8)
@@ -197,9 +246,15 @@ def test_image_classifiers_are_built_from_a_config():
               "image_size": 8, "patch_size": 4, "num_labels": 5}  # fmt: skip
     spec = HFSpec.from_dict("vit", config)
     inputs = spec.example_inputs(3, 1, "cpu")
-    assert {name: tuple(tensor.shape) for name, tensor in inputs.items()} == {"pixel_values": (3, 3, 8, 8), "labels": (3,)}
+    assert {name: tuple(tensor.shape) for name, tensor in inputs.items()} == {
+        "pixel_values": (3, 3, 8, 8),
+        "labels": (3,),
+    }
     model = spec.build("cpu")
-    assert type(model).__name__ == "ViTForImageClassification" and model(**inputs).logits.shape == (3, 5)
+    assert type(model).__name__ == "ViTForImageClassification" and model(**inputs).logits.shape == (
+        3,
+        5,
+    )
 
 
 def test_blooms_gelu_has_the_gradient_of_its_own_backward():
@@ -207,8 +262,14 @@ def test_blooms_gelu_has_the_gradient_of_its_own_backward():
     from transformers.models.bloom.modeling_bloom import BloomGelu, GeLUFunction
 
     config = {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50}
-    prepared = next(m for m in HFSpec.from_dict("bloom", config).build("cpu").modules() if isinstance(m, BloomGelu))
+    prepared = next(
+        m
+        for m in HFSpec.from_dict("bloom", config).build("cpu").modules()
+        if isinstance(m, BloomGelu)
+    )
     x = torch.linspace(-4, 4, 101, dtype=torch.float64, requires_grad=True)
-    gradients = [torch.autograd.grad(function(x).sum(), x)[0] for function in (prepared, GeLUFunction.apply)]
+    gradients = [
+        torch.autograd.grad(function(x).sum(), x)[0] for function in (prepared, GeLUFunction.apply)
+    ]
     assert torch.equal(prepared(x), GeLUFunction.apply(x))
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)

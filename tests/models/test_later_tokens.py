@@ -14,7 +14,18 @@ from autopar.models.base import NativeSpec
 from autopar.models.common import rotary_tables
 from autopar.models.moe import MoEConfig
 
-CONFIG = MoEConfig(vocab=37, hidden=16, layers=2, heads=2, kv_heads=1, ffn=12, experts=4, top_k=2, router_aux_coef=0.0, mtp=2)
+CONFIG = MoEConfig(
+    vocab=37,
+    hidden=16,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    ffn=12,
+    experts=4,
+    top_k=2,
+    router_aux_coef=0.0,
+    mtp=2,
+)
 
 
 def model_of(config):
@@ -43,14 +54,27 @@ def test_loss_is_the_papers():
                         halves[:, j, : CONFIG.hidden] = module.state_norm(state[:, j - 1])
                     halves[:, j, CONFIG.hidden :] = module.token_norm(embedded[:, j])
                 mixed = halves @ module.proj.weight.T
-                state = module.layer(mixed, *rotary_tables(seq, CONFIG.head_dim, CONFIG.rope_theta, like=mixed))[0]
+                state = module.layer(
+                    mixed, *rotary_tables(seq, CONFIG.head_dim, CONFIG.rope_theta, like=mixed)
+                )[0]
             logits = model.head((model.later[k - 1] if k else model).norm(state))
-            pairs = [(logits[b, j], labels[b, j + 1]) for b in range(rows) for j in range(seq - 1) if labels[b, j + 1] != -100]
+            pairs = [
+                (logits[b, j], labels[b, j + 1])
+                for b in range(rows)
+                for j in range(seq - 1)
+                if labels[b, j + 1] != -100
+            ]
             losses.append(sum(F.cross_entropy(got, wanted) for got, wanted in pairs) / len(pairs))
         expected = losses[0] + CONFIG.mtp_coef * (losses[1] + losses[2]) / depth
         torch.testing.assert_close(model(ids, labels), expected)
         without = replace(CONFIG, mtp=0).module().double()
-        without.load_state_dict({name: value for name, value in model.state_dict().items() if not name.startswith("later.")})
+        without.load_state_dict(
+            {
+                name: value
+                for name, value in model.state_dict().items()
+                if not name.startswith("later.")
+            }
+        )
         torch.testing.assert_close(without(ids, labels), losses[0])
 
 
@@ -77,7 +101,9 @@ def test_a_module_sees_the_token_that_the_one_before_predicts_and_none_later():
 def test_sizes():
     with_two, without = NativeSpec.of("two", CONFIG), NativeSpec.of("none", replace(CONFIG, mtp=0))
     hidden, layer = CONFIG.hidden, sum(p.numel() for p in model_of(CONFIG).layers[0].parameters())
-    assert with_two.num_parameters() - without.num_parameters() == 2 * (layer + 3 * hidden + 2 * hidden * hidden)
+    assert with_two.num_parameters() - without.num_parameters() == 2 * (
+        layer + 3 * hidden + 2 * hidden * hidden
+    )
     three = NativeSpec.of("three", replace(CONFIG, layers=3))
     more = with_two.model_flops_per_token(64) - without.model_flops_per_token(64)
     per_layer = three.model_flops_per_token(64) - with_two.model_flops_per_token(64)

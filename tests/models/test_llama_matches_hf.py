@@ -36,7 +36,9 @@ def fp64_inside(monkeypatch):
 
     def rotary(self, x, position_ids):
         dim = self.config.head_dim
-        inverse = 1.0 / self.config.rope_parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        inverse = 1.0 / self.config.rope_parameters["rope_theta"] ** (
+            torch.arange(0, dim, 2, dtype=torch.float64) / dim
+        )
         angles = position_ids[..., None].double() * inverse
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
@@ -46,7 +48,9 @@ def fp64_inside(monkeypatch):
 
 
 def pair(kv_heads, tie):
-    ours_config = LlamaConfig(97, 48, 2, 4, kv_heads, 88, max_seq=64, rope_theta=5000.0, tie_embeddings=tie)
+    ours_config = LlamaConfig(
+        97, 48, 2, 4, kv_heads, 88, max_seq=64, rope_theta=5000.0, tie_embeddings=tie
+    )
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=kv_heads, intermediate_size=88,
         max_position_embeddings=64, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
@@ -69,12 +73,16 @@ def test_same_logits_and_gradients_in_fp64(fp64_inside, kv_heads, tie):
     labels[1, 7:] = -100
     logits = theirs(input_ids=ids).logits
     torch.testing.assert_close(ours(ids), logits, rtol=1e-12, atol=1e-12)
-    targets = F.pad(labels, (0, 1), value=-100)[:, 1:]  # transformers' own loss casts the logits to fp32
+    targets = F.pad(labels, (0, 1), value=-100)[
+        :, 1:
+    ]  # transformers' own loss casts the logits to fp32
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     ours(ids, labels).backward()
     expected = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[hf_name(name)].grad, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            parameter.grad, expected[hf_name(name)].grad, rtol=1e-10, atol=1e-12
+        )
 
 
 def test_same_loss_as_the_unmodified_model_to_fp32_accuracy():
@@ -82,4 +90,6 @@ def test_same_loss_as_the_unmodified_model_to_fp32_accuracy():
     ids = torch.randint(97, (3, 20))
     labels = ids.clone()
     labels[1, 7:] = -100
-    torch.testing.assert_close(ours(ids, labels), theirs(input_ids=ids, labels=labels).loss.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        ours(ids, labels), theirs(input_ids=ids, labels=labels).loss.double(), rtol=1e-5, atol=1e-6
+    )

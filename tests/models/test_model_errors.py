@@ -23,19 +23,31 @@ BASE = "layers=2,hidden=64,heads=4,vocab=128"
         ("nothing-like-it-at-all", ["known are", "gpt2-small"]),
         ("", ["Unknown model ''"]),
         ("llma:layers=2", ["family 'llma'", "did you mean 'llama'"]),
-        ("gpt:layers=2,hidden=100,heads=7,vocab=10", ["heads=7 does not divide hidden=100", "5 and 10"]),
-        ("llama:layers=2,hidden=96,heads=7,vocab=10", ["heads=7 does not divide hidden=96", "6 and 8"]),
+        (
+            "gpt:layers=2,hidden=100,heads=7,vocab=10",
+            ["heads=7 does not divide hidden=100", "5 and 10"],
+        ),
+        (
+            "llama:layers=2,hidden=96,heads=7,vocab=10",
+            ["heads=7 does not divide hidden=96", "6 and 8"],
+        ),
         ("llama:layers=2,hidden=36,heads=12,vocab=10", ["head_dim=3", "9 and 18"]),
         ("llama:layers=2,hidden=35,heads=5,vocab=10", ["head_dim=7", "even hidden size"]),
         (f"llama:{BASE},kv_heads=3", ["kv_heads=3 does not divide heads=4", "2 and 4"]),
         (f"gpt:{BASE},kv_heads=2", ["no kv_heads", "llama: has"]),
-        (f"gpt:{BASE},hiden=3", ["unknown key 'hiden'", "layers, hidden, heads, vocab", "Did you mean hidden"]),
+        (
+            f"gpt:{BASE},hiden=3",
+            ["unknown key 'hiden'", "layers, hidden, heads, vocab", "Did you mean hidden"],
+        ),
         (f"gpt:{BASE},experts=3", ["unknown key 'experts'"]),
         ("gpt:layers=two,hidden=64,heads=4,vocab=128", ["layers='two' is not an integer"]),
         ("gpt:layers=2.5,hidden=64,heads=4,vocab=128", ["layers='2.5' is not an integer"]),
         ("gpt:layers=0,hidden=64,heads=4,vocab=128", ["layers=0 must be at least 1"]),
         ("gpt:layers=2,hidden=64,heads=-4,vocab=128", ["heads=-4 must be at least 1"]),
-        ("gpt:layers=2,layers=3,hidden=64,heads=4,vocab=128", ["layers is given twice, as 2 and 3"]),
+        (
+            "gpt:layers=2,layers=3,hidden=64,heads=4,vocab=128",
+            ["layers is given twice, as 2 and 3"],
+        ),
         ("gpt:layers=2,hidden=64", ["missing heads, vocab"]),
         ("gpt:", ["missing layers, hidden, heads, vocab"]),
         ("gpt:layers", ["'layers' is not key=value"]),
@@ -57,7 +69,10 @@ def test_bad_text(text, parts):
     ("make", "part"),
     [
         (lambda: GPTConfig(vocab=8, hidden=8, layers=1, heads=2, dropout=1.0), "dropout=1.0"),
-        (lambda: GPTConfig(vocab=8, hidden=8, layers=True, heads=2), "layers=True is not an integer"),
+        (
+            lambda: GPTConfig(vocab=8, hidden=8, layers=True, heads=2),
+            "layers=True is not an integer",
+        ),
         (lambda: LlamaConfig(8, 8.0, 1, 2, 2, 8), "hidden=8.0 is not an integer"),
         (lambda: MoEConfig(8, 8, 1, 2, 2, 8, router_aux_coef=-1.0), "router_aux_coef=-1.0"),
         (lambda: MoEConfig(8, 8, 1, 2, 2, 8, shared_ffn=-1), "shared_ffn=-1"),
@@ -98,7 +113,9 @@ def test_bad_inputs():
     with pytest.raises(AutoparError, match="batch=0"):
         parse_model("llama-tiny").example_inputs(0, 8)
     with pytest.raises(AutoparError, match="sequence length 65 exceeds the 64"):
-        parse_model("gpt-tiny").build()(parse_model("llama-tiny").example_inputs(1, 65)["input_ids"])
+        parse_model("gpt-tiny").build()(
+            parse_model("llama-tiny").example_inputs(1, 65)["input_ids"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -108,9 +125,15 @@ def test_bad_inputs():
         ("[1, 2]", 'has no "model_type"'),
         ('{"hidden_size": 3}', 'has no "model_type"'),
         ('{"model_type": "llamma"}', "no model_type 'llamma'; did you mean llama"),
-        ('{"model_type": "wav2vec2"}', "'wav2vec2' is neither a language model nor an image classifier"),
+        (
+            '{"model_type": "wav2vec2"}',
+            "'wav2vec2' is neither a language model nor an image classifier",
+        ),
         ('{"model_type": "llama", "hidden_size": "big"}', "transformers rejects the config"),
-        ('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}', "transformers rejects the config"),
+        (
+            '{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}',
+            "transformers rejects the config",
+        ),
     ],
 )
 def test_bad_hf_configs(tmp_path, contents, part):

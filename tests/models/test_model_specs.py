@@ -46,7 +46,9 @@ def test_model_flops_of_experts_count_the_top_k():
     h, f = config.hidden, config.ffn
     kv = h // config.heads * config.kv_heads
     weights = config.layers * (2 * h * h + 2 * h * kv + 8 * h + 2 * 3 * h * f) + config.vocab * h
-    assert parse_model("mixtral-8x7b").model_flops_per_token(4096) == 6 * weights + 12 * 32 * h * 4096
+    assert (
+        parse_model("mixtral-8x7b").model_flops_per_token(4096) == 6 * weights + 12 * 32 * h * 4096
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -54,11 +56,18 @@ def test_shrunken_models_train_on_cpu(name):
     spec = parse_model(name).shrunk()
     torch.manual_seed(0)
     model = spec.build("cpu", torch.float64)
-    assert spec.num_layers == 2 and spec.vocab <= 512 and spec.config.hidden <= 256 and spec.config.heads <= 8
+    assert (
+        spec.num_layers == 2
+        and spec.vocab <= 512
+        and spec.config.hidden <= 256
+        and spec.config.heads <= 8
+    )
     assert type(spec.config) is type(CONFIGS[name]) and spec.num_parameters() < 2e6
     loss = model(**spec.example_inputs(2, 16, "cpu"))
     loss.backward()
-    assert loss.isfinite() and all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    assert loss.isfinite() and all(
+        p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters()
+    )
 
 
 def test_shrunken_heads_keep_their_ratio_where_two_kv_heads_remain():
@@ -79,8 +88,14 @@ def test_dimensions_make_the_same_model_as_the_name():
     text = "gpt:layers=96,hidden=12288,heads=96,vocab=51200"
     assert parse_model(text).config == CONFIGS["gpt3-175b"]
     text = "llama:layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128_256, seq=8192"
-    assert parse_model(text).num_parameters() == PUBLISHED["llama3-8b"] and parse_model(text).max_seq == 8192
-    assert parse_model("llama:layers=32,hidden=4096,heads=32,vocab=32000").num_parameters() == PUBLISHED["llama2-7b"]
+    assert (
+        parse_model(text).num_parameters() == PUBLISHED["llama3-8b"]
+        and parse_model(text).max_seq == 8192
+    )
+    assert (
+        parse_model("llama:layers=32,hidden=4096,heads=32,vocab=32000").num_parameters()
+        == PUBLISHED["llama2-7b"]
+    )
     text = "moe:layers=2,hidden=64,heads=4,kv_heads=2,vocab=100,ffn=96,experts=6,top_k=3"
     assert (parse_model(text).config.experts, parse_model(text).config.top_k) == (6, 3)
     plain, shared = parse_model(text), parse_model(f"{text},shared_ffn=40")
@@ -91,8 +106,14 @@ def test_dimensions_make_the_same_model_as_the_name():
 
 def test_example_inputs_are_distinct_and_in_the_vocabulary():
     inputs = parse_model("llama-tiny").example_inputs(3, 9, "cpu")
-    assert inputs["input_ids"] is not inputs["labels"] and inputs["input_ids"].data_ptr() != inputs["labels"].data_ptr()
-    assert all(value.dtype == torch.int64 and value.shape == (3, 9) and value.max() < 128 for value in inputs.values())
+    assert (
+        inputs["input_ids"] is not inputs["labels"]
+        and inputs["input_ids"].data_ptr() != inputs["labels"].data_ptr()
+    )
+    assert all(
+        value.dtype == torch.int64 and value.shape == (3, 9) and value.max() < 128
+        for value in inputs.values()
+    )
     assert all(value.is_meta for value in parse_model("llama-tiny").example_inputs(3, 9).values())
 
 
@@ -133,8 +154,13 @@ def user_module(tmp_path, monkeypatch):
 
 def test_function_models(user_module):
     spec = parse_model(f"{user_module}:with_inputs")
-    assert spec.num_parameters() == 20 and spec.build("cpu", torch.float64).weight.dtype == torch.float64
+    assert (
+        spec.num_parameters() == 20
+        and spec.build("cpu", torch.float64).weight.dtype == torch.float64
+    )
     inputs = spec.example_inputs(6, 1, "cpu")["input"]
     assert inputs[:, 0].tolist() == [0.0, 3.0, 6.0, 9.0, 0.0, 3.0]
     assert spec.example_inputs(6, 1)["input"].is_meta and spec.shrunk() is spec
-    assert spec.model_flops_per_token(1) == pytest.approx(3 * 2 * 3 * 5 / 3)  # one row of three elements
+    assert spec.model_flops_per_token(1) == pytest.approx(
+        3 * 2 * 3 * 5 / 3
+    )  # one row of three elements

@@ -27,11 +27,20 @@ def targets(program):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_exports_on_meta_with_dynamic_batch(name, dtype):
     program = capture(parse_model(name), dtype=dtype)
-    batch, seq = program.graph_signature and next(n for n in program.graph.nodes if n.name == "input_ids").meta["val"].shape
+    batch, seq = (
+        program.graph_signature
+        and next(n for n in program.graph.nodes if n.name == "input_ids").meta["val"].shape
+    )
     assert isinstance(batch, torch.SymInt) and seq == 16
-    attention = [n for n in program.graph.nodes if n.target == torch.ops.aten.scaled_dot_product_attention.default]
+    attention = [
+        n
+        for n in program.graph.nodes
+        if n.target == torch.ops.aten.scaled_dot_product_attention.default
+    ]
     assert len(attention) == 2 and all(n.args[5] for n in attention)  # is_causal
-    assert not [n for n in program.graph.nodes if n.op == "placeholder" and n.name.startswith("b_")]  # no buffers
+    assert not [
+        n for n in program.graph.nodes if n.op == "placeholder" and n.name.startswith("b_")
+    ]  # no buffers
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -40,7 +49,9 @@ def test_exported_graph_runs_at_another_batch_size(name):
     torch.manual_seed(0)
     model = spec.build("cpu", torch.float64)
     inputs = spec.example_inputs(4, 13, "cpu")
-    program = export(model, (), inputs, dynamic_shapes={key: {0: Dim.DYNAMIC} for key in inputs}, strict=False)
+    program = export(
+        model, (), inputs, dynamic_shapes={key: {0: Dim.DYNAMIC} for key in inputs}, strict=False
+    )
     other = spec.example_inputs(7, 13, "cpu")
     torch.testing.assert_close(program.module()(**other), model(**other))
 
@@ -110,7 +121,9 @@ def test_tied_embeddings_stay_tied(device, dtype):
 def test_gpt_dropout_only_when_asked():
     def ops(dropout):
         with torch.device("meta"):
-            model = GPTConfig(vocab=64, hidden=32, layers=1, heads=2, max_seq=16, dropout=dropout).module()
+            model = GPTConfig(
+                vocab=64, hidden=32, layers=1, heads=2, max_seq=16, dropout=dropout
+            ).module()
         ids = torch.zeros(2, 8, dtype=torch.int64, device="meta")
         return targets(export(model, (ids, ids.clone()), strict=False))
 
@@ -122,13 +135,28 @@ def test_gpt_dropout_only_when_asked():
 @pytest.mark.parametrize("capacity_factor", [0, 0.9])
 def test_routed_mlp_equals_a_loop_over_tokens(shared_ffn, capacity_factor):
     torch.manual_seed(0)
-    config = MoEConfig(16, 8, 1, 2, 1, ffn=12, experts=5, top_k=2, shared_ffn=shared_ffn, capacity_factor=capacity_factor)
+    config = MoEConfig(
+        16,
+        8,
+        1,
+        2,
+        1,
+        ffn=12,
+        experts=5,
+        top_k=2,
+        shared_ffn=shared_ffn,
+        capacity_factor=capacity_factor,
+    )
     mlp = RoutedMLP(config).double()
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(2, 7, 8, dtype=torch.float64)
     mixed, balance = mlp(x)
-    experts, counts, mean = mlp.experts, torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    experts, counts, mean = (
+        mlp.experts,
+        torch.zeros(5, dtype=torch.float64),
+        torch.zeros(5, dtype=torch.float64),
+    )
     capacity = 6 if capacity_factor else 28  # ceil(0.9 * 14 * 2 / 5)
     dropped = 0
     for row in range(2):
@@ -144,7 +172,9 @@ def test_routed_mlp_equals_a_loop_over_tokens(shared_ffn, capacity_factor):
                     dropped += 1
                     continue
                 gate, up = (experts.gate_up_proj[index] @ token).chunk(2)
-                expected = expected + probabilities[index] / probabilities[best].sum() * (experts.down_proj[index] @ (F.silu(gate) * up))
+                expected = expected + probabilities[index] / probabilities[best].sum() * (
+                    experts.down_proj[index] @ (F.silu(gate) * up)
+                )
             torch.testing.assert_close(mixed[row, position], torch.zeros(8).double() + expected)
     assert bool(dropped) == bool(capacity_factor)
     torch.testing.assert_close(balance, 5 * (counts * mean).sum())

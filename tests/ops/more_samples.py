@@ -49,7 +49,9 @@ ELEMENTWISE = {
         for name in ("atan2", "hypot", "fmax", "fmin")
     },
     "copysign": [lambda b, i, j, k, m: call(aten.copysign.Tensor, t(b, i), t(i))],
-    "heaviside": [lambda b, i, j, k, m: call(aten.heaviside.default, t(b, i, grad=False), t(i, grad=False))],
+    "heaviside": [
+        lambda b, i, j, k, m: call(aten.heaviside.default, t(b, i, grad=False), t(i, grad=False))
+    ],
     "xlogy": [lambda b, i, j, k, m: call(aten.xlogy.Tensor, t(b, i), pos(i))],
     "fmod": [
         lambda b, i, j, k, m: call(aten.fmod.Scalar, t(b, i), 0.7),
@@ -59,7 +61,14 @@ ELEMENTWISE = {
     "logical_xor": [lambda b, i, j, k, m: call(aten.logical_xor.default, mask_(b, i), mask_(i))],
     **{
         name: [lambda b, i, j, k, m, name=name: call(op(name, "Tensor"), ints(b, i), ints(i))]
-        for name in ("bitwise_xor", "__xor__", "bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")
+        for name in (
+            "bitwise_xor",
+            "__xor__",
+            "bitwise_left_shift",
+            "bitwise_right_shift",
+            "__lshift__",
+            "__rshift__",
+        )
     },
     "fill": [
         lambda b, i, j, k, m: call(aten.fill.Scalar, t(b, i), 2.0),
@@ -77,7 +86,11 @@ ELEMENTWISE = {
         lambda b, i, j, k, m: call(aten.prelu.default, t(b, i, j), t(i)),
         lambda b, i, j, k, m: call(aten.prelu.default, t(b, i), t(1)),
     ],
-    "bucketize": [lambda b, i, j, k, m: call(aten.bucketize.Tensor, t(b, i, grad=False), T((3,), "sorted", grad=False))],
+    "bucketize": [
+        lambda b, i, j, k, m: call(
+            aten.bucketize.Tensor, t(b, i, grad=False), T((3,), "sorted", grad=False)
+        )
+    ],
     "isin": [lambda b, i, j, k, m: call(aten.isin.Tensor_Tensor, ids(9, b, i), ids(9, j))],
     "one_hot": [lambda b, i, j, k, m: call(aten.one_hot.default, ids(i, b, j), i)],
     "where": [
@@ -113,7 +126,9 @@ REDUCTIONS = {
     **{
         name: [
             lambda b, i, j, k, m, name=name: call(op(name, "correction"), t(b, i, j + 1), [-1]),
-            lambda b, i, j, k, m, name=name: call(op(name, "correction"), t(b, i + 1, j), [1], correction=0, keepdim=True),
+            lambda b, i, j, k, m, name=name: call(
+                op(name, "correction"), t(b, i + 1, j), [1], correction=0, keepdim=True
+            ),
         ]
         for name in ("var_mean", "std_mean")
     },
@@ -123,7 +138,9 @@ REDUCTIONS = {
     ],
     "nansum": [lambda b, i, j, k, m: call(aten.nansum.default, t(b, i, j), [1])],
     "nanmean": [lambda b, i, j, k, m: call(aten.nanmean.default, t(b, i, j), [-1], True)],
-    "count_nonzero": [lambda b, i, j, k, m: call(aten.count_nonzero.dim_IntList, mask_(b, i, j), [1])],
+    "count_nonzero": [
+        lambda b, i, j, k, m: call(aten.count_nonzero.dim_IntList, mask_(b, i, j), [1])
+    ],
     "linalg_vector_norm": [
         lambda b, i, j, k, m: call(aten.linalg_vector_norm.default, t(b, i, j), 2, [-1]),
         lambda b, i, j, k, m: call(aten.linalg_vector_norm.default, t(b, i, j), 2, [1], True),
@@ -149,7 +166,11 @@ REDUCTIONS = {
         lambda b, i, j, k, m: call(aten.mode.default, t(b, i, j, grad=False)),
         lambda b, i, j, k, m: call(aten.mode.default, t(b, i), 1),
     ],
-    "native_layer_norm": [lambda b, i, j, k, m: call(aten.native_layer_norm.default, t(b, i, j + 1), [j + 1], t(j + 1), t(j + 1), 1e-5)],
+    "native_layer_norm": [
+        lambda b, i, j, k, m: call(
+            aten.native_layer_norm.default, t(b, i, j + 1), [j + 1], t(j + 1), t(j + 1), 1e-5
+        )
+    ],
     "_safe_softmax": [lambda b, i, j, k, m: call(aten._safe_softmax.default, t(b, i, j), -1)],
     "_log_softmax": [lambda b, i, j, k, m: call(aten._log_softmax.default, t(b, i, j), 1, False)],
     **{
@@ -177,7 +198,10 @@ REDUCTIONS = {
         lambda b, i, j, k, m: call(aten.constant_pad_nd.default, t(b, i, j), [1, 0], 2.0),
         lambda b, i, j, k, m: call(aten.constant_pad_nd.default, t(b, i, j), [0, 0, 2, 1]),
     ],
-    "flip": [lambda b, i, j, k, m: call(aten.flip.default, t(b, i, j), [-1]), lambda b, i, j, k, m: call(aten.flip.default, t(b, i), [0])],
+    "flip": [
+        lambda b, i, j, k, m: call(aten.flip.default, t(b, i, j), [-1]),
+        lambda b, i, j, k, m: call(aten.flip.default, t(b, i), [0]),
+    ],
     "roll": [
         lambda b, i, j, k, m: call(aten.roll.default, t(b, i, j), [2], [-1]),
         lambda b, i, j, k, m: call(aten.roll.default, t(b, i, j), [1, -1], [1, 2]),
@@ -225,10 +249,16 @@ LOOKUP = {
         lambda b, i, j, k, m: call(aten.index.Tensor, t(i, j), [ids(i, b), ids(j, b)]),
     ],
     "index_put": [
-        lambda b, i, j, k, m: call(aten.index_put.default, t(b, i + 3, j), [None, T((3,), "distinct", i + 3)], t(b, 3, j)),
-        lambda b, i, j, k, m: call(aten.index_put.default, t(b, i + 3, j), [None, T((3,), "distinct", i + 3)], t(j)),
+        lambda b, i, j, k, m: call(
+            aten.index_put.default, t(b, i + 3, j), [None, T((3,), "distinct", i + 3)], t(b, 3, j)
+        ),
+        lambda b, i, j, k, m: call(
+            aten.index_put.default, t(b, i + 3, j), [None, T((3,), "distinct", i + 3)], t(j)
+        ),
         lambda b, i, j, k, m: call(aten.index_put.default, t(i, j), [ids(i, b)], t(b, j), True),
-        lambda b, i, j, k, m: call(aten.index_put.default, t(i, j), [ids(i, b, 1), ids(j, m)], t(b, m), True),
+        lambda b, i, j, k, m: call(
+            aten.index_put.default, t(i, j), [ids(i, b, 1), ids(j, m)], t(b, m), True
+        ),
         lambda b, i, j, k, m: call(aten.index_put.default, t(i, j), [ids(i, k)], t(), True),
     ],
     "index_select": [
@@ -236,10 +266,16 @@ LOOKUP = {
         lambda b, i, j, k, m: call(aten.index_select.default, t(i, j), 0, ids(i, b)),
     ],
     "index_add": [
-        lambda b, i, j, k, m: call(aten.index_add.default, t(b, i, j), 1, ids(i, k), t(b, k, j), alpha=2),
+        lambda b, i, j, k, m: call(
+            aten.index_add.default, t(b, i, j), 1, ids(i, k), t(b, k, j), alpha=2
+        ),
         lambda b, i, j, k, m: call(aten.index_add.default, t(i, j), 0, ids(i, b), t(b, j)),
     ],
-    "index_copy": [lambda b, i, j, k, m: call(aten.index_copy.default, t(b, i + 3, j), 1, T((3,), "distinct", i + 3), t(b, 3, j))],
+    "index_copy": [
+        lambda b, i, j, k, m: call(
+            aten.index_copy.default, t(b, i + 3, j), 1, T((3,), "distinct", i + 3), t(b, 3, j)
+        )
+    ],
     "gather": [
         lambda b, i, j, k, m: call(aten.gather.default, t(b, i, j), -1, ids(j, b, i, k)),
         lambda b, i, j, k, m: call(aten.gather.default, t(b, i, j + 1), 1, ids(i, b, k, j)),
@@ -251,22 +287,42 @@ LOOKUP = {
         lambda b, i, j, k, m: call(aten.take_along_dim.default, t(b, i), ids(2, k)),
     ],
     "scatter": [
-        lambda b, i, j, k, m: call(aten.scatter.src, t(b, i, j + 1), -1, T((b, i, 1), "below", j + 1), t(b, i, 1)),
+        lambda b, i, j, k, m: call(
+            aten.scatter.src, t(b, i, j + 1), -1, T((b, i, 1), "below", j + 1), t(b, i, 1)
+        ),
         lambda b, i, j, k, m: call(aten.scatter.value, t(b, i, j), 1, ids(i, b, k, j), 2.0),
         lambda b, i, j, k, m: call(aten.scatter.value, t(b, i, j + 1), 1, ids(i, b, k, j), 2.0),
     ],
     "scatter_add": [
-        lambda b, i, j, k, m: call(aten.scatter_add.default, t(b, i, j), 1, ids(i, b, k, j), t(b, k, j)),
+        lambda b, i, j, k, m: call(
+            aten.scatter_add.default, t(b, i, j), 1, ids(i, b, k, j), t(b, k, j)
+        ),
         lambda b, i, j, k, m: call(aten.scatter_add.default, t(i, j), 0, ids(i, b, j), t(b, j)),
-        lambda b, i, j, k, m: call(aten.scatter_add.default, t(i, j), 0, ids(i, k, j), t(k + 1, j, grad=False)),
+        lambda b, i, j, k, m: call(
+            aten.scatter_add.default, t(i, j), 0, ids(i, k, j), t(k + 1, j, grad=False)
+        ),
     ],
     "scatter_reduce": [
-        lambda b, i, j, k, m: call(aten.scatter_reduce.two, t(b, i, j), 1, ids(i, b, k, j), t(b, k, j), "amax"),
-        lambda b, i, j, k, m: call(aten.scatter_reduce.two, t(b, i, j), 1, ids(i, b, k, j), t(b, k, j), "mean", include_self=False),
+        lambda b, i, j, k, m: call(
+            aten.scatter_reduce.two, t(b, i, j), 1, ids(i, b, k, j), t(b, k, j), "amax"
+        ),
+        lambda b, i, j, k, m: call(
+            aten.scatter_reduce.two,
+            t(b, i, j),
+            1,
+            ids(i, b, k, j),
+            t(b, k, j),
+            "mean",
+            include_self=False,
+        ),
     ],
     "slice_scatter": [
-        lambda b, i, j, k, m: call(aten.slice_scatter.default, t(b, i + 1, j), t(b, i, j), 1, 1, BIG),
-        lambda b, i, j, k, m: call(aten.slice_scatter.default, t(b, i, 2 * j), t(b, i, j), -1, 0, BIG, 2),
+        lambda b, i, j, k, m: call(
+            aten.slice_scatter.default, t(b, i + 1, j), t(b, i, j), 1, 1, BIG
+        ),
+        lambda b, i, j, k, m: call(
+            aten.slice_scatter.default, t(b, i, 2 * j), t(b, i, j), -1, 0, BIG, 2
+        ),
     ],
     "select_scatter": [
         lambda b, i, j, k, m: call(aten.select_scatter.default, t(b, i, j), t(b, j), 1, 0),
@@ -279,55 +335,135 @@ CONVOLUTION = {
         lambda b, i, j, k, m: call(aten.conv1d.default, t(b, i, j + 2), t(12, i, 3), t(12)),
         lambda b, i, j, k, m: call(aten.conv1d.default, t(b, 12, j + 2), t(k, 12, 3), t(k)),
         lambda b, i, j, k, m: call(aten.conv1d.default, t(i, j + 2), t(k, i, 2)),
-        lambda b, i, j, k, m: call(aten.conv1d.default, t(b, 12, j + 2), t(12, 1, 3), t(12), [1], [2], [1], 12),
-        lambda b, i, j, k, m: call(aten.conv1d.padding, t(b, i, j + 2), t(k, i, 3), t(k), [1], "same"),
+        lambda b, i, j, k, m: call(
+            aten.conv1d.default, t(b, 12, j + 2), t(12, 1, 3), t(12), [1], [2], [1], 12
+        ),
+        lambda b, i, j, k, m: call(
+            aten.conv1d.padding, t(b, i, j + 2), t(k, i, 3), t(k), [1], "same"
+        ),
     ],
     "conv2d": [
-        lambda b, i, j, k, m: call(aten.conv2d.default, t(b, 12, j + 2, 5), t(24, 12, 3, 2), t(24), [2, 1], [1, 0]),
-        lambda b, i, j, k, m: call(aten.conv2d.default, t(b, 12, 4, 5), t(24, 2, 3, 2), t(24), [1, 1], [0, 0], [1, 1], 6),
-        lambda b, i, j, k, m: call(aten.conv2d.default, t(12, 4, 5), t(12, 1, 3, 2), None, [1, 1], [0, 0], [1, 1], 12),
+        lambda b, i, j, k, m: call(
+            aten.conv2d.default, t(b, 12, j + 2, 5), t(24, 12, 3, 2), t(24), [2, 1], [1, 0]
+        ),
+        lambda b, i, j, k, m: call(
+            aten.conv2d.default, t(b, 12, 4, 5), t(24, 2, 3, 2), t(24), [1, 1], [0, 0], [1, 1], 6
+        ),
+        lambda b, i, j, k, m: call(
+            aten.conv2d.default, t(12, 4, 5), t(12, 1, 3, 2), None, [1, 1], [0, 0], [1, 1], 12
+        ),
     ],
-    "conv3d": [lambda b, i, j, k, m: call(aten.conv3d.default, t(b, 12, 3, 4, 5), t(12, 12, 2, 2, 2), t(12))],
+    "conv3d": [
+        lambda b, i, j, k, m: call(
+            aten.conv3d.default, t(b, 12, 3, 4, 5), t(12, 12, 2, 2, 2), t(12)
+        )
+    ],
     "convolution": [
-        lambda b, i, j, k, m: call(aten.convolution.default, t(b, 12, 5), t(12, 12, 3), t(12), [1], [0], [1], False, [0], 1),
-        lambda b, i, j, k, m: call(aten.convolution.default, t(b, 12, 5), t(12, 12, 3), t(12), [1], [0], [1], True, [0], 1),
-        lambda b, i, j, k, m: call(aten.convolution.default, t(b, 12, 5), t(12, 1, 3), None, [1], [0], [1], False, [0], 12),
-        lambda b, i, j, k, m: call(aten.convolution.default, t(b, 6, 5), t(6, 2, 3), t(4), [1], [0], [1], True, [0], 2),
+        lambda b, i, j, k, m: call(
+            aten.convolution.default, t(b, 12, 5), t(12, 12, 3), t(12), [1], [0], [1], False, [0], 1
+        ),
+        lambda b, i, j, k, m: call(
+            aten.convolution.default, t(b, 12, 5), t(12, 12, 3), t(12), [1], [0], [1], True, [0], 1
+        ),
+        lambda b, i, j, k, m: call(
+            aten.convolution.default, t(b, 12, 5), t(12, 1, 3), None, [1], [0], [1], False, [0], 12
+        ),
+        lambda b, i, j, k, m: call(
+            aten.convolution.default, t(b, 6, 5), t(6, 2, 3), t(4), [1], [0], [1], True, [0], 2
+        ),
     ],
     "conv_transpose1d": [
-        lambda b, i, j, k, m: call(aten.conv_transpose1d.default, t(b, 12, j), t(12, 12, 3), t(12), [2]),
-        lambda b, i, j, k, m: call(aten.conv_transpose1d.default, t(b, 4, j), t(4, 1, 3), t(2), [2], [0], [0], 2),
+        lambda b, i, j, k, m: call(
+            aten.conv_transpose1d.default, t(b, 12, j), t(12, 12, 3), t(12), [2]
+        ),
+        lambda b, i, j, k, m: call(
+            aten.conv_transpose1d.default, t(b, 4, j), t(4, 1, 3), t(2), [2], [0], [0], 2
+        ),
     ],
-    "conv_transpose2d": [lambda b, i, j, k, m: call(aten.conv_transpose2d.input, t(b, i, j, 3), t(i, k, 2, 2), t(k), [2, 2])],
-    "conv_transpose3d": [lambda b, i, j, k, m: call(aten.conv_transpose3d.input, t(b, i, 2, 3, 2), t(i, k, 2, 2, 2))],
+    "conv_transpose2d": [
+        lambda b, i, j, k, m: call(
+            aten.conv_transpose2d.input, t(b, i, j, 3), t(i, k, 2, 2), t(k), [2, 2]
+        )
+    ],
+    "conv_transpose3d": [
+        lambda b, i, j, k, m: call(aten.conv_transpose3d.input, t(b, i, 2, 3, 2), t(i, k, 2, 2, 2))
+    ],
     "group_norm": [
-        lambda b, i, j, k, m: call(aten.group_norm.default, t(b, 24, j + 1), 12, t(24), t(24), 1e-3),
+        lambda b, i, j, k, m: call(
+            aten.group_norm.default, t(b, 24, j + 1), 12, t(24), t(24), 1e-3
+        ),
         lambda b, i, j, k, m: call(aten.group_norm.default, t(b, 2 * i, 3, 2), i),
         lambda b, i, j, k, m: call(aten.group_norm.default, t(b, 2 * i, 3), 1, t(2 * i), t(2 * i)),
     ],
     "instance_norm": [
-        lambda b, i, j, k, m: call(aten.instance_norm.default, t(b, 12, j + 1), t(12), t(12), None, None, True, 0.1, 1e-3, False),
-        lambda b, i, j, k, m: call(aten.instance_norm.default, t(b, i, 3, 2), None, None, None, None, True, 0.1, 1e-3, False),
+        lambda b, i, j, k, m: call(
+            aten.instance_norm.default,
+            t(b, 12, j + 1),
+            t(12),
+            t(12),
+            None,
+            None,
+            True,
+            0.1,
+            1e-3,
+            False,
+        ),
+        lambda b, i, j, k, m: call(
+            aten.instance_norm.default,
+            t(b, i, 3, 2),
+            None,
+            None,
+            None,
+            None,
+            True,
+            0.1,
+            1e-3,
+            False,
+        ),
     ],
     **{
         f"{kind}_pool{n}d": [
-            lambda b, i, j, k, m, kind=kind, n=n: call(op(f"{kind}_pool{n}d"), t(b, 12, *[j + 2, 4, 5][:n]), [2] * n),
-            lambda b, i, j, k, m, kind=kind, n=n: call(op(f"{kind}_pool{n}d"), t(i, *[j + 2, 4, 5][:n]), [2] * n),
+            lambda b, i, j, k, m, kind=kind, n=n: call(
+                op(f"{kind}_pool{n}d"), t(b, 12, *[j + 2, 4, 5][:n]), [2] * n
+            ),
+            lambda b, i, j, k, m, kind=kind, n=n: call(
+                op(f"{kind}_pool{n}d"), t(i, *[j + 2, 4, 5][:n]), [2] * n
+            ),
         ]
         for kind in ("max", "avg", "adaptive_avg")
         for n in (1, 2, 3)
     },
-    "upsample_nearest1d": [lambda b, i, j, k, m: call(aten.upsample_nearest1d.vec, t(b, 12, j), [2 * j], None)],
-    "upsample_nearest2d": [lambda b, i, j, k, m: call(aten.upsample_nearest2d.vec, t(b, 12, j, 2), None, [2.0, 3.0])],
-    "upsample_nearest3d": [lambda b, i, j, k, m: call(aten.upsample_nearest3d.vec, t(b, 12, j, 2, 2), [j, 3, 4], None)],
-    "upsample_linear1d": [lambda b, i, j, k, m: call(aten.upsample_linear1d.vec, t(b, 12, j), [2 * j], False, None)],
+    "upsample_nearest1d": [
+        lambda b, i, j, k, m: call(aten.upsample_nearest1d.vec, t(b, 12, j), [2 * j], None)
+    ],
+    "upsample_nearest2d": [
+        lambda b, i, j, k, m: call(aten.upsample_nearest2d.vec, t(b, 12, j, 2), None, [2.0, 3.0])
+    ],
+    "upsample_nearest3d": [
+        lambda b, i, j, k, m: call(aten.upsample_nearest3d.vec, t(b, 12, j, 2, 2), [j, 3, 4], None)
+    ],
+    "upsample_linear1d": [
+        lambda b, i, j, k, m: call(aten.upsample_linear1d.vec, t(b, 12, j), [2 * j], False, None)
+    ],
     **{
-        name: [lambda b, i, j, k, m, name=name: call(op(name, "vec"), t(b, 12, j, 2), [2 * j, 3], True, None)]
+        name: [
+            lambda b, i, j, k, m, name=name: call(
+                op(name, "vec"), t(b, 12, j, 2), [2 * j, 3], True, None
+            )
+        ]
         for name in ("upsample_bilinear2d", "upsample_bicubic2d")
     },
-    "upsample_trilinear3d": [lambda b, i, j, k, m: call(aten.upsample_trilinear3d.vec, t(b, 12, j, 2, 2), [j, 3, 4], False, None)],
-    "pixel_shuffle": [lambda b, i, j, k, m: call(aten.pixel_shuffle.default, t(b, 12, 4 * j, k, m), 2)],
-    "pixel_unshuffle": [lambda b, i, j, k, m: call(aten.pixel_unshuffle.default, t(b, i, 2 * j, 2 * k), 2)],
+    "upsample_trilinear3d": [
+        lambda b, i, j, k, m: call(
+            aten.upsample_trilinear3d.vec, t(b, 12, j, 2, 2), [j, 3, 4], False, None
+        )
+    ],
+    "pixel_shuffle": [
+        lambda b, i, j, k, m: call(aten.pixel_shuffle.default, t(b, 12, 4 * j, k, m), 2)
+    ],
+    "pixel_unshuffle": [
+        lambda b, i, j, k, m: call(aten.pixel_unshuffle.default, t(b, i, 2 * j, 2 * k), 2)
+    ],
 }
 
 
@@ -349,42 +485,103 @@ CRITERIA = {
         lambda b, i, j, k, m: call(aten.soft_margin_loss.default, t(b, i), t(b, i, grad=False), 0),
     ],
     "binary_cross_entropy": [
-        lambda b, i, j, k, m: call(aten.binary_cross_entropy.default, below_one(b, i), T((b, i), "fraction", grad=False), None, 2),
-        lambda b, i, j, k, m: call(aten.binary_cross_entropy.default, below_one(b, i), T((b, i), "fraction", grad=False), pos_fixed(i), 0),
+        lambda b, i, j, k, m: call(
+            aten.binary_cross_entropy.default,
+            below_one(b, i),
+            T((b, i), "fraction", grad=False),
+            None,
+            2,
+        ),
+        lambda b, i, j, k, m: call(
+            aten.binary_cross_entropy.default,
+            below_one(b, i),
+            T((b, i), "fraction", grad=False),
+            pos_fixed(i),
+            0,
+        ),
     ],
     "binary_cross_entropy_with_logits": [
-        lambda b, i, j, k, m: call(aten.binary_cross_entropy_with_logits.default, t(b, i, j), t(b, i, j, grad=False), None, None, 2),
         lambda b, i, j, k, m: call(
-            aten.binary_cross_entropy_with_logits.default, t(b, i), t(b, i, grad=False), pos_fixed(b, 1), pos_fixed(i), 2
+            aten.binary_cross_entropy_with_logits.default,
+            t(b, i, j),
+            t(b, i, j, grad=False),
+            None,
+            None,
+            2,
         ),
-        lambda b, i, j, k, m: call(aten.binary_cross_entropy_with_logits.default, t(b, i), t(b, i, grad=False), None, pos_fixed(i), 0),
+        lambda b, i, j, k, m: call(
+            aten.binary_cross_entropy_with_logits.default,
+            t(b, i),
+            t(b, i, grad=False),
+            pos_fixed(b, 1),
+            pos_fixed(i),
+            2,
+        ),
+        lambda b, i, j, k, m: call(
+            aten.binary_cross_entropy_with_logits.default,
+            t(b, i),
+            t(b, i, grad=False),
+            None,
+            pos_fixed(i),
+            0,
+        ),
     ],
     "kl_div": [
         lambda b, i, j, k, m: call(aten.kl_div.default, t(b, i, j), T((b, i, j), "positive"), 2),
         lambda b, i, j, k, m: call(aten.kl_div.default, t(b, i), t(b, i), 0, log_target=True),
     ],
-    "poisson_nll_loss": [lambda b, i, j, k, m: call(aten.poisson_nll_loss.default, t(b, i), pos_fixed(b, i), True, False, 1e-8, 2)],
-    "margin_ranking_loss": [lambda b, i, j, k, m: call(aten.margin_ranking_loss.default, t(b, i), t(b, i), t(i, grad=False), 0.1, 2)],
+    "poisson_nll_loss": [
+        lambda b, i, j, k, m: call(
+            aten.poisson_nll_loss.default, t(b, i), pos_fixed(b, i), True, False, 1e-8, 2
+        )
+    ],
+    "margin_ranking_loss": [
+        lambda b, i, j, k, m: call(
+            aten.margin_ranking_loss.default, t(b, i), t(b, i), t(i, grad=False), 0.1, 2
+        )
+    ],
     "triplet_margin_loss": [
-        lambda b, i, j, k, m: call(aten.triplet_margin_loss.default, t(b, i), t(b, i), t(b, i), 1.0, 2.0, 1e-6, False, 0),
+        lambda b, i, j, k, m: call(
+            aten.triplet_margin_loss.default, t(b, i), t(b, i), t(b, i), 1.0, 2.0, 1e-6, False, 0
+        ),
     ],
     "cosine_embedding_loss": [
-        lambda b, i, j, k, m: call(aten.cosine_embedding_loss.default, t(b, i), t(b, i), t(b, grad=False), 0.1, 0),
+        lambda b, i, j, k, m: call(
+            aten.cosine_embedding_loss.default, t(b, i), t(b, i), t(b, grad=False), 0.1, 0
+        ),
     ],
     "multi_margin_loss": [
-        lambda b, i, j, k, m: call(aten.multi_margin_loss.default, t(b, j), ids(j, b), 1, 1.0, pos_fixed(j), 0),
+        lambda b, i, j, k, m: call(
+            aten.multi_margin_loss.default, t(b, j), ids(j, b), 1, 1.0, pos_fixed(j), 0
+        ),
         lambda b, i, j, k, m: call(aten.multi_margin_loss.default, t(b, j), ids(j, b)),
     ],
-    "multilabel_margin_loss": [lambda b, i, j, k, m: call(aten.multilabel_margin_loss.default, t(b, j), ids(j, b, j), 0)],
-    "hinge_embedding_loss": [lambda b, i, j, k, m: call(aten.hinge_embedding_loss.default, t(b, i), t(b, i, grad=False), 1.0, 2)],
+    "multilabel_margin_loss": [
+        lambda b, i, j, k, m: call(aten.multilabel_margin_loss.default, t(b, j), ids(j, b, j), 0)
+    ],
+    "hinge_embedding_loss": [
+        lambda b, i, j, k, m: call(
+            aten.hinge_embedding_loss.default, t(b, i), t(b, i, grad=False), 1.0, 2
+        )
+    ],
     "nll_loss_nd": [
-        lambda b, i, j, k, m: call(aten.nll_loss_nd.default, t(b, j), T((b,), "labels", j), None, 2),
-        lambda b, i, j, k, m: call(aten.nll_loss_nd.default, t(b, j, i), T((b, i), "labels", j), pos_fixed(j), 2),
-        lambda b, i, j, k, m: call(aten.nll_loss_nd.default, t(b, j), T((b,), "labels", j), None, 0),
-        lambda b, i, j, k, m: call(aten.nll_loss_nd.default, t(b, j), T((b,), "labels", j), None, 1),
+        lambda b, i, j, k, m: call(
+            aten.nll_loss_nd.default, t(b, j), T((b,), "labels", j), None, 2
+        ),
+        lambda b, i, j, k, m: call(
+            aten.nll_loss_nd.default, t(b, j, i), T((b, i), "labels", j), pos_fixed(j), 2
+        ),
+        lambda b, i, j, k, m: call(
+            aten.nll_loss_nd.default, t(b, j), T((b,), "labels", j), None, 0
+        ),
+        lambda b, i, j, k, m: call(
+            aten.nll_loss_nd.default, t(b, j), T((b,), "labels", j), None, 1
+        ),
     ],
     "nll_loss": [lambda b, i, j, k, m: call(aten.nll_loss.default, t(i, j), ids(j, i), None, 2)],
-    "nll_loss2d": [lambda b, i, j, k, m: call(aten.nll_loss2d.default, t(b, j, i, k), ids(j, b, i, k), None, 2)],
+    "nll_loss2d": [
+        lambda b, i, j, k, m: call(aten.nll_loss2d.default, t(b, j, i, k), ids(j, b, i, k), None, 2)
+    ],
 }
 
 PRODUCTS = {
@@ -392,9 +589,13 @@ PRODUCTS = {
     "dot": [lambda b, i, j, k, m: call(aten.dot.default, t(i), t(i))],
     "vdot": [lambda b, i, j, k, m: call(aten.vdot.default, t(b), t(b))],
     "outer": [lambda b, i, j, k, m: call(aten.outer.default, t(b), t(i))],
-    "bilinear": [lambda b, i, j, k, m: call(aten.bilinear.default, t(b, i), t(b, j), t(k, i, j), t(k))],
+    "bilinear": [
+        lambda b, i, j, k, m: call(aten.bilinear.default, t(b, i), t(b, j), t(k, i, j), t(k))
+    ],
     "baddbmm": [
-        lambda b, i, j, k, m: call(aten.baddbmm.default, t(b, i, k), t(b, i, j), t(b, j, k), beta=0.5, alpha=2),
+        lambda b, i, j, k, m: call(
+            aten.baddbmm.default, t(b, i, k), t(b, i, j), t(b, j, k), beta=0.5, alpha=2
+        ),
         lambda b, i, j, k, m: call(aten.baddbmm.default, t(b, 1, k), t(b, i, j), t(b, j, k)),
         lambda b, i, j, k, m: call(aten.baddbmm.default, t(k), t(m, i, j), t(m, j, k), beta=3),
     ],
@@ -402,7 +603,9 @@ PRODUCTS = {
     "einsum": [
         lambda b, i, j, k, m: call(aten.einsum.default, "bij,bkj->bik", [t(b, i, j), t(b, k, j)]),
         lambda b, i, j, k, m: call(aten.einsum.default, "...ij,jk", [t(b, i, j), t(j, k)]),
-        lambda b, i, j, k, m: call(aten.einsum.default, "b h i d, b h j d -> b h i j", [t(b, 2, i, j), t(b, 1, k, j)]),
+        lambda b, i, j, k, m: call(
+            aten.einsum.default, "b h i d, b h j d -> b h i j", [t(b, 2, i, j), t(b, 1, k, j)]
+        ),
         lambda b, i, j, k, m: call(aten.einsum.default, "bi,i,ij->bj", [t(b, i), t(i), t(i, j)]),
         lambda b, i, j, k, m: call(aten.einsum.default, "bii->b", [t(b, i, i)]),
         lambda b, i, j, k, m: call(aten.einsum.default, "bij->ji", [t(b, i, j)]),
@@ -410,7 +613,9 @@ PRODUCTS = {
     "linalg_solve_triangular": [
         lambda b, i, j, k, m: solve(t(b, i, j, j), t(b, i, j, k), upper=False, unitriangular=True),
         lambda b, i, j, k, m: solve(t(1, j, j), t(b, j, k), upper=True, unitriangular=True),
-        lambda b, i, j, k, m: solve(t(b, 1, j, j), t(i, k, j), upper=True, left=False, unitriangular=True),
+        lambda b, i, j, k, m: solve(
+            t(b, 1, j, j), t(i, k, j), upper=True, left=False, unitriangular=True
+        ),
         lambda b, i, j, k, m: solve(pos(j, j), t(j, k), upper=False),
     ],
 }
@@ -418,9 +623,24 @@ PRODUCTS = {
 CONSTANTS = {
     "logspace": [lambda b, i, j, k, m: call(aten.logspace.default, 0.0, 1.0, i)],
     "meshgrid": [lambda b, i, j, k, m: call(aten.meshgrid.default, [t(i), t(j)])],
-    **{name: [lambda b, i, j, k, m, name=name: call(op(name), i, j)] for name in ("tril_indices", "triu_indices")},
+    **{
+        name: [lambda b, i, j, k, m, name=name: call(op(name), i, j)]
+        for name in ("tril_indices", "triu_indices")
+    },
     "histc": [lambda b, i, j, k, m: call(aten.histc.default, t(b, i, grad=False), 5, -1, 1)],
-    "searchsorted": [lambda b, i, j, k, m: call(aten.searchsorted.Tensor, T((5,), "sorted", grad=False), t(b, i, grad=False))],
+    "searchsorted": [
+        lambda b, i, j, k, m: call(
+            aten.searchsorted.Tensor, T((5,), "sorted", grad=False), t(b, i, grad=False)
+        )
+    ],
 }
 
-MORE_SAMPLES = {**ELEMENTWISE, **REDUCTIONS, **LOOKUP, **CONVOLUTION, **CRITERIA, **PRODUCTS, **CONSTANTS}
+MORE_SAMPLES = {
+    **ELEMENTWISE,
+    **REDUCTIONS,
+    **LOOKUP,
+    **CONVOLUTION,
+    **CRITERIA,
+    **PRODUCTS,
+    **CONSTANTS,
+}

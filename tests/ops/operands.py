@@ -22,7 +22,12 @@ class T:
 
     @property
     def dtype(self) -> torch.dtype:
-        return {"below": torch.int64, "distinct": torch.int64, "labels": torch.int64, "bool": torch.bool}.get(self.kind, torch.float64)
+        return {
+            "below": torch.int64,
+            "distinct": torch.int64,
+            "labels": torch.int64,
+            "bool": torch.bool,
+        }.get(self.kind, torch.float64)
 
 
 def t(*shape, kind: str = "normal", limit: int = 0, grad: bool = True) -> T:
@@ -57,7 +62,9 @@ def values_of(x: T, generator: torch.Generator) -> torch.Tensor:
     if x.kind == "bool":
         return torch.rand(x.shape, generator=generator) < 0.5
     if x.kind in ("fraction", "above_one"):
-        return torch.rand(x.shape, generator=generator, dtype=torch.float64) * 0.8 + (0.1 if x.kind == "fraction" else 1.1)
+        return torch.rand(x.shape, generator=generator, dtype=torch.float64) * 0.8 + (
+            0.1 if x.kind == "fraction" else 1.1
+        )
     value = torch.randn(x.shape, generator=generator, dtype=torch.float64)
     if x.kind == "sorted":
         return value.sort().values

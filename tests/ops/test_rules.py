@@ -42,7 +42,14 @@ from autopar.rewrite.shard import ClassSharder
 
 aten = torch.ops.aten
 VERIFIED: Counter = Counter()
-PATTERNS = frozenset({Pattern((2, 1)), Pattern(zigzag=True), Pattern(rows=True), Pattern((1, 2), rows=True, zigzag=True)})
+PATTERNS = frozenset(
+    {
+        Pattern((2, 1)),
+        Pattern(zigzag=True),
+        Pattern(rows=True),
+        Pattern((1, 2), rows=True, zigzag=True),
+    }
+)
 """Patterns that every letter is tried in, where its sizes allow."""
 LETTERS: dict[str, set[str]] = {}
 
@@ -54,7 +61,15 @@ def routed(b, choices, experts, hidden, ffn, activation, transposed=False, bias=
     if transposed:
         up, down = (experts, hidden, wide), (experts, ffn, hidden)
     biases = (t(experts, wide), t(experts, hidden)) if bias else (None, None)
-    operands = (t(tokens, hidden), ids(experts, tokens, choices), t(tokens, choices), t(*up), biases[0], t(*down), biases[1])
+    operands = (
+        t(tokens, hidden),
+        ids(experts, tokens, choices),
+        t(tokens, choices),
+        t(*up),
+        biases[0],
+        t(*down),
+        biases[1],
+    )
     return call(torch.ops.autopar.routed_experts.default, *operands, activation, transposed, 0.0)
 
 
@@ -63,7 +78,9 @@ SAMPLES: dict[str, list] = {
     "linear": [
         lambda b, i, j, k, m: call(aten.linear.default, t(b, i, j), t(k, j), t(k)),
         lambda b, i, j, k, m: call(aten.linear.default, t(b, j), t(k, j)),
-        lambda b, i, j, k, m: call(aten.linear.default, t(b, i, j), t(k, j, grad=False), t(k, grad=False)),
+        lambda b, i, j, k, m: call(
+            aten.linear.default, t(b, i, j), t(k, j, grad=False), t(k, grad=False)
+        ),
         lambda b, i, j, k, m: call(aten.linear.default, t(j), t(k, j), t(k)),
     ],
     "matmul": [
@@ -90,8 +107,18 @@ SAMPLES: dict[str, list] = {
         lambda b, i, j, k, m: call(aten.addmm.default, t(i, 1), t(i, j), t(j, k), beta=0.5),
     ],
     "scaled_dot_product_attention": [
-        lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, j)),
-        lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, j, k), t(b, i, j, k), None, 0.0, True),
+        lambda b, i, j, k, m: call(
+            aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, j)
+        ),
+        lambda b, i, j, k, m: call(
+            aten.scaled_dot_product_attention.default,
+            t(b, i, j, k),
+            t(b, i, j, k),
+            t(b, i, j, k),
+            None,
+            0.0,
+            True,
+        ),
         lambda b, i, j, k, m: call(
             aten.scaled_dot_product_attention.default,
             t(b, i * m, j, k),
@@ -104,29 +131,69 @@ SAMPLES: dict[str, list] = {
             enable_gqa=True,
         ),
         lambda b, i, j, k, m: call(
-            aten.scaled_dot_product_attention.default, t(b, 2 * i, j, k), t(b, 2, j, k), t(b, 2, j, k), enable_gqa=True
+            aten.scaled_dot_product_attention.default,
+            t(b, 2 * i, j, k),
+            t(b, 2, j, k),
+            t(b, 2, j, k),
+            enable_gqa=True,
         ),
         lambda b, i, j, k, m: call(
-            aten.scaled_dot_product_attention.default, t(b, 2 * i, j, k), t(b, i, m, k), t(b, i, m, k), None, 0.3, j == m, enable_gqa=True
+            aten.scaled_dot_product_attention.default,
+            t(b, 2 * i, j, k),
+            t(b, i, m, k),
+            t(b, i, m, k),
+            None,
+            0.3,
+            j == m,
+            enable_gqa=True,
         ),
         lambda b, i, j, k, m: call(
-            aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, k), mask_bias(b, i, j, m), dropout_p=0.3
+            aten.scaled_dot_product_attention.default,
+            t(b, i, j, k),
+            t(b, i, m, k),
+            t(b, i, m, k),
+            mask_bias(b, i, j, m),
+            dropout_p=0.3,
         ),
         lambda b, i, j, k, m: call(
-            aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, k), mask_bias(b, i, j, m)
+            aten.scaled_dot_product_attention.default,
+            t(b, i, j, k),
+            t(b, i, m, k),
+            t(b, i, m, k),
+            mask_bias(b, i, j, m),
         ),
         lambda b, i, j, k, m: call(
-            aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, k), mask_bias(b, 1, j, m)
+            aten.scaled_dot_product_attention.default,
+            t(b, i, j, k),
+            t(b, i, m, k),
+            t(b, i, m, k),
+            mask_bias(b, 1, j, m),
         ),
-        lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(b, i, m, k), t(b, i, m, k), mask_bias(j, m)),
-        lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, j, k), t(b, m, k), t(b, m, k)),
-        lambda b, i, j, k, m: call(aten.scaled_dot_product_attention.default, t(b, i, j, k), t(1, i, j, k), t(1, i, j, k)),
+        lambda b, i, j, k, m: call(
+            aten.scaled_dot_product_attention.default,
+            t(b, i, j, k),
+            t(b, i, m, k),
+            t(b, i, m, k),
+            mask_bias(j, m),
+        ),
+        lambda b, i, j, k, m: call(
+            aten.scaled_dot_product_attention.default, t(b, j, k), t(b, m, k), t(b, m, k)
+        ),
+        lambda b, i, j, k, m: call(
+            aten.scaled_dot_product_attention.default, t(b, i, j, k), t(1, i, j, k), t(1, i, j, k)
+        ),
     ],
-    "autopar::in_training": [lambda b, i, j, k, m: call(torch.ops.autopar.in_training.default, t(b, i, j), t(b, i, j, grad=False))],
+    "autopar::in_training": [
+        lambda b, i, j, k, m: call(
+            torch.ops.autopar.in_training.default, t(b, i, j), t(b, i, j, grad=False)
+        )
+    ],
     "autopar::routed_experts": [
         lambda b, i, j, k, m: routed(b, i, j, k, m, "gated:silu"),
         lambda b, i, j, k, m: routed(b, i, j, k, m, "plain:gelu", bias=True),
-        lambda b, i, j, k, m: routed(b, i, j, k, m, "interleaved_clamp:0.7:1.702", transposed=True, bias=True),
+        lambda b, i, j, k, m: routed(
+            b, i, j, k, m, "interleaved_clamp:0.7:1.702", transposed=True, bias=True
+        ),
     ],
     "embedding": [
         lambda b, i, j, k, m: call(aten.embedding.default, t(j + 1, k), ids(j + 1, b, i)),
@@ -136,30 +203,63 @@ SAMPLES: dict[str, list] = {
         lambda b, i, j, k, m: call(aten.embedding.default, t(j + 1, k), ids(j + 1)),
     ],
     "cross_entropy_loss": [
-        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b * i, j), T((b * i,), "labels", j), None, 2),
-        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), None, 0),
-        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j, i), T((b, i), "labels", j), None, 0),
-        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j, i, k), T((b, i, k), "labels", j), None, 2),
+        lambda b, i, j, k, m: call(
+            aten.cross_entropy_loss.default, t(b * i, j), T((b * i,), "labels", j), None, 2
+        ),
+        lambda b, i, j, k, m: call(
+            aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), None, 0
+        ),
+        lambda b, i, j, k, m: call(
+            aten.cross_entropy_loss.default, t(b, j, i), T((b, i), "labels", j), None, 0
+        ),
+        lambda b, i, j, k, m: call(
+            aten.cross_entropy_loss.default, t(b, j, i, k), T((b, i, k), "labels", j), None, 2
+        ),
         lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(i, j), ids(j, i), None, 2, 0),
-        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), T((b, j), "fraction", grad=False), None, 2),
-        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j, i), T((b, j, i), "fraction", grad=False), None, 0),
+        lambda b, i, j, k, m: call(
+            aten.cross_entropy_loss.default, t(b, j), T((b, j), "fraction", grad=False), None, 2
+        ),
+        lambda b, i, j, k, m: call(
+            aten.cross_entropy_loss.default,
+            t(b, j, i),
+            T((b, j, i), "fraction", grad=False),
+            None,
+            0,
+        ),
         lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), ids(j, b), None, 1),
-        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), None, 2, -100, 0.1),
-        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), T((j,), "positive", grad=False), 2),
-        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j, i), T((b, i), "labels", j), None, 0),
-        lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(b, j, i), T((b, i), "labels", j), None, 2),
+        lambda b, i, j, k, m: call(
+            aten.cross_entropy_loss.default, t(b, j), T((b,), "labels", j), None, 2, -100, 0.1
+        ),
+        lambda b, i, j, k, m: call(
+            aten.cross_entropy_loss.default,
+            t(b, j),
+            T((b,), "labels", j),
+            T((j,), "positive", grad=False),
+            2,
+        ),
+        lambda b, i, j, k, m: call(
+            aten.cross_entropy_loss.default, t(b, j, i), T((b, i), "labels", j), None, 0
+        ),
+        lambda b, i, j, k, m: call(
+            aten.cross_entropy_loss.default, t(b, j, i), T((b, i), "labels", j), None, 2
+        ),
         lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(j), ids(j), None, 2),
         lambda b, i, j, k, m: call(aten.cross_entropy_loss.default, t(i, j), t(i, j), None, 2),
     ],
     "layer_norm": [
-        lambda b, i, j, k, m: call(aten.layer_norm.default, t(b, i, j + 1), [j + 1], t(j + 1), t(j + 1)),
+        lambda b, i, j, k, m: call(
+            aten.layer_norm.default, t(b, i, j + 1), [j + 1], t(j + 1), t(j + 1)
+        ),
         lambda b, i, j, k, m: call(aten.layer_norm.default, t(b, i, j + 1), [i, j + 1]),
     ],
     "rms_norm": [
         lambda b, i, j, k, m: call(aten.rms_norm.default, t(b, i, j), [j], t(j)),
         lambda b, i, j, k, m: call(aten.rms_norm.default, t(b, i, j), [i, j], None, 1e-3),
     ],
-    "softmax": [lambda b, i, j, k, m: call(aten.softmax.int, t(b, i, j), -1), lambda b, i, j, k, m: call(aten.softmax.int, t(b, i, j), 1)],
+    "softmax": [
+        lambda b, i, j, k, m: call(aten.softmax.int, t(b, i, j), -1),
+        lambda b, i, j, k, m: call(aten.softmax.int, t(b, i, j), 1),
+    ],
     "_softmax": [lambda b, i, j, k, m: call(aten._softmax.default, t(b, i, j), 1, False)],
     "log_softmax": [lambda b, i, j, k, m: call(aten.log_softmax.int, t(b, i, j), -2)],
     "cumsum": [
@@ -197,7 +297,9 @@ SAMPLES: dict[str, list] = {
     **{
         name: [
             lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, t(b, i, j), [-1]),
-            lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, t(b, i, j), [1, 2], True),
+            lambda b, i, j, k, m, name=name: call(
+                getattr(aten, name).default, t(b, i, j), [1, 2], True
+            ),
         ]
         for name in ("amax", "amin", "logsumexp")
     },
@@ -227,12 +329,19 @@ SAMPLES: dict[str, list] = {
     },
     **{
         name: [
-            lambda b, i, j, k, m, name=name: call(getattr(aten, name).correction, t(b, i, j + 1), [-1]),
-            lambda b, i, j, k, m, name=name: call(getattr(aten, name).correction, t(b, i + 1, j), [1], correction=0, keepdim=True),
+            lambda b, i, j, k, m, name=name: call(
+                getattr(aten, name).correction, t(b, i, j + 1), [-1]
+            ),
+            lambda b, i, j, k, m, name=name: call(
+                getattr(aten, name).correction, t(b, i + 1, j), [1], correction=0, keepdim=True
+            ),
         ]
         for name in ("var", "std")
     },
-    "prod": [lambda b, i, j, k, m: call(aten.prod.dim_int, t(b, i, j), -1), lambda b, i, j, k, m: call(aten.prod.default, t(b, i))],
+    "prod": [
+        lambda b, i, j, k, m: call(aten.prod.dim_int, t(b, i, j), -1),
+        lambda b, i, j, k, m: call(aten.prod.default, t(b, i)),
+    ],
     "reshape": [
         lambda b, i, j, k, m: call(aten.reshape.default, t(b, i, j * k), [b, i, j, k]),
         lambda b, i, j, k, m: call(aten.reshape.default, t(b, i, j, k), [b, i, -1]),
@@ -272,9 +381,17 @@ SAMPLES: dict[str, list] = {
         lambda b, i, j, k, m: call(aten.slice.Tensor, t(b, i + 2, j), 1, 1, 9223372036854775807, 2),
         lambda b, i, j, k, m: call(aten.slice.Tensor, t(b, i), 0, 0, 1),
     ],
-    "select": [lambda b, i, j, k, m: call(aten.select.int, t(b, i, j), -1, -1), lambda b, i, j, k, m: call(aten.select.int, t(b, i), 0, 0)],
-    "unbind": [lambda b, i, j, k, m: call(aten.unbind.int, t(b, 3, j), 1), lambda b, i, j, k, m: call(aten.unbind.int, t(2, b, j))],
-    "split_with_sizes": [lambda b, i, j, k, m: call(aten.split_with_sizes.default, t(b, i, j + k), [j, k], -1)],
+    "select": [
+        lambda b, i, j, k, m: call(aten.select.int, t(b, i, j), -1, -1),
+        lambda b, i, j, k, m: call(aten.select.int, t(b, i), 0, 0),
+    ],
+    "unbind": [
+        lambda b, i, j, k, m: call(aten.unbind.int, t(b, 3, j), 1),
+        lambda b, i, j, k, m: call(aten.unbind.int, t(2, b, j)),
+    ],
+    "split_with_sizes": [
+        lambda b, i, j, k, m: call(aten.split_with_sizes.default, t(b, i, j + k), [j, k], -1)
+    ],
     "cat": [
         lambda b, i, j, k, m: call(aten.cat.default, [t(b, i, j), t(b, k, j)], 1),
         lambda b, i, j, k, m: call(aten.cat.default, [t(b, i), t(b, i, grad=False)], -1),
@@ -288,15 +405,27 @@ SAMPLES: dict[str, list] = {
         lambda b, i, j, k, m: call(aten.pad.default, t(b, i, j), [1, 2]),
         lambda b, i, j, k, m: call(aten.pad.default, t(b, i, j), [0, 1, 1, 0], "constant", 3.0),
     ],
-    "constant_pad_nd": [lambda b, i, j, k, m: call(aten.constant_pad_nd.default, t(b, i, j), [1, 0], 2.0)],
+    "constant_pad_nd": [
+        lambda b, i, j, k, m: call(aten.constant_pad_nd.default, t(b, i, j), [1, 0], 2.0)
+    ],
     **{
         name: [
-            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, t(b, i, j), t(b, i, j), alpha=3),
+            lambda b, i, j, k, m, name=name: call(
+                getattr(aten, name).Tensor, t(b, i, j), t(b, i, j), alpha=3
+            ),
             lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, t(b, i, j), t(j)),
-            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, t(i, 1), t(b, 1, j), alpha=-1),
-            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, t(b, i), 2.5, alpha=2),
-            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, t(b, i), t(), alpha=2),
-            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, t(b, i), t(b, i, grad=False)),
+            lambda b, i, j, k, m, name=name: call(
+                getattr(aten, name).Tensor, t(i, 1), t(b, 1, j), alpha=-1
+            ),
+            lambda b, i, j, k, m, name=name: call(
+                getattr(aten, name).Tensor, t(b, i), 2.5, alpha=2
+            ),
+            lambda b, i, j, k, m, name=name: call(
+                getattr(aten, name).Tensor, t(b, i), t(), alpha=2
+            ),
+            lambda b, i, j, k, m, name=name: call(
+                getattr(aten, name).Tensor, t(b, i), t(b, i, grad=False)
+            ),
         ]
         for name in ("add", "sub")
     },
@@ -381,17 +510,27 @@ SAMPLES: dict[str, list] = {
     ],
     **{
         name: [
-            lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, ids(3, b, i), ids(3, i)),
+            lambda b, i, j, k, m, name=name: call(
+                getattr(aten, name).Tensor, ids(3, b, i), ids(3, i)
+            ),
             lambda b, i, j, k, m, name=name: call(getattr(aten, name).Scalar, ids(3, b, i), 1),
         ]
         for name in ("eq", "ne", "lt", "le", "gt", "ge")
     },
     **{
-        name: [lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, mask_(b, i), mask_(i))]
+        name: [
+            lambda b, i, j, k, m, name=name: call(
+                getattr(aten, name).default, mask_(b, i), mask_(i)
+            )
+        ]
         for name in ("logical_and", "logical_or")
     },
     **{
-        name: [lambda b, i, j, k, m, name=name: call(getattr(aten, name).Tensor, mask_(b, i), mask_(b, 1))]
+        name: [
+            lambda b, i, j, k, m, name=name: call(
+                getattr(aten, name).Tensor, mask_(b, i), mask_(b, 1)
+            )
+        ]
         for name in ("bitwise_and", "bitwise_or", "__and__", "__or__")
     },
     "bitwise_not": [lambda b, i, j, k, m: call(aten.bitwise_not.default, mask_(b, i))],
@@ -416,8 +555,14 @@ SAMPLES: dict[str, list] = {
         lambda b, i, j, k, m: call(aten.rsub.Tensor, t(b, i), t(i), alpha=2),
     ],
     # constants: replicated only
-    "arange": [lambda b, i, j, k, m: call(aten.arange.default, b), lambda b, i, j, k, m: call(aten.arange.start_step, 1, 9, 2)],
-    **{name: [lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, [b, i])] for name in ("ones", "zeros")},
+    "arange": [
+        lambda b, i, j, k, m: call(aten.arange.default, b),
+        lambda b, i, j, k, m: call(aten.arange.start_step, 1, 9, 2),
+    ],
+    **{
+        name: [lambda b, i, j, k, m, name=name: call(getattr(aten, name).default, [b, i])]
+        for name in ("ones", "zeros")
+    },
     "full": [lambda b, i, j, k, m: call(aten.full.default, [b, i], 3.0)],
     "empty": [lambda b, i, j, k, m: call(aten.empty.memory_format, [b, i])],
     "scalar_tensor": [lambda b, i, j, k, m: call(aten.scalar_tensor.default, 3.0)],
@@ -467,37 +612,55 @@ def table(request):
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         print(f"\nverified op strategies: {sum(VERIFIED.values())} runs of {len(VERIFIED)} ops")
-        rows = [f"{name} {VERIFIED[name]} ({len(LETTERS[name])} kinds)" for name in sorted(VERIFIED)]
+        rows = [
+            f"{name} {VERIFIED[name]} ({len(LETTERS[name])} kinds)" for name in sorted(VERIFIED)
+        ]
         for start in range(0, len(rows), 4):
             print("  " + "".join(f"{row:<40}" for row in rows[start : start + 4]))
 
 
 def test_every_op_of_the_registry_has_a_sample():
-    assert {name.removeprefix("aten::") for name in BUILT_IN if name.startswith(("aten::", "autopar::"))} == set(SAMPLES)
+    assert {
+        name.removeprefix("aten::") for name in BUILT_IN if name.startswith(("aten::", "autopar::"))
+    } == set(SAMPLES)
 
 
 @pytest.mark.filterwarnings("ignore:Raw SymInt")
 @pytest.mark.parametrize("name", sorted(SAMPLES))
-@settings(max_examples=1, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=1, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck)
+)
 @example(sizes=(3, 5, 4, 2), parts=3, rows=2)
-@given(sizes=st.tuples(*[st.integers(1, 7)] * 4), parts=st.sampled_from([2, 3, 4]), rows=st.integers(1, 2))
+@given(
+    sizes=st.tuples(*[st.integers(1, 7)] * 4),
+    parts=st.sampled_from([2, 3, 4]),
+    rows=st.integers(1, 2),
+)
 def test_rule(name, sizes, parts, rows):
     for sample in SAMPLES[name]:
         for axis in ("tp", "dp"):
-            check_sample(name, lambda b, sample=sample: sample(b, *sizes), axis, parts, rows * parts)
+            check_sample(
+                name, lambda b, sample=sample: sample(b, *sizes), axis, parts, rows * parts
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Raw SymInt")
 @pytest.mark.parametrize("name", sorted(SAMPLES))
-@settings(max_examples=examples(8, 20), phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=examples(8, 20),
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
 @example(sizes=(4, 2, 7, 6), parts=4, rows=1)
 @example(sizes=(12, 6, 4, 8), parts=2, rows=1)
 @given(sizes=st.tuples(*[st.integers(1, 9)] * 4), parts=st.integers(2, 5), rows=st.integers(1, 3))
 def test_rule_at_more_sizes(name, sizes, parts, rows):
     for sample in SAMPLES[name]:
         for axis in ("tp", "dp"):
-            check_sample(name, lambda b, sample=sample: sample(b, *sizes), axis, parts, rows * parts)
+            check_sample(
+                name, lambda b, sample=sample: sample(b, *sizes), axis, parts, rows * parts
+            )
 
 
 @pytest.mark.filterwarnings("ignore:Raw SymInt")
@@ -505,7 +668,11 @@ def test_constants_have_replicated_strategies_alone():
     for name in REPLICATE_ONLY:
         for sample in SAMPLES[name]:
             graph = traced_graph(sample, 4, 5, 6, 8)
-            node = next(n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+            node = next(
+                n
+                for n in graph.nodes
+                if n.op == "call_function" and n.target is not operator.getitem
+            )
             dims = op_dims(node)
             for batch in (False, True):
                 assert {s.name for s in all_strategies(graph, node, dims, 2, batch)} <= {"R", "R/P"}
@@ -518,7 +685,10 @@ def test_a_users_rule_is_held_to_the_same_proof():
 
     scaled.register_fake(lambda x, w: torch.empty_like(x))
     scaled.register_autograd(
-        lambda ctx, grad: (grad * ctx.saved_tensors[1], (grad * ctx.saved_tensors[0]).sum(tuple(range(grad.dim() - 1)))),
+        lambda ctx, grad: (
+            grad * ctx.saved_tensors[1],
+            (grad * ctx.saved_tensors[0]).sum(tuple(range(grad.dim() - 1))),
+        ),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
     target = torch.ops.autopar_test.scaled.default
@@ -527,7 +697,9 @@ def test_a_users_rule_is_held_to_the_same_proof():
     for axis in ("tp", "dp"):
         check_sample("autopar_test::scaled", lambda b: call(target, t(b, 5, 7), t(7)), axis, 3, 3)
     assert VERIFIED["autopar_test::scaled"] - before >= 6
-    register_rule("autopar_test::scaled", "b.. h, g -> b.. h")  # a wrong rule: it says that x and w are not aligned
+    register_rule(
+        "autopar_test::scaled", "b.. h, g -> b.. h"
+    )  # a wrong rule: it says that x and w are not aligned
     with pytest.raises((AssertionError, RuntimeError)):
         check_sample("autopar_test::scaled", lambda b: call(target, t(b, 5, 7), t(7)), "tp", 3, 3)
 
@@ -538,7 +710,9 @@ def test_a_users_rule_is_held_to_the_same_proof():
 def check_sample(name: str, sample, axis: str, parts: int, batch: int) -> None:
     """Verify every strategy of one call on one axis."""
     graph = traced_graph(sample)
-    node = next(n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+    node = next(
+        n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem
+    )
     dims = op_dims(node)
     values = whole_values(sample, batch)
     whole = run_whole(sample, values, batch)
@@ -557,14 +731,19 @@ def check_sample(name: str, sample, axis: str, parts: int, batch: int) -> None:
 
 def all_strategies(graph: Graph, node: Node, dims, parts: int, batch: bool) -> list[OpStrategy]:
     grads = value_grads(graph)
-    input_grads, output_grads = [grads[n] for n in operand_names(node)], [grads[n] for n in result_names(node)]
+    input_grads, output_grads = (
+        [grads[n] for n in operand_names(node)],
+        [grads[n] for n in result_names(node)],
+    )
     patterns = {letter: PATTERNS for letter in dims.letters}
     return strategies(dims, parts, input_grads, output_grads, "batch" if batch else "tp", patterns)
 
 
 def operands_of(sample_call) -> list[T]:
     found: list[T] = []
-    torch.utils._pytree.tree_map(lambda x: found.append(x) if isinstance(x, T) else None, sample_call[1:])
+    torch.utils._pytree.tree_map(
+        lambda x: found.append(x) if isinstance(x, T) else None, sample_call[1:]
+    )
     return found
 
 
@@ -596,13 +775,27 @@ def traced_graph(sample, *sizes) -> Graph:
         val = target(*values[0], **values[1])
     node.meta["val"] = list(val) if isinstance(val, (list, tuple)) else val
     first = node.meta["val"][0] if isinstance(node.meta["val"], list) else val
-    node.meta["grad"] = first.is_floating_point() and target._schema.name != "aten::detach" and any(p.meta["grad"] for p in placeholders)
-    node.meta["grad"] = node.meta["grad"] and "_like" not in target._schema.name and "new_" not in target._schema.name
+    node.meta["grad"] = (
+        first.is_floating_point()
+        and target._schema.name != "aten::detach"
+        and any(p.meta["grad"] for p in placeholders)
+    )
+    node.meta["grad"] = (
+        node.meta["grad"]
+        and "_like" not in target._schema.name
+        and "new_" not in target._schema.name
+    )
     outputs = [node]
     if isinstance(node.meta["val"], list):
-        outputs = [graph.call_function(operator.getitem, (node, index)) for index in range(len(node.meta["val"]))]
+        outputs = [
+            graph.call_function(operator.getitem, (node, index))
+            for index in range(len(node.meta["val"]))
+        ]
         for index, output in enumerate(outputs):
-            output.meta = {"val": node.meta["val"][index], "grad": node.meta["grad"] and node.meta["val"][index].is_floating_point()}
+            output.meta = {
+                "val": node.meta["val"][index],
+                "grad": node.meta["grad"] and node.meta["val"][index].is_floating_point(),
+            }
     graph.output(tuple(outputs))
     return graph
 
@@ -621,45 +814,93 @@ def dropped(x: Tensor, p: float, train: bool) -> Tensor:
     return dropout(x, p, step_noise(0, 0, 0, x.shape[0]), 2, [None] * x.dim(), (None, *x.shape[1:]))
 
 
-def dropped_attention(q, k, v, mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Tensor:
+def dropped_attention(
+    q, k, v, mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> Tensor:
     """The same of attention, which is the call after its operands and the batch size."""
     if not dropout_p:
-        return aten.scaled_dot_product_attention.default(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return aten.scaled_dot_product_attention.default(
+            q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     number, sizes = 4 + (mask is not None), (None, *q.shape[1:3], k.shape[2])
-    return attention_with_dropout(q, k, v, mask, dropout_p, is_causal, scale, step_noise(0, 0, 0, q.shape[0]), number, [None] * 4, sizes)
+    return attention_with_dropout(
+        q,
+        k,
+        v,
+        mask,
+        dropout_p,
+        is_causal,
+        scale,
+        step_noise(0, 0, 0, q.shape[0]),
+        number,
+        [None] * 4,
+        sizes,
+    )
 
 
-DROPPED = {aten.dropout.default: dropped, aten.scaled_dot_product_attention.default: dropped_attention}
+DROPPED = {
+    aten.dropout.default: dropped,
+    aten.scaled_dot_product_attention.default: dropped_attention,
+}
 
 
 def run_whole(sample, values: list[Tensor], batch: int):
     """(outputs, gradients of the outputs, gradients of the operands) on one device."""
     target, args, kwargs = sample(batch)
     leaves = [
-        v.clone().requires_grad_(x.grad and v.is_floating_point()) for v, x in zip(values, operands_of((target, args, kwargs)), strict=True)
+        v.clone().requires_grad_(x.grad and v.is_floating_point())
+        for v, x in zip(values, operands_of((target, args, kwargs)), strict=True)
     ]
     queue = iter(leaves)
-    args, kwargs = torch.utils._pytree.tree_map(lambda x: next(queue) if isinstance(x, T) else x, (args, kwargs))
+    args, kwargs = torch.utils._pytree.tree_map(
+        lambda x: next(queue) if isinstance(x, T) else x, (args, kwargs)
+    )
     outputs = tensors(DROPPED.get(target, target)(*args, **kwargs))
     generator = torch.Generator().manual_seed(7)
-    grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64) if o.requires_grad else None for o in outputs]
+    grads = [
+        torch.randn(o.shape, generator=generator, dtype=torch.float64) if o.requires_grad else None
+        for o in outputs
+    ]
     return [o.detach() for o in outputs], grads, gradients(outputs, grads, leaves)
 
 
-def gradients(outputs: list[Tensor], grads: list[Tensor | None], leaves: list[Tensor]) -> list[Tensor | None]:
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+def gradients(
+    outputs: list[Tensor], grads: list[Tensor | None], leaves: list[Tensor]
+) -> list[Tensor | None]:
+    pairs = [
+        (o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad
+    ]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not pairs or not wanted:
         return [None] * len(leaves)
-    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True, materialize_grads=True))
+    found = iter(
+        torch.autograd.grad(
+            [o for o, _ in pairs],
+            wanted,
+            [g for _, g in pairs],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    )
     return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
 def check_strategy(
-    name: str, graph: Graph, node: Node, strategy: OpStrategy, axis: str, parts: int, batch: int, values: list[Tensor], whole
+    name: str,
+    graph: Graph,
+    node: Node,
+    strategy: OpStrategy,
+    axis: str,
+    parts: int,
+    batch: int,
+    values: list[Tensor],
+    whole,
 ) -> None:
     outputs, output_grads, operand_grads = whole
-    operands = [place(v, layout.value, parts, batch) for v, layout in zip(values, strategy.inputs, strict=True)]
+    operands = [
+        place(v, layout.value, parts, batch)
+        for v, layout in zip(values, strategy.inputs, strict=True)
+    ]
     grads = [
         place(g, layout.grad, parts, batch) if g is not None else [None] * parts
         for g, layout in zip(output_grads, strategy.outputs, strict=True)
@@ -669,20 +910,38 @@ def check_strategy(
     needs = [n.meta["grad"] for n in graph.nodes if n.op == "placeholder"][:-1]
 
     def run(rank: int):
-        leaves = [shards[rank].clone().requires_grad_(grad) for shards, grad in zip(operands, needs, strict=True)]
+        leaves = [
+            shards[rank].clone().requires_grad_(grad)
+            for shards, grad in zip(operands, needs, strict=True)
+        ]
         noise = (step_noise(0, 0, 0, rows),) if drops(node) else ()
         found = programs[rank](*leaves, torch.zeros(rows), *noise)
         return [o.detach() for o in found], gradients(list(found), [g[rank] for g in grads], leaves)
 
     results = in_ranks(run, axis, parts, threads=bool(strategy.lowering))
     for index, layout in enumerate(strategy.outputs):
-        compare([r[0][index] for r in results], layout.value, outputs[index], f"output {index}", batch, shapes_only=name in GARBAGE)
+        compare(
+            [r[0][index] for r in results],
+            layout.value,
+            outputs[index],
+            f"output {index}",
+            batch,
+            shapes_only=name in GARBAGE,
+        )
     for index, layout in enumerate(strategy.inputs):
         if operand_grads[index] is not None:
-            compare([r[1][index] for r in results], layout.grad, operand_grads[index], f"gradient of operand {index}", batch)
+            compare(
+                [r[1][index] for r in results],
+                layout.grad,
+                operand_grads[index],
+                f"gradient of operand {index}",
+                batch,
+            )
 
 
-def rewritten(graph: Graph, node: Node, strategy: OpStrategy, axis: str, parts: int, rank: int) -> GraphModule:
+def rewritten(
+    graph: Graph, node: Node, strategy: OpStrategy, axis: str, parts: int, rank: int
+) -> GraphModule:
     """The rank's program, by the pass that rewrites every block."""
     mesh = MeshShape(**{axis: parts})
     ops = {node.name: {axis: AxisChoice(strategy.name, strategy.inputs, strategy.outputs)}}
@@ -693,32 +952,54 @@ def rewritten(graph: Graph, node: Node, strategy: OpStrategy, axis: str, parts: 
     for k, layout in enumerate(strategy.outputs):
         ops[f"output{k}"] = {axis: AxisChoice(str(layout), (layout,), ())}
     block = BlockClass("op", graph, (), "")
-    local = ClassSharder(block, BlockPlan("op", ("op",), "none", ops), mesh, rank, torch.device("cpu"), {}).run()
+    local = ClassSharder(
+        block, BlockPlan("op", ("op",), "none", ops), mesh, rank, torch.device("cpu"), {}
+    ).run()
     assert not any("transition" in n.meta for n in local.nodes)
     return GraphModule(torch.nn.Module(), local)
 
 
 def split_of(whole: Tensor, placement: Placement, batch: int) -> Split:
-    return Split(placement.dim, whole.shape[placement.dim], placement.pattern, batch if placement.pattern.rows else 1)
+    return Split(
+        placement.dim,
+        whole.shape[placement.dim],
+        placement.pattern,
+        batch if placement.pattern.rows else 1,
+    )
 
 
 def place(whole: Tensor, placement: Placement, parts: int, batch: int) -> list[Tensor]:
     """Each rank's tensor, together representing `whole`."""
     if placement.kind == "S":
-        return [pick(whole, split_of(whole, placement, batch), parts, rank) for rank in range(parts)]
+        return [
+            pick(whole, split_of(whole, placement, batch), parts, rank) for rank in range(parts)
+        ]
     if placement.kind == "R":
         return [whole] * parts
     generator = torch.Generator().manual_seed(parts)
-    summands = [torch.randn(whole.shape, generator=generator, dtype=whole.dtype) for _ in range(parts - 1)]
+    summands = [
+        torch.randn(whole.shape, generator=generator, dtype=whole.dtype) for _ in range(parts - 1)
+    ]
     return [*summands, whole - sum(summands)]
 
 
-def compare(found: list[Tensor], placement: Placement, whole: Tensor, what: str, batch: int, shapes_only: bool = False) -> None:
+def compare(
+    found: list[Tensor],
+    placement: Placement,
+    whole: Tensor,
+    what: str,
+    batch: int,
+    shapes_only: bool = False,
+) -> None:
     if placement.kind == "S":
-        combined = [natural_order(torch.cat(found, placement.dim), split_of(whole, placement, batch), len(found))]
-        assert [f.shape for f in found] == [w.shape for w in place(whole, placement, len(found), batch)], (
-            f"{what}: shards {[tuple(f.shape) for f in found]}"
-        )
+        combined = [
+            natural_order(
+                torch.cat(found, placement.dim), split_of(whole, placement, batch), len(found)
+            )
+        ]
+        assert [f.shape for f in found] == [
+            w.shape for w in place(whole, placement, len(found), batch)
+        ], f"{what}: shards {[tuple(f.shape) for f in found]}"
     elif placement.kind == "P":
         combined = [torch.stack(found).sum(0)]
     else:
@@ -727,14 +1008,20 @@ def compare(found: list[Tensor], placement: Placement, whole: Tensor, what: str,
         if shapes_only:
             assert tensor.shape == whole.shape
         else:
-            torch.testing.assert_close(tensor, whole, rtol=1e-9, atol=1e-10, msg=lambda m: f"{what}: {m}")
+            torch.testing.assert_close(
+                tensor, whole, rtol=1e-9, atol=1e-10, msg=lambda m: f"{what}: {m}"
+            )
 
 
 class Meeting:
     """Reductions between the ranks' threads, in place of `sharded_ops._reduced`."""
 
     def __init__(self, parts: int) -> None:
-        self.barrier, self.parts, self.given = threading.Barrier(parts, timeout=30), parts, [None] * parts
+        self.barrier, self.parts, self.given = (
+            threading.Barrier(parts, timeout=30),
+            parts,
+            [None] * parts,
+        )
 
     def reduced(self, x: Tensor, group: AxisGroup, op: str) -> Tensor:
         self.given[group.index] = x
@@ -771,5 +1058,7 @@ def in_ranks(run, axis: str, parts: int, threads: bool) -> list:
     finally:
         vocabulary_parallel._reduced = original
     if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        raise next(
+            (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
+        )
     return results

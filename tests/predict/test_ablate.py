@@ -21,12 +21,30 @@ from autopar.predict.report import ablation_json, ablation_table
 from autopar.predict.runs import read_runs
 
 BY_NAME = {mechanism.name: mechanism for mechanism in MECHANISMS}
-FP8 = LLAMA | {"id": "fp8", "gpu": "H100-80G-SXM", "dtype": "fp8", "extra_opts": "fp8_rowwise", "compile": "1"}
+FP8 = LLAMA | {
+    "id": "fp8",
+    "gpu": "H100-80G-SXM",
+    "dtype": "fp8",
+    "extra_opts": "fp8_rowwise",
+    "compile": "1",
+}
 NEMO = {"framework": "nemo", "year": "2024", "sp": "1", "recompute": "selective", "extra_opts": ""}
 PADDED = GPT | NEMO | {"id": "padded", "vocab": "50257"}
-DEEPSPEED = GPT | {"id": "deepspeed", "framework": "megatron-deepspeed", "tp": "1", "pp": "1", "dp": "16", "zero_stage_or_fsdp": "3"}
+DEEPSPEED = GPT | {
+    "id": "deepspeed",
+    "framework": "megatron-deepspeed",
+    "tp": "1",
+    "pp": "1",
+    "dp": "16",
+    "zero_stage_or_fsdp": "3",
+}
 PIPES = GPT | {"id": "pipes", "framework": "megatron-deepspeed"}
-MOSAIC = LLAMA | {"id": "mosaic", "framework": "llm-foundry", "gpu": "H100-PCIe-80G", "extra_opts": "sliding_window=8"}
+MOSAIC = LLAMA | {
+    "id": "mosaic",
+    "framework": "llm-foundry",
+    "gpu": "H100-PCIe-80G",
+    "extra_opts": "sliding_window=8",
+}
 
 TOUCHES = {  # the values that differ, of any of these runs
     "recomputation": {"run.degrees.recompute"},
@@ -71,7 +89,11 @@ TOUCHES = {  # the values that differ, of any of these runs
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    found, problems = read_runs(write(tmp_path_factory.mktemp("runs"), GPT, LLAMA, MOE, FP8, PADDED, DEEPSPEED, PIPES, MOSAIC))
+    found, problems = read_runs(
+        write(
+            tmp_path_factory.mktemp("runs"), GPT, LLAMA, MOE, FP8, PADDED, DEEPSPEED, PIPES, MOSAIC
+        )
+    )
     assert not problems, problems
     return {run.id: run for run in found}
 
@@ -80,7 +102,11 @@ def differences(a, b, name: str = "") -> set[str]:
     """Dotted names of the fields in which two values differ."""
     if is_dataclass(a) and type(a) is type(b):
         pairs = ((f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-        return {found for field, x, y in pairs for found in differences(x, y, f"{name}.{field}".lstrip("."))}
+        return {
+            found
+            for field, x, y in pairs
+            for found in differences(x, y, f"{name}.{field}".lstrip("."))
+        }
     return set() if a == b else {name}
 
 
@@ -94,7 +120,14 @@ def test_a_mechanism_is_switched_off_by_its_own_values(runs, mechanism):
 def test_what_no_value_touches_is_not_priced_again(runs, monkeypatch):
     monkeypatch.setattr(module, "price", None)
     whole = evaluate(runs["llama"])
-    for name in ("recomputation", "pipeline bubble", "fp8", "sliding windows", "vocabulary padding", "compiler fusion"):
+    for name in (
+        "recomputation",
+        "pipeline bubble",
+        "fp8",
+        "sliding windows",
+        "vocabulary padding",
+        "compiler fusion",
+    ):
         assert BY_NAME[name].step_time_s(runs["llama"], whole) == whole.step_time_s, name
 
 
@@ -102,29 +135,50 @@ def test_a_pipeline_without_its_bubble_and_a_step_without_recomputation(runs):
     run = runs["gpt"]
     whole = evaluate(run)
     assert whole.breakdown["bubble"] > 0
-    assert BY_NAME["pipeline bubble"].step_time_s(run, whole) == whole.step_time_s - whole.breakdown["bubble"]
+    assert (
+        BY_NAME["pipeline bubble"].step_time_s(run, whole)
+        == whole.step_time_s - whole.breakdown["bubble"]
+    )
     kept = evaluate(replace(run, degrees=replace(run.degrees, recompute="none")))
     assert BY_NAME["recomputation"].step_time_s(run, whole) == kept.step_time_s < whole.step_time_s
-    assert BY_NAME["overlap over dp"].step_time_s(runs["llama"], evaluate(runs["llama"])) >= evaluate(runs["llama"]).step_time_s
+    assert (
+        BY_NAME["overlap over dp"].step_time_s(runs["llama"], evaluate(runs["llama"]))
+        >= evaluate(runs["llama"]).step_time_s
+    )
 
 
 def test_mape_with_and_without(runs):
     """Runs that were measured as they are predicted have no error but where a mechanism is missing."""
     exact = []
     for run in (runs["gpt"], runs["llama"]):
-        exact.append(replace(run, measured=replace(run.measured, step_time_s=evaluate(run).step_time_s)))
+        exact.append(
+            replace(run, measured=replace(run.measured, step_time_s=evaluate(run).step_time_s))
+        )
 
     def refuse(case):
         raise AutoparError("no")
 
-    found = ablate(exact, (BY_NAME["pipeline bubble"], BY_NAME["fp8"], Mechanism("moon", "none", case=refuse)))
-    assert found.errors == pytest.approx({"gpt": 0.0, "llama": 0.0}) and found.refitted == pytest.approx({"gpt": 0.0, "llama": 0.0})
+    found = ablate(
+        exact, (BY_NAME["pipeline bubble"], BY_NAME["fp8"], Mechanism("moon", "none", case=refuse))
+    )
+    assert found.errors == pytest.approx(
+        {"gpt": 0.0, "llama": 0.0}
+    ) and found.refitted == pytest.approx({"gpt": 0.0, "llama": 0.0})
     bubble, fp8, moon = found.without
     parts = evaluate(exact[0])
     assert bubble.changed == ("gpt",) and not bubble.refused
-    assert bubble.errors == pytest.approx({"gpt": -parts.breakdown["bubble"] / parts.step_time_s, "llama": 0.0})
-    assert bubble.mape(changed=True) == pytest.approx(2 * bubble.mape()) and abs(bubble.refitted["gpt"]) < abs(bubble.errors["gpt"])
-    assert not fp8.changed and fp8.mape() == pytest.approx(0.0) and moon.refused == ("gpt", "llama") and not moon.changed
+    assert bubble.errors == pytest.approx(
+        {"gpt": -parts.breakdown["bubble"] / parts.step_time_s, "llama": 0.0}
+    )
+    assert bubble.mape(changed=True) == pytest.approx(2 * bubble.mape()) and abs(
+        bubble.refitted["gpt"]
+    ) < abs(bubble.errors["gpt"])
+    assert (
+        not fp8.changed
+        and fp8.mape() == pytest.approx(0.0)
+        and moon.refused == ("gpt", "llama")
+        and not moon.changed
+    )
 
     data = json.loads(ablation_json(found))
     assert [each["mechanism"] for each in data["without"]] == ["pipeline bubble", "fp8", "moon"]

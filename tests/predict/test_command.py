@@ -31,9 +31,16 @@ def invented(run: Run) -> RunPrediction:
 
 @pytest.fixture
 def predictions(tmp_path):
-    rows = [GPT | {"notes": OOM, "mem_gib_per_gpu": "1", "mem_kind": "peak reserved"}, GPT | {"id": "other", "step_time_s": "4"}, LLAMA]
+    rows = [
+        GPT | {"notes": OOM, "mem_gib_per_gpu": "1", "mem_kind": "peak reserved"},
+        GPT | {"id": "other", "step_time_s": "4"},
+        LLAMA,
+    ]
     rows += [GPT | {"id": name} for name in ("refused", "broken", "endless")]
-    rows += [GPT | {"id": "partial", "config_complete": "0", "extra_opts": "[bold]odd"}, GPT | {"id": "bad", "layers": "x"}]
+    rows += [
+        GPT | {"id": "partial", "config_complete": "0", "extra_opts": "[bold]odd"},
+        GPT | {"id": "bad", "layers": "x"},
+    ]
     return predict_file(write(tmp_path, *rows), invented)
 
 
@@ -41,7 +48,9 @@ def test_every_row_is_predicted_or_named(predictions):
     assert [r.run.id for r in predictions.results] == ["gpt", "other", "llama", "partial"]
     assert [r.run.id for r in predictions.scored] == ["gpt", "other", "llama"]
     assert [(p.id, p.reason) for p in predictions.problems if p.id != "endless"] == [
-        ("bad", "layers='x' is not a number"), ("refused", "the moon is full"), ("broken", "internal error: KeyError: 'a defect'")
+        ("bad", "layers='x' is not a number"),
+        ("refused", "the moon is full"),
+        ("broken", "internal error: KeyError: 'a defect'"),
     ]
     assert [r.run.id for r in predictions.out_of_memory] == ["gpt-tp4pp2dp2-mb1-oom"]
 
@@ -49,25 +58,61 @@ def test_every_row_is_predicted_or_named(predictions):
 def test_json(predictions):
     data = json.loads(report_json(predictions, "dtype"))
     row = data["rows"][0]
-    assert row["id"] == "gpt" and row["predicted_step_time_s"] == 4.0 and row["predicted_peak_memory_bytes"] == 1e9
-    assert row["breakdown"] == {"forward": 1.0, "backward": 1.0} and row["measured_memory_bytes"] == 2**30
-    assert [r["scored"] for r in data["rows"]] == [True, True, True, False] and "vpp" in row["defaulted"]
-    assert {problem["id"] for problem in data["not_predicted"]} == {"bad", "refused", "broken", "endless"}
-    assert data["scores"]["all"]["time"]["count"] == 3 and data["scores"]["all"]["memory"]["accepted"] == ["gpt-tp4pp2dp2-mb1-oom"]
-    assert set(data["scores"]["groups"]) == {"fp16", "bf16"} and data["scores"]["selections"]["MoE"]["time"]["mape"] is None
+    assert (
+        row["id"] == "gpt"
+        and row["predicted_step_time_s"] == 4.0
+        and row["predicted_peak_memory_bytes"] == 1e9
+    )
+    assert (
+        row["breakdown"] == {"forward": 1.0, "backward": 1.0}
+        and row["measured_memory_bytes"] == 2**30
+    )
+    assert [r["scored"] for r in data["rows"]] == [True, True, True, False] and "vpp" in row[
+        "defaulted"
+    ]
+    assert {problem["id"] for problem in data["not_predicted"]} == {
+        "bad",
+        "refused",
+        "broken",
+        "endless",
+    }
+    assert data["scores"]["all"]["time"]["count"] == 3 and data["scores"]["all"]["memory"][
+        "accepted"
+    ] == ["gpt-tp4pp2dp2-mb1-oom"]
+    assert (
+        set(data["scores"]["groups"]) == {"fp16", "bf16"}
+        and data["scores"]["selections"]["MoE"]["time"]["mape"] is None
+    )
 
 
 def test_tables(predictions):
     console = Console(width=200, record=True, force_terminal=False)
     console.print(report_table(predictions, "source"))
     text = console.export_text()
-    expected = ["tp2 pp2 dp4 mb2 recompute full", "partial (incomplete)", "the moon is full", "MAPE", "Spearman", "Step time by source"]
-    for words in [*expected, "[bold]odd", "out of memory", "rejects 0 of", "accepts 1 of 1", "Worst step times"]:
+    expected = [
+        "tp2 pp2 dp4 mb2 recompute full",
+        "partial (incomplete)",
+        "the moon is full",
+        "MAPE",
+        "Spearman",
+        "Step time by source",
+    ]
+    for words in [
+        *expected,
+        "[bold]odd",
+        "out of memory",
+        "rejects 0 of",
+        "accepts 1 of 1",
+        "Worst step times",
+    ]:
         assert words in text, words
 
 
 def test_the_command_line_explains_mistakes(tmp_path):
-    for path, words in [(tmp_path / "none.csv", "does not exist"), (write(tmp_path, {"a": "1"}), "lacks the columns id")]:
+    for path, words in [
+        (tmp_path / "none.csv", "does not exist"),
+        (write(tmp_path, {"a": "1"}), "lacks the columns id"),
+    ]:
         result = CliRunner().invoke(cli, ["predict", str(path)])
         assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
     assert CliRunner().invoke(cli, ["predict", "x.csv", "--by", "taste"]).exit_code == 2
@@ -79,7 +124,10 @@ def test_the_command_line_predicts(tmp_path):
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     assert data["rows"][0]["id"] == "llama" and data["rows"][0]["predicted_step_time_s"] > 0
-    assert data["rows"][0]["predicted_peak_memory_bytes"] > 0 and sum(data["rows"][0]["breakdown"].values()) > 0
+    assert (
+        data["rows"][0]["predicted_peak_memory_bytes"] > 0
+        and sum(data["rows"][0]["breakdown"].values()) > 0
+    )
     reasons = {problem["id"]: problem["reason"] for problem in data["not_predicted"]}
     assert len(data["rows"]) + len(reasons) == 3 and "abacus" in reasons["moe"]
     assert "Step time" in CliRunner().invoke(cli, ["predict", str(path), "--by", "gpu"]).output

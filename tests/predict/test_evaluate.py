@@ -21,38 +21,68 @@ def predicted(tmp_path, row, **changes):
 @pytest.mark.slow
 def test_a_layer_alone_has_no_embedding_head_or_update(tmp_path):
     alone = predicted(tmp_path, ONE)
-    assert "step" not in alone.breakdown and sum(alone.breakdown.values()) == pytest.approx(alone.step_time_s)
+    assert "step" not in alone.breakdown and sum(alone.breakdown.values()) == pytest.approx(
+        alone.step_time_s
+    )
     assert predicted(tmp_path, ONE, vocab="100000").step_time_s == pytest.approx(alone.step_time_s)
     rest = ONE | {"extra_opts": "no_flash_attn"}
     four, six = (predicted(tmp_path, rest, layers=layers) for layers in ("4", "6"))
     layers_s = six.step_time_s - four.step_time_s - six.breakdown["step"] + four.breakdown["step"]
     assert alone.step_time_s == pytest.approx(layers_s / 2)
-    assert alone.peak_memory_bytes == pytest.approx((six.peak_memory_bytes - four.peak_memory_bytes) / 2)
-    selective, full = (predicted(tmp_path, ONE, recompute=kind).step_time_s for kind in ("selective", "full"))
+    assert alone.peak_memory_bytes == pytest.approx(
+        (six.peak_memory_bytes - four.peak_memory_bytes) / 2
+    )
+    selective, full = (
+        predicted(tmp_path, ONE, recompute=kind).step_time_s for kind in ("selective", "full")
+    )
     forward_s = alone.breakdown["forward"]
     assert alone.step_time_s < selective < full < alone.step_time_s + 1.1 * forward_s
 
 
 def test_kinds_of_recomputation(tmp_path):
     row = LLAMA | {"layers": "4", "hidden": "1024", "ffn_hidden": "2816", "seq": "1024"}
-    kinds = [("none", ""), ("selective", "selective_AC=every-2-layers"), ("selective", "selective_AC=op"), ("full", "")]
-    none, layers, op, full = (predicted(tmp_path, row, recompute=kind, extra_opts=options) for kind, options in kinds)
-    assert none.step_time_s < min(layers.step_time_s, op.step_time_s) and max(layers.step_time_s, op.step_time_s) < full.step_time_s
+    kinds = [
+        ("none", ""),
+        ("selective", "selective_AC=every-2-layers"),
+        ("selective", "selective_AC=op"),
+        ("full", ""),
+    ]
+    none, layers, op, full = (
+        predicted(tmp_path, row, recompute=kind, extra_opts=options) for kind, options in kinds
+    )
+    assert (
+        none.step_time_s < min(layers.step_time_s, op.step_time_s)
+        and max(layers.step_time_s, op.step_time_s) < full.step_time_s
+    )
     assert full.peak_memory_bytes < op.peak_memory_bytes < none.peak_memory_bytes
 
 
 def test_predictors_of_later_tokens_are_priced(tmp_path):
     row = MOE | {"extra_opts": "experts=8;topk=2;moe_ffn=64;shared_experts=1", "hidden": "256"}
-    plain, later = (predicted(tmp_path, row, extra_opts=row["extra_opts"] + more) for more in ("", ";mtp=1"))
-    assert later.step_time_s > plain.step_time_s and later.peak_memory_bytes > plain.peak_memory_bytes
+    plain, later = (
+        predicted(tmp_path, row, extra_opts=row["extra_opts"] + more) for more in ("", ";mtp=1")
+    )
+    assert (
+        later.step_time_s > plain.step_time_s and later.peak_memory_bytes > plain.peak_memory_bytes
+    )
 
 
 def test_a_new_layout_of_a_traced_model_builds_and_traces_nothing(tmp_path, monkeypatch):
     """Most of a first prediction is spent on the model; another layout of it takes milliseconds."""
     predicted(tmp_path, LLAMA)
-    for name in ("autopar.api.capture", "autopar.models.base.NativeSpec.build", "autopar.annotate.class_facts.observe_saved"):
+    for name in (
+        "autopar.api.capture",
+        "autopar.models.base.NativeSpec.build",
+        "autopar.annotate.class_facts.observe_saved",
+    ):
         monkeypatch.setattr(name, None)
-    layouts = [{"micro_batch": "1"}, {"micro_batch": "4"}, {"tp": "2", "dp": "8"}, {"recompute": "full"}, {"zero_stage_or_fsdp": "1"}]
+    layouts = [
+        {"micro_batch": "1"},
+        {"micro_batch": "4"},
+        {"tp": "2", "dp": "8"},
+        {"recompute": "full"},
+        {"zero_stage_or_fsdp": "1"},
+    ]
     times = {predicted(tmp_path, LLAMA, **layout).step_time_s for layout in layouts}
     assert len(times) == len(layouts)
 
@@ -60,7 +90,9 @@ def test_a_new_layout_of_a_traced_model_builds_and_traces_nothing(tmp_path, monk
 def test_sharding_within_groups_is_priced(tmp_path):
     """Fewer ranks hold more each; 16 are all of them, and a node has eight."""
     kinds = ("fsdp2", "hsdp(shard=16)", "hsdp", "hsdp(shard=8)", "hsdp(shard=2)")
-    whole, same, node, eight, pair = (predicted(tmp_path, LLAMA, zero_stage_or_fsdp=kind) for kind in kinds)
+    whole, same, node, eight, pair = (
+        predicted(tmp_path, LLAMA, zero_stage_or_fsdp=kind) for kind in kinds
+    )
     assert (same, eight) == (whole, node)
     assert len({whole.step_time_s, node.step_time_s, pair.step_time_s}) == 3
     assert whole.peak_memory_bytes < node.peak_memory_bytes < pair.peak_memory_bytes
@@ -68,8 +100,20 @@ def test_sharding_within_groups_is_priced(tmp_path):
 
 def test_the_network_is_that_of_a_node_with_the_gpu_and_the_rate(tmp_path):
     """50 Gbit/s for each of 8 A100: four Omni-Path interfaces; 200: InfiniBand, one each; 123: what the row says, as InfiniBand."""
-    rows = [GPT | {"id": rate, "gpu": "A100-80G-SXM", "nic_gbps_per_gpu": rate} for rate in ("50", "200", "123")]
-    omnipath, infiniband, other = (cluster_of(run).topology for run in read_runs(write(tmp_path, *rows))[0])
+    rows = [
+        GPT | {"id": rate, "gpu": "A100-80G-SXM", "nic_gbps_per_gpu": rate}
+        for rate in ("50", "200", "123")
+    ]
+    omnipath, infiniband, other = (
+        cluster_of(run).topology for run in read_runs(write(tmp_path, *rows))[0]
+    )
     assert omnipath.nics == 4 and omnipath.inter.bandwidth_Bps == 12.5e9
-    assert omnipath.inter.efficiency < 0.5 * infiniband.inter.efficiency == 0.5 * other.inter.efficiency
-    assert infiniband.nics == other.nics == 8 and (infiniband.inter.bandwidth_Bps, other.inter.bandwidth_Bps) == (25e9, 123e9 / 8)
+    assert (
+        omnipath.inter.efficiency
+        < 0.5 * infiniband.inter.efficiency
+        == 0.5 * other.inter.efficiency
+    )
+    assert infiniband.nics == other.nics == 8 and (
+        infiniband.inter.bandwidth_Bps,
+        other.inter.bandwidth_Bps,
+    ) == (25e9, 123e9 / 8)

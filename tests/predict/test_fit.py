@@ -24,21 +24,35 @@ def made_up(powers: np.ndarray, truth, sources: list[str], noise: float = 0.0):
         values = np.array([getattr(constants, name) / getattr(FITTED, name) for name in FREE])
         return float(np.prod(values ** powers[number]))
 
-    measured = [SimpleNamespace(step_time_s=time_s(n, truth) * np.exp(noise * generator.normal())) for n in range(len(sources))]
-    runs = [SimpleNamespace(id=f"run{n}", source=source, measured=measured[n]) for n, source in enumerate(sources)]
-    return runs, lambda run, constants: SimpleNamespace(step_time_s=time_s(int(run.id[3:]), constants))
+    measured = [
+        SimpleNamespace(step_time_s=time_s(n, truth) * np.exp(noise * generator.normal()))
+        for n in range(len(sources))
+    ]
+    runs = [
+        SimpleNamespace(id=f"run{n}", source=source, measured=measured[n])
+        for n, source in enumerate(sources)
+    ]
+    return runs, lambda run, constants: SimpleNamespace(
+        step_time_s=time_s(int(run.id[3:]), constants)
+    )
 
 
 def test_constants_come_out_as_they_were_put_in():
     generator = np.random.default_rng(1)
     powers = -generator.uniform(0, 1, (120, len(FREE)))
-    truth = replace(FITTED, hopper_efficiency=FITTED.hopper_efficiency * 0.9, hbm_efficiency=FITTED.hbm_efficiency * 1.1)
+    truth = replace(
+        FITTED,
+        hopper_efficiency=FITTED.hopper_efficiency * 0.9,
+        hbm_efficiency=FITTED.hbm_efficiency * 1.1,
+    )
     runs, evaluate = made_up(powers, truth, ["a", "b", "c"] * 40)
     found = fit(sensitivities(runs, evaluate))
     for name in FREE:
         assert getattr(found.constants, name) == pytest.approx(getattr(truth, name), rel=0.01), name
     assert found.mape < 0.01 and found.left_out_mape < 0.02
-    assert set(found.left_out) == {"a", "b", "c"} and all(len(errors) == 40 for errors in found.left_out.values())
+    assert set(found.left_out) == {"a", "b", "c"} and all(
+        len(errors) == 40 for errors in found.left_out.values()
+    )
 
 
 def test_a_source_that_is_left_out_is_not_seen():
@@ -49,7 +63,9 @@ def test_a_source_that_is_left_out_is_not_seen():
     for run in runs[30:]:
         run.measured.step_time_s *= 2
     found = fit(sensitivities(runs, evaluate))
-    assert found.constants_without["b"].hopper_efficiency == pytest.approx(FITTED.hopper_efficiency, rel=1e-6)
+    assert found.constants_without["b"].hopper_efficiency == pytest.approx(
+        FITTED.hopper_efficiency, rel=1e-6
+    )
     assert [e for e in found.left_out["b"].values()] == pytest.approx([-0.5] * 10)
     assert all(e > 0.3 for e in found.left_out["a"].values())
     assert "left_out_mape" in fit_json(found) and fit_table(found)

@@ -37,7 +37,9 @@ CASES = [
 @pytest.mark.parametrize(("cells", "expected"), CASES)
 def test_what_a_framework_holds(tmp_path, cells, expected):
     gpus = 8
-    row = {key: str(value) for key, value in (GPT | {"gpus": gpus, "tp": 1, "pp": 1} | cells).items()}
+    row = {
+        key: str(value) for key, value in (GPT | {"gpus": gpus, "tp": 1, "pp": 1} | cells).items()
+    }
     row["dp"] = str(gpus // int(row["pp"]))
     runs, problems = read_runs(write(tmp_path, row))
     assert not problems

@@ -13,7 +13,15 @@ from autopar.predict import evaluate
 from autopar.predict.evaluate import case_of, plan_freely, price
 from autopar.predict.runs import read_runs
 
-PLAIN = LLAMA | {"hidden": "512", "ffn_hidden": "1408", "seq": "512", "gpus": "8", "dp": "4", "tp": "2", "micro_batch": "2"}
+PLAIN = LLAMA | {
+    "hidden": "512",
+    "ffn_hidden": "1408",
+    "seq": "512",
+    "gpus": "8",
+    "dp": "4",
+    "tp": "2",
+    "micro_batch": "2",
+}
 TIGHT = PLAIN | {"id": "tight", "hidden": "8192", "ffn_hidden": "28672", "layers": "16", "heads": "64", "kv_heads": "8", "vocab": "128000",
                  "zero_stage_or_fsdp": "0"}  # fmt: skip
 
@@ -64,7 +72,9 @@ def test_what_cannot_be_planned_has_its_reason(tmp_path):
                  "micro_batch": "2", "global_batch_seqs": "2"}  # fmt: skip
     row = compared(runs_of(tmp_path, one)[0], 20.0, {})
     assert row.free is None and "one layer alone" in row.reason and row.slower is None
-    assert verdict([row], 0.0) == ["0 of 1 runs were planned freely; the free choice is predicted to be slower in 0"]
+    assert verdict([row], 0.0) == [
+        "0 of 1 runs were planned freely; the free choice is predicted to be slower in 0"
+    ]
 
 
 @pytest.mark.slow
@@ -72,12 +82,18 @@ def test_a_slower_choice_is_a_failure(tmp_path, monkeypatch, capsys):
     path = write(tmp_path, PLAIN, PLAIN | {"id": "second"})
     assert main([str(path), "--limit", "1", "--output", str(tmp_path / "out.txt")]) == 0
     text = capsys.readouterr().out
-    assert text == (tmp_path / "out.txt").read_text() and "1 of 1 runs were planned freely" in text and "second" not in text
+    assert (
+        text == (tmp_path / "out.txt").read_text()
+        and "1 of 1 runs were planned freely" in text
+        and "second" not in text
+    )
     real = published_layouts.plan_freely
 
     def slowly(case, memory_bytes, time_limit_s):
         plan = real(case, memory_bytes, time_limit_s)
-        return replace(plan, predicted=replace(plan.predicted, step_time_s=1.01 * price(case).step_time_s))
+        return replace(
+            plan, predicted=replace(plan.predicted, step_time_s=1.01 * price(case).step_time_s)
+        )
 
     monkeypatch.setattr(published_layouts, "plan_freely", slowly)
     assert main([str(path)]) == 1
@@ -87,4 +103,6 @@ def test_a_slower_choice_is_a_failure(tmp_path, monkeypatch, capsys):
 
 def test_rows_are_priced_as_predict_prices_them(tmp_path):
     (run,) = runs_of(tmp_path, PLAIN)
-    assert compared(run, 20.0, {}).pinned.step_time_s == pytest.approx(price(case_of(run)).step_time_s, rel=1e-12)
+    assert compared(run, 20.0, {}).pinned.step_time_s == pytest.approx(
+        price(case_of(run)).step_time_s, rel=1e-12
+    )

@@ -31,7 +31,9 @@ from autopar.predict.score import (
 
 TIMES = st.floats(0.01, 1e4)
 PAIRS = st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=12)
-FEW = st.lists(st.tuples(st.integers(1, 4).map(float), st.integers(1, 4).map(float)), min_size=1, max_size=8)  # many ties
+FEW = st.lists(
+    st.tuples(st.integers(1, 4).map(float), st.integers(1, 4).map(float)), min_size=1, max_size=8
+)  # many ties
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +45,25 @@ def base(tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory) -> tuple[Run, ...]:
-    return read_runs(write(tmp_path_factory.mktemp("runs"), GPT, LLAMA, MOE, GPT | {"id": "fp8", "dtype": "fp8"}))[0]
+    return read_runs(
+        write(tmp_path_factory.mktemp("runs"), GPT, LLAMA, MOE, GPT | {"id": "fp8", "dtype": "fp8"})
+    )[0]
 
 
-def scored(run: Run, predicted_s: float, measured_s: float | None, memory: float = 1e9, **measured) -> Scored:
-    return Scored(replace(run, measured=Measured(step_time_s=measured_s, **measured)), RunPrediction(predicted_s, memory))
+def scored(
+    run: Run, predicted_s: float, measured_s: float | None, memory: float = 1e9, **measured
+) -> Scored:
+    return Scored(
+        replace(run, measured=Measured(step_time_s=measured_s, **measured)),
+        RunPrediction(predicted_s, memory),
+    )
 
 
 def test_errors_are_signed_and_relative():
     assert relative_error(3.0, 2.0) == 0.5 and relative_error(1.0, 2.0) == -0.5
-    assert [relative_error(1.0, m) for m in (None, 0.0, nan, inf, -1.0)] == [None] * 5 and relative_error(nan, 1.0) is None
+    assert [relative_error(1.0, m) for m in (None, 0.0, nan, inf, -1.0)] == [
+        None
+    ] * 5 and relative_error(nan, 1.0) is None
     assert mape([0.5, -0.1]) == pytest.approx(0.3) and isnan(mape([]))
 
 
@@ -123,7 +134,10 @@ def test_groups_share_model_cluster_dtype_and_nearly_the_batch(base):
 
 
 def test_ranking_compares_the_time_of_one_sequence(base):
-    slow, fast = replace(base, id="slow", global_batch=2016), replace(base, id="fast", global_batch=2048)
+    slow, fast = (
+        replace(base, id="slow", global_batch=2016),
+        replace(base, id="fast", global_batch=2048),
+    )
     found = score([scored(slow, 100.0, 100.0), scored(fast, 101.0, 101.0)]).rank
     assert (found.spearman, found.regret, found.groups[0].ids) == (1.0, 0.0, ("slow", "fast"))
 
@@ -134,7 +148,12 @@ def test_scores_of_known_predictions(base):
     found = score(results)
     assert (found.time.count, found.time.mape, found.time.bias) == (2, 0.75, 0.25)
     assert found.time.worst == (("a", 1.0), ("b", -0.5)) and found.time.within_10 == 0
-    assert (found.rank.spearman, found.rank.regret, found.rank.pairs_right, found.rank.pairs) == (-1.0, 1.0, 0, 1)
+    assert (found.rank.spearman, found.rank.regret, found.rank.pairs_right, found.rank.pairs) == (
+        -1.0,
+        1.0,
+        0,
+        1,
+    )
 
 
 def test_memory_verdicts(base):
@@ -143,17 +162,33 @@ def test_memory_verdicts(base):
     analytic = scored(base, 1.0, 1.0, memory=8e9, memory_bytes=1e9, memory_scope="analytic")
     rejected = scored(replace(base, id="big"), 1.0, 1.0, memory=capacity + 1.0)
     failed = scored(replace(base, id="failed"), 1.0, None, memory=capacity, out_of_memory=True)
-    refused = scored(replace(base, id="refused"), 1.0, None, memory=2.0 * capacity, out_of_memory=True)
+    refused = scored(
+        replace(base, id="refused"), 1.0, None, memory=2.0 * capacity, out_of_memory=True
+    )
     unknown = scored(replace(base, machine=replace(base.machine, memory_bytes=None)), 1.0, 1.0)
     found = score([low, analytic, rejected, unknown, failed], [refused]).memory
-    assert (found.count, found.under) == (1, ("gpt",)) and found.mape == pytest.approx(0.2) and found.bias == pytest.approx(-0.2)
-    assert (found.rejected, found.judged, found.accepted, found.out_of_memory) == (("big",), 3, ("failed",), 2)
+    assert (
+        (found.count, found.under) == (1, ("gpt",))
+        and found.mape == pytest.approx(0.2)
+        and found.bias == pytest.approx(-0.2)
+    )
+    assert (found.rejected, found.judged, found.accepted, found.out_of_memory) == (
+        ("big",),
+        3,
+        ("failed",),
+        2,
+    )
 
 
 @pytest.mark.parametrize("results", [0, 1])
 def test_nothing_to_score_is_nan(base, results):
     found = score([scored(base, 1.0, None)] * results)
-    assert found.time.count == 0 and isnan(found.time.mape) and isnan(found.rank.spearman) and isnan(found.rank.regret_worst)
+    assert (
+        found.time.count == 0
+        and isnan(found.time.mape)
+        and isnan(found.rank.spearman)
+        and isnan(found.rank.regret_worst)
+    )
     assert isnan(found.memory.mape) and found.memory.rejected == () and found.time.worst == ()
 
 
@@ -168,9 +203,15 @@ def test_bias_is_at_most_the_mean_absolute_error(base, pairs):
 def test_selections_and_groupings(families):
     results = [scored(run, 1.0, 1.0) for run in families]
     chosen = {name: [r.run.id for r in select(results, name)] for name in SELECTIONS}
-    assert chosen["tp or pp > 1"] == ["gpt", "fp8"] and chosen["MoE"] == ["moe"] and chosen["fp8 dense"] == ["fp8"]
+    assert (
+        chosen["tp or pp > 1"] == ["gpt", "fp8"]
+        and chosen["MoE"] == ["moe"]
+        and chosen["fp8 dense"] == ["fp8"]
+    )
     assert chosen["FSDP or ZeRO-3"] == ["llama", "moe"]
     assert {by: list(grouped(results, by)) for by in GROUPINGS} == {
-        "source": ["here"], "gpu": ["A100-80G-SXM"], "dtype": ["fp16", "bf16", "fp8"]
+        "source": ["here"],
+        "gpu": ["A100-80G-SXM"],
+        "dtype": ["fp16", "bf16", "fp8"],
     }
     assert sum(map(len, grouped(results, "dtype").values())) == len(results)

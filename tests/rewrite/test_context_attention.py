@@ -69,11 +69,22 @@ def positions(case: Case, size: int, rank: int) -> list[int]:
 def tensors(case: Case) -> tuple[list[Tensor], Tensor]:
     """Whole query, key, value and, if there is one, mask; and the gradient of the result."""
     g = torch.Generator().manual_seed(case.seq + 31 * case.heads)
-    shapes = ((case.heads, case.seq, case.dim), (case.kv_heads, case.keys, case.dim), (case.kv_heads, case.keys, case.value_dim))
-    inputs = [torch.randn(case.batch, *shape, generator=g, dtype=torch.float64).to(case.dtype).requires_grad_() for shape in shapes]
+    shapes = (
+        (case.heads, case.seq, case.dim),
+        (case.kv_heads, case.keys, case.dim),
+        (case.kv_heads, case.keys, case.value_dim),
+    )
+    inputs = [
+        torch.randn(case.batch, *shape, generator=g, dtype=torch.float64)
+        .to(case.dtype)
+        .requires_grad_()
+        for shape in shapes
+    ]
     if case.mask:
         inputs.append(make_mask(case, g))
-    grad = torch.randn(case.batch, case.heads, case.seq, case.value_dim, generator=g, dtype=torch.float64).to(case.dtype)
+    grad = torch.randn(
+        case.batch, case.heads, case.seq, case.value_dim, generator=g, dtype=torch.float64
+    ).to(case.dtype)
     return inputs, grad
 
 
@@ -105,7 +116,9 @@ def reference(case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
         past = torch.arange(case.seq).unsqueeze(1) >= torch.arange(case.keys)
         mask = mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, -torch.inf)
     causal = case.is_causal and mask is None
-    out = scaled_dot_product_attention(*inputs[:3], mask, 0.0, causal, scale=case.scale, enable_gqa=case.heads != case.kv_heads)
+    out = scaled_dot_product_attention(
+        *inputs[:3], mask, 0.0, causal, scale=case.scale, enable_gqa=case.heads != case.kv_heads
+    )
     return [out.detach(), *torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad)]
 
 
@@ -116,9 +129,13 @@ def local_inputs(case: Case, rank: int) -> tuple[list[Tensor], Tensor]:
     local = [x.detach()[:, :, part] for x, part in zip(inputs, held, strict=False)]
     if case.mask:
         mask = inputs[3].detach()
-        local.append(mask if case.method == "ulysses" or mask.shape[-2] == 1 else mask[..., rows, :])
+        local.append(
+            mask if case.method == "ulysses" or mask.shape[-2] == 1 else mask[..., rows, :]
+        )
     requires = [x.requires_grad for x in inputs]
-    return [x.clone().requires_grad_(r) for x, r in zip(local, requires, strict=True)], grad[:, :, rows]
+    return [x.clone().requires_grad_(r) for x, r in zip(local, requires, strict=True)], grad[
+        :, :, rows
+    ]
 
 
 def run_case(case: Case, rank: int, device: str = "cpu") -> list[Tensor]:
@@ -126,13 +143,18 @@ def run_case(case: Case, rank: int, device: str = "cpu") -> list[Tensor]:
     inputs, grad = local_inputs(case, rank)
     inputs = [x.detach().to(device).requires_grad_(x.requires_grad) for x in inputs]
     out = attend(case, inputs)
-    return [out.detach(), *torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad.to(device))]
+    return [
+        out.detach(),
+        *torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad.to(device)),
+    ]
 
 
 def attend(case: Case, inputs: list[Tensor]) -> Tensor:
     mask = inputs[3] if case.mask else None
     options = (mask, case.is_causal, case.scale, case.zigzag)
-    return context_attention.context_attention(*inputs[:3], "cp", case.method, case.seq, case.keys, *options)
+    return context_attention.context_attention(
+        *inputs[:3], "cp", case.method, case.seq, case.keys, *options
+    )
 
 
 def joined(case: Case, parts: list[Tensor], slot: int, like: Tensor) -> Tensor:
@@ -172,7 +194,9 @@ def axes_of(rank: int, ranks: int) -> dict[str, AxisGroup]:
     return {"cp": _groups[ranks]}
 
 
-def run_cases(rank: int, cases: list[Case], mutation: tuple[str, int] | None = None) -> list[list[Tensor] | None]:
+def run_cases(
+    rank: int, cases: list[Case], mutation: tuple[str, int] | None = None
+) -> list[list[Tensor] | None]:
     """In a worker: its results of all cases, with the ring tampered with."""
     originals = {name: getattr(context_attention, name) for name in ("_visiting", "_exchange")}
     if mutation is not None:
@@ -204,16 +228,25 @@ def run_simulated(case: Case, device: str = "cpu") -> list[list[Tensor]]:
     return results
 
 
-def all_errors(pool, cases: list[Case], mutation: tuple[str, int] | None = None) -> list[list[float]]:
+def all_errors(
+    pool, cases: list[Case], mutation: tuple[str, int] | None = None
+) -> list[list[float]]:
     by_rank = pool.run(run_cases, cases, mutation)
-    return [errors(case, list(results)[: case.ranks]) for case, results in zip(cases, zip(*by_rank, strict=True), strict=True)]
+    return [
+        errors(case, list(results)[: case.ranks])
+        for case, results in zip(cases, zip(*by_rank, strict=True), strict=True)
+    ]
 
 
 def check(pool, cases: list[Case]) -> None:
     worst = 0.0
     communicating = [case for case in cases if case.method != "gather"]
-    found = zip(communicating, all_errors(pool, communicating) if communicating else [], strict=True)
-    for case, error in itertools.chain(found, ((c, errors(c, run_simulated(c))) for c in cases if c.method == "gather")):
+    found = zip(
+        communicating, all_errors(pool, communicating) if communicating else [], strict=True
+    )
+    for case, error in itertools.chain(
+        found, ((c, errors(c, run_simulated(c))) for c in cases if c.method == "gather")
+    ):
         assert all(e <= TOLERANCE for e in error), f"{case}: {error}"  # a nan fails
         worst = max([worst, *error])
     print(f"{len(cases)} cases, worst relative error {worst:.1e}")
@@ -228,8 +261,19 @@ def test_even_shards(pool4, method, ranks):
     check(
         pool4,
         [
-            Case(method, ranks, 24, heads=12, kv_heads=12 // group, value_dim=value_dim, is_causal=causal, zigzag=zigzag)
-            for group, value_dim, causal, zigzag in itertools.product((1, 2, 4), (4, 3), (False, True), (False, True))
+            Case(
+                method,
+                ranks,
+                24,
+                heads=12,
+                kv_heads=12 // group,
+                value_dim=value_dim,
+                is_causal=causal,
+                zigzag=zigzag,
+            )
+            for group, value_dim, causal, zigzag in itertools.product(
+                (1, 2, 4), (4, 3), (False, True), (False, True)
+            )
         ],
     )
 
@@ -241,8 +285,18 @@ def test_uneven_shards_and_ranks_without_rows(pool4, method):
     check(
         pool4,
         [
-            Case(method, ranks, seq, heads=12, kv_heads=kv_heads, is_causal=causal, value_dim=value_dim)
-            for (ranks, seq), kv_heads, causal, value_dim in itertools.product(sizes, (12, 3), (False, True), (4, 5))
+            Case(
+                method,
+                ranks,
+                seq,
+                heads=12,
+                kv_heads=kv_heads,
+                is_causal=causal,
+                value_dim=value_dim,
+            )
+            for (ranks, seq), kv_heads, causal, value_dim in itertools.product(
+                sizes, (12, 3), (False, True), (4, 5)
+            )
         ],
     )
 
@@ -250,23 +304,51 @@ def test_uneven_shards_and_ranks_without_rows(pool4, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_other_keys_than_queries(pool4, method):
     cases = [
-        Case(method, ranks, seq, kv_seq, heads=12, kv_heads=6) for ranks, seq, kv_seq in ((2, 5, 9), (3, 9, 4), (4, 5, 11), (4, 11, 3))
+        Case(method, ranks, seq, kv_seq, heads=12, kv_heads=6)
+        for ranks, seq, kv_seq in ((2, 5, 9), (3, 9, 4), (4, 5, 11), (4, 11, 3))
     ]
-    check(pool4, cases + [Case(method, 2, 8, 12, zigzag=True), Case(method, 3, 12, 6, heads=3, kv_heads=1, zigzag=True)])
+    check(
+        pool4,
+        cases
+        + [
+            Case(method, 2, 8, 12, zigzag=True),
+            Case(method, 3, 12, 6, heads=3, kv_heads=1, zigzag=True),
+        ],
+    )
 
 
 @pytest.mark.parametrize(
-    ("method", "mask"), [(method, mask) for method in METHODS for mask in ("window", "random", "bias" if method == "ring" else "additive")]
+    ("method", "mask"),
+    [
+        (method, mask)
+        for method in METHODS
+        for mask in ("window", "random", "bias" if method == "ring" else "additive")
+    ],
 )
 def test_masks(pool4, method, mask):
     """Boolean masks have a row that attends to nothing: zero result, zero gradient, as in torch."""
-    shapes = [{"mask_heads": 1}, {"mask_heads": 4}] + ([] if mask == "window" else [{"mask_rows": 1}, {"mask_heads": 4, "mask_rows": 1}])
+    shapes = [{"mask_heads": 1}, {"mask_heads": 4}] + (
+        [] if mask == "window" else [{"mask_rows": 1}, {"mask_heads": 4, "mask_rows": 1}]
+    )
     layouts = [(2, 8, False), (2, 8, True), (4, 16, True), (4, 9, False), (2, 7, False)]
     check(
         pool4,
         [
-            Case(method, ranks, seq, heads=4, kv_heads=2, mask=mask, zigzag=zigzag, is_causal=causal, value_dim=value_dim, **shape)
-            for shape, (ranks, seq, zigzag), (causal, value_dim) in itertools.product(shapes, layouts, ((False, 4), (True, 4), (True, 3)))
+            Case(
+                method,
+                ranks,
+                seq,
+                heads=4,
+                kv_heads=2,
+                mask=mask,
+                zigzag=zigzag,
+                is_causal=causal,
+                value_dim=value_dim,
+                **shape,
+            )
+            for shape, (ranks, seq, zigzag), (causal, value_dim) in itertools.product(
+                shapes, layouts, ((False, 4), (True, 4), (True, 3))
+            )
         ],
     )
 
@@ -279,22 +361,51 @@ def run_shards_of_heads(rank: int, case: Case, shards: int) -> list[Tensor] | No
     inputs, grad = local_inputs(case, rank)
     found = []
     for shard in range(shards):
-        held = [slice(step * shard, step * (shard + 1)) for step in (-(-heads // shards) for heads in (case.heads, case.kv_heads))]
-        local = [x.detach()[:, held[k > 0]].clone().requires_grad_() for k, x in enumerate(inputs[:3])]
+        held = [
+            slice(step * shard, step * (shard + 1))
+            for step in (-(-heads // shards) for heads in (case.heads, case.kv_heads))
+        ]
+        local = [
+            x.detach()[:, held[k > 0]].clone().requires_grad_() for k, x in enumerate(inputs[:3])
+        ]
         if case.mask:
-            local.append(inputs[3].detach()[held[0]].clone().requires_grad_(inputs[3].requires_grad))
+            local.append(
+                inputs[3].detach()[held[0]].clone().requires_grad_(inputs[3].requires_grad)
+            )
         with active_axes(axes):
             out = attend(case, local)
-            found.append([out.detach(), *torch.autograd.grad(out, [x for x in local if x.requires_grad], grad[:, held[0]])])
-    return [torch.cat(parts, 1 if slot < 4 else 0) for slot, parts in enumerate(zip(*found, strict=True))]
+            found.append(
+                [
+                    out.detach(),
+                    *torch.autograd.grad(
+                        out, [x for x in local if x.requires_grad], grad[:, held[0]]
+                    ),
+                ]
+            )
+    return [
+        torch.cat(parts, 1 if slot < 4 else 0)
+        for slot, parts in enumerate(zip(*found, strict=True))
+    ]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_without_heads(pool4, method):
     """Over 3 tensor-parallel ranks 4 heads = 2+2+0 and 2 = 1+1+0; the third rank computes nothing, sends nothing, and has gradients."""
     masks = ("", "random", "bias" if method == "ring" else "additive")
-    for kv_heads, causal, zigzag, mask in itertools.product((4, 2), (False, True), (False, True), masks):
-        case = Case(method, 2, 8, heads=4, kv_heads=kv_heads, is_causal=causal, zigzag=zigzag, mask=mask, mask_heads=4)
+    for kv_heads, causal, zigzag, mask in itertools.product(
+        (4, 2), (False, True), (False, True), masks
+    ):
+        case = Case(
+            method,
+            2,
+            8,
+            heads=4,
+            kv_heads=kv_heads,
+            is_causal=causal,
+            zigzag=zigzag,
+            mask=mask,
+            mask_heads=4,
+        )
         if method == "gather":
             results = [run_shards_of_heads(rank, case, 3) for rank in range(2)]
         else:
@@ -308,18 +419,29 @@ def test_no_query_heads_over_whole_keys():
     with active_axes(simulated(case, 0)):
         out = attend(case, [inputs[0][:, :0], *inputs[1:]])
     gradients = torch.autograd.grad(out, inputs[:3], grad[:, :0])
-    assert out.shape == (2, 0, 4, 4) and all(g.shape == x.shape and not g.any() for g, x in zip(gradients, inputs, strict=False))
+    assert out.shape == (2, 0, 4, 4) and all(
+        g.shape == x.shape and not g.any() for g, x in zip(gradients, inputs, strict=False)
+    )
 
 
 @st.composite
 def cases(draw) -> Case:
     method, ranks = draw(st.sampled_from(METHODS)), draw(st.sampled_from((2, 3, 4)))
     zigzag, causal = draw(st.booleans()), draw(st.booleans())
-    seq, kv_seq = (draw(st.integers(1, 3)) * 2 * ranks if zigzag else draw(st.integers(1, 13)) for _ in range(2))
+    seq, kv_seq = (
+        draw(st.integers(1, 3)) * 2 * ranks if zigzag else draw(st.integers(1, 13))
+        for _ in range(2)
+    )
     kv_heads, grouped = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     if method == "ulysses":
         grouped *= ranks
-    mask = draw(st.sampled_from(("", "random", "window", "bias") if method == "ring" else ("", "random", "window", "additive")))
+    mask = draw(
+        st.sampled_from(
+            ("", "random", "window", "bias")
+            if method == "ring"
+            else ("", "random", "window", "additive")
+        )
+    )
     return Case(
         method,
         ranks,
@@ -350,7 +472,11 @@ def well_conditioned(case: Case) -> bool:
     terms = grad.abs().sum(-1).max() * value
     scale = case.dim**-0.5 if case.scale is None else case.scale
     _, dquery, dkey, _, *dmask = reference(case)
-    pairs = [(dquery, scale * terms * key), (dkey, scale * terms * query), *((d, terms) for d in dmask)]
+    pairs = [
+        (dquery, scale * terms * key),
+        (dkey, scale * terms * query),
+        *((d, terms) for d in dmask),
+    ]
     return all((largest := x.abs().max()) == 0 or largest > bound / 1000 for x, bound in pairs)
 
 
@@ -361,7 +487,9 @@ def test_any_case(pool4, drawn):
 
 
 def test_one_rank_is_ordinary_attention():
-    for method, causal, zigzag, mask in itertools.product(METHODS, (False, True), (False, True), ("", "random", "additive")):
+    for method, causal, zigzag, mask in itertools.product(
+        METHODS, (False, True), (False, True), ("", "random", "additive")
+    ):
         case = Case(method, 1, 6, heads=4, kv_heads=2, is_causal=causal, zigzag=zigzag, mask=mask)
         with active_axes({"cp": AxisGroup("cp", 1)}):
             result = run_case(case, 0)
@@ -370,11 +498,32 @@ def test_one_rank_is_ordinary_attention():
 
 def test_half_precision_is_as_good_as_whole_attention(pool4):
     """bf16: a result merged from blocks is no further from fp64 than twice what torch's whole attention is."""
-    causal = Case("ring", 4, 64, heads=4, kv_heads=2, dim=16, value_dim=16, is_causal=True, zigzag=True, dtype=torch.bfloat16)
+    causal = Case(
+        "ring",
+        4,
+        64,
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        value_dim=16,
+        is_causal=True,
+        zigzag=True,
+        dtype=torch.bfloat16,
+    )
     biased = replace(causal, is_causal=False, mask="bias")
-    for case in (*(replace(causal, method=method) for method in METHODS), biased, replace(biased, value_dim=8)):
-        results = run_simulated(case) if case.method == "gather" else [r[0] for r in pool4.run(run_cases, [case])]
-        for slot, (fp64, whole) in enumerate(zip(reference(case, torch.float64), reference(case), strict=True)):
+    for case in (
+        *(replace(causal, method=method) for method in METHODS),
+        biased,
+        replace(biased, value_dim=8),
+    ):
+        results = (
+            run_simulated(case)
+            if case.method == "gather"
+            else [r[0] for r in pool4.run(run_cases, [case])]
+        )
+        for slot, (fp64, whole) in enumerate(
+            zip(reference(case, torch.float64), reference(case), strict=True)
+        ):
             found = joined(case, [result[slot].double() for result in results], slot, fp64)
             assert (found - fp64).norm() <= 2 * (whole.double() - fp64).norm(), (case, slot)
 
@@ -407,7 +556,9 @@ def _lose_message(dropped: int) -> None:
 
     def exchange(ring, outgoing, incoming, tag):
         works = original(ring, outgoing, incoming, tag)
-        return [*works, _Lost(incoming)] if tag == 1 and next(sent) % ring.size == dropped else works
+        return (
+            [*works, _Lost(incoming)] if tag == 1 and next(sent) % ring.size == dropped else works
+        )
 
     context_attention._exchange = exchange
 
@@ -418,7 +569,10 @@ MUTATIONS = {"step": _skip_step, "gradients": _lose_message}
 @pytest.mark.parametrize("mutation", MUTATIONS)
 @pytest.mark.parametrize("dropped", [0, 1, 2])
 def test_a_dropped_ring_step_is_caught(pool4, mutation, dropped):
-    tampered = [Case("ring", 3, 12, is_causal=causal, zigzag=zigzag) for causal, zigzag in itertools.product((False, True), (False, True))]
+    tampered = [
+        Case("ring", 3, 12, is_causal=causal, zigzag=zigzag)
+        for causal, zigzag in itertools.product((False, True), (False, True))
+    ]
     for out, dquery, dkey, dvalue in all_errors(pool4, tampered, (mutation, dropped)):
         assert (out > 1e-3) == (dquery > 1e-3) == (mutation == "step")
         assert dkey > 1e-3 and dvalue > 1e-3
@@ -433,7 +587,11 @@ def pairs_computed(case: Case, monkeypatch) -> list[int]:
     counts = []
 
     def counting(query, key, value, mask, is_causal, scale):
-        counts[-1] += query.shape[2] * (query.shape[2] + 1) // 2 if is_causal else query.shape[2] * key.shape[2]
+        counts[-1] += (
+            query.shape[2] * (query.shape[2] + 1) // 2
+            if is_causal
+            else query.shape[2] * key.shape[2]
+        )
         return attention_blocks.block_forward(query, key, value, mask, is_causal, scale)
 
     with monkeypatch.context() as patch:
@@ -447,9 +605,14 @@ def pairs_computed(case: Case, monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("method", ["gather", "ring"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_causal_attention_computes_no_masked_block_and_zigzag_is_balanced(monkeypatch, method, ranks):
+def test_causal_attention_computes_no_masked_block_and_zigzag_is_balanced(
+    monkeypatch, method, ranks
+):
     seq = 8 * ranks
-    zigzag, contiguous = (pairs_computed(Case(method, ranks, seq, is_causal=True, zigzag=z), monkeypatch) for z in (True, False))
+    zigzag, contiguous = (
+        pairs_computed(Case(method, ranks, seq, is_causal=True, zigzag=z), monkeypatch)
+        for z in (True, False)
+    )
     assert sum(zigzag) == sum(contiguous) == seq * (seq + 1) // 2
     assert len(set(zigzag)) == 1
     assert len(set(contiguous)) == ranks
@@ -462,7 +625,9 @@ def test_the_ring_sends_before_it_computes_and_waits_after(monkeypatch):
         original = getattr(context_attention, name)
 
         def call(*args, **kwargs):
-            events.append(name if name != "_exchange" else ("send keys", "send gradients")[kwargs["tag"]])
+            events.append(
+                name if name != "_exchange" else ("send keys", "send gradients")[kwargs["tag"]]
+            )
             return original(*args, **kwargs)
 
         monkeypatch.setattr(context_attention, name, call)
@@ -478,16 +643,27 @@ def test_the_ring_sends_before_it_computes_and_waits_after(monkeypatch):
     hop = ["send keys", "block_backward", "_wait", "send gradients"]
     assert [e for e in events if e != "_wait"] == [e for e in hop + hop + hop[1:] if e != "_wait"]
     sends = [number for number, event in enumerate(events) if event == "send gradients"]
-    assert [events[s + 1 : s + 4].count("block_backward") for s in sends] == [1, 1, 0]  # gradients travel during the next block
+    assert [events[s + 1 : s + 4].count("block_backward") for s in sends] == [
+        1,
+        1,
+        0,
+    ]  # gradients travel during the next block
 
 
 def test_ring_keeps_inputs_result_and_logsumexp_only():
     case = Case("ring", 2, 8, is_causal=True, zigzag=True)
     inputs, _ = local_inputs(case, 0)
     kept = []
-    with active_axes(simulated(case, 0)), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+    with (
+        active_axes(simulated(case, 0)),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
+        ),
+    ):
         out = attend(case, inputs)
-    assert sorted(kept) == sorted([*(tuple(x.shape) for x in inputs), tuple(out.shape), tuple(out.shape[:3])])
+    assert sorted(kept) == sorted(
+        [*(tuple(x.shape) for x in inputs), tuple(out.shape), tuple(out.shape[:3])]
+    )
 
 
 def recomputed(rank: int, case: Case) -> list[list[Tensor]]:
@@ -503,7 +679,9 @@ def recomputed(rank: int, case: Case) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_recomputation(pool4, method):
-    for plain, again in pool4.run(recomputed, Case(method, 4, 8, heads=4, is_causal=True, zigzag=True)):
+    for plain, again in pool4.run(
+        recomputed, Case(method, 4, 8, heads=4, is_causal=True, zigzag=True)
+    ):
         assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
@@ -548,7 +726,9 @@ def test_fake_tensors_with_a_symbolic_batch(method):
 # ------------------------------------------------------------------------------------------------------------------------- kernels
 
 
-@pytest.mark.parametrize(("mask", "is_causal"), [("", False), ("", True), ("random", False), ("bias", False)])
+@pytest.mark.parametrize(
+    ("mask", "is_causal"), [("", False), ("", True), ("random", False), ("bias", False)]
+)
 def test_fused_and_plain_blocks_agree(monkeypatch, mask, is_causal):
     """Also in how a query that sees no key is reported."""
     case = Case("ring", 1, 7, heads=6, kv_heads=2, mask=mask, mask_heads=6, scale=0.4)
@@ -557,9 +737,13 @@ def test_fused_and_plain_blocks_agree(monkeypatch, mask, is_causal):
     results = []
     for kernel in ("flash_cpu", "plain"):
         monkeypatch.setattr(attention_blocks, "_kernel", lambda *args, kernel=kernel: kernel)
-        out, lse = attention_blocks.block_forward(query.detach(), key.detach(), value.detach(), bias, is_causal, 0.4)
+        out, lse = attention_blocks.block_forward(
+            query.detach(), key.detach(), value.detach(), bias, is_causal, 0.4
+        )
         safe = lse.masked_fill(lse.isneginf(), torch.inf)
-        back = attention_blocks.block_backward(grad, query.detach(), key.detach(), value.detach(), bias, out, safe, is_causal, 0.4)
+        back = attention_blocks.block_backward(
+            grad, query.detach(), key.detach(), value.detach(), bias, out, safe, is_causal, 0.4
+        )
         results.append((out, lse, *back))
     for fused, plain in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, rtol=TOLERANCE, atol=TOLERANCE)
@@ -572,8 +756,12 @@ def test_cuda_kernels_are_called_as_they_are_declared(monkeypatch, kernel, kv_he
     """On fake tensors: arguments and shapes, not values."""
     monkeypatch.setattr(attention_blocks, "_kernel", lambda *args: kernel)
     with FakeTensorMode():
-        query, grad = (torch.empty(2, 4, 40, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        key, value = (torch.empty(2, kv_heads, 24, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        query, grad = (
+            torch.empty(2, 4, 40, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )
+        key, value = (
+            torch.empty(2, kv_heads, 24, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )
         out, lse = attention_blocks.block_forward(query, key, value, None, False, 0.3)
         back = attention_blocks.block_backward(grad, query, key, value, None, out, lse, False, 0.3)
     assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
@@ -588,13 +776,17 @@ def test_cuda_kernels_agree_with_plain_blocks(monkeypatch, dtype, is_causal, kv_
     case = Case("ring", 1, 72, heads=4, kv_heads=kv_heads, dim=32, value_dim=32, dtype=dtype)
     (query, key, value), grad = tensors(case)
     query, key, value, grad = (x.detach().cuda() for x in (query, key, value, grad))
-    assert attention_blocks._kernel(query, key, value, None, is_causal) == ("flash" if dtype == torch.bfloat16 else "efficient")
+    assert attention_blocks._kernel(query, key, value, None, is_causal) == (
+        "flash" if dtype == torch.bfloat16 else "efficient"
+    )
     results = []
     for patched in (False, True):
         if patched:
             monkeypatch.setattr(attention_blocks, "_kernel", lambda *args: "plain")
         out, lse = attention_blocks.block_forward(query, key, value, None, is_causal, None)
-        back = attention_blocks.block_backward(grad, query, key, value, None, out, lse, is_causal, None)
+        back = attention_blocks.block_backward(
+            grad, query, key, value, None, out, lse, is_causal, None
+        )
         results.append((out, lse, *back))
     for fused, plain in zip(*results, strict=True):
         tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-5
@@ -612,13 +804,23 @@ def test_mistakes_are_explained():
 
     case = Case("ring", 2, 8, heads=4)
     refused("the methods are gather, ring, ulysses", case, method="star")
-    refused("as many keys as queries; there are 8 queries and 12 keys", replace(case, kv_seq=12), is_causal=True)
+    refused(
+        "as many keys as queries; there are 8 queries and 12 keys",
+        replace(case, kv_seq=12),
+        is_causal=True,
+    )
     refused("zigzag cuts into 4 equal chunks", replace(case, seq=6), zigzag=True)
     refused("3 key heads do not divide 4 query heads", replace(case, kv_heads=3))
     refused("0 key heads do not divide 4 query heads", replace(case, kv_heads=0))
-    refused("2 ranks do not divide 3 query heads", replace(case, heads=3, kv_heads=1), method="ulysses")
+    refused(
+        "2 ranks do not divide 3 query heads", replace(case, heads=3, kv_heads=1), method="ulysses"
+    )
     refused(r"do not have 5 of 10 queries and 4 of 8 keys", replace(case, kv_seq=8), seq=10)
     refused("gives no gradient to a mask", replace(case, mask="additive"))
     refused(
-        r"a mask of shape \(4, 8\) does not broadcast to \(.., 4, 8, 8\)", replace(case, mask="bias"), method="ulysses", seq=8, kv_seq=8
+        r"a mask of shape \(4, 8\) does not broadcast to \(.., 4, 8, 8\)",
+        replace(case, mask="bias"),
+        method="ulysses",
+        seq=8,
+        kv_seq=8,
     )

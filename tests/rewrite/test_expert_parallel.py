@@ -60,7 +60,13 @@ def local_arguments(case: Case, rank: int) -> dict:
     """This rank's tokens and experts."""
     found = case.arguments()
     for name in TOKEN_TENSORS:
-        found[name] = found[name].detach().split(case.tokens)[rank].clone().requires_grad_(found[name].requires_grad)
+        found[name] = (
+            found[name]
+            .detach()
+            .split(case.tokens)[rank]
+            .clone()
+            .requires_grad_(found[name].requires_grad)
+        )
     for name in EXPERT_TENSORS:
         if found[name] is not None:
             mine = shard_extent(case.experts, len(case.tokens), rank)
@@ -70,7 +76,9 @@ def local_arguments(case: Case, rank: int) -> dict:
 
 def run_local(case: Case, arguments: dict) -> dict[str, Tensor]:
     def run(**kwargs):
-        return expert_parallel(**kwargs, axis="tp", experts=case.experts, capacity_factor=case.capacity_factor)
+        return expert_parallel(
+            **kwargs, axis="tp", experts=case.experts, capacity_factor=case.capacity_factor
+        )
 
     return value_and_gradients(run, arguments)
 
@@ -96,7 +104,11 @@ def expected(case: Case) -> list[dict[str, Tensor]]:
     for rank in range(len(case.tokens)):
         mine = arguments | {name: parts[name][rank] for name in TOKEN_TENSORS}
         outs.append(naive(**mine, capacity_factor=case.capacity_factor))
-        grads.append(torch.randn(outs[-1].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+        grads.append(
+            torch.randn(
+                outs[-1].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+            )
+        )
     found = dict(zip(wanted, torch.autograd.grad(outs, [arguments[n] for n in wanted], grads, allow_unused=True, materialize_grads=True),
                      strict=True))  # fmt: skip
     ranks = []
@@ -117,7 +129,9 @@ def check(pool: WorkerPool, cases: list[Case]) -> None:
             for name, tensor in whole.items():
                 assert found[name].shape == tensor.shape, f"{name} of rank {rank}: {case}"
                 if tensor.numel():
-                    error = ((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1.0)).item()
+                    error = (
+                        (found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1.0)
+                    ).item()
                     assert error <= 1e-12, f"{name} of rank {rank}: {error}: {case}"
                     worst = max(worst, error)
     print(f"{len(cases)} cases, worst error {worst:.1e}")
@@ -129,13 +143,26 @@ def cases_for(ranks: int) -> list[Case]:
     cases = [
         Case(tokens, experts, routing=routing, seed=seed)
         for seed, tokens in enumerate((even, uneven, alone))
-        for experts in (2 * ranks, 2 * ranks + 1, ranks - 1, ranks + 1)  # even, uneven, a rank (or more) with no experts
+        for experts in (
+            2 * ranks,
+            2 * ranks + 1,
+            ranks - 1,
+            ranks + 1,
+        )  # even, uneven, a rank (or more) with no experts
         for routing in ("random", "one", "half", "none")
         if experts >= 2 or routing == "one"
     ]
-    cases += [Case(even, 5, activation=name, transposed=flip, bias=not flip) for name in ACTIVATIONS for flip in (False, True)]
+    cases += [
+        Case(even, 5, activation=name, transposed=flip, bias=not flip)
+        for name in ACTIVATIONS
+        for flip in (False, True)
+    ]
     capped = [(tokens, c) for tokens in (even, uneven) for c in (0.3, 1.0)]
-    cases += [Case(tokens, 5, capacity_factor=c, routing=r) for tokens, c in capped for r in ("random", "one", "none")]
+    cases += [
+        Case(tokens, 5, capacity_factor=c, routing=r)
+        for tokens, c in capped
+        for r in ("random", "one", "none")
+    ]
     return [*cases, Case((0,) * ranks, 4), Case(even, 5, choices=5), Case(even, 1, choices=1)]
 
 
@@ -160,23 +187,37 @@ def test_simulation_gives_the_shapes(device, capacity_factor, experts):
     case = Case((3, 0, 5, 1), experts, capacity_factor=capacity_factor)
     for rank in range(4):
         arguments = local_arguments(case, rank)
-        moved = {k: v.detach().to(device).requires_grad_(v.requires_grad) if torch.is_tensor(v) else v for k, v in arguments.items()}
+        moved = {
+            k: v.detach().to(device).requires_grad_(v.requires_grad) if torch.is_tensor(v) else v
+            for k, v in arguments.items()
+        }
         with active_axes({"tp": AxisGroup("tp", 4, rank, simulate=True)}):
-            out = expert_parallel(**moved, axis="tp", experts=experts, capacity_factor=capacity_factor)
-            grads = torch.autograd.grad(out.sum(), [v for v in moved.values() if torch.is_tensor(v) and v.requires_grad])
+            out = expert_parallel(
+                **moved, axis="tp", experts=experts, capacity_factor=capacity_factor
+            )
+            grads = torch.autograd.grad(
+                out.sum(), [v for v in moved.values() if torch.is_tensor(v) and v.requires_grad]
+            )
         assert out.shape == arguments["x"].shape and out.device.type == device
-        assert [g.shape for g in grads] == [v.shape for v in arguments.values() if torch.is_tensor(v) and v.requires_grad]
+        assert [g.shape for g in grads] == [
+            v.shape for v in arguments.values() if torch.is_tensor(v) and v.requires_grad
+        ]
 
 
 def test_one_rank_is_the_local_function():
     arguments = Case((6,), 4).arguments()
     with active_axes({"tp": AxisGroup("tp", 1)}):
-        found = value_and_gradients(lambda **k: expert_parallel(**k, axis="tp", experts=4), arguments)
+        found = value_and_gradients(
+            lambda **k: expert_parallel(**k, axis="tp", experts=4), arguments
+        )
     for name, tensor in value_and_gradients(routed_experts, arguments).items():
         assert torch.equal(found[name], tensor)
 
 
 def test_a_wrong_number_of_experts_is_refused():
     arguments = Case((6,), 4).arguments()
-    with active_axes({"tp": AxisGroup("tp", 2, 0, simulate=True)}), pytest.raises(ValueError, match="expects 2 of 4 experts and got 4"):
+    with (
+        active_axes({"tp": AxisGroup("tp", 2, 0, simulate=True)}),
+        pytest.raises(ValueError, match="expects 2 of 4 experts and got 4"),
+    ):
         expert_parallel(**arguments, axis="tp", experts=4)

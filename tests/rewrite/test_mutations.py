@@ -36,7 +36,16 @@ before anything but sums has seen it.  Without it the other ranks hold garbage t
 def trained_case(name: str) -> Case:
     """A case of `exactness.py`, in the words of `autopar verify`."""
     found, expected = case(name), reference(name)
-    return Case(found.model, found.batches, found.traced, 0.5, 0.0, expected.before, expected.after, tuple(expected.losses))
+    return Case(
+        found.model,
+        found.batches,
+        found.traced,
+        0.5,
+        0.0,
+        expected.before,
+        expected.after,
+        tuple(expected.losses),
+    )
 
 
 def check(name: str, plan: Plan, every: int = 1) -> None:
@@ -44,13 +53,20 @@ def check(name: str, plan: Plan, every: int = 1) -> None:
     with WorkerPool(plan.mesh.num_devices) as pool:
         found = run_mutations(pool, (trained_case, name), plan, every)
     cell = judged(name, str(plan.mesh), found, time.perf_counter())
-    check_cell(replace(cell, escaped=tuple(text for text in cell.escaped if text not in REDUNDANT)), found)
+    check_cell(
+        replace(cell, escaped=tuple(text for text in cell.escaped if text not in REDUNDANT)), found
+    )
 
 
 def check_cell(cell: MutationCell, found: list[tuple[Mutation, str]] = ()) -> None:
-    print(f"\n{cell.model} {cell.mesh}: {cell.mutations} mutations, {dict(Counter(verdict for _, verdict in found)) or cell}")
+    print(
+        f"\n{cell.model} {cell.mesh}: {cell.mutations} mutations, {dict(Counter(verdict for _, verdict in found)) or cell}"
+    )
     assert not cell.message, cell.message
-    assert not cell.escaped, f"{len(cell.escaped)} of {cell.mutations} mutations escaped: " + "; ".join(cell.escaped[:20])
+    assert not cell.escaped, (
+        f"{len(cell.escaped)} of {cell.mutations} mutations escaped: "
+        + "; ".join(cell.escaped[:20])
+    )
     assert not cell.wrong, "predicted to change nothing: " + "; ".join(cell.wrong[:20])
     assert cell.mutations > 4
 
@@ -127,10 +143,17 @@ def test_mutations_of_the_matrix_are_caught(name, mesh, every):
 
 
 def test_what_nothing_notices_is_reported():
-    node, other = Mutation(("layers_0", "gather"), "delete"), Mutation(("layers_0", "mask"), "double", no_op=True)
-    cell = judged("m", "tp=4", [(node, EXACT), (other, EXACT), (other, REJECTED), (node, REJECTED)], 0.0)
+    node, other = (
+        Mutation(("layers_0", "gather"), "delete"),
+        Mutation(("layers_0", "mask"), "double", no_op=True),
+    )
+    cell = judged(
+        "m", "tp=4", [(node, EXACT), (other, EXACT), (other, REJECTED), (node, REJECTED)], 0.0
+    )
     assert (cell.mutations, cell.no_ops, cell.rejected, cell.ok) == (4, 2, 1, False)
-    assert cell.escaped == ("delete layers_0/gather ()",) and cell.wrong == ("double layers_0/mask (): rejected by the verifier",)
+    assert cell.escaped == ("delete layers_0/gather ()",) and cell.wrong == (
+        "double layers_0/mask (): rejected by the verifier",
+    )
     assert judged("m", "tp=4", [(node, REJECTED), (other, EXACT)], 0.0).ok
 
 
@@ -166,14 +189,26 @@ def prepare_two(rank: int, source: tuple, plan: str) -> tuple[list[Mutation], fl
 
 def test_the_command(monkeypatch, tmp_path, capsys):
     cells = [
-        MutationCell("llama", "tp=4", 3, rejected=2, same=("same gradients: slice layers_0/gather ()",)),
+        MutationCell(
+            "llama", "tp=4", 3, rejected=2, same=("same gradients: slice layers_0/gather ()",)
+        ),
         MutationCell("gpt2", "tp=4", 3, escaped=("delete layers_0/gather ()",)),
     ]
-    monkeypatch.setattr(mutation_matrix, "run_models", lambda names, meshes, every, verbose: [c for c in cells if c.model in names])
+    monkeypatch.setattr(
+        mutation_matrix,
+        "run_models",
+        lambda names, meshes, every, verbose: [c for c in cells if c.model in names],
+    )
     file = tmp_path / "cells.json"
-    assert mutation_matrix.main(["--models", "llama,gpt2", "--meshes", "tp=4", "--json", str(file)]) == 1
+    assert (
+        mutation_matrix.main(["--models", "llama,gpt2", "--meshes", "tp=4", "--json", str(file)])
+        == 1
+    )
     shown = capsys.readouterr().out
-    assert "gpt2 tp=4: NOT CAUGHT: delete layers_0/gather ()" in shown and "llama tp=4: same gradients: slice layers_0/gather ()" in shown
+    assert (
+        "gpt2 tp=4: NOT CAUGHT: delete layers_0/gather ()" in shown
+        and "llama tp=4: same gradients: slice layers_0/gather ()" in shown
+    )
     assert "layers_0/gather" in file.read_text()
     assert mutation_matrix.main(["--models", "llama", "--meshes", "tp=4"]) == 0
     with pytest.raises(SystemExit):

@@ -52,14 +52,26 @@ def test_mean_variance_and_neighbours(p):
     keep = whole((1024, 1024), p).double()
     number = keep.numel()
     assert abs(keep.mean() - (1 - p)) < 5 * (p * (1 - p) / number) ** 0.5
-    other = [whole((1024, 1024), p, call_key(step_noise(7, step, 0, 1), call)).double() for step, call in ((0, 0), (0, 1), (1, 0))]
-    other += [whole((1024, 1024), p, (KEY[0] + 1, KEY[1])).double(), whole((1024, 1024), p, sizes=(None, 1024)).double()]
+    other = [
+        whole((1024, 1024), p, call_key(step_noise(7, step, 0, 1), call)).double()
+        for step, call in ((0, 0), (0, 1), (1, 0))
+    ]
+    other += [
+        whole((1024, 1024), p, (KEY[0] + 1, KEY[1])).double(),
+        whole((1024, 1024), p, sizes=(None, 1024)).double(),
+    ]
     other += [whole((1024, 1024), p, sizes=(1024, None)).double()]
     centred = (keep - (1 - p)) / (p * (1 - p)) ** 0.5
-    moved = [centred.roll(shift, dim) for shift in (1, 2, 3, 4, 16) for dim in (0, 1)] + [centred.roll((1, -1), (0, 1)), centred.t()]
+    moved = [centred.roll(shift, dim) for shift in (1, 2, 3, 4, 16) for dim in (0, 1)] + [
+        centred.roll((1, -1), (0, 1)),
+        centred.t(),
+    ]
     for others in (*moved, *((o - (1 - p)) / (p * (1 - p)) ** 0.5 for o in other)):
         assert abs((centred * others).mean()) < 5 / number**0.5
-    for blocks in (keep.view(-1, 64), keep.t().reshape(-1, 64)):  # sums of 64 have the binomial's variance
+    for blocks in (
+        keep.view(-1, 64),
+        keep.t().reshape(-1, 64),
+    ):  # sums of 64 have the binomial's variance
         variance = blocks.sum(1).var() / (64 * p * (1 - p))
         assert abs(variance - 1) < 5 * (2 / blocks.shape[0]) ** 0.5 * 1.1
 
@@ -73,7 +85,9 @@ def test_other_seeds_steps_segments_and_calls_draw_others():
         for call in range(3)
     }
     assert len(keys) == 4 * 27
-    assert call_key(step_noise(5, 2, 0, 4), 1) == call_key(step_noise(5, 2, 3, 8), 1)  # rows are no part of the key
+    assert call_key(step_noise(5, 2, 0, 4), 1) == call_key(
+        step_noise(5, 2, 3, 8), 1
+    )  # rows are no part of the key
 
 
 @given(st.data())
@@ -94,7 +108,10 @@ def test_any_split_equals_the_whole(data):
         positions: list = [None] * rank
         for bit, d in enumerate(dims):
             positions[d] = orders[d][: cuts[d]] if number >> bit & 1 else orders[d][cuts[d] :]
-        held = torch.meshgrid(*[torch.arange(n) if p is None else p for p, n in zip(positions, shape, strict=True)], indexing="ij")
+        held = torch.meshgrid(
+            *[torch.arange(n) if p is None else p for p, n in zip(positions, shape, strict=True)],
+            indexing="ij",
+        )
         found[held] = counter_dropout(x[held], 0.4, KEY, positions, sizes)
     assert torch.equal(found, expected)
 
@@ -106,7 +123,10 @@ def test_consecutive_indices_may_be_given_by_their_start(data):
     x, starts = torch.ones(shape), [data.draw(st.integers(0, n - 1)) for n in shape]
     expected = counter_dropout(x, 0.4, KEY, [None] * 3, sizes)
     for dim, start in enumerate(starts):
-        x, expected = x.narrow(dim, start, shape[dim] - start), expected.narrow(dim, start, shape[dim] - start)
+        x, expected = (
+            x.narrow(dim, start, shape[dim] - start),
+            expected.narrow(dim, start, shape[dim] - start),
+        )
     assert torch.equal(counter_dropout(x, 0.4, KEY, starts, sizes), expected)
 
 
@@ -125,7 +145,9 @@ def test_values_gradients_and_dtypes():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = counter_dropout(x, 0.4, KEY, [None, None], x.shape)
     assert [(t.dtype, t.numel()) for t in saved] == [(torch.bool, x.numel())]
-    assert torch.equal(out, torch.where(keep, x / 0.6, 0.0)) or torch.allclose(out, torch.where(keep, x / 0.6, 0.0), rtol=1e-15, atol=0)
+    assert torch.equal(out, torch.where(keep, x / 0.6, 0.0)) or torch.allclose(
+        out, torch.where(keep, x / 0.6, 0.0), rtol=1e-15, atol=0
+    )
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert torch.allclose(grad, keep.double() / 0.6, rtol=1e-15, atol=0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -146,33 +168,59 @@ def test_rows_are_counted_over_ranks_and_micro_batches():
         given = step_noise(0, 0, 2 * m, 4)
         for rank in range(2):
             seen[rank, m] = row_positions(torch.empty(4), 0, given, 2, [rank], []).tolist()
-        assert row_positions(torch.empty(8), 0, given, 2, [0, 1], []).tolist() == seen[0, m] + seen[1, m]
+        assert (
+            row_positions(torch.empty(8), 0, given, 2, [0, 1], []).tolist()
+            == seen[0, m] + seen[1, m]
+        )
     assert seen[0, 0] + seen[0, 1] + seen[1, 0] + seen[1, 1] == list(range(16))
-    assert row_positions(torch.empty(16), 0, step_noise(0, 0, 0, 8), 2, [0], []).tolist() == list(range(16))
+    assert row_positions(torch.empty(16), 0, step_noise(0, 0, 0, 8), 2, [0], []).tolist() == list(
+        range(16)
+    )
 
 
 def test_positions_within_rows_follow_patterns():
     """Two rows of 8 entries, of which a rank of two holds the zigzag chunks, and of those its half."""
     given = step_noise(0, 0, 0, 2)
-    held = [row_positions(torch.empty(8), 0, given, 8, [0], [(2, rank, "zigzag")]).tolist() for rank in range(2)]
+    held = [
+        row_positions(torch.empty(8), 0, given, 8, [0], [(2, rank, "zigzag")]).tolist()
+        for rank in range(2)
+    ]
     assert held == [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]
     nested = row_positions(torch.empty(4), 0, given, 8, [0], [(2, 0, "zigzag"), (2, 1, "")])
     assert nested.tolist() == [6, 7, 14, 15]
     assert held_indices(12, [(2, 1, "2:1")]).tolist() == [4, 5, 6, 7, 10, 11]
 
 
-@pytest.mark.parametrize("causal, mask", [(False, None), (True, None), (False, "bool"), (False, "float")])
+@pytest.mark.parametrize(
+    "causal, mask", [(False, None), (True, None), (False, "bool"), (False, "float")]
+)
 def test_attention_is_sdpa_where_nothing_drops(causal, mask):
     """With a vanishing p the mask keeps everything; grouped heads, a scale, and a row that may attend to nothing."""
-    q, k, v = torch.randn(2, 4, 5, 8).double(), torch.randn(2, 2, 6, 8).double(), torch.randn(2, 2, 6, 3).double()
+    q, k, v = (
+        torch.randn(2, 4, 5, 8).double(),
+        torch.randn(2, 2, 6, 8).double(),
+        torch.randn(2, 2, 6, 3).double(),
+    )
     given = None
     if mask:
         given = torch.rand(2, 1, 5, 6) > 0.4
         given[0, 0, 2] = False
         given = given if mask == "bool" else torch.where(given, 0.0, -torch.inf).double()
     arguments = [t.clone().requires_grad_() for t in (q, k, v)]
-    found = attention_with_dropout(*arguments, given, 1e-12, causal, 0.3, step_noise(0, 0, 0, 2), 0, [None] * 4, (None, 4, 5, 6))
-    expected = F.scaled_dot_product_attention(q, k, v, given, is_causal=causal, scale=0.3, enable_gqa=True)
+    found = attention_with_dropout(
+        *arguments,
+        given,
+        1e-12,
+        causal,
+        0.3,
+        step_noise(0, 0, 0, 2),
+        0,
+        [None] * 4,
+        (None, 4, 5, 6),
+    )
+    expected = F.scaled_dot_product_attention(
+        q, k, v, given, is_causal=causal, scale=0.3, enable_gqa=True
+    )
     torch.testing.assert_close(found, expected)
     found.sum().backward()
     assert all(t.grad.isfinite().all() for t in arguments)

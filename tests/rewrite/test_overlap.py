@@ -45,7 +45,9 @@ def test_a_late_linear_is_a_linear(rows, sizes, bias, transposed, frozen):
     grad = torch.randn_like(expected)
     torch.testing.assert_close(late, expected, rtol=1e-13, atol=1e-13)
     found = torch.autograd.grad(late, leaves, grad) if leaves else ()
-    for one, other in zip(found, torch.autograd.grad(expected, leaves, grad) if leaves else (), strict=True):
+    for one, other in zip(
+        found, torch.autograd.grad(expected, leaves, grad) if leaves else (), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
@@ -60,22 +62,40 @@ def test_gradients_of_weights_hide_the_gradient_of_the_input(monkeypatch):
         return told
 
     start = primitives.start_primitive
-    monkeypatch.setattr(transitions, "start_primitive", lambda name, *rest: (events.append(f"start {name}"), start(name, *rest))[1])
+    monkeypatch.setattr(
+        transitions,
+        "start_primitive",
+        lambda name, *rest: (events.append(f"start {name}"), start(name, *rest))[1],
+    )
     monkeypatch.setattr(transitions._Handle, "wait", tell("wait", transitions._Handle.wait))
     late_backward = tell("weight", late_gradients._Late.backward)
     monkeypatch.setattr(late_gradients._Late, "backward", staticmethod(late_backward))
-    x, weights = torch.randn(2, 3, requires_grad=True), [torch.randn(5, 3, requires_grad=True) for _ in range(2)]
+    x, weights = (
+        torch.randn(2, 3, requires_grad=True),
+        [torch.randn(5, 3, requires_grad=True) for _ in range(2)],
+    )
     with active_axes(PAPER):
         pending = all_gather(x, "tp", 0, 4, "reduce_scatter", async_op=True)
         late = [late_gradient(weight) for weight in weights]
         whole = wait(pending)
         sum(late_linear(whole, *pair) for pair in zip(weights, late, strict=True)).sum().backward()
-    assert events == ["start all_gather", "wait", "start reduce_scatter", "weight", "weight", "wait"]
+    assert events == [
+        "start all_gather",
+        "wait",
+        "start reduce_scatter",
+        "weight",
+        "weight",
+        "wait",
+    ]
 
 
 def test_a_collective_is_waited_for_even_if_nobody_asks(monkeypatch):
     waited = []
-    monkeypatch.setattr(primitives, "_c10d", type("c10d", (), {"wait_tensor": staticmethod(lambda x: waited.append(x) or x)}))
+    monkeypatch.setattr(
+        primitives,
+        "_c10d",
+        type("c10d", (), {"wait_tensor": staticmethod(lambda x: waited.append(x) or x)}),
+    )
     started = Started(torch.zeros(2), lambda x: x)
     del started
     assert len(waited) == 1, "recomputation may stop before the wait"
@@ -87,7 +107,10 @@ def test_a_collective_is_waited_for_even_if_nobody_asks(monkeypatch):
 
 
 def test_recomputation_runs_both_ends_again():
-    x, weight = torch.randn(2, 3, dtype=torch.float64, requires_grad=True), torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    x, weight = (
+        torch.randn(2, 3, dtype=torch.float64, requires_grad=True),
+        torch.randn(4, 3, dtype=torch.float64, requires_grad=True),
+    )
 
     def block(x, weight):
         pending = transitions.identity(x, "tp", async_op=True)
@@ -106,7 +129,11 @@ def test_recomputation_runs_both_ends_again():
 def _transition(graph: Graph, x: Node, src: str, dst: str, shape: tuple[int, ...]) -> Node:
     function, arguments = transitions.make_transition(parse_layout(src), parse_layout(dst), shape)
     node = graph.call_function(function, (x, "tp"), arguments)
-    node.meta |= {"whole": torch.empty(shape, device="meta"), "layouts": {}, "transition": (src, dst)}
+    node.meta |= {
+        "whole": torch.empty(shape, device="meta"),
+        "layouts": {},
+        "transition": (src, dst),
+    }
     return node
 
 
@@ -145,7 +172,10 @@ def test_nothing_to_hide_behind_leaves_a_plain_collective():
     moved = _call(graph, aten.relu.default, graph.placeholder("x"))
     gathered = _transition(graph, moved, "S(0)", "R", (4, 4))
     graph.output(_call(graph, aten.cos.default, _call(graph, aten.transpose.int, gathered, 0, 1)))
-    assert wait not in [node.target for node in overlap(graph).nodes] and "async_op" not in gathered.kwargs
+    assert (
+        wait not in [node.target for node in overlap(graph).nodes]
+        and "async_op" not in gathered.kwargs
+    )
 
 
 def _program(model: str, pin: dict[str, int]) -> Program:
@@ -153,12 +183,26 @@ def _program(model: str, pin: dict[str, int]) -> Program:
     spec = parse_model(model)
     example = spec.example_inputs(4, 16)
     traced = trace(spec.build("meta"), example, None, "fp32")
-    plan = make_plan(spec.build("meta"), free_network(4), example, 4, pin, precision="fp32", runnable=True, traced=traced)
+    plan = make_plan(
+        spec.build("meta"),
+        free_network(4),
+        example,
+        4,
+        pin,
+        precision="fp32",
+        runnable=True,
+        traced=traced,
+    )
     return assemble(traced, plan, 0, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
-    "model, pin", [("llama-tiny", {"tp": 4, "sequence_parallel": True}), ("llama-tiny", {"cp": 2, "tp": 2}), ("gpt-tiny", {"tp": 4})]
+    "model, pin",
+    [
+        ("llama-tiny", {"tp": 4, "sequence_parallel": True}),
+        ("llama-tiny", {"cp": 2, "tp": 2}),
+        ("gpt-tiny", {"tp": 4}),
+    ],
 )
 def test_programs_start_before_they_wait_with_work_between(model, pin):
     program, late = _program(model, pin), 0
@@ -170,7 +214,11 @@ def test_programs_start_before_they_wait_with_work_between(model, pin):
                 between = order[order.index(node) + 1 : order.index(waited)]
                 assert waited.target is wait and between, f"{node} hides behind nothing"
             elif node.target in NODE_FUNCTIONS.values() and node.kwargs["backward"] in COLLECTIVES:
-                linears = [user for user in node.users if user.target is aten.linear.default and user.args[1].target is local_shard]
+                linears = [
+                    user
+                    for user in node.users
+                    if user.target is aten.linear.default and user.args[1].target is local_shard
+                ]
                 assert not linears, f"the gradient of {node} could hide behind that of a weight"
             late += node.target is late_linear
     assert late >= 3
@@ -184,7 +232,13 @@ _MOVES = [
     ("slice", {"dim": 1, "backward": "all_gather"}),
     ("all_to_all", {"src_dim": 0, "dst_dim": 1, "src_size": 4, "dst_size": 4}),
 ]
-_OPS = [(aten.tanh.default,), (aten.sin.default,), (aten.transpose.int, 0, 1), (aten.reshape.default, [4, 4]), (aten.contiguous.default,)]
+_OPS = [
+    (aten.tanh.default,),
+    (aten.sin.default,),
+    (aten.transpose.int, 0, 1),
+    (aten.reshape.default, [4, 4]),
+    (aten.contiguous.default,),
+]
 
 
 def _random_graph(draw) -> tuple[torch.nn.Module, Graph]:
@@ -195,7 +249,9 @@ def _random_graph(draw) -> tuple[torch.nn.Module, Graph]:
         values.append(graph.placeholder(f"x{i}"))
         values[-1].meta |= {"whole": torch.empty(4, 4, device="meta"), "layouts": {}}
     for name, shape in (("p_weight", (4, 4)), ("q_weight", (4, 4)), ("bias", (4,))):
-        data = torch.linspace(-1, 1, 4 ** len(shape), dtype=torch.float64).roll(len(name)).view(shape)
+        data = (
+            torch.linspace(-1, 1, 4 ** len(shape), dtype=torch.float64).roll(len(name)).view(shape)
+        )
         root.register_parameter(name, torch.nn.Parameter(data, requires_grad=draw(st.booleans())))
         read = graph.create_node("get_attr", name)
         weights.append(_call(graph, local_shard, read, {}))
@@ -206,13 +262,21 @@ def _random_graph(draw) -> tuple[torch.nn.Module, Graph]:
         x, kind = draw(st.sampled_from(values)), draw(st.integers(0, 3))
         if kind == 0:
             name, arguments = draw(st.sampled_from(_MOVES))
-            node = graph.call_function(NODE_FUNCTIONS[name], (x, "tp"), dict(backward="all_to_all") | arguments)
+            node = graph.call_function(
+                NODE_FUNCTIONS[name], (x, "tp"), dict(backward="all_to_all") | arguments
+            )
             node.meta["transition"] = ("", "")
         elif kind == 1:
             weight, with_bias = draw(st.sampled_from(weights)), draw(st.booleans())
             node = _call(graph, aten.linear.default, x, weight, *([bias] if with_bias else []))
         elif kind == 2:
-            node = _call(graph, aten.addmm.default, draw(st.sampled_from([bias, *values])), x, draw(st.sampled_from(values)))
+            node = _call(
+                graph,
+                aten.addmm.default,
+                draw(st.sampled_from([bias, *values])),
+                x,
+                draw(st.sampled_from(values)),
+            )
         else:
             target, *arguments = draw(st.sampled_from(_OPS))
             node = _call(graph, target, x, *arguments)
@@ -227,11 +291,17 @@ def _outcome(root: torch.nn.Module, graph: Graph) -> list[torch.Tensor | None]:
     """The results of a graph and the gradients of all its leaves."""
     module = GraphModule(root, graph)
     count = len(graph.find_nodes(op="placeholder"))
-    inputs = [torch.linspace(-2, 1, 16, dtype=torch.float64).view(4, 4).roll(i, 1).requires_grad_(i == 0) for i in range(count)]
+    inputs = [
+        torch.linspace(-2, 1, 16, dtype=torch.float64).view(4, 4).roll(i, 1).requires_grad_(i == 0)
+        for i in range(count)
+    ]
     leaves = [t for t in (*inputs, *root.parameters()) if t.requires_grad]
     results = module(*inputs)
     loss = sum((r * r.detach().cos()).sum() for r in results)
-    return [*results, *(torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ())]
+    return [
+        *results,
+        *(torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()),
+    ]
 
 
 @given(st.data())
@@ -251,7 +321,14 @@ def test_a_block_without_inputs_is_legal():
     graph = Graph()
     weight = _call(graph, local_shard, graph.create_node("get_attr", "weight"), {})
     moved = _transition(graph, weight, "S(0)", "R", (4, 4))
-    graph.output(_call(graph, aten.mm.default, _call(graph, aten.sin.default, _call(graph, aten.ones.default, [4, 4])), moved))
+    graph.output(
+        _call(
+            graph,
+            aten.mm.default,
+            _call(graph, aten.sin.default, _call(graph, aten.ones.default, [4, 4])),
+            moved,
+        )
+    )
     assert [node.target for node in overlap(graph).nodes][:3] == ["weight", local_shard, all_gather]
 
 
@@ -265,19 +342,26 @@ def test_autocast_keeps_its_casts():
     assert weight.grad is not None and weight.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("pin", [{"tp": 4}, pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "pin", [{"tp": 4}, pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_program_compiles_whole(pin):
     program = _program("gpt-tiny", pin)
     generator = torch.Generator().manual_seed(0)
     with active_axes(simulated_axes(program.mesh, 0)):
         for stored in program.parameters:
-            shard = shard_of(torch.randn(stored.spec.shape, generator=generator), stored.layouts, program.mesh, 0)
+            shard = shard_of(
+                torch.randn(stored.spec.shape, generator=generator), stored.layouts, program.mesh, 0
+            )
             holder = getattr(program.module, stored.module)
             (holder._buffers if stored.spec.buffer else holder._parameters)[stored.attribute] = (
                 shard if stored.spec.buffer else torch.nn.Parameter(shard)
             )
         rows = 4 // program.mesh.dp
-        inputs = [torch.zeros((rows, *value.shape[1:]), dtype=value.dtype) for value in program.whole_inputs.values()]
+        inputs = [
+            torch.zeros((rows, *value.shape[1:]), dtype=value.dtype)
+            for value in program.whole_inputs.values()
+        ]
         arguments = [*inputs, *([torch.tensor(5.0)] if program.step_values is not None else [])]
         leaves = list(program.module.parameters())
         expected = torch.autograd.grad(program.module(*arguments), leaves, allow_unused=True)

@@ -31,12 +31,19 @@ def assert_names(code: str, scope: dict) -> None:
     """Every name is defined, and none means two things: no value hides what its function reads, no definition another."""
     tree = ast.parse(code)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    imported = [a.asname or a.name for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)) for a in node.names]
+    imported = [
+        a.asname or a.name
+        for node in tree.body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for a in node.names
+    ]
     defined = [*imported, *(node.name for node in functions), "aten"]
     assert len(set(defined)) == len(defined)
     for function in functions:
         names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-        own = [a.arg for a in function.args.args] + [n.id for n in names if isinstance(n.ctx, ast.Store)]
+        own = [a.arg for a in function.args.args] + [
+            n.id for n in names if isinstance(n.ctx, ast.Store)
+        ]
         assert len(set(own)) == len(own) and not set(own) & {*imported, "aten", "float", "slice"}
         assert {n.id for n in names} <= {*own, *scope, *dir(builtins)}
 
@@ -62,13 +69,31 @@ def test_no_value_hides_what_the_text_uses(monkeypatch, name, where):
     child, graph = Graph(), Graph()
     x = named(child, child.placeholder("x"), name if where == "input" else "x")
     y = child.call_function(transitions.pad, (x, "tp"), {"dim": 0, "size": 3})
-    y = named(child, child.call_function(torch.ops.aten.clamp.default, (y, -float("inf"), 5.0)), name if where == "value" else "y")
-    z = child.call_function(other_pad, (child.call_function(transitions.all_gather, (y, "tp"), {"dim": 0, "size": 3}),))
-    z = child.call_function(operator.getitem, (child.call_function(torch.ops.aten.neg.default, (z,)), slice(0, 2)))
-    child.output((child.call_function(operator.add, (z, child.call_function(torch.ops.aten.sum.default, (y,)))),))
+    y = named(
+        child,
+        child.call_function(torch.ops.aten.clamp.default, (y, -float("inf"), 5.0)),
+        name if where == "value" else "y",
+    )
+    z = child.call_function(
+        other_pad, (child.call_function(transitions.all_gather, (y, "tp"), {"dim": 0, "size": 3}),)
+    )
+    z = child.call_function(
+        operator.getitem, (child.call_function(torch.ops.aten.neg.default, (z,)), slice(0, 2))
+    )
+    child.output(
+        (
+            child.call_function(
+                operator.add, (z, child.call_function(torch.ops.aten.sum.default, (y,)))
+            ),
+        )
+    )
     monkeypatch.setattr(other_pad, "__name__", name if where == "function" else "pad")
     monkeypatch.setattr(other_pad, "__module__", "others")
-    monkeypatch.setitem(sys.modules, "others", SimpleNamespace(__name__="others", __file__="", **{other_pad.__name__: other_pad}))
+    monkeypatch.setitem(
+        sys.modules,
+        "others",
+        SimpleNamespace(__name__="others", __file__="", **{other_pad.__name__: other_pad}),
+    )
     segment, modules = name if where == "segment" else "layer", torch.nn.Module()
     modules.add_module(segment, GraphModule(torch.nn.Module(), child))
     called = graph.call_module(segment, (graph.placeholder("x"),))
@@ -78,7 +103,11 @@ def test_no_value_hides_what_the_text_uses(monkeypatch, name, where):
     code = program_text(module)
     scope = executed(code)
     assert_names(code, scope)
-    (block,) = (node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef) and node.name != "program")
+    (block,) = (
+        node.name
+        for node in ast.parse(code).body
+        if isinstance(node, ast.FunctionDef) and node.name != "program"
+    )
     x = torch.tensor([1.0, -2.0, 7.0])
     with active_axes({"tp": AxisGroup("tp", 1)}):
         expected = z_of(x)
@@ -96,7 +125,9 @@ def test_code_is_python_over_known_names():
     inputs = spec.example_inputs(8, 16, "cpu")
     model = spec.build("cpu")
     traced = trace(model, inputs)
-    chosen = plan(model, free_network(4), inputs, 8, {"cp": 2, "tp": 2}, runnable=True, traced=traced)
+    chosen = plan(
+        model, free_network(4), inputs, 8, {"cp": 2, "tp": 2}, runnable=True, traced=traced
+    )
     code = assemble(traced, chosen, 0, torch.device("cpu")).code
     scope = executed(code)
     assert_names(code, scope)

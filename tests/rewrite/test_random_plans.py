@@ -29,13 +29,21 @@ def test_training_moves_the_parameters(name):
 def check(pool, name: str, mesh: MeshShape, seeds) -> None:
     found = case(name)
     plans = [random_plan(found.traced, found.annotator, setting(mesh), seed) for seed in seeds]
-    results = pool.run(train_under, name, [plan.to_json() for plan in plans], timeout_s=60 + 30 * len(plans))
+    results = pool.run(
+        train_under, name, [plan.to_json() for plan in plans], timeout_s=60 + 30 * len(plans)
+    )
     for seed, by_rank in zip(seeds, zip(*results, strict=True), strict=True):
         for rank, result in enumerate(by_rank):
-            assert not isinstance(result, str), f"{name} on {mesh}, seed {seed}, rank {rank}: {result}"
+            assert not isinstance(result, str), (
+                f"{name} on {mesh}, seed {seed}, rank {rank}: {result}"
+            )
             error, loss_error = result
-            assert error <= 1.0, f"{name} on {mesh}, seed {seed}, rank {rank}: update error {error:g} times the tolerance"
-            assert loss_error <= 1e-9, f"{name} on {mesh}, seed {seed}, rank {rank}: losses differ by {loss_error:g}"
+            assert error <= 1.0, (
+                f"{name} on {mesh}, seed {seed}, rank {rank}: update error {error:g} times the tolerance"
+            )
+            assert loss_error <= 1e-9, (
+                f"{name} on {mesh}, seed {seed}, rank {rank}: losses differ by {loss_error:g}"
+            )
 
 
 @pytest.mark.parametrize("name, mesh", [

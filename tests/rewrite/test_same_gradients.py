@@ -17,7 +17,13 @@ from autopar.rewrite.collectives.axes import AxisGroup, active_axes, axis_group
 from autopar.rewrite.collectives.transitions import all_gather, identity, shard, wait
 
 ROWS, SEQ = 3, 8
-BATCHES = [{"x": torch.arange(ROWS * SEQ, dtype=torch.float64).view(ROWS, SEQ).sin() + k, "labels": torch.arange(SEQ)} for k in range(2)]
+BATCHES = [
+    {
+        "x": torch.arange(ROWS * SEQ, dtype=torch.float64).view(ROWS, SEQ).sin() + k,
+        "labels": torch.arange(SEQ),
+    }
+    for k in range(2)
+]
 
 
 def first_position(whole: Tensor, labels: Tensor) -> Tensor:
@@ -69,7 +75,11 @@ class OneGather:
     plan: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(num_microbatches=1))
 
     def __post_init__(self) -> None:
-        self.axes = {"tp": AxisGroup("tp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name)}
+        self.axes = {
+            "tp": AxisGroup(
+                "tp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name
+            )
+        }
         graph = Graph()
         x, labels = graph.placeholder("x"), graph.placeholder("labels")
         arguments = {"dim": 1, "size": SEQ} if self.function is all_gather else {}
@@ -84,30 +94,54 @@ class OneGather:
 
     def step(self, batch: dict) -> Tensor:
         with active_axes(self.axes):
-            x = shard(batch["x"], "tp", dim=1) if self.function is all_gather else batch["x"].clone()
+            x = (
+                shard(batch["x"], "tp", dim=1)
+                if self.function is all_gather
+                else batch["x"].clone()
+            )
             loss = self.module(x.requires_grad_(), batch["labels"])
             loss.backward()
             return loss.detach()
 
 
-def found(rank: int, loss: object, batches: list, later: bool, function: object, right: str, wrong: str) -> tuple[dict, bool]:
+def found(
+    rank: int, loss: object, batches: list, later: bool, function: object, right: str, wrong: str
+) -> tuple[dict, bool]:
     """In a worker: what `same_backwards` finds, and whether the program is as it was."""
     engine = OneGather(loss, later, function, right)
     code = engine.module.code
-    same = same_backwards(engine, batches, [("m", engine.module, engine.node, [wrong])], lambda: None)
+    same = same_backwards(
+        engine, batches, [("m", engine.module, engine.node, [wrong])], lambda: None
+    )
     return same, engine.module.code == code
 
 
-def check(pool, loss, expected: str, batches: list = BATCHES, later: bool = False, backwards: str = "reduce_scatter slice") -> None:
+def check(
+    pool,
+    loss,
+    expected: str,
+    batches: list = BATCHES,
+    later: bool = False,
+    backwards: str = "reduce_scatter slice",
+) -> None:
     """`backwards`: the right one and the wrong one."""
     function = all_gather if "slice" in backwards else identity
     same = {(("m", function.__name__), backwards.split()[1]): expected} if expected else {}
-    assert pool.run(found, loss, batches, later, function, *backwards.split(), timeout_s=60.0) == [(same, True)] * 4
+    assert (
+        pool.run(found, loss, batches, later, function, *backwards.split(), timeout_s=60.0)
+        == [(same, True)] * 4
+    )
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at_once", "asynchronous"])
 def test_what_the_gradients_are_decides(pool4, later):
-    for loss, expected in ((first_position, SAME), (cut_again, SAME), (last_position, ""), (every_position, ""), (unread, UNREAD)):
+    for loss, expected in (
+        (first_position, SAME),
+        (cut_again, SAME),
+        (last_position, ""),
+        (every_position, ""),
+        (unread, UNREAD),
+    ):
         check(pool4, loss, expected, later=later)
 
 
@@ -151,6 +185,8 @@ def test_a_transition_that_is_waited_for_nowhere_is_refused():
     graph = Graph()
     node = graph.call_function(all_gather, (graph.placeholder("x"), "tp"), {"async_op": True})
     graph.output(graph.call_function(torch.relu, (node,)))
-    with pytest.raises(RuntimeError, match="all_gather is asynchronous, and relu is not where it is waited for"):
+    with pytest.raises(
+        RuntimeError, match="all_gather is asynchronous, and relu is not where it is waited for"
+    ):
         with same_gradients.arrivals([("m", GraphModule(nn.Module(), graph), node)]):
             pass

@@ -17,7 +17,11 @@ MESH = MeshShape(dp=2, tp=2)
 def program(name: str, mesh: MeshShape = MESH, rank: int = 0, seed: int | None = None) -> Program:
     found = case(name)
     where = setting(mesh)
-    plan = solved_plan(found.traced, found.annotator, where) if seed is None else random_plan(found.traced, found.annotator, where, seed)
+    plan = (
+        solved_plan(found.traced, found.annotator, where)
+        if seed is None
+        else random_plan(found.traced, found.annotator, where, seed)
+    )
     return assemble(found.traced, plan, rank, torch.device("cpu"))
 
 
@@ -52,7 +56,11 @@ def breaks(found: Program, module: torch.fx.GraphModule) -> None:
 def test_a_wrong_local_size_in_a_reshape():
     found = program("gpt-tiny", MeshShape(tp=4))
     module, node = first(
-        found, lambda n: n.target is torch.ops.aten.reshape.default and any(isinstance(s, int) and s > 1 for s in n.args[1])
+        found,
+        lambda n: (
+            n.target is torch.ops.aten.reshape.default
+            and any(isinstance(s, int) and s > 1 for s in n.args[1])
+        ),
     )
     sizes = list(node.args[1])
     at = max(d for d, size in enumerate(sizes) if isinstance(size, int) and size > 1)
@@ -63,7 +71,9 @@ def test_a_wrong_local_size_in_a_reshape():
 
 def test_a_wrong_size_in_a_collective():
     found = program("llama-tiny", seed=3)
-    module, node = first(found, lambda n: "transition" in n.meta and isinstance(n.kwargs.get("size"), int))
+    module, node = first(
+        found, lambda n: "transition" in n.meta and isinstance(n.kwargs.get("size"), int)
+    )
     node.kwargs = {**node.kwargs, "size": node.kwargs["size"] + 3}
     breaks(found, module)
 
@@ -80,8 +90,15 @@ def test_the_message_names_node_rank_and_shapes():
     found = program("llama-tiny", MeshShape(tp=4), rank=2)
     module, node = first(
         found,
-        lambda n: "whole" in n.meta and any(x.is_shard for x in n.meta["layouts"].values()) and n.target is torch.ops.aten.silu.default,
+        lambda n: (
+            "whole" in n.meta
+            and any(x.is_shard for x in n.meta["layouts"].values())
+            and n.target is torch.ops.aten.silu.default
+        ),
     )
-    node.meta["layouts"] = {axis: type(x)(x.value.__class__("R"), x.grad.__class__("R")) for axis, x in node.meta["layouts"].items()}
+    node.meta["layouts"] = {
+        axis: type(x)(x.value.__class__("R"), x.grad.__class__("R"))
+        for axis, x in node.meta["layouts"].items()
+    }
     with pytest.raises(ProgramError, match=rf"rank 2: {node.name} .*local shape .*the plan says"):
         verify_program(found)

@@ -13,7 +13,13 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 
 
-def staged(plan: Plan, traced: TracedModel, schedule: str, cuts: tuple[int, ...], modes: tuple[str, ...] = ("none",)) -> Plan:
+def staged(
+    plan: Plan,
+    traced: TracedModel,
+    schedule: str,
+    cuts: tuple[int, ...],
+    modes: tuple[str, ...] = ("none",),
+) -> Plan:
     """`plan` with stages of `cuts` segments each; segments take `modes` in turn."""
     names = [segment.name for segment in traced.segments]
     assert sum(cuts) == len(names), (cuts, names)
@@ -24,20 +30,43 @@ def staged(plan: Plan, traced: TracedModel, schedule: str, cuts: tuple[int, ...]
         by_mode: dict[str, list[str]] = {}
         for name in block.segments:
             by_mode.setdefault(modes[names.index(name) % len(modes)], []).append(name)
-        blocks += [replace(block, segments=tuple(segments), recompute=mode) for mode, segments in by_mode.items()]
+        blocks += [
+            replace(block, segments=tuple(segments), recompute=mode)
+            for mode, segments in by_mode.items()
+        ]
     return replace(plan, schedule=schedule, stages=stages, blocks=tuple(blocks))
 
 
-def pipelined(name: str, mesh: MeshShape, schedule: str, cuts: tuple[int, ...], number: int, modes: tuple[str, ...] = ("none",)) -> Plan:
+def pipelined(
+    name: str,
+    mesh: MeshShape,
+    schedule: str,
+    cuts: tuple[int, ...],
+    number: int,
+    modes: tuple[str, ...] = ("none",),
+) -> Plan:
     """A model of `exactness.case` in a pipeline, with `number` micro-batches."""
     found = case(name)
-    return staged(solved_plan(found.traced, found.annotator, setting(mesh, number)), found.traced, schedule, cuts, modes)
+    return staged(
+        solved_plan(found.traced, found.annotator, setting(mesh, number)),
+        found.traced,
+        schedule,
+        cuts,
+        modes,
+    )
 
 
-def at_random(name: str, mesh: MeshShape, schedule: str, cuts: tuple[int, ...], number: int, seed: int) -> Plan:
+def at_random(
+    name: str, mesh: MeshShape, schedule: str, cuts: tuple[int, ...], number: int, seed: int
+) -> Plan:
     """The same with any strategy for any op and any layout on every boundary, partial sums too."""
     found = case(name)
-    return staged(random_plan(found.traced, found.annotator, setting(mesh, number), seed), found.traced, schedule, cuts)
+    return staged(
+        random_plan(found.traced, found.annotator, setting(mesh, number), seed),
+        found.traced,
+        schedule,
+        cuts,
+    )
 
 
 class Layer(nn.Module):
@@ -45,7 +74,12 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.norm, self.drop = nn.Linear(8, 12), nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+        self.up, self.down, self.norm, self.drop = (
+            nn.Linear(8, 12),
+            nn.Linear(12, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(0.2),
+        )
 
     def forward(self, x: Tensor, mask: Tensor, table: Tensor, gates: Tensor) -> Tensor:
         x = x + self.drop(self.down((self.up(x) * table).tanh().masked_fill(mask, 0.0))) * gates
@@ -57,14 +91,22 @@ class Carrying(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.table, self.head = nn.Linear(5, 8), nn.Parameter(0.1 * nn.init.normal_(self._empty()) + 1.0), nn.Linear(8, 3)
+        self.first, self.table, self.head = (
+            nn.Linear(5, 8),
+            nn.Parameter(0.1 * nn.init.normal_(self._empty()) + 1.0),
+            nn.Linear(8, 3),
+        )
         self.layers = nn.ModuleList(Layer() for _ in range(3))
 
     def _empty(self) -> Tensor:
         return Tensor(6, 12)
 
     def forward(self, x: Tensor, places: Tensor, target: Tensor) -> Tensor:
-        mask, table, gates = (x[..., :1] > 1.0), self.table.exp(), (places.unsqueeze(-1) % 3 + 1).double()
+        mask, table, gates = (
+            (x[..., :1] > 1.0),
+            self.table.exp(),
+            (places.unsqueeze(-1) % 3 + 1).double(),
+        )
         h = early = self.first(x)
         side = 0.0
         for layer in self.layers:

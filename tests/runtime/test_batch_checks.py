@@ -19,13 +19,20 @@ class Model(nn.Module):
 
     def __init__(self, loss, position=None):
         super().__init__()
-        self.embed, self.place, self.head, self.loss = nn.Embedding(11, 6), nn.Embedding(3, 6), nn.Linear(6, 11), loss
+        self.embed, self.place, self.head, self.loss = (
+            nn.Embedding(11, 6),
+            nn.Embedding(3, 6),
+            nn.Linear(6, 11),
+            loss,
+        )
         self.position = position
 
     def forward(self, tokens, labels):
         x = self.embed(tokens)
         x = x if self.position is None else x + self.place(self.position(labels))
-        return self.loss(F.log_softmax(self.head(x), -1) + 0 * labels.unsqueeze(2), labels)  # one batch dim for both
+        return self.loss(
+            F.log_softmax(self.head(x), -1) + 0 * labels.unsqueeze(2), labels
+        )  # one batch dim for both
 
 
 def cross_entropy(shift=0, ignored=-100):
@@ -90,7 +97,9 @@ def test_what_torch_takes_is_taken(model, name, value, row, column):
 
 def all_ranks_are_told(rank):
     batch = batch_with("tokens", 11, row=3)
-    engine = autopar.parallelize(Model(cross_entropy()), "cpu:2", {"tokens": IDS, "labels": IDS}, pin={"dp": 2})
+    engine = autopar.parallelize(
+        Model(cross_entropy()), "cpu:2", {"tokens": IDS, "labels": IDS}, pin={"dp": 2}
+    )
     found = []
     for given in (batch, batch_with("tokens", 10)):
         try:
@@ -102,5 +111,8 @@ def all_ranks_are_told(rank):
 
 def test_all_ranks_hear_of_an_index_of_one(pool2):
     (first, ok), (second, also) = pool2.run(all_ranks_are_told)
-    assert "data-parallel rank 1 was given a batch that does not fit" in first and "'tokens' holds 11 in row 1" in second
+    assert (
+        "data-parallel rank 1 was given a batch that does not fit" in first
+        and "'tokens' holds 11 in row 1" in second
+    )
     assert ok == also

@@ -9,7 +9,17 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import ABSOLUTE, TOLERANCE, Reference, random_plan, run_steps, setting, sgd, solved_plan, update_error
+from exactness import (
+    ABSOLUTE,
+    TOLERANCE,
+    Reference,
+    random_plan,
+    run_steps,
+    setting,
+    sgd,
+    solved_plan,
+    update_error,
+)
 from torch import Tensor, nn
 
 from autopar.annotate.annotator import Annotator
@@ -21,7 +31,13 @@ from autopar.planning.notes import notes
 from autopar.runtime.engine import Engine
 
 ROWS = 8
-ONE, DP2, TP2, DP2TP2, DP4 = MeshShape(), MeshShape(dp=2), MeshShape(tp=2), MeshShape(dp=2, tp=2), MeshShape(dp=4)
+ONE, DP2, TP2, DP2TP2, DP4 = (
+    MeshShape(),
+    MeshShape(dp=2),
+    MeshShape(tp=2),
+    MeshShape(dp=2, tp=2),
+    MeshShape(dp=4),
+)
 
 
 class Mlp(nn.Module):
@@ -30,8 +46,13 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(6, 12)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Tanh()) for _ in range(2))
-        self.sequence, self.plain = nn.BatchNorm1d(3, momentum=0.3, affine=False), nn.BatchNorm1d(12, track_running_stats=False)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Tanh()) for _ in range(2)
+        )
+        self.sequence, self.plain = (
+            nn.BatchNorm1d(3, momentum=0.3, affine=False),
+            nn.BatchNorm1d(12, track_running_stats=False),
+        )
         self.outer = nn.Linear(12, 4)
         self.register_buffer("average", torch.zeros(4))
         self.register_buffer("largest", torch.tensor(0.0))
@@ -74,7 +95,11 @@ class Mixed(nn.Module):
         self.drop, self.channels = nn.Dropout(0.3), nn.Dropout2d(0.3)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        x = self.channels(self.drop(self.norm(self.inner(x).transpose(1, 2)).unflatten(2, (2, 3)))).flatten(2).transpose(1, 2)
+        x = (
+            self.channels(self.drop(self.norm(self.inner(x).transpose(1, 2)).unflatten(2, (2, 3))))
+            .flatten(2)
+            .transpose(1, 2)
+        )
         q = x.view(x.shape[0], 6, 3, 4).transpose(1, 2)
         x = x + F.scaled_dot_product_attention(q, q, q, dropout_p=0.2).transpose(1, 2).flatten(2)
         return F.mse_loss(self.outer(x).mean(1), target)
@@ -128,7 +153,10 @@ def reference(name: str, dp: int, number: int) -> tuple[list[float], Reference, 
     after = all_tensors(built)
     with torch.no_grad():
         built.eval()
-        evaluated = [sum(float(built(**{k: v[r] for k, v in batch.items()})) for r in rows) / number for batch in batches(name)]
+        evaluated = [
+            sum(float(built(**{k: v[r] for k, v in batch.items()})) for r in rows) / number
+            for batch in batches(name)
+        ]
     return losses + evaluated, Reference(losses, before, after), after
 
 
@@ -138,7 +166,15 @@ def all_tensors(built: nn.Module) -> dict[str, Tensor]:
 
 def engine(name: str, plan: Plan) -> Engine:
     """Micro-batches of a loss that reads a buffer which forward changes are for the user to allow."""
-    return Engine(model(name)[0], model(name)[1], replace(plan, micro_batch_mean=name == "mlp"), sgd, None, None, "cpu")
+    return Engine(
+        model(name)[0],
+        model(name)[1],
+        replace(plan, micro_batch_mean=name == "mlp"),
+        sgd,
+        None,
+        None,
+        "cpu",
+    )
 
 
 def solved(name: str, mesh: MeshShape, number: int = 1, recompute: str = "none") -> Plan:
@@ -153,7 +189,9 @@ def train(rank: int, name: str, plans: list[str]) -> list[tuple[list[float], dic
         losses, state = run_steps(made, batches(name))
         evaluated = [float(made.eval_step(made.local_batch(batch))) for batch in batches(name)]
         again = made.full_state_dict()
-        assert all(torch.equal(again[k], v) for k, v in state.items()), "evaluation changed a buffer"
+        assert all(torch.equal(again[k], v) for k, v in state.items()), (
+            "evaluation changed a buffer"
+        )
         found.append((losses + evaluated, state))
     return found
 
@@ -174,24 +212,43 @@ def check(name: str, plan: Plan, losses: list[float], state: dict[str, Tensor]) 
 def test_one_device():
     for name in EAGER:
         plans = [solved(name, ONE), solved(name, ONE, 2), solved(name, ONE, 4, "full")]
-        for plan, found in zip(plans, train(0, name, [plan.to_json() for plan in plans]), strict=True):
+        for plan, found in zip(
+            plans, train(0, name, [plan.to_json() for plan in plans]), strict=True
+        ):
             check(name, plan, *found)
 
 
 def test_a_batch_is_not_split_where_the_loss_reads_a_buffer_that_forward_changes():
-    with pytest.raises(AutoparError, match=r"add \(test_batch_norm.py:\d+: return F.mse_loss.*combines rows"):
-        Engine(*model("mlp")[:2], solved("mlp", ONE, 2), sgd, None, None, "cpu").step(batches("mlp")[0])
+    with pytest.raises(
+        AutoparError, match=r"add \(test_batch_norm.py:\d+: return F.mse_loss.*combines rows"
+    ):
+        Engine(*model("mlp")[:2], solved("mlp", ONE, 2), sgd, None, None, "cpu").step(
+            batches("mlp")[0]
+        )
     assert model("conv")[1].split.by_convention == ("batch statistics",)
 
 
 def choices_of(plan: Plan, start: str, axis: str) -> set[str]:
-    return {str(c[axis].outputs[0]) for block in plan.blocks for name, c in block.ops.items() if name.startswith(start) and axis in c}
+    return {
+        str(c[axis].outputs[0])
+        for block in plan.blocks
+        for name, c in block.ops.items()
+        if name.startswith(start) and axis in c
+    }
 
 
 @pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "conv"])
 def test_two_devices(pool2, name):
-    plans = [solved(name, DP2), solved(name, DP2, 2, "full"), solved(name, TP2), solved(name, TP2, 2, "full")]
-    plans += [random_plan(model(name)[1], model(name)[2], setting(TP2, 2, rows=ROWS), seed) for seed in range(3)]
+    plans = [
+        solved(name, DP2),
+        solved(name, DP2, 2, "full"),
+        solved(name, TP2),
+        solved(name, TP2, 2, "full"),
+    ]
+    plans += [
+        random_plan(model(name)[1], model(name)[2], setting(TP2, 2, rows=ROWS), seed)
+        for seed in range(3)
+    ]
     assert "P" in choices_of(plans[0], "sum", "dp"), "statistics are partial sums"
     for results in pool2.run(train, name, [plan.to_json() for plan in plans]):
         for plan, found in zip(plans, results, strict=True):
@@ -202,7 +259,10 @@ def test_two_devices(pool2, name):
 @pytest.mark.slow
 def test_four_devices(pool4, name):
     plans = [solved(name, DP4), solved(name, DP4, 2), solved(name, DP2TP2, 2)]
-    plans += [random_plan(model(name)[1], model(name)[2], setting(DP2TP2, 2, rows=ROWS), seed) for seed in range(3)]
+    plans += [
+        random_plan(model(name)[1], model(name)[2], setting(DP2TP2, 2, rows=ROWS), seed)
+        for seed in range(3)
+    ]
     for results in pool4.run(train, name, [plan.to_json() for plan in plans]):
         for plan, found in zip(plans, results, strict=True):
             check(name, plan, *found)
@@ -211,12 +271,22 @@ def test_four_devices(pool4, name):
 @pytest.mark.slow
 def test_with_dropout(pool2):
     """Against the engine on one device, which draws the same masks."""
-    ops = {str(n.target) for block in model("mixed")[1].classes for n in block.graph.nodes if n.op == "call_function"}
-    assert "aten.dropout.default" in ops and not {o for o in ops if "native" in o or "bernoulli" in o}, ops
+    ops = {
+        str(n.target)
+        for block in model("mixed")[1].classes
+        for n in block.graph.nodes
+        if n.op == "call_function"
+    }
+    assert "aten.dropout.default" in ops and not {
+        o for o in ops if "native" in o or "bernoulli" in o
+    }, ops
     losses, state = run_steps(engine("mixed", solved("mixed", ONE)), batches("mixed"))
     result = Reference(losses, all_tensors(model("mixed")[0]), state)
     plans = [solved("mixed", DP2), solved("mixed", TP2, 1, "full")]
-    plans += [random_plan(model("mixed")[1], model("mixed")[2], setting(TP2, 1, rows=ROWS), seed) for seed in range(3)]
+    plans += [
+        random_plan(model("mixed")[1], model("mixed")[2], setting(TP2, 1, rows=ROWS), seed)
+        for seed in range(3)
+    ]
     for results in pool2.run(train, "mixed", [plan.to_json() for plan in plans]):
         for plan, (found, after) in zip(plans, results, strict=True):
             assert found[:3] == pytest.approx(losses, rel=1e-9), plan.mesh
@@ -225,7 +295,9 @@ def test_with_dropout(pool2):
 
 def test_a_model_in_eval_mode_is_traced_with_running_statistics():
     built = copy.deepcopy(model("conv")[0]).eval()
-    made = Engine(built, trace(built, batches("conv")[0]), solved_eval(built), sgd, None, None, "cpu")
+    made = Engine(
+        built, trace(built, batches("conv")[0]), solved_eval(built), sgd, None, None, "cpu"
+    )
     before = {k: v for k, v in made.full_state_dict().items() if "running" in k}
     with torch.no_grad():
         expected = float(built(**batches("conv")[0]))
@@ -239,9 +311,13 @@ def solved_eval(built: nn.Module) -> Plan:
 
 
 def test_the_notes_say_what_a_micro_batch_means():
-    assert any("batch norm x4" in note and "micro-batch" in note for note in notes(model("conv")[1]))
+    assert any(
+        "batch norm x4" in note and "micro-batch" in note for note in notes(model("conv")[1])
+    )
     assert any("average, largest, calls" in note for note in notes(model("mlp")[1]))
-    assert not any("without a rule" in note and "batch_norm" in note for note in notes(model("mlp")[1]))
+    assert not any(
+        "without a rule" in note and "batch_norm" in note for note in notes(model("mlp")[1])
+    )
 
 
 class Scaled(nn.Module):

@@ -20,7 +20,14 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
 
-ONE, TP4, TP2DP2, DP4, TP2, DP2 = MeshShape(), MeshShape(tp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(tp=2), MeshShape(dp=2)
+ONE, TP4, TP2DP2, DP4, TP2, DP2 = (
+    MeshShape(),
+    MeshShape(tp=4),
+    MeshShape(dp=2, tp=2),
+    MeshShape(dp=4),
+    MeshShape(tp=2),
+    MeshShape(dp=2),
+)
 UNEVEN = "llama:layers=2,hidden=32,heads=4,kv_heads=2,vocab=250,ffn=56,seq=64"
 """A vocabulary that 4 ranks share as 63, 63, 63, 61."""
 
@@ -36,8 +43,12 @@ class Fused(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(input_ids)
-        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).split(16, dim=-1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).split(16, dim=-1)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
@@ -63,7 +74,10 @@ OPTIMIZERS = {
 def grouped(parameters) -> torch.optim.Optimizer:
     """Matrices decay, vectors do not."""
     parameters = list(parameters)
-    groups = [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1}, {"params": [p for p in parameters if p.dim() < 2]}]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2]},
+    ]
     return torch.optim.AdamW(groups, 1e-2, weight_decay=0.0)
 
 
@@ -73,13 +87,19 @@ OPTIMIZERS["grouped"] = grouped
 @cache
 def plan_text(name: str, mesh: MeshShape, seed: int | None = None) -> str:
     found, where = case(name), setting(mesh)
-    plan = solved_plan(found.traced, found.annotator, where) if seed is None else random_plan(found.traced, found.annotator, where, seed)
+    plan = (
+        solved_plan(found.traced, found.annotator, where)
+        if seed is None
+        else random_plan(found.traced, found.annotator, where, seed)
+    )
     return plan.to_json()
 
 
 def engine_for(name: str, text: str, optimizer: str) -> Engine:
     found = case(name)
-    return Engine(found.model, found.traced, Plan.from_json(text), OPTIMIZERS[optimizer], None, None, "cpu")
+    return Engine(
+        found.model, found.traced, Plan.from_json(text), OPTIMIZERS[optimizer], None, None, "cpu"
+    )
 
 
 def batches_of(name: str) -> list:
@@ -117,7 +137,9 @@ def agree(saved: tuple, loaded: list[tuple]) -> None:
         assert all(torch.equal(rank_before[k], v) for k, v in before.items())
         assert rank_losses == pytest.approx(losses, rel=1e-11)
         for name, tensor in after.items():
-            assert (rank_after[name] - tensor).norm() <= 1e-9 * (tensor - before[name]).norm() + 1e-12, name
+            assert (rank_after[name] - tensor).norm() <= 1e-9 * (
+                tensor - before[name]
+            ).norm() + 1e-12, name
 
 
 @pytest.mark.parametrize(
@@ -126,15 +148,26 @@ def agree(saved: tuple, loaded: list[tuple]) -> None:
         ("fused", "grouped", TP4, (TP4, TP2DP2)),
         pytest.param("hf-gpt2", "grouped", TP4, (TP2DP2, DP4), marks=pytest.mark.slow),
         pytest.param("hf-gpt2", "sgd", TP2DP2, (TP4, DP4), marks=pytest.mark.slow),
-        pytest.param("moe-tiny", "sgd", MeshShape(dp=4, ep=2), (MeshShape(dp=2, tp=2, ep=2), TP4), marks=pytest.mark.slow),
+        pytest.param(
+            "moe-tiny",
+            "sgd",
+            MeshShape(dp=4, ep=2),
+            (MeshShape(dp=2, tp=2, ep=2), TP4),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(UNEVEN, "adamw", TP4, (TP4, DP4, TP2DP2), marks=pytest.mark.slow),
     ],
 )
 def test_loads_under_another_plan(pool4, pool2, tmp_path, name, optimizer, source, targets):
-    assert "1:1:1" in plan_text(name, TP4) or name in (UNEVEN, "moe-tiny"), "fused projections are sharded in sections"
+    assert "1:1:1" in plan_text(name, TP4) or name in (UNEVEN, "moe-tiny"), (
+        "fused projections are sharded in sections"
+    )
     saved = pool4.run(save_after_two, name, plan_text(name, source), optimizer, str(tmp_path))[0]
     for target in targets:
-        agree(saved, pool4.run(load_and_go_on, name, plan_text(name, target), optimizer, str(tmp_path)))
+        agree(
+            saved,
+            pool4.run(load_and_go_on, name, plan_text(name, target), optimizer, str(tmp_path)),
+        )
     agree(saved, pool2.run(load_and_go_on, name, plan_text(name, TP2), optimizer, str(tmp_path)))
     agree(saved, [load_and_go_on(0, name, plan_text(name, ONE), optimizer, str(tmp_path))])
 
@@ -159,7 +192,12 @@ def train_on(rank: int, directory: str, resume: bool) -> tuple[str, list[float],
     """Plan for as many devices as there are and train to step 8, five steps an epoch, saving after step 4 or going on from there."""
     found = case("llama-tiny")
     engine = parallelize(
-        found.model, f"cpu:{dist.get_world_size()}", found.batches[0], OPTIMIZERS["adamw"], global_batch=8, precision="fp64"
+        found.model,
+        f"cpu:{dist.get_world_size()}",
+        found.batches[0],
+        OPTIMIZERS["adamw"],
+        global_batch=8,
+        precision="fp64",
     )
     losses, before = [], engine.full_state_dict()
     if resume:
@@ -182,4 +220,6 @@ def test_fewer_devices_go_on_under_a_new_plan(pool4, pool2, tmp_path):
         assert two != four
         assert rest == pytest.approx(losses[4:], rel=1e-11)
         for name, tensor in after.items():
-            assert (state[name] - tensor).norm() <= 1e-9 * (tensor - before[name]).norm() + 1e-12, name
+            assert (state[name] - tensor).norm() <= 1e-9 * (tensor - before[name]).norm() + 1e-12, (
+                name
+            )

@@ -42,14 +42,25 @@ class Small(nn.Module):
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
-        self.inner, self.outer, self.again = nn.Linear(10, width), nn.Linear(width, 10), nn.Linear(10, width)
+        self.inner, self.outer, self.again = (
+            nn.Linear(10, width),
+            nn.Linear(width, 10),
+            nn.Linear(10, width),
+        )
         self.again.weight = self.inner.weight
         self.outer.bias.requires_grad_(False)
         self.unused = nn.Linear(3, 3)
         self.register_buffer("scale", torch.linspace(0.5, 2.0, 10))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(self.outer(F.dropout(torch.tanh(self.inner(x * self.scale) + self.again(x)), 0.3, self.training)), target)
+        return F.mse_loss(
+            self.outer(
+                F.dropout(
+                    torch.tanh(self.inner(x * self.scale) + self.again(x)), 0.3, self.training
+                )
+            ),
+            target,
+        )
 
 
 class Wide(Small):
@@ -72,7 +83,10 @@ def model_of(name: str) -> nn.Module:
 
 def batches(steps: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [{k: torch.randn(8, 10, generator=generator, dtype=torch.float64) for k in ("x", "target")} for _ in range(steps)]
+    return [
+        {k: torch.randn(8, 10, generator=generator, dtype=torch.float64) for k in ("x", "target")}
+        for _ in range(steps)
+    ]
 
 
 @cache
@@ -91,17 +105,29 @@ def sgd(parameters):
 
 def engine_of(mesh: MeshShape, optimizer=adamw, name: str = "small") -> Engine:
     found, annotator = traced(name)
-    return Engine(model_of(name), found, solved_plan(found, annotator, setting(mesh)), optimizer, None, None, "cpu")
+    return Engine(
+        model_of(name),
+        found,
+        solved_plan(found, annotator, setting(mesh)),
+        optimizer,
+        None,
+        None,
+        "cpu",
+    )
 
 
 def go(engine: Engine, steps: int) -> list[float]:
     """Steps from where the engine is."""
     start = engine.steps
-    return [float(engine.step(engine.local_batch(batch))) for batch in batches(start + steps)[start:]]
+    return [
+        float(engine.step(engine.local_batch(batch))) for batch in batches(start + steps)[start:]
+    ]
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return set(found) == set(expected) and all(torch.equal(found[k], v) for k, v in expected.items())
+    return set(found) == set(expected) and all(
+        torch.equal(found[k], v) for k, v in expected.items()
+    )
 
 
 def message_of(function) -> str:
@@ -128,7 +154,11 @@ def several(rank: int, directory: str) -> dict:
     found["names"] = [path.name for path in (first, second, third)]
     other = engine_of(TP2)
     found["newest"] = other.load(root) == 2 and same(other.full_state_dict(), states[2])
-    found["by name"] = other.load(first) == 0 and same(other.full_state_dict(), states[0]) and not other.optimizer.state
+    found["by name"] = (
+        other.load(first) == 0
+        and same(other.full_state_dict(), states[0])
+        and not other.optimizer.state
+    )
     engine.save(root, keep=2).wait()
     found["kept"] = sorted(path.name for path in root.iterdir())
     torch.manual_seed(7 + rank)
@@ -149,7 +179,9 @@ def test_several_checkpoints(pool2, tmp_path):
 
 def test_an_asynchronous_save_has_the_values_of_its_moment(tmp_path, monkeypatch):
     gate, write = threading.Event(), checkpoint.write_pieces
-    monkeypatch.setattr(checkpoint, "write_pieces", lambda *arguments: gate.wait(30.0) and write(*arguments))
+    monkeypatch.setattr(
+        checkpoint, "write_pieces", lambda *arguments: gate.wait(30.0) and write(*arguments)
+    )
     engine = engine_of(ONE)
     go(engine, 1)
     state, saving = engine.full_state_dict(), engine.save(tmp_path, asynchronous=True)
@@ -158,7 +190,11 @@ def test_an_asynchronous_save_has_the_values_of_its_moment(tmp_path, monkeypatch
     gate.set()
     saving.wait()
     other = engine_of(ONE)
-    assert other.load(tmp_path) == 1 and same(other.full_state_dict(), state) and go(other, 2) == losses
+    assert (
+        other.load(tmp_path) == 1
+        and same(other.full_state_dict(), state)
+        and go(other, 2) == losses
+    )
 
 
 def test_incomplete_checkpoints_are_passed_over(tmp_path):
@@ -181,7 +217,11 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path):
         assert other.load(tmp_path) == 0 and same(other.full_state_dict(), state), damage
     shutil.rmtree(good)
     text = message_of(lambda: engine.load(tmp_path))
-    assert "no checkpoint in" in text and "incomplete: .metadata is missing" in text and "bytes of" not in text.split(";")[0]
+    assert (
+        "no checkpoint in" in text
+        and "incomplete: .metadata is missing" in text
+        and "bytes of" not in text.split(";")[0]
+    )
     assert "incomplete" in message_of(lambda: engine.load(newest_one))
 
 
@@ -189,7 +229,14 @@ OTHERS = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
 """The base class, what needs a closure, and what takes only sparse gradients or matrices."""
 
 
-@pytest.mark.parametrize("name", [n for n in torch.optim.__all__ if isinstance(getattr(torch.optim, n), type) and n not in OTHERS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        n
+        for n in torch.optim.__all__
+        if isinstance(getattr(torch.optim, n), type) and n not in OTHERS
+    ],
+)
 def test_every_optimizer_goes_on(tmp_path, name):
     def optimizer(parameters):
         return getattr(torch.optim, name)(parameters, 0.05)
@@ -219,7 +266,10 @@ def mistakes(rank: int, directory: str) -> dict[str, str]:
     root = Path(directory)
     engine = engine_of(DP2)
     scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
-    found = {"absent": message_of(lambda: engine.load(root / "absent")), "missing": str(engine.load(root / "absent", missing_ok=True))}
+    found = {
+        "absent": message_of(lambda: engine.load(root / "absent")),
+        "missing": str(engine.load(root / "absent", missing_ok=True)),
+    }
     (root / "empty").mkdir(exist_ok=True)
     found["empty"] = message_of(lambda: engine.load(root / "empty"))
     go(engine, 1)
@@ -228,17 +278,28 @@ def mistakes(rank: int, directory: str) -> dict[str, str]:
     other = engine_of(DP2, sgd)
     found["other optimizer"] = message_of(lambda: other.load(root))
     fresh = engine_of(DP2, sgd)
-    found["unharmed"] = str(go(other, 2) == go(fresh, 2) and same(other.full_state_dict(), fresh.full_state_dict()))
-    found["without optimizer"] = str(other.load(root, optimizer=False) == 1 and same(other.full_state_dict(), engine.full_state_dict()))
+    found["unharmed"] = str(
+        go(other, 2) == go(fresh, 2) and same(other.full_state_dict(), fresh.full_state_dict())
+    )
+    found["without optimizer"] = str(
+        other.load(root, optimizer=False) == 1
+        and same(other.full_state_dict(), engine.full_state_dict())
+    )
     found["extra"] = message_of(lambda: engine.load(root, extra={"sampler": scheduler}))
     found["no extra"] = message_of(lambda: engine.save(root, extra={"sampler": 3}))
-    found["one rank saves"] = message_of(lambda: engine.save(root, extra={"scheduler": scheduler if rank == 0 else None}))
+    found["one rank saves"] = message_of(
+        lambda: engine.save(root, extra={"scheduler": scheduler if rank == 0 else None})
+    )
     found["no numbers"] = message_of(lambda: engine.save(root, extra={"odd": Odd()}))
     found["keep"] = message_of(lambda: engine.save(root, keep=0))
-    found["one rank's extra"] = message_of(lambda: engine.load(root, extra={"scheduler": scheduler if rank == 0 else None}))
+    found["one rank's extra"] = message_of(
+        lambda: engine.load(root, extra={"scheduler": scheduler if rank == 0 else None})
+    )
     (root / "file").write_text("")
     found["unwritable"] = message_of(lambda: engine.save(root / "file" / "below"))
-    found["later"] = message_of(lambda: engine.save(root / "file" / "below", asynchronous=True).wait())
+    found["later"] = message_of(
+        lambda: engine.save(root / "file" / "below", asynchronous=True).wait()
+    )
     if rank == 0:
         header = json.loads((path / HEADER).read_text())
         (path / HEADER).write_text(json.dumps(header | {"format_version": 99}))
@@ -270,8 +331,14 @@ def test_mistakes_are_heard_on_every_rank(pool2, tmp_path):
         assert set(found) == set(words)
         for what, text in words.items():
             assert text in found[what], (what, found[what])
-        assert "inner.weight is (12, 10) there and (16, 10) here" in found["other model"] and "more" in found["other model"]
-        assert "this SGD has momentum_buffer" in found["other optimizer"] and "optimizer=False" in found["other optimizer"]
+        assert (
+            "inner.weight is (12, 10) there and (16, 10) here" in found["other model"]
+            and "more" in found["other model"]
+        )
+        assert (
+            "this SGD has momentum_buffer" in found["other optimizer"]
+            and "optimizer=False" in found["other optimizer"]
+        )
         assert found["one rank's extra"].startswith("rank 1: ")
 
 
@@ -318,7 +385,9 @@ def damaged(rank: int, directory: str) -> list[str]:
         dist.barrier()
         if file.name != HEADER:
             found.append(message_of(lambda: engine.load(directory)))
-            assert same(engine.full_state_dict(), state) and engine.steps == 1, "nothing of the engine has changed"
+            assert same(engine.full_state_dict(), state) and engine.steps == 1, (
+                "nothing of the engine has changed"
+            )
         dist.barrier()
         if rank == 0:
             file.write_bytes(content)
@@ -329,7 +398,9 @@ def damaged(rank: int, directory: str) -> list[str]:
 
 def test_damaged_content_of_the_right_size(pool2, tmp_path):
     for found in pool2.run(damaged, str(tmp_path), timeout_s=120):
-        assert len(found) == 8 and all("is damaged: " in text and "has changed since it was saved" in text for text in found), found
+        assert len(found) == 8 and all(
+            "is damaged: " in text and "has changed since it was saved" in text for text in found
+        ), found
 
 
 # -------------------------------------------------------------------------------------------------------------------------- kills
@@ -370,14 +441,18 @@ def kill_during_saves(directory: Path, number: int, seed: int) -> tuple[int, int
     finished, partial = 0, 0
     for index in range(number):
         before, victim = newest(directory).header["steps"], rng.randrange(2)
-        at = rng.randrange(1, int(1.3 * calls[victim]))  # some saves make more calls than the first one, some fewer
+        at = rng.randrange(
+            1, int(1.3 * calls[victim])
+        )  # some saves make more calls than the first one, some fewer
         try:
             run_workers(save_and_die, 2, (str(directory), victim, at, index % 2 == 1), 60)
         except WorkerError as error:
             assert f"rank {victim} of 2 was killed by SIGKILL" in str(error)
         partial += any(directory.glob(".*.partial"))
         engine = engine_of(ONE)
-        assert engine.load(directory) in (before, before + 1), "the last complete checkpoint, or the one that was just finished"
+        assert engine.load(directory) in (before, before + 1), (
+            "the last complete checkpoint, or the one that was just finished"
+        )
         finished += engine.steps - before
         assert go(engine, 1) == pytest.approx(losses[engine.steps - 1 : engine.steps], rel=1e-10)
     return finished, partial
@@ -402,7 +477,9 @@ def outlive(rank: int, directory: str, how: int, limit_s: float) -> None:
     """Rank 1 ends or stops in its second step; rank 0 writes down what it then hears."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=limit_s)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2, timeout=limit
+    )
     engine = engine_of(TP2)
     engine.save(f"{directory}/before")
     go(engine, 1)
@@ -421,17 +498,25 @@ def outlive(rank: int, directory: str, how: int, limit_s: float) -> None:
 def test_the_others_stop_when_a_rank_is_gone(tmp_path, how, limit_s):
     traced("small")
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=outlive, args=(rank, str(tmp_path), how, limit_s)) for rank in range(2)]
+    processes = [
+        context.Process(target=outlive, args=(rank, str(tmp_path), how, limit_s))
+        for rank in range(2)
+    ]
     for process in processes:
         process.start()
     processes[0].join(30.0)
     processes[1].kill()
     assert processes[0].exitcode == 0
-    for doing, (text, took_s) in zip(("in a step", "while saving"), json.loads((tmp_path / "heard").read_text()), strict=True):
+    for doing, (text, took_s) in zip(
+        ("in a step", "while saving"), json.loads((tmp_path / "heard").read_text()), strict=True
+    ):
         assert text.startswith(f"rank 0 lost the other ranks {doing}: one of them ended"), text
         assert "torchrun --max-restarts" in text and "engine.load" in text
         assert took_s < limit_s + 5.0
-    assert newest(tmp_path / "before").header["steps"] == 0 and newest(tmp_path / "after", missing_ok=True) is None
+    assert (
+        newest(tmp_path / "before").header["steps"] == 0
+        and newest(tmp_path / "after", missing_ok=True) is None
+    )
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("gloo")])

@@ -11,7 +11,18 @@ import test_padding as padding
 import test_precision as half
 import torch
 import torch._dynamo
-from exactness import TOLERANCE, case, engine_for, reference, run_steps, setting, sgd, solved_plan, train, update_error
+from exactness import (
+    TOLERANCE,
+    case,
+    engine_for,
+    reference,
+    run_steps,
+    setting,
+    sgd,
+    solved_plan,
+    train,
+    update_error,
+)
 from staged_runs import pipelined
 from test_pipelines_run import check_carried
 from torch.fx import GraphModule
@@ -31,7 +42,13 @@ from autopar.runtime.engine import Engine
 from autopar.runtime.programs.compiled import Compiler
 from autopar.runtime.ranks.launch import run_workers
 
-ONE, DP2, TP2, CP2, PP2 = MeshShape(), MeshShape(dp=2), MeshShape(tp=2), MeshShape(cp=2), MeshShape(pp=2)
+ONE, DP2, TP2, CP2, PP2 = (
+    MeshShape(),
+    MeshShape(dp=2),
+    MeshShape(tp=2),
+    MeshShape(cp=2),
+    MeshShape(pp=2),
+)
 TORCH_KERNELS = {"backend": "aot_eager"}
 """Capture and autograd of torch.compile over torch's own kernels: seconds where making kernels takes minutes."""
 
@@ -40,7 +57,9 @@ def alone(name: str, mesh: MeshShape, mode: str = "none", number: int = 2, zero:
     """A plan without a pipeline, every segment under one recompute mode."""
     found = case(name)
     plan = solved_plan(found.traced, found.annotator, setting(mesh, number))
-    return replace(plan, zero=zero, blocks=tuple(replace(block, recompute=mode) for block in plan.blocks))
+    return replace(
+        plan, zero=zero, blocks=tuple(replace(block, recompute=mode) for block in plan.blocks)
+    )
 
 
 def compiled_steps(rank: int, name: str, texts: list[str], options: dict | bool) -> list[tuple]:
@@ -65,23 +84,35 @@ def check(runs: list, name: str, plans: list[Plan]) -> None:
             assert update_error(expected, state) <= 1.0, (what, update_error(expected, state))
             assert losses == pytest.approx(expected.losses, rel=TOLERANCE), what
             again = counted["stats"]["unique_graphs"] - compiled.functions
-            assert again <= (name == "moe-tiny") and 0 < compiled.functions <= compiled.calls, (what, compiled, counted)
+            assert again <= (name == "moe-tiny") and 0 < compiled.functions <= compiled.calls, (
+                what,
+                compiled,
+                counted,
+            )
             assert not counted.get("graph_break"), (what, counted)
 
 
 def test_programs_of_two_ranks_are_exact_whatever_they_do(pool2):
     cells = ((TP2, "selective", 2, 0), (DP2, "full", 2, 3))
     plans = [alone("llama-tiny", *cell) for cell in cells]
-    runs = pool2.run(compiled_steps, "llama-tiny", [plan.to_json() for plan in plans], TORCH_KERNELS)
+    runs = pool2.run(
+        compiled_steps, "llama-tiny", [plan.to_json() for plan in plans], TORCH_KERNELS
+    )
     check(runs, "llama-tiny", plans)
-    assert all(compiled.calls > compiled.functions for *_, compiled, _ in runs[0]), "layers share their functions"
+    assert all(compiled.calls > compiled.functions for *_, compiled, _ in runs[0]), (
+        "layers share their functions"
+    )
 
 
 def mixed_cells(name: str) -> list[Plan]:
     """Meshes, ZeRO stages, recompute modes, schedules and micro-batches over four ranks."""
     dptp, cells = MeshShape(dp=2, tp=2), []
     if name == "moe-tiny":  # the loss of a router is not linear in the batch
-        cells = [(MeshShape(dp=4, ep=2), "none", 1, 0), (MeshShape(dp=4, ep=2), "full", 1, 3), (dptp, "selective", 1, 2)]
+        cells = [
+            (MeshShape(dp=4, ep=2), "none", 1, 0),
+            (MeshShape(dp=4, ep=2), "full", 1, 3),
+            (dptp, "selective", 1, 2),
+        ]
         return [alone(name, *cell) for cell in cells]
     cells = [(dptp, "none", 2, 1), (dptp, "selective", 1, 3), (MeshShape(dp=4), "full", 2, 2), (MeshShape(cp=2, tp=2), "selective", 1, 0),
              (MeshShape(dp=2, cp=2), "full", 2, 3)]  # fmt: skip
@@ -89,7 +120,9 @@ def mixed_cells(name: str) -> list[Plan]:
     return [
         *(alone(name, *cell) for cell in cells),
         replace(pipelined(name, ppdp, "gpipe", (1, 3), 2, ("full", "none")), zero=2),
-        replace(pipelined(name, ppdp, "1f1b", (2, 2), 2, ("none", "selective", "none", "full")), zero=3),
+        replace(
+            pipelined(name, ppdp, "1f1b", (2, 2), 2, ("none", "selective", "none", "full")), zero=3
+        ),
         pipelined(name, pptp, "interleaved_1f1b", ones, 4, ("selective", "full")),
         pipelined(name, MeshShape(pp=4), "1f1b", ones, 8),
     ]
@@ -99,7 +132,13 @@ def mixed_cells(name: str) -> list[Plan]:
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", "moe-tiny"])
 def test_all_that_the_engine_combines_is_exact(pool4, name):
     plans = mixed_cells(name)
-    check(pool4.run(compiled_steps, name, [plan.to_json() for plan in plans], TORCH_KERNELS, timeout_s=900), name, plans)
+    check(
+        pool4.run(
+            compiled_steps, name, [plan.to_json() for plan in plans], TORCH_KERNELS, timeout_s=900
+        ),
+        name,
+        plans,
+    )
 
 
 @pytest.mark.slow
@@ -107,23 +146,46 @@ def test_all_that_the_engine_combines_is_exact(pool4, name):
 def test_transformers_models_are_exact(pool2, name):
     pytest.importorskip("transformers")
     plans = [alone(name, TP2, "selective"), alone(name, DP2, "full", 2, 3)]
-    check(pool2.run(compiled_steps, name, [plan.to_json() for plan in plans], TORCH_KERNELS, timeout_s=300), name, plans)
+    check(
+        pool2.run(
+            compiled_steps, name, [plan.to_json() for plan in plans], TORCH_KERNELS, timeout_s=300
+        ),
+        name,
+        plans,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_machine_code_is_exact(pool4):
-    plans = [alone("llama-tiny", MeshShape(dp=2, tp=2), "selective", 2, 3), mixed_cells("llama-tiny")[-2]]
-    check(pool4.run(compiled_steps, "llama-tiny", [plan.to_json() for plan in plans], True, timeout_s=1100), "llama-tiny", plans)
+    plans = [
+        alone("llama-tiny", MeshShape(dp=2, tp=2), "selective", 2, 3),
+        mixed_cells("llama-tiny")[-2],
+    ]
+    check(
+        pool4.run(
+            compiled_steps, "llama-tiny", [plan.to_json() for plan in plans], True, timeout_s=1100
+        ),
+        "llama-tiny",
+        plans,
+    )
 
 
 def dropped(rank: int, texts: list[str]) -> list:
     model, traced, _ = dropping.model()
     found = []
     for text in texts:
-        engine = Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu", compile=TORCH_KERNELS)
+        engine = Engine(
+            model, traced, Plan.from_json(text), sgd, None, None, "cpu", compile=TORCH_KERNELS
+        )
         steps = run_steps(engine, dropping.batches())
-        found.append((steps, float(engine.eval_step(engine.local_batch(dropping.batches()[0]))), engine.compiled.others))
+        found.append(
+            (
+                steps,
+                float(engine.eval_step(engine.local_batch(dropping.batches()[0]))),
+                engine.compiled.others,
+            )
+        )
     return found
 
 
@@ -140,7 +202,9 @@ def test_dropout_draws_the_same_masks(pool2):
 @pytest.mark.parametrize("mesh, schedule, cuts, modes", [
     (MeshShape(pp=4), "1f1b", (2, 1, 1, 1), ("none", "full")), (MeshShape(pp=2, tp=2), "interleaved_1f1b", (1, 2, 1, 1), ("full", "none")),
 ])  # fmt: skip
-def test_what_stages_pass_on_and_buffers_are_those_of_one_device(pool4, mesh, schedule, cuts, modes):
+def test_what_stages_pass_on_and_buffers_are_those_of_one_device(
+    pool4, mesh, schedule, cuts, modes
+):
     check_carried(pool4, mesh, schedule, cuts, modes, TORCH_KERNELS)
 
 
@@ -151,15 +215,21 @@ def test_batches_of_other_lengths_have_functions_of_their_own():
     expected = train(case("llama-tiny").model, batches)
     torch._dynamo.utils.counters.clear()
     losses, state = run_steps(engine, batches)
-    assert update_error(expected, state) <= 1.0 and losses == pytest.approx(expected.losses, rel=TOLERANCE)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * engine.compiled.functions  # some with and without gradients
+    assert update_error(expected, state) <= 1.0 and losses == pytest.approx(
+        expected.losses, rel=TOLERANCE
+    )
+    assert (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * engine.compiled.functions
+    )  # some with and without gradients
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_other_precisions_stay_within_their_rounding(precision):
     plan = half.plan_of(precision, ONE, 0, 2)
-    engine = Engine(half.model(), half.traced(precision)[0], plan, half.sgd, None, None, "cpu", compile=True)
+    engine = Engine(
+        half.model(), half.traced(precision)[0], plan, half.sgd, None, None, "cpu", compile=True
+    )
     _, state = run_steps(engine, half.batches())
     assert half.error(half.reference(precision, 2), state) <= {**half.NEAR, "fp32": 1e-4}[precision]
 
@@ -176,7 +246,9 @@ class Counted(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.products += any(name in str(function) for name in ("aten.mm", "aten.addmm", "attention_for_cpu"))
+        self.products += any(
+            name in str(function) for name in ("aten.mm", "aten.addmm", "attention_for_cpu")
+        )
         return function(*args, **(kwargs or {}))
 
 
@@ -203,13 +275,22 @@ def test_no_product_is_recomputed_that_was_not_without(name, mode):
 def test_ops_and_collectives_keep_the_order_of_the_program(mesh):
     """What communicates, or says when a gradient is computed, is called by the segment itself, after what came before it there."""
     found = case("gpt-tiny")
-    program = assemble(found.traced, solved_plan(found.traced, found.annotator, setting(mesh)), 0, torch.device("cpu"))
+    program = assemble(
+        found.traced,
+        solved_plan(found.traced, found.annotator, setting(mesh)),
+        0,
+        torch.device("cpu"),
+    )
     compiler, segments = Compiler(TORCH_KERNELS), dict(program.module.named_children())
     before = {name: _order(segment) for name, segment in segments.items()}
     compiler.compile(program)
     for name, segment in segments.items():
         assert _order(segment.forward.__self__) == before[name], name
-    inside = {node.target for function in compiler._functions.values() for node in function._orig_mod.graph.nodes}
+    inside = {
+        node.target
+        for function in compiler._functions.values()
+        for node in function._orig_mod.graph.nodes
+    }
     apart = {*NODE_FUNCTIONS.values(), wait, late_gradient, late_linear}
     assert compiler.coverage.calls and inside and not inside & apart
     assert sum(target in apart for order in before.values() for target in order) > 10
@@ -220,8 +301,16 @@ def _order(module: GraphModule) -> list:
     before a function that does not read them."""
     found = []
     for node in module.graph.nodes:
-        called = module.get_submodule(node.target)._orig_mod.graph.nodes if node.op == "call_module" else [node]
-        found += [each.target for each in called if each.op == "call_function" and each.target not in (getitem, local_shard, late_linear)]
+        called = (
+            module.get_submodule(node.target)._orig_mod.graph.nodes
+            if node.op == "call_module"
+            else [node]
+        )
+        found += [
+            each.target
+            for each in called
+            if each.op == "call_function" and each.target not in (getitem, local_shard, late_linear)
+        ]
     return found
 
 
@@ -236,14 +325,23 @@ def _multiplied(factor: float) -> GraphModule:
 def test_one_structure_is_one_function_and_another_constant_another():
     compiler, x = Compiler({"backend": "eager"}), torch.ones(2)
     found = [float(compiler._compiled(_multiplied(factor))(x)[0][0]) for factor in (2.0, 3.0, 2.0)]
-    assert found == [4.0, 6.0, 4.0] and (compiler.coverage.calls, compiler.coverage.functions) == (3, 2)
+    assert found == [4.0, 6.0, 4.0] and (compiler.coverage.calls, compiler.coverage.functions) == (
+        3,
+        2,
+    )
 
 
 def test_an_op_alone_is_not_compiled():
     """Of one op a compiler makes nothing better."""
     compiler, graph = Compiler(TORCH_KERNELS), torch.fx.Graph()
     x = graph.placeholder("x")
-    graph.output((graph.call_function(torch.ops.aten.tanh.default, (graph.call_function(torch.ops.aten.t.default, (x,)),)),))
+    graph.output(
+        (
+            graph.call_function(
+                torch.ops.aten.tanh.default, (graph.call_function(torch.ops.aten.t.default, (x,)),)
+            ),
+        )
+    )
     module = compiler._compiled(GraphModule(torch.nn.Module(), graph))
     assert compiler.coverage.calls == 0 and str(compiler.coverage).endswith("as they are: 1 tanh")
     assert torch.equal(module(torch.eye(2))[0], torch.eye(2).tanh())
@@ -259,7 +357,10 @@ def test_a_plan_made_to_be_compiled_is_priced_for_it():
     engine = autopar.parallelize(model, "cpu:1", batch, compile=True)
     assert "predicted for torch.compile" in autopar.explain(engine.plan) and engine.compiled.calls
     eager = autopar.parallelize(model, "cpu:1", batch)
-    assert eager.compiled is None and engine.plan.predicted.step_time_s < eager.plan.predicted.step_time_s
+    assert (
+        eager.compiled is None
+        and engine.plan.predicted.step_time_s < eager.plan.predicted.step_time_s
+    )
 
 
 def test_what_cannot_be_compiled_is_refused():
@@ -292,7 +393,11 @@ def test_a_compiler_that_fails_says_what_to_do():
 
 
 def test_too_many_shapes_are_no_secret():
-    engine = engine_for("llama-tiny", alone("llama-tiny", ONE, number=1), compile={"backend": "eager", "dynamic": False})
+    engine = engine_for(
+        "llama-tiny",
+        alone("llama-tiny", ONE, number=1),
+        compile={"backend": "eager", "dynamic": False},
+    )
     batch = case("llama-tiny").batches[0]
     with torch._dynamo.config.patch(recompile_limit=2):
         for rows in (8, 4):

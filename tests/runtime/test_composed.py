@@ -34,12 +34,20 @@ def plan_of(zero: int, *how, name: str = "gpt-tiny") -> Plan:
     return replace(pipelined(name, DP, *how), zero=zero)
 
 
-def clipped(rank: int, texts: list[str]) -> list[tuple[list[float], dict[str, Tensor], list[float]]]:
+def clipped(
+    rank: int, texts: list[str]
+) -> list[tuple[list[float], dict[str, Tensor], list[float]]]:
     found = []
     for text in texts:
         engine = engine_for("gpt-tiny", Plan.from_json(text), LIMIT)
         losses, state = run_steps(engine, case("gpt-tiny").batches)
-        found.append((losses, state, [float(engine.eval_step(engine.local_batch(b))) for b in case("gpt-tiny").batches]))
+        found.append(
+            (
+                losses,
+                state,
+                [float(engine.eval_step(engine.local_batch(b))) for b in case("gpt-tiny").batches],
+            )
+        )
     return found
 
 
@@ -49,7 +57,9 @@ def test_zero_in_pipelines_is_exact(pool4):
     for by_rank in pool4.run(clipped, [plan_of(*cell).to_json() for cell in CELLS], timeout_s=300):
         for cell, (losses, state, evaluated) in zip(CELLS, by_rank, strict=True):
             assert update_error(expected, state) <= 1.0, (cell, update_error(expected, state))
-            assert losses == pytest.approx(expected.losses, abs=1e-9) and evaluated == pytest.approx(by_rank[0][2], abs=1e-9)
+            assert losses == pytest.approx(
+                expected.losses, abs=1e-9
+            ) and evaluated == pytest.approx(by_rank[0][2], abs=1e-9)
 
 
 def test_every_recompute_mode_gathers_under_zero3(pool4):
@@ -65,7 +75,10 @@ def test_every_recompute_mode_gathers_under_zero3(pool4):
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_half_precision_in_a_pipeline(pool4, precision):
     solved = replace(solved_plan(*traced(precision), setting(DP, 2)), zero=2, precision=precision)
-    plans = [staged(solved, traced(precision)[0], schedule, (2, 2), ("none", "full")) for schedule in ("1f1b", "zero_bubble")]
+    plans = [
+        staged(solved, traced(precision)[0], schedule, (2, 2), ("none", "full"))
+        for schedule in ("1f1b", "zero_bubble")
+    ]
     for by_plan in pool4.run(run_half, [plan.to_json() for plan in plans]):
         for losses, state, dtypes in by_plan:
             assert len(dtypes) == 1 and {v.dtype for v in state.values()} == {torch.float32}
@@ -136,7 +149,9 @@ def save_and_load_half(rank: int, source: str, target: str, directory: str) -> t
         else:
             engine.load(directory)
         scale = engine.loss_scale.scale, engine.loss_scale.good_steps
-        found.append((scale, engine.full_state_dict(), float(engine.step(engine.local_batch(batches()[1])))))
+        found.append(
+            (scale, engine.full_state_dict(), float(engine.step(engine.local_batch(batches()[1]))))
+        )
     return tuple(found)
 
 
@@ -145,7 +160,11 @@ def test_checkpoints_of_half_precision(pool4, tmp_path):
         return replace(solved_plan(*traced("fp16"), setting(mesh, 2)), zero=zero, precision="fp16")
 
     source = staged(half(DP, 2), traced("fp16")[0], "1f1b", (2, 2))
-    for saved, loaded in pool4.run(save_and_load_half, source.to_json(), half(MeshShape(dp=4), 3).to_json(), str(tmp_path)):
+    for saved, loaded in pool4.run(
+        save_and_load_half, source.to_json(), half(MeshShape(dp=4), 3).to_json(), str(tmp_path)
+    ):
         assert saved[0] == loaded[0] == (2.0**9, 1)
-        assert all(v.dtype == torch.float32 and torch.equal(loaded[1][k], v) for k, v in saved[1].items())
+        assert all(
+            v.dtype == torch.float32 and torch.equal(loaded[1][k], v) for k, v in saved[1].items()
+        )
         assert loaded[2] == pytest.approx(saved[2], rel=3e-3)

@@ -23,7 +23,11 @@ class Images(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Conv2d(6, 4, 3, stride=2, bias=False)
+        self.first, self.norm, self.second = (
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.Conv2d(6, 4, 3, stride=2, bias=False),
+        )
         self.head = nn.Linear(4, 5)
         self.register_buffer("order", torch.tensor([2, 0, 1]))
 
@@ -54,7 +58,9 @@ class Rows(nn.Module):
         self.pair = nn.Bilinear(6, 36, 6)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.norm(self.pair(self.embed(labels), x.flatten(1)))), labels)
+        return F.cross_entropy(
+            self.head(self.norm(self.pair(self.embed(labels), x.flatten(1)))), labels
+        )
 
 
 SHAPES = {Images: (3, 7, 7), Signals: (3, 12), Rows: (3, 12)}
@@ -68,7 +74,13 @@ def built(kind: type, dtype: torch.dtype) -> nn.Module:
 
 def batches(kind: type, dtype: torch.dtype) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [{"x": torch.randn(ROWS, *SHAPES[kind], generator=generator, dtype=dtype), "labels": torch.arange(ROWS) % 5} for _ in range(3)]
+    return [
+        {
+            "x": torch.randn(ROWS, *SHAPES[kind], generator=generator, dtype=dtype),
+            "labels": torch.arange(ROWS) % 5,
+        }
+        for _ in range(3)
+    ]
 
 
 def train_double(rank: int, pins: list[dict]) -> list[tuple[float, set[torch.dtype]]]:
@@ -82,7 +94,12 @@ def train_double(rank: int, pins: list[dict]) -> list[tuple[float, set[torch.dty
             losses = [float(engine.step(engine.local_batch(batch))) for batch in data]
             state = engine.full_state_dict()
             assert losses == pytest.approx(result.losses, rel=1e-9) and moved(result) > 0.01
-            found.append((update_error(result, state), {v.dtype for v in state.values() if v.is_floating_point()}))
+            found.append(
+                (
+                    update_error(result, state),
+                    {v.dtype for v in state.values() if v.is_floating_point()},
+                )
+            )
     return found
 
 
@@ -95,7 +112,13 @@ def test_a_double_model_stays_double(pool2):
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize(
-    "precision, own", [("fp64", torch.float32), ("fp32", torch.float64), ("bf16", torch.float32), ("fp32", torch.bfloat16)]
+    "precision, own",
+    [
+        ("fp64", torch.float32),
+        ("fp32", torch.float64),
+        ("bf16", torch.float32),
+        ("fp32", torch.bfloat16),
+    ],
 )
 def test_a_precision_that_is_given_is_that_of_all(kind, precision, own):
     """The model, its inputs, and the loss; in fp32 and fp64 as after `model.to(dtype)`."""
@@ -104,22 +127,33 @@ def test_a_precision_that_is_given_is_that_of_all(kind, precision, own):
     losses = [engine.step(batch) for batch in data]
     wanted = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     assert {p.dtype for p in engine.program.module.parameters()} == {wanted}
-    cast = [{name: t.to(wanted) if t.is_floating_point() else t for name, t in batch.items()} for batch in data]
+    cast = [
+        {name: t.to(wanted) if t.is_floating_point() else t for name, t in batch.items()}
+        for batch in data
+    ]
     expected = train(built(kind, own).to(wanted), cast)
     tolerance = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 0.05}[precision]
     assert [float(loss) for loss in losses] == pytest.approx(expected.losses, rel=tolerance)
 
 
-@pytest.mark.parametrize("dtype, name", [(torch.float64, "fp64"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+@pytest.mark.parametrize(
+    "dtype, name", [(torch.float64, "fp64"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+)
 def test_a_model_keeps_its_dtype_everywhere(dtype, name, capsys):
     model, data = built(Rows, dtype), batches(Rows, dtype)
     for cluster in (CPU, GPU):
         plan = autopar.plan(model, cluster, data[0])
-        assert plan.precision == name and any("fp32 master weights" in note for note in plan.notes) is (name != "fp64")
+        assert plan.precision == name and any(
+            "fp32 master weights" in note for note in plan.notes
+        ) is (name != "fp64")
     engine = autopar.parallelize(model, CPU, data[0], sgd)
     assert engine.plan.precision == name and engine.loss_scale.dynamic is (name == "fp16")
     said = capsys.readouterr().err
-    assert said == ("" if name == "fp64" else f"autopar: the model runs in its own dtype, {name}, with fp32 master weights\n")
+    assert said == (
+        ""
+        if name == "fp64"
+        else f"autopar: the model runs in its own dtype, {name}, with fp32 master weights\n"
+    )
     before = copy.deepcopy(engine.full_state_dict())
     for _ in range(8 if name == "fp16" else 1):  # steps of too large a loss scale move nothing
         assert torch.isfinite(engine.step(data[0]))
@@ -135,7 +169,10 @@ def test_an_fp32_model_is_bf16_on_gpus_and_fp32_on_cpus(capsys):
     kept = autopar.plan(model, GPU, data[0], precision="fp32")
     assert kept.precision == "fp32" and not any("dtype" in note for note in kept.notes)
     assert autopar.plan(model, CPU, data[0]).precision == "fp32"
-    assert autopar.parallelize(model, CPU, data[0], sgd).plan.precision == "fp32" and capsys.readouterr().err == ""
+    assert (
+        autopar.parallelize(model, CPU, data[0], sgd).plan.precision == "fp32"
+        and capsys.readouterr().err == ""
+    )
 
 
 def bf16_with_fp32_norm() -> nn.Module:
@@ -166,7 +203,9 @@ def test_a_model_of_several_dtypes_says_what_is_cast(make, kind, precision, cast
     engine = autopar.parallelize(make(), CPU, data[0], sgd)
     assert engine.plan.precision == precision
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and cast in said and any(cast in note for note in engine.plan.notes)
+    assert (
+        said.count("\n") == 1 and cast in said and any(cast in note for note in engine.plan.notes)
+    )
     expected = train(make().to(torch.float32), data[:1]) if precision == "fp32" else None
     loss = float(engine.step(data[0]))
     assert expected is None or loss == pytest.approx(expected.losses[0], rel=1e-5)
@@ -175,8 +214,12 @@ def test_a_model_of_several_dtypes_says_what_is_cast(make, kind, precision, cast
 def test_an_input_that_loses_digits_is_said(capsys):
     data = batches(Rows, torch.float64)
     autopar.parallelize(built(Rows, torch.float32), CPU, data[0], sgd)
-    assert "cast to fp32: input x (fp64); precision= chooses another dtype" in capsys.readouterr().err
-    engine = autopar.parallelize(built(Rows, torch.float32), CPU, data[0], sgd, precision="fp64")  # as it advises
+    assert (
+        "cast to fp32: input x (fp64); precision= chooses another dtype" in capsys.readouterr().err
+    )
+    engine = autopar.parallelize(
+        built(Rows, torch.float32), CPU, data[0], sgd, precision="fp64"
+    )  # as it advises
     assert capsys.readouterr().err == "" and engine.step(data[0]).dtype == torch.float64
 
 
@@ -192,19 +235,31 @@ def test_a_buffer_that_stays_is_not_said_to_be_cast(capsys):
     model, data = built(Scaled, torch.bfloat16), batches(Rows, torch.bfloat16)
     model.scale = model.scale.float()
     engine = autopar.parallelize(model, CPU, data[0], sgd)
-    assert "scale" not in capsys.readouterr().err and engine.full_state_dict()["scale"].dtype == torch.float32
+    assert (
+        "scale" not in capsys.readouterr().err
+        and engine.full_state_dict()["scale"].dtype == torch.float32
+    )
 
 
 def test_what_no_precision_has_is_refused():
     model, data = built(Rows, torch.float32), batches(Rows, torch.float32)
     strange = copy.deepcopy(model)
     for name, parameter in list(strange.pair.named_parameters()):
-        setattr(strange.pair, name, nn.Parameter(parameter.to(torch.float8_e4m3fn), requires_grad=True))
+        setattr(
+            strange.pair, name, nn.Parameter(parameter.to(torch.float8_e4m3fn), requires_grad=True)
+        )
     for call in (autopar.plan, autopar.parallelize):
-        with pytest.raises(AutoparError, match=r"most parameters of Rows are float8_e4m3fn, .*: pass precision= fp32, fp64"):
+        with pytest.raises(
+            AutoparError,
+            match=r"most parameters of Rows are float8_e4m3fn, .*: pass precision= fp32, fp64",
+        ):
             call(strange, CPU, data[0])
-    found = autopar.parallelize(strange, CPU, data[0], sgd, precision="fp32").step(data[0])  # as it advises
-    assert float(found) == pytest.approx(train(copy.deepcopy(strange).float(), data[:1]).losses[0], rel=1e-5)
+    found = autopar.parallelize(strange, CPU, data[0], sgd, precision="fp32").step(
+        data[0]
+    )  # as it advises
+    assert float(found) == pytest.approx(
+        train(copy.deepcopy(strange).float(), data[:1]).losses[0], rel=1e-5
+    )
     plan = autopar.plan(model, CPU, data[0])
     with pytest.raises(AutoparError, match="the plan is for fp32, not precision='fp64'"):
         autopar.parallelize(model, CPU, data[0], plan=plan, precision="fp64")

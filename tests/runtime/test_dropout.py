@@ -18,7 +18,13 @@ from autopar.planning.notes import notes
 from autopar.runtime.engine import Engine
 
 ROWS, SEQ, HIDDEN = 8, 6, 16
-ONE, DP2, TP2, DP2TP2, DP4 = MeshShape(), MeshShape(dp=2), MeshShape(tp=2), MeshShape(dp=2, tp=2), MeshShape(dp=4)
+ONE, DP2, TP2, DP2TP2, DP4 = (
+    MeshShape(),
+    MeshShape(dp=2),
+    MeshShape(tp=2),
+    MeshShape(dp=2, tp=2),
+    MeshShape(dp=4),
+)
 
 
 class Block(nn.Module):
@@ -26,14 +32,26 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 8), nn.Linear(HIDDEN, 8)
-        self.out, self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN)
+        self.q, self.k, self.v = (
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.Linear(HIDDEN, 8),
+            nn.Linear(HIDDEN, 8),
+        )
+        self.out, self.up, self.down = (
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.Linear(HIDDEN, 24),
+            nn.Linear(24, HIDDEN),
+        )
         self.norm, self.drop = nn.LayerNorm(HIDDEN), nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        q, k, v = (linear(h).unflatten(-1, (-1, 4)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.25 if self.training else 0.0, enable_gqa=True)
+        q, k, v = (
+            linear(h).unflatten(-1, (-1, 4)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=0.25 if self.training else 0.0, enable_gqa=True
+        )
         x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
         return x + self.drop(self.down(self.drop(F.gelu(self.up(x)))))
 
@@ -51,8 +69,14 @@ class Dropping(nn.Module):
         x = self.drop(self.tokens(ids)) + self.drop(self.places)
         for layer in self.layers:
             x = layer(x)
-        x = F.dropout2d(x.unflatten(-1, (4, 4)).permute(0, 2, 1, 3), 0.2, self.training).permute(0, 2, 1, 3).flatten(2)
-        return F.cross_entropy(self.head(F.dropout(x.flatten(0, 1), 0.2, self.training)), labels.flatten())
+        x = (
+            F.dropout2d(x.unflatten(-1, (4, 4)).permute(0, 2, 1, 3), 0.2, self.training)
+            .permute(0, 2, 1, 3)
+            .flatten(2)
+        )
+        return F.cross_entropy(
+            self.head(F.dropout(x.flatten(0, 1), 0.2, self.training)), labels.flatten()
+        )
 
 
 @cache
@@ -119,7 +143,9 @@ def test_dropout_matters_and_follows_seed_and_step():
     again = run_steps(engine(solved(ONE)), batches())
     assert again[0] == losses and all(torch.equal(again[1][k], v) for k, v in result.after.items())
     assert alone(1)[0] != losses
-    still = Engine(model()[0], model()[1], solved(ONE), lambda p: torch.optim.SGD(p, 0.0), None, None, "cpu")
+    still = Engine(
+        model()[0], model()[1], solved(ONE), lambda p: torch.optim.SGD(p, 0.0), None, None, "cpu"
+    )
     first, second = (float(still.step(batches()[0])) for _ in range(2))
     assert first != second
     still.steps = 0
@@ -131,14 +157,27 @@ def test_dropout_matters_and_follows_seed_and_step():
 
 def test_one_device_with_micro_batches_and_recompute():
     for number, recompute in ((2, "none"), (8, "none"), (1, "full"), (4, "full")):
-        check(run_steps(engine(solved(ONE, number, recompute)), batches()), f"{number} micro-batches, recompute {recompute}")
+        check(
+            run_steps(engine(solved(ONE, number, recompute)), batches()),
+            f"{number} micro-batches, recompute {recompute}",
+        )
 
 
 @pytest.mark.slow
 def test_two_devices(pool2):
-    plans = [solved(DP2), solved(DP2, 2, "full"), solved(TP2), solved(TP2, 2), solved(TP2, 1, "full")]
-    plans += [random_plan(model()[1], model()[2], setting(TP2, 2, rows=ROWS), seed) for seed in range(4)]
-    assert {("tp", "S(1)"), ("tp", "S(2)")} <= set().union(*map(shards, plans)), "sequence and hidden shards"
+    plans = [
+        solved(DP2),
+        solved(DP2, 2, "full"),
+        solved(TP2),
+        solved(TP2, 2),
+        solved(TP2, 1, "full"),
+    ]
+    plans += [
+        random_plan(model()[1], model()[2], setting(TP2, 2, rows=ROWS), seed) for seed in range(4)
+    ]
+    assert {("tp", "S(1)"), ("tp", "S(2)")} <= set().union(*map(shards, plans)), (
+        "sequence and hidden shards"
+    )
     for results in pool2.run(train, [plan.to_json() for plan in plans]):
         for plan, found in zip(plans, results, strict=True):
             check(found, f"{plan.mesh}, {plan.num_microbatches} micro-batches, {shards(plan)}")
@@ -147,7 +186,10 @@ def test_two_devices(pool2):
 @pytest.mark.slow
 def test_four_devices(pool4):
     plans = [solved(DP2TP2), solved(DP2TP2, 2, "full"), solved(DP4, 2)]
-    plans += [random_plan(model()[1], model()[2], setting(DP2TP2, 2, rows=ROWS), seed) for seed in range(4)]
+    plans += [
+        random_plan(model()[1], model()[2], setting(DP2TP2, 2, rows=ROWS), seed)
+        for seed in range(4)
+    ]
     for results in pool4.run(train, [plan.to_json() for plan in plans]):
         for plan, found in zip(plans, results, strict=True):
             check(found, f"{plan.mesh}, {plan.num_microbatches} micro-batches, {shards(plan)}")
@@ -179,7 +221,9 @@ def test_evaluation_drops_nothing_and_the_notes_tell():
     built.train()
     made = engine(solved(ONE, 1, "full"))
     assert float(made.eval_step(batches()[0])) == pytest.approx(expected, rel=1e-12)
-    assert any("unfused" in note for note in notes(traced)) and not any("random" in note for note in notes(traced))
+    assert any("unfused" in note for note in notes(traced)) and not any(
+        "random" in note for note in notes(traced)
+    )
 
 
 class Rand(nn.Module):
@@ -192,4 +236,7 @@ class Rand(nn.Module):
 
 
 def test_other_random_ops_are_named():
-    assert any("rand_like" in note and "other random numbers" in note for note in notes(trace(Rand(), {"x": torch.ones(4, 4)})))
+    assert any(
+        "rand_like" in note and "other random numbers" in note
+        for note in notes(trace(Rand(), {"x": torch.ones(4, 4)}))
+    )

@@ -36,10 +36,18 @@ from autopar.models import parse_model
 from autopar.rewrite.collectives import primitives, transitions
 from autopar.runtime.engine import Engine
 
-TP2DP2, TP4, DP4, DP2, ONE = MeshShape(dp=2, tp=2), MeshShape(tp=4), MeshShape(dp=4), MeshShape(dp=2), MeshShape()
+TP2DP2, TP4, DP4, DP2, ONE = (
+    MeshShape(dp=2, tp=2),
+    MeshShape(tp=4),
+    MeshShape(dp=4),
+    MeshShape(dp=2),
+    MeshShape(),
+)
 
 
-def plan_for(name: str, mesh: MeshShape, num_microbatches: int = 1, recompute: str = "none") -> Plan:
+def plan_for(
+    name: str, mesh: MeshShape, num_microbatches: int = 1, recompute: str = "none"
+) -> Plan:
     found = case(name)
     return solved_plan(found.traced, found.annotator, setting(mesh, num_microbatches, recompute))
 
@@ -66,7 +74,10 @@ def test_clipping_by_global_norm(pool4, name):
         exact(expected, losses, state)
 
 
-@pytest.mark.parametrize("name, number, recompute", [("llama-tiny", 2, "none"), ("gpt-tiny", 4, "full"), ("llama-tiny", 1, "full")])
+@pytest.mark.parametrize(
+    "name, number, recompute",
+    [("llama-tiny", 2, "none"), ("gpt-tiny", 4, "full"), ("llama-tiny", 1, "full")],
+)
 def test_micro_batches_and_recompute(pool4, name, number, recompute):
     plan = plan_for(name, TP2DP2, number, recompute)
     assert any(block.recompute == recompute for block in plan.blocks)
@@ -77,14 +88,20 @@ def test_micro_batches_and_recompute(pool4, name, number, recompute):
 def test_micro_batches_with_clipping_on_dp(pool4):
     found = case("gpt-tiny")
     expected = train(found.model, found.batches, max_grad_norm=0.05)
-    for losses, state in pool4.run(step_three_times, "gpt-tiny", plan_for("gpt-tiny", DP4, 2).to_json(), 0.05):
+    for losses, state in pool4.run(
+        step_three_times, "gpt-tiny", plan_for("gpt-tiny", DP4, 2).to_json(), 0.05
+    ):
         exact(expected, losses, state)
 
 
 def evaluate(rank: int, name: str, text: str) -> tuple[list[float], dict, dict]:
     engine = engine_for(name, Plan.from_json(text))
     before = engine.full_state_dict()
-    return [float(engine.eval_step(engine.local_batch(b))) for b in case(name).batches], before, engine.full_state_dict()
+    return (
+        [float(engine.eval_step(engine.local_batch(b))) for b in case(name).batches],
+        before,
+        engine.full_state_dict(),
+    )
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -92,7 +109,9 @@ def test_eval_step(pool4, number):
     found = case("gpt-tiny")
     with torch.no_grad():
         expected = [float(loss_of(found.model(**b))) for b in found.batches]
-    for losses, before, after in pool4.run(evaluate, "gpt-tiny", plan_for("gpt-tiny", TP2DP2, number).to_json()):
+    for losses, before, after in pool4.run(
+        evaluate, "gpt-tiny", plan_for("gpt-tiny", TP2DP2, number).to_json()
+    ):
         assert losses == pytest.approx(expected, abs=1e-12)
         assert all(torch.equal(before[k], after[k]) for k in before)
 
@@ -145,11 +164,15 @@ def local_rows(rank: int, name: str, text: str):
         message = ""
     except AutoparError as error:
         message = str(error)
-    return {k: torch.equal(v, batch[k][4 * (rank // 2) : 4 * (rank // 2) + 4]) for k, v in cut.items()}, message
+    return {
+        k: torch.equal(v, batch[k][4 * (rank // 2) : 4 * (rank // 2) + 4]) for k, v in cut.items()
+    }, message
 
 
 def test_local_batch(pool4):
-    for equal, message in pool4.run(local_rows, "llama-tiny", plan_for("llama-tiny", TP2DP2).to_json()):
+    for equal, message in pool4.run(
+        local_rows, "llama-tiny", plan_for("llama-tiny", TP2DP2).to_json()
+    ):
         assert equal == {"input_ids": True, "labels": True}
         assert "5 rows" in message and "dp=2" in message
 
@@ -189,10 +212,15 @@ def wrong_batches(rank: int, name: str, text: str) -> dict[str, str]:
 
 
 def test_wrong_batches_raise_on_every_rank_and_never_hang(pool4):
-    results = pool4.run(wrong_batches, "llama-tiny", plan_for("llama-tiny", TP2DP2, 2).to_json(), timeout_s=60)
+    results = pool4.run(
+        wrong_batches, "llama-tiny", plan_for("llama-tiny", TP2DP2, 2).to_json(), timeout_s=60
+    )
     for found in results:
         assert "no error" not in found.values(), found
-    assert "rows" in results[0]["rows differ between ranks"] and "rank 1" in results[0]["one rank's keys"]
+    assert (
+        "rows" in results[0]["rows differ between ranks"]
+        and "rank 1" in results[0]["one rank's keys"]
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------------- meta models
@@ -214,15 +242,23 @@ def _meta(name: str) -> nn.Module:
     return spec.build("meta", torch.float64)
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", pytest.param("hf-llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["llama-tiny", "gpt-tiny", pytest.param("hf-llama", marks=pytest.mark.slow)]
+)
 def test_meta_models_from_weights_and_from_their_initializers(pool4, name, tmp_path):
     from safetensors.torch import save_file
 
     found = case(name)
     seen: set[int] = set()
-    tensors = {k: v for k, v in found.model.state_dict().items() if not (v.data_ptr() in seen or seen.add(v.data_ptr()))}
+    tensors = {
+        k: v
+        for k, v in found.model.state_dict().items()
+        if not (v.data_ptr() in seen or seen.add(v.data_ptr()))
+    }
     save_file(tensors, path := str(tmp_path / "model.safetensors"))
-    alone = Engine(_meta(name), found.traced, plan_for(name, ONE), sgd, None, None, "cpu", seed=5).full_state_dict()
+    alone = Engine(
+        _meta(name), found.traced, plan_for(name, ONE), sgd, None, None, "cpu", seed=5
+    ).full_state_dict()
     assert all(torch.isfinite(v).all() for v in alone.values())
     for mesh in (TP4, TP2DP2) if name == "gpt-tiny" else (TP4,):
         for loaded, own in pool4.run(meta_engines, name, plan_for(name, mesh).to_json(), path):
@@ -234,11 +270,18 @@ def test_parallelize_does_not_change_the_model():
     import autopar
 
     model = copy.deepcopy(case("gpt-tiny").model)
-    before, ids = {k: v.clone() for k, v in model.state_dict().items()}, [id(p) for p in model.parameters()]
+    before, ids = (
+        {k: v.clone() for k, v in model.state_dict().items()},
+        [id(p) for p in model.parameters()],
+    )
     batch = case("gpt-tiny").batches[0]
-    engine = autopar.parallelize(model, "cpu:1", example_inputs=batch, optimizer=sgd, precision="fp64")
+    engine = autopar.parallelize(
+        model, "cpu:1", example_inputs=batch, optimizer=sgd, precision="fp64"
+    )
     first = float(engine.step(batch))
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and ids == [id(p) for p in model.parameters()]
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and ids == [
+        id(p) for p in model.parameters()
+    ]
     assert all(p.grad is None for p in model.parameters())
     assert first == pytest.approx(float(loss_of(model(**batch))), abs=1e-12)
     assert float(engine.step(batch)) < first
@@ -248,7 +291,9 @@ def test_one_process_without_a_process_group():
     assert not dist.is_initialized()
     for name in ("llama-tiny", "hf-gpt2"):
         for number, recompute in ((1, "none"), (2, "full")):
-            losses, state = run_steps(engine_for(name, plan_for(name, ONE, number, recompute)), case(name).batches)
+            losses, state = run_steps(
+                engine_for(name, plan_for(name, ONE, number, recompute)), case(name).batches
+            )
             exact(reference(name), losses, state)
 
 
@@ -320,7 +365,11 @@ class SortedBatch(Base):
 
 class Regularized(Base):
     def loss(self, y, target):
-        return super().loss(y, target) + 0.1 * self.inner.weight.pow(2).sum() + 0.1 * self.outer.bias.norm()
+        return (
+            super().loss(y, target)
+            + 0.1 * self.inner.weight.pow(2).sum()
+            + 0.1 * self.outer.bias.norm()
+        )
 
 
 class Tied(Base):
@@ -359,7 +408,13 @@ class Squeezed(Base):
 
     def body(self, x):
         a, b, c = torch.split(self.inner(x), [4, 4, 4], dim=-1)
-        wide = torch.stack([a, b, c], dim=2).squeeze(2).flatten(0, 1).transpose(1, 2).reshape(x.shape[0], x.shape[1], 12)
+        wide = (
+            torch.stack([a, b, c], dim=2)
+            .squeeze(2)
+            .flatten(0, 1)
+            .transpose(1, 2)
+            .reshape(x.shape[0], x.shape[1], 12)
+        )
         return self.outer(F.gelu(wide))
 
 
@@ -368,7 +423,10 @@ class Repeated(Base):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(10, 10), nn.Tanh())] * 1 + [nn.Sequential(nn.Linear(10, 10), nn.Tanh())])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(10, 10), nn.Tanh())] * 1
+            + [nn.Sequential(nn.Linear(10, 10), nn.Tanh())]
+        )
         self.layers[1][0].weight = self.layers[0][0].weight
 
     def body(self, x):
@@ -387,7 +445,12 @@ class Flattened(Base):
     def body(self, x):
         x = x.flatten(0, 1)
         for layer in self.layers:
-            wide = layer.inner(x).reshape(x.shape[0] // 6, 6, 3, 4).transpose(1, 2).reshape(x.shape[0], 12)
+            wide = (
+                layer.inner(x)
+                .reshape(x.shape[0] // 6, 6, 3, 4)
+                .transpose(1, 2)
+                .reshape(x.shape[0], 12)
+            )
             x = x + layer.outer(torch.tanh(wide))
         return super().body(x.view(-1, 6, 10))
 
@@ -402,7 +465,9 @@ class Attention(Base):
     def body(self, x):
         q = self.inner(x).unflatten(-1, (3, 4)).transpose(1, 2)
         scores = q @ q.transpose(-1, -2) / 2 + self.bias
-        scores = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool, device=x.device).triu(1), float("-inf"))
+        scores = scores.masked_fill(
+            torch.ones(6, 6, dtype=torch.bool, device=x.device).triu(1), float("-inf")
+        )
         y = (scores.softmax(-1) @ q).transpose(1, 2).flatten(2)
         y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, keepdim=True) + 1e-3).sqrt()
         return self.outer(torch.where(y > 0, y, torch.maximum(y * 0.1, y.cumsum(1) * 0.01)))
@@ -429,12 +494,21 @@ CLASSES = {
         Attention,
     )
 }
-NEVER_CUT = ("FlippedBatch", "SortedBatch")  # not linear in the batch: micro-batches are another function
+NEVER_CUT = (
+    "FlippedBatch",
+    "SortedBatch",
+)  # not linear in the batch: micro-batches are another function
 
 
 def vectors(rows: int = 8) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [{k: torch.randn(rows, 6, 10, generator=generator, dtype=torch.float64) for k in ("x", "target")} for _ in range(3)]
+    return [
+        {
+            k: torch.randn(rows, 6, 10, generator=generator, dtype=torch.float64)
+            for k in ("x", "target")
+        }
+        for _ in range(3)
+    ]
 
 
 def small(name: str) -> nn.Module:
@@ -452,13 +526,20 @@ def train_small(rank: int, names: tuple[str, ...], texts: list[str]) -> list:
     found = []
     for name, text in zip(names, texts, strict=True):
         traced, _ = traced_small(name)
-        found.append(run_steps(Engine(small(name), traced, Plan.from_json(text), sgd, None, None, "cpu"), vectors()))
+        found.append(
+            run_steps(
+                Engine(small(name), traced, Plan.from_json(text), sgd, None, None, "cpu"), vectors()
+            )
+        )
     return found
 
 
 def check_small(pool, name: str, plans: list[Plan]) -> None:
     result = train(small(name), vectors())
-    for by_rank in zip(*pool.run(train_small, (name,) * len(plans), [p.to_json() for p in plans], timeout_s=300), strict=True):
+    for by_rank in zip(
+        *pool.run(train_small, (name,) * len(plans), [p.to_json() for p in plans], timeout_s=300),
+        strict=True,
+    ):
         for losses, state in by_rank:
             exact(result, losses, state)
             assert set(state) == set(small(name).state_dict())
@@ -471,7 +552,10 @@ def check_small(pool, name: str, plans: list[Plan]) -> None:
 def test_small_models(pool4, name):
     traced, annotator = traced_small(name)
     cut = 1 if name in NEVER_CUT else 2
-    plans = [solved_plan(traced, annotator, setting(mesh, k)) for mesh, k in ((TP2DP2, cut), (TP4, 1), (DP4, cut))]
+    plans = [
+        solved_plan(traced, annotator, setting(mesh, k))
+        for mesh, k in ((TP2DP2, cut), (TP4, 1), (DP4, cut))
+    ]
     plans += [random_plan(traced, annotator, setting(mesh), seed=0) for mesh in (TP2DP2, TP4)]
     check_small(pool4, name, plans)
 
@@ -480,7 +564,15 @@ def test_small_models(pool4, name):
 @pytest.mark.parametrize("name", CLASSES)
 def test_small_models_under_many_plans(pool4, name):
     traced, annotator = traced_small(name)
-    check_small(pool4, name, [random_plan(traced, annotator, setting(mesh), seed) for mesh in (TP2DP2, TP4, DP4) for seed in range(10)])
+    check_small(
+        pool4,
+        name,
+        [
+            random_plan(traced, annotator, setting(mesh), seed)
+            for mesh in (TP2DP2, TP4, DP4)
+            for seed in range(10)
+        ],
+    )
 
 
 class Logits(nn.Module):
@@ -504,15 +596,29 @@ def logits_model() -> nn.Module:
 
 def train_logits(rank: int, texts: list[str]) -> list:
     traced = trace(logits_model(), token_batches(11)[0], token_loss)
-    return [run_steps(Engine(logits_model(), traced, Plan.from_json(t), sgd, None, None, "cpu"), token_batches(11)) for t in texts]
+    return [
+        run_steps(
+            Engine(logits_model(), traced, Plan.from_json(t), sgd, None, None, "cpu"),
+            token_batches(11),
+        )
+        for t in texts
+    ]
 
 
 def test_loss_fn_on_a_logits_model(pool4):
     batches = token_batches(11)
-    result = train(logits_model(), batches, call=lambda model, batch: token_loss(model(batch["input_ids"]), batch["labels"]))
+    result = train(
+        logits_model(),
+        batches,
+        call=lambda model, batch: token_loss(model(batch["input_ids"]), batch["labels"]),
+    )
     traced = trace(logits_model(), batches[0], token_loss)
     annotator = Annotator(traced)
-    plans = [solved_plan(traced, annotator, setting(mesh, cut)) for mesh in (TP2DP2, TP4, DP4) for cut in (1, 2)]
+    plans = [
+        solved_plan(traced, annotator, setting(mesh, cut))
+        for mesh in (TP2DP2, TP4, DP4)
+        for cut in (1, 2)
+    ]
     for by_rank in zip(*pool4.run(train_logits, [p.to_json() for p in plans]), strict=True):
         for losses, state in by_rank:
             exact(result, losses, state)
@@ -526,7 +632,11 @@ class Dropped(Base):
         x = F.dropout(x, 0.4, self.training)
         q = self.inner(F.dropout(x, 0.3, self.training)).unflatten(-1, (3, 4)).transpose(1, 2)
         q = F.scaled_dot_product_attention(q, q, q, dropout_p=0.2)
-        return F.dropout(self.outer(F.dropout(torch.tanh(q.transpose(1, 2).flatten(2)), 0.5, self.training)), 0.1, self.training)
+        return F.dropout(
+            self.outer(F.dropout(torch.tanh(q.transpose(1, 2).flatten(2)), 0.5, self.training)),
+            0.1,
+            self.training,
+        )
 
 
 def dropped() -> nn.Module:
@@ -547,9 +657,22 @@ def train_dropped(rank: int, texts: list[str]) -> list:
         batches = [engine.local_batch(b) for b in vectors()]
         state = torch.get_rng_state()
         losses = [float(engine.step(b)) for b in batches]
-        assert torch.equal(state, torch.get_rng_state()), "a step must leave the user's generator alone"
-        replicated = {k: v.clone() for k, v in engine._leaves.items() if not any(x.is_shard for x in engine._layouts.get(k, {}).values())}
-        found.append((losses, replicated, [float(engine.eval_step(b)) for b in batches], engine.full_state_dict()))
+        assert torch.equal(state, torch.get_rng_state()), (
+            "a step must leave the user's generator alone"
+        )
+        replicated = {
+            k: v.clone()
+            for k, v in engine._leaves.items()
+            if not any(x.is_shard for x in engine._layouts.get(k, {}).values())
+        }
+        found.append(
+            (
+                losses,
+                replicated,
+                [float(engine.eval_step(b)) for b in batches],
+                engine.full_state_dict(),
+            )
+        )
     return found
 
 
@@ -557,7 +680,11 @@ def test_dropout_keeps_replicated_values_equal(pool4):
     traced = traced_dropped()
     annotator = Annotator(traced)
     plans = [solved_plan(traced, annotator, setting(mesh)) for mesh in (TP2DP2, TP4, DP4)]
-    plans += [random_plan(traced, annotator, setting(mesh), seed) for mesh in (TP2DP2, TP4) for seed in range(2)]
+    plans += [
+        random_plan(traced, annotator, setting(mesh), seed)
+        for mesh in (TP2DP2, TP4)
+        for seed in range(2)
+    ]
     for by_rank in zip(*pool4.run(train_dropped, [p.to_json() for p in plans]), strict=True):
         losses, replicated, evaluated, state = by_rank[0]
         for other in by_rank[1:]:
@@ -567,7 +694,9 @@ def test_dropout_keeps_replicated_values_equal(pool4):
             assert other[2] == pytest.approx(evaluated, rel=1e-12)
         model = dropped().eval()
         model.load_state_dict(state)
-        assert evaluated == pytest.approx([float(_without_dropout(model, b)) for b in vectors()], rel=1e-9)
+        assert evaluated == pytest.approx(
+            [float(_without_dropout(model, b)) for b in vectors()], rel=1e-9
+        )
 
 
 def _without_dropout(model: nn.Module, batch: dict) -> Tensor:

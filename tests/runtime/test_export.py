@@ -59,13 +59,20 @@ def test_exported_weights_are_read_again(pool2, tmp_path):
         assert "it exists and is not an empty directory" in message
     one, several = tensors(tmp_path / "one"), tensors(tmp_path / "several")
     assert [file.name for file in (tmp_path / "one").iterdir()] == ["model.safetensors"]
-    assert set(state) - set(one) == {"lm_head.weight"} and all(torch.equal(one[k], state[k]) for k in one)
+    assert set(state) - set(one) == {"lm_head.weight"} and all(
+        torch.equal(one[k], state[k]) for k in one
+    )
     assert set(several) == set(one) and all(torch.equal(several[k], state[k].float()) for k in one)
     index = json.loads((tmp_path / "several/model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(one) and len(set(index["weight_map"].values())) > 2
     found = case(name)
-    for directory, expected in (("one", state), ("several", {k: v.float().double() for k, v in state.items()})):
-        again = Engine(found.model, found.traced, plan_for(name, ONE), None, None, tmp_path / directory, "cpu").full_state_dict()
+    for directory, expected in (
+        ("one", state),
+        ("several", {k: v.float().double() for k, v in state.items()}),
+    ):
+        again = Engine(
+            found.model, found.traced, plan_for(name, ONE), None, None, tmp_path / directory, "cpu"
+        ).full_state_dict()
         assert all(torch.equal(again[k], v) for k, v in expected.items())
     found.model.config.save_pretrained(tmp_path / "several")
     model = type(found.model).from_pretrained(tmp_path / "several", dtype=torch.float32)
@@ -109,7 +116,9 @@ def exported_beside_saves(rank: int, text: str, directory: str) -> list[str]:
 
 
 def test_one_save_or_export_at_a_time(pool2, tmp_path):
-    orders = pool2.run(exported_beside_saves, plan_for("llama-tiny", TP2).to_json(), str(tmp_path), timeout_s=60)
+    orders = pool2.run(
+        exported_beside_saves, plan_for("llama-tiny", TP2).to_json(), str(tmp_path), timeout_s=60
+    )
     assert orders == [["one", "exported", "two", "other", "three", "four"]] * 2
     assert tensors(tmp_path / "exported")
 
@@ -119,12 +128,21 @@ class Gains(nn.Module):
 
     def __init__(self, sets: tuple[str, ...]) -> None:
         super().__init__()
-        self.sets, self.weight, self.gain = sets, nn.Parameter(torch.empty(4, 4)), nn.Parameter(torch.ones(4))
+        self.sets, self.weight, self.gain = (
+            sets,
+            nn.Parameter(torch.empty(4, 4)),
+            nn.Parameter(torch.ones(4)),
+        )
         self.register_buffer("scale", torch.full((4,), 2.0))
         self.register_buffer("order", torch.arange(4))
 
     def reset_parameters(self) -> None:
-        fresh = {"weight": torch.randn(4, 4), "gain": torch.ones(4), "scale": torch.full((4,), 2.0), "order": torch.arange(4)}
+        fresh = {
+            "weight": torch.randn(4, 4),
+            "gain": torch.ones(4),
+            "scale": torch.full((4,), 2.0),
+            "order": torch.arange(4),
+        }
         for name in self.sets:
             with torch.no_grad():
                 getattr(self, name).copy_(fresh[name])
@@ -144,4 +162,8 @@ def test_a_meta_model_whose_initializer_leaves_something_out_is_refused(left):
             autopar.parallelize(model, "cpu:1", batch)
     else:
         state = autopar.parallelize(model, "cpu:1", batch).full_state_dict()
-        assert state["order"].tolist() == [0, 1, 2, 3] and state["scale"].tolist() == [2.0] * 4 and state["weight"].isfinite().all()
+        assert (
+            state["order"].tolist() == [0, 1, 2, 3]
+            and state["scale"].tolist() == [2.0] * 4
+            and state["weight"].isfinite().all()
+        )

@@ -32,7 +32,11 @@ def grouped(plans: list[Plan], shard: int) -> list[Plan]:
 
 def cells_of(name: str, cells, recompute: str = "none") -> list[Plan]:
     """Plans of (mesh, shard, ZeRO stage, micro-batches)."""
-    return [plan for mesh, shard, zero, cut in cells for plan in grouped(plans_for(name, (mesh,), (zero,), (cut,), recompute), shard)]
+    return [
+        plan
+        for mesh, shard, zero, cut in cells
+        for plan in grouped(plans_for(name, (mesh,), (zero,), (cut,), recompute), shard)
+    ]
 
 
 @pytest.mark.slow
@@ -42,14 +46,25 @@ def cells_of(name: str, cells, recompute: str = "none") -> list[Plan]:
 ])  # fmt: skip
 def test_groups_are_exact(pool4, name, cells):
     plans = cells_of(name, cells)
-    check(pool4, reference(name), name, [*plans, *(replace(plan, offload="optimizer") for plan in plans[::2])])
+    check(
+        pool4,
+        reference(name),
+        name,
+        [*plans, *(replace(plan, offload="optimizer") for plan in plans[::2])],
+    )
 
 
 def test_groups_are_exact_with_clipping(pool4):
     found = case("gpt-tiny")
     result = train(found.model, found.batches, max_grad_norm=0.05)
     assert update_error(result, reference("gpt-tiny").after) > 1e6, "the limit must bite"
-    check(pool4, result, "gpt-tiny", cells_of("gpt-tiny", ((DP4, 2, 1, 2), (DP4, 2, 2, 2), (CP2DP2, 2, 1, 1))), 0.05)
+    check(
+        pool4,
+        result,
+        "gpt-tiny",
+        cells_of("gpt-tiny", ((DP4, 2, 1, 2), (DP4, 2, 2, 2), (CP2DP2, 2, 1, 1))),
+        0.05,
+    )
     check(pool4, result, "gpt-tiny", cells_of("gpt-tiny", ((DP4, 2, 3, 2),), "full"), 0.05)
 
 
@@ -62,7 +77,12 @@ def test_odd_parameters_and_optimizers(pool4, optimizer):
 @pytest.mark.slow
 def test_gathering_ahead(pool4):
     """What GPUs do: the next segment travels inside the group while one computes."""
-    check_odd(pool4, "sgd", grouped(odd_plans((DP4,), (3,)) + odd_plans((DP4,), (3,), recompute="full"), 2), ahead=True)
+    check_odd(
+        pool4,
+        "sgd",
+        grouped(odd_plans((DP4,), (3,)) + odd_plans((DP4,), (3,), recompute="full"), 2),
+        ahead=True,
+    )
 
 
 @pytest.mark.slow
@@ -83,8 +103,16 @@ def test_groups_on_eight_ranks():
         (DP4TP2, 2, 1, 1), (DP4TP2, 2, 3, 2), (CP2DP4, 2, 1, 1), (CP2DP4, 4, 3, 2), (DP8, 4, 2, 1), (DP8, 2, 3, 1),
         (MeshShape(dp=4, tp=2, order="tp-dp"), 2, 3, 1),
     ))  # fmt: skip
-    schedules = (1, "1f1b", (2, 2)), (3, "1f1b", (1, 3)), (2, "interleaved_1f1b", (1, 1, 1, 1)), (1, "zero_bubble", (2, 2))
-    plans += [replace(pipelined("gpt-tiny", staged, how, cuts, 2), zero=zero, shard=2) for zero, how, cuts in schedules]
+    schedules = (
+        (1, "1f1b", (2, 2)),
+        (3, "1f1b", (1, 3)),
+        (2, "interleaved_1f1b", (1, 1, 1, 1)),
+        (1, "zero_bubble", (2, 2)),
+    )
+    plans += [
+        replace(pipelined("gpt-tiny", staged, how, cuts, 2), zero=zero, shard=2)
+        for zero, how, cuts in schedules
+    ]
     result = train(found.model, found.batches, max_grad_norm=0.05)
     with WorkerPool(8) as pool:
         check(pool, result, "gpt-tiny", plans, 0.05)
@@ -97,22 +125,35 @@ def test_every_cell_of_the_table_within_groups(pool4):
     texts = [replace(plan_of(*cell), shard=2).to_json() for cell in cells]
     for by_rank in pool4.run(observe, texts, timeout_s=300):
         for (stage, cut), (calls, held) in zip(cells, by_rank, strict=True):
-            assert calls == {f"{kind} of 2": count for kind, count in COLLECTIVES[stage](cut).items()} | {"all_reduce of 2": 1}
+            assert calls == {
+                f"{kind} of 2": count for kind, count in COLLECTIVES[stage](cut).items()
+            } | {"all_reduce of 2": 1}
             predicted = [static_bytes(prod(spec.shape), "fp64", stage, 2) for spec in trained]
             for what in ("parameters", "gradients", "optimizer"):
-                assert held[what] == sum(getattr(p, what) for p in predicted), (stage, cut, what, held)
+                assert held[what] == sum(getattr(p, what) for p in predicted), (
+                    stage,
+                    cut,
+                    what,
+                    held,
+                )
 
 
 def alone(name: str, zero: int, mesh: MeshShape, shard: int = 0) -> str:
     found = case(name)
-    return replace(solved_plan(found.traced, found.annotator, setting(mesh)), zero=zero, shard=shard).to_json()
+    return replace(
+        solved_plan(found.traced, found.annotator, setting(mesh)), zero=zero, shard=shard
+    ).to_json()
 
 
 @pytest.mark.parametrize("optimizer, back", [("adamw", False), *(pytest.param(name, True, marks=pytest.mark.slow)
                                                                  for name in ("adamw", "adafactor"))])  # fmt: skip
 def test_checkpoints(pool4, tmp_path, optimizer, back):
     """What groups save another plan and one process load, and back."""
-    hybrid, other, one = alone("llama-tiny", 3, DP4, 2), alone("llama-tiny", 1, MeshShape(dp=2, tp=2)), alone("llama-tiny", 0, MeshShape())
+    hybrid, other, one = (
+        alone("llama-tiny", 3, DP4, 2),
+        alone("llama-tiny", 1, MeshShape(dp=2, tp=2)),
+        alone("llama-tiny", 0, MeshShape()),
+    )
     arguments = optimizer, str(tmp_path)
     saved = pool4.run(save_after_two, "llama-tiny", other if back else hybrid, *arguments)[0]
     for text in (hybrid, alone("llama-tiny", 1, DP4, 2)) if back else (other,):
@@ -128,7 +169,8 @@ def forget_the_groups(engine: Engine) -> None:
     """Gradients are not added up from group to group."""
     real = engine.parameters.effective_layouts
     engine.parameters.effective_layouts = lambda layouts: {
-        name: {axis: layout for axis, layout in own.items() if axis != COPIES} for name, own in real(layouts).items()
+        name: {axis: layout for axis, layout in own.items() if axis != COPIES}
+        for name, own in real(layouts).items()
     }
 
 
@@ -164,8 +206,17 @@ def train_mutant(rank: int, kind: str, text: str):
     return run_steps(engine, case("llama-tiny").batches)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "groups forgotten" else pytest.mark.slow) for kind in MUTANTS])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "groups forgotten" else pytest.mark.slow)
+        for kind in MUTANTS
+    ],
+)
 def test_mutants_are_caught(pool4, kind):
     for stage in MUTANTS[kind][1]:
         results = pool4.run(train_mutant, kind, replace(plan_of(stage, 1), shard=2).to_json())
-        assert max(update_error(reference("llama-tiny"), state) for _, state in results) > 1e3, (kind, stage)
+        assert max(update_error(reference("llama-tiny"), state) for _, state in results) > 1e3, (
+            kind,
+            stage,
+        )

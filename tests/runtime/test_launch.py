@@ -63,11 +63,19 @@ def sleep(rank: int) -> None:
 
 FAILURES = [
     ("autopar", AutoparError, r"^tp=3 does not divide 32 heads$"),
-    ("value", WorkerError, r"(?s)rank 1 of 2 failed:.*fail_on_rank_1.*ValueError: a worker's own mistake"),
+    (
+        "value",
+        WorkerError,
+        r"(?s)rank 1 of 2 failed:.*fail_on_rank_1.*ValueError: a worker's own mistake",
+    ),
     ("exit", WorkerError, r"rank 1 of 2 ended with exit code 3"),
     ("unpicklable", WorkerError, r"(?s)rank 1 of 2 failed:.*pickle"),
     ("kill", WorkerError, r"rank 1 of 2 was killed by SIGKILL before it returned a result$"),
-    ("crash", WorkerError, r"(?s)rank 1 of 2 was killed by SIGSEGV before it returned a result:\nFatal.* in fail_on_rank_1(?!.*Extension)"),
+    (
+        "crash",
+        WorkerError,
+        r"(?s)rank 1 of 2 was killed by SIGSEGV before it returned a result:\nFatal.* in fail_on_rank_1(?!.*Extension)",
+    ),
 ]
 
 
@@ -162,8 +170,17 @@ def test_workers_end_with_a_killed_parent():
         "print(*pool.run(test_launch.pid), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", program], check=False, env=environment, capture_output=True, text=True, timeout=60)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 3, done.stderr
     deadline_s = time.monotonic() + PROMPTLY_S
@@ -207,18 +224,28 @@ def test_mesh_axes_number_ranks_row_major(pool4):
         alone = dict.fromkeys(("pp", "ep", "cp"), (1, 0, rank))
         assert found["axes"] == alone | {"dp": (2, dp, tp + tp + 2), "tp": (2, tp, 4 * dp + 1)}
         simulated = simulated_axes(shape, rank)
-        assert {axis: (group.size, group.index) for axis, group in simulated.items()} == {a: v[:2] for a, v in found["axes"].items()}
+        assert {axis: (group.size, group.index) for axis, group in simulated.items()} == {
+            a: v[:2] for a, v in found["axes"].items()
+        }
 
 
 def test_one_device_needs_no_process_group():
     mesh, axes = mesh_axes(MeshShape(), "cpu")
-    assert mesh is None and all(group.size == 1 and group.group_name is None for group in axes.values())
+    assert mesh is None and all(
+        group.size == 1 and group.group_name is None for group in axes.values()
+    )
 
 
 def test_wrong_world_size_names_both_numbers(pool2):
-    with pytest.raises(AutoparError, match=r"the mesh \(tp=2\) has 2 device\(s\), but no process group is initialized"):
+    with pytest.raises(
+        AutoparError,
+        match=r"the mesh \(tp=2\) has 2 device\(s\), but no process group is initialized",
+    ):
         mesh_axes(MeshShape(tp=2), "cpu")
-    with pytest.raises(AutoparError, match=r"the mesh \(tp=3\) has 3 device\(s\), but the process group has 2 rank\(s\)"):
+    with pytest.raises(
+        AutoparError,
+        match=r"the mesh \(tp=3\) has 3 device\(s\), but the process group has 2 rank\(s\)",
+    ):
         pool2.run(wrong_world)
     with pytest.raises(AutoparError, match="rank 4"):
         simulated_axes(MeshShape(tp=4), 4)

@@ -20,7 +20,10 @@ LIMIT = 0.05
 
 def metrics_of_steps(rank: int, text: str) -> list:
     engine = engine_for("llama-tiny", Plan.from_json(text), LIMIT)
-    return [(float(engine.step(engine.local_batch(batch))), engine.metrics) for batch in case("llama-tiny").batches]
+    return [
+        (float(engine.step(engine.local_batch(batch))), engine.metrics)
+        for batch in case("llama-tiny").batches
+    ]
 
 
 def test_loss_tokens_targets_and_norm_are_those_of_the_whole_batch(pool2):
@@ -28,13 +31,22 @@ def test_loss_tokens_targets_and_norm_are_those_of_the_whole_batch(pool2):
     plan = solved_plan(found.traced, found.annotator, setting(MeshShape(dp=2), 2))
     batch = found.batches[0]
     loss = found.model(**batch)
-    norm = torch.stack([g.norm() for g in torch.autograd.grad(loss, list(found.model.parameters()))]).norm()
+    norm = torch.stack(
+        [g.norm() for g in torch.autograd.grad(loss, list(found.model.parameters()))]
+    ).norm()
     loss = loss.detach()
     for steps in pool2.run(metrics_of_steps, plan.to_json()):
-        for number, ((value, one), given) in enumerate(zip(steps, found.batches, strict=True), start=1):
+        for number, ((value, one), given) in enumerate(
+            zip(steps, found.batches, strict=True), start=1
+        ):
             assert (one.step, one.loss, one.tokens) == (number, value, given["input_ids"].numel())
-            assert one.targets == int((given["labels"][:, 1:] != -100).sum())  # the model shifts labels
-            assert one.tokens_per_s == pytest.approx(one.tokens / one.step_time_s) and one.step_time_s > 0
+            assert one.targets == int(
+                (given["labels"][:, 1:] != -100).sum()
+            )  # the model shifts labels
+            assert (
+                one.tokens_per_s == pytest.approx(one.tokens / one.step_time_s)
+                and one.step_time_s > 0
+            )
         assert steps[0][1].loss == pytest.approx(float(loss), rel=1e-12)
         assert steps[0][1].gradient_norm == pytest.approx(float(norm), rel=1e-12) and norm > LIMIT
 
@@ -46,7 +58,9 @@ def test_flops_memory_and_predictions():
     with pytest.raises(autopar.AutoparError, match="none has run"):
         print(engine.metrics)
     layers, width = spec._attention_size()
-    per_token = spec.model_flops_per_token(seq) - 6.0 * layers * width * seq  # ours halves causal attention
+    per_token = (
+        spec.model_flops_per_token(seq) - 6.0 * layers * width * seq
+    )  # ours halves causal attention
     rate = ClusterSpec.parse("cpu:1").device.flops["fp32"]
     for given in (rows, rows // 2):
         engine.step({name: tensor[:given] for name, tensor in batch.items()})
@@ -58,7 +72,11 @@ def test_flops_memory_and_predictions():
     assert one.peak_memory_bytes == pytest.approx(resident, rel=0.02)
     assert one.predicted_step_time_s == engine.plan.predicted.step_time_s
     assert (one.predicted_peak_memory_bytes,) == engine.plan.predicted.peak_memory_bytes
-    assert f"step   2   loss {one.loss:.4f}   " in str(one) and "tokens/s" in str(one) and "\n" not in str(one)
+    assert (
+        f"step   2   loss {one.loss:.4f}   " in str(one)
+        and "tokens/s" in str(one)
+        and "\n" not in str(one)
+    )
 
 
 def test_without_a_profiler_a_range_is_nothing():

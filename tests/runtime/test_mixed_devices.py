@@ -33,7 +33,10 @@ def planned(at: MixedCluster, **pin) -> Plan:
 
 
 def test_plans_on_two_kinds_of_devices_train_exactly(pool4):
-    plans = [planned(cluster(2), **pin) for pin in ({"schedule": "1f1b", "tp": 2}, {"dp": 2, "zero": 1}, {"pp": 4})]
+    plans = [
+        planned(cluster(2), **pin)
+        for pin in ({"schedule": "1f1b", "tp": 2}, {"dp": 2, "zero": 1}, {"pp": 4})
+    ]
     for plan in plans:
         blocks = {name: sum(map(len, stages)) for name, stages in _stages(plan).items()}
         assert blocks["cpu"] > blocks["slow-cpu"] and not plan.runnable, (str(plan.mesh), blocks)
@@ -44,14 +47,18 @@ def test_plans_on_two_kinds_of_devices_train_exactly(pool4):
 def _stages(plan: Plan) -> dict[str, list[tuple[str, ...]]]:
     found: dict[str, list] = {}
     for name, stage in zip(plan.devices, plan.stages, strict=True):
-        found.setdefault(name, []).append(tuple(segment for segment in stage if segment not in ("prologue", "epilogue")))
+        found.setdefault(name, []).append(
+            tuple(segment for segment in stage if segment not in ("prologue", "epilogue"))
+        )
     return found
 
 
 def parallelized(rank: int, path: str) -> tuple[float, str]:
     """Train by the public call, on a cluster file: the update error over its tolerance, and where the plan puts this rank."""
     found = case(NAME)
-    engine = autopar.parallelize(found.model, path, found.batches[0], sgd, global_batch=8, pin={"tp": 2}, precision="fp64")
+    engine = autopar.parallelize(
+        found.model, path, found.batches[0], sgd, global_batch=8, pin={"tp": 2}, precision="fp64"
+    )
     _, state = run_steps(engine, found.batches)
     return update_error(reference(NAME), state), engine.plan.mesh.deal
 
@@ -60,7 +67,11 @@ def parallelized(rank: int, path: str) -> tuple[float, str]:
 def test_a_cluster_file_of_two_kinds_of_devices_is_trained_on(pool4, tmp_path):
     cluster(2).to_yaml(tmp_path / "two.yaml")
     results = pool4.run(parallelized, str(tmp_path / "two.yaml"))
-    assert all(error <= 1.0 for error, _ in results) and len({deal for _, deal in results}) == 1 and results[0][1]
+    assert (
+        all(error <= 1.0 for error, _ in results)
+        and len({deal for _, deal in results}) == 1
+        and results[0][1]
+    )
 
 
 def test_a_plan_of_another_deal_is_refused():
@@ -69,7 +80,9 @@ def test_a_plan_of_another_deal_is_refused():
     api.check_plan(plan, case(NAME).traced, cluster(1))
     for wrong, words in (("0x2", "does not deal the groups"), ("", "does not deal the groups")):
         with pytest.raises(AutoparError, match=words):
-            api.check_plan(replace(plan, mesh=replace(plan.mesh, deal=wrong)), case(NAME).traced, cluster(1))
+            api.check_plan(
+                replace(plan, mesh=replace(plan.mesh, deal=wrong)), case(NAME).traced, cluster(1)
+            )
     with pytest.raises(AutoparError, match="plan again"):
         api.check_plan(plan, case(NAME).traced, cluster(1, times=2.0))
 
@@ -77,4 +90,7 @@ def test_a_plan_of_another_deal_is_refused():
 def test_one_device_is_the_reference():
     """The reference moves the weights, so that a wrong gradient shows."""
     result = reference(NAME)
-    assert len(set(result.losses)) == len(result.losses) and loss_of(case(NAME).model(**case(NAME).batches[0])).item() == result.losses[0]
+    assert (
+        len(set(result.losses)) == len(result.losses)
+        and loss_of(case(NAME).model(**case(NAME).batches[0])).item() == result.losses[0]
+    )

@@ -47,7 +47,12 @@ def apart(engine) -> bool:
     """Masters and optimizer state are on the host, and share no memory with anything that the program reads; nor do offloaded parameters,
     which have none on the device after a step."""
     local = [getattr(m.detach(), "_local_tensor", m.detach()) for m in engine.optimizer.state]
-    local += [getattr(x, "_local_tensor", x) for state in engine.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
+    local += [
+        getattr(x, "_local_tensor", x)
+        for state in engine.optimizer.state.values()
+        for x in state.values()
+        if torch.is_tensor(x)
+    ]
     used = {leaf.untyped_storage().data_ptr() for leaf in engine.parameters.leaves.values()}
     owned = [one.own for one in engine.parameters.trained.values()]
     if engine.plan.offload == "parameters":
@@ -56,7 +61,10 @@ def apart(engine) -> bool:
             return False
     else:
         used |= {own.untyped_storage().data_ptr() for own in owned}
-    return len(local) > 0 and all(x.device == HOST == engine.parameters.host and x.untyped_storage().data_ptr() not in used for x in local)
+    return len(local) > 0 and all(
+        x.device == HOST == engine.parameters.host and x.untyped_storage().data_ptr() not in used
+        for x in local
+    )
 
 
 @pytest.mark.parametrize("cells", [
@@ -66,7 +74,9 @@ def apart(engine) -> bool:
      (TP2, 0, 1, "full", "parameters")),
 ], ids=["optimizer", "parameters"])  # fmt: skip
 def test_offloaded_updates_are_exact(pool2, cells):
-    for by_rank in pool2.run(offloaded_steps, [plan_of(*cell).to_json() for cell in cells], timeout_s=300):
+    for by_rank in pool2.run(
+        offloaded_steps, [plan_of(*cell).to_json() for cell in cells], timeout_s=300
+    ):
         for cell, (error, losses, is_apart) in zip(cells, by_rank, strict=True):
             assert error <= 1.0 and is_apart, (*map(str, cell), error)
             assert losses == pytest.approx(reference("llama-tiny").losses, abs=1e-9, rel=1e-9)
@@ -94,16 +104,24 @@ def same(one, other) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "parameters"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)]
+)
 def test_the_same_bits_as_without_and_as_many_bytes_as_predicted(precision, kind):
     one, other = (tiny_engine(offload, precision) for offload in ("none", kind))
     before = one.full_state_dict()
     for _ in range(3):
         one.step(tiny()[1]), other.step(tiny()[1])
-    assert same(one, other) and all(not torch.equal(value, before[name]) for name, value in one.full_state_dict().items())
+    assert same(one, other) and all(
+        not torch.equal(value, before[name]) for name, value in one.full_state_dict().items()
+    )
     count = sum(p.numel() for p in other.optimizer.state)
-    held = count * 4 + sum(x.nbytes for state in other.optimizer.state.values() for x in state.values() if x.dim())
-    if kind == "parameters" and precision != "fp32":  # they are in host memory beside what the optimizer trains
+    held = count * 4 + sum(
+        x.nbytes for state in other.optimizer.state.values() for x in state.values() if x.dim()
+    )
+    if (
+        kind == "parameters" and precision != "fp32"
+    ):  # they are in host memory beside what the optimizer trains
         held += sum(x.own.nbytes for x in other.parameters.trained.values())
     arriving = 4 * count
     predicted = [engine.plan.predicted for engine in (one, other)]
@@ -138,7 +156,9 @@ def test_checkpoints_load_with_and_without(first, then, tmp_path):
 def big_plan(cluster: ClusterSpec, **pin) -> Plan:
     model = parse_model("llama:layers=4,hidden=1024,heads=8,vocab=32000,seq=512")
     pin = {"tp": 1, "micro_batch": 1, "recompute": "full", "zero": 0} | pin
-    return autopar.plan(model.build("meta"), cluster, model.example_inputs(1, 512), 8, pin, time_limit_s=10)
+    return autopar.plan(
+        model.build("meta"), cluster, model.example_inputs(1, 512), 8, pin, time_limit_s=10
+    )
 
 
 def test_its_price_is_the_transfers_and_the_hosts_memory():
@@ -151,7 +171,9 @@ def test_its_price_is_the_transfers_and_the_hosts_memory():
     assert moved.predicted.step_time_s - plain.predicted.step_time_s == pytest.approx(
         expected - plain.predicted.breakdown["step"], rel=1e-6
     )
-    assert "optimizer state: " in autopar.explain(moved) and "of host memory per device of 250.00 GiB" in autopar.explain(moved)
+    assert "optimizer state: " in autopar.explain(
+        moved
+    ) and "of host memory per device of 250.00 GiB" in autopar.explain(moved)
     assert [d.what for d in autopar.diff(plain, moved) if d.part == "choices"] == ["offload"]
     assert Plan.from_json(moved.to_json()) == moved
 
@@ -159,14 +181,28 @@ def test_its_price_is_the_transfers_and_the_hosts_memory():
 def test_parameters_are_fetched_for_every_pass():
     cluster = ClusterSpec.parse("h100:2")
     pin = {"dp": 2, "zero": 3, "micro_batch": 2}
-    half, whole = big_plan(cluster, offload="optimizer", **pin), big_plan(cluster, offload="parameters", **pin)
+    half, whole = (
+        big_plan(cluster, offload="optimizer", **pin),
+        big_plan(cluster, offload="parameters", **pin),
+    )
     count = whole.predicted.host_bytes // 18
-    assert whole.predicted.host_bytes - half.predicted.host_bytes == 2 * count == half.predicted.memory["parameters"]
+    assert (
+        whole.predicted.host_bytes - half.predicted.host_bytes
+        == 2 * count
+        == half.predicted.memory["parameters"]
+    )
     assert whole.predicted.memory["parameters"] == 0 and whole.num_microbatches == 2
-    link_s = 2 * count / cluster.host.achieved_link_Bps  # for forward, for backward, but not after the update
-    more_s = {part: seconds - half.predicted.breakdown[part] for part, seconds in whole.predicted.breakdown.items()}
+    link_s = (
+        2 * count / cluster.host.achieved_link_Bps
+    )  # for forward, for backward, but not after the update
+    more_s = {
+        part: seconds - half.predicted.breakdown[part]
+        for part, seconds in whole.predicted.breakdown.items()
+    }
     assert more_s["step"] == pytest.approx(-link_s, rel=1e-6)
-    assert sum(more_s.values()) == pytest.approx((2 * whole.num_microbatches - 1) * link_s, rel=1e-6)
+    assert sum(more_s.values()) == pytest.approx(
+        (2 * whole.num_microbatches - 1) * link_s, rel=1e-6
+    )
     assert "parameters and optimizer state: " in autopar.explain(whole)
     free = big_plan(cluster, offload="parameters", micro_batch=2)
     assert free.mesh.pp == 1 and free.zero in (0, 3)
@@ -189,22 +225,33 @@ def test_what_cannot_fetch_parameters(pin, words):
 
 @pytest.mark.slow
 def test_what_the_host_does_not_have():
-    small = replace(ClusterSpec.parse("h100:1"), host=replace(ClusterSpec.parse("h100:1").host, memory_bytes=2**30))
+    small = replace(
+        ClusterSpec.parse("h100:1"),
+        host=replace(ClusterSpec.parse("h100:1").host, memory_bytes=2**30),
+    )
     with pytest.raises(NoPlanFits, match="GiB of host memory per device of 1.00"):
         big_plan(small, offload="optimizer")
     unknown = replace(small, device=replace(small.device, name="unheard-of"), host=None)
     with pytest.raises(autopar.AutoparError, match="nothing is known of the hosts of h100:1; give"):
         big_plan(unknown, offload="optimizer")
-    with pytest.raises(autopar.AutoparError, match="offload='disk' is not known; none, optimizer, parameters are"):
+    with pytest.raises(
+        autopar.AutoparError, match="offload='disk' is not known; none, optimizer, parameters are"
+    ):
         big_plan(small, offload="disk")
-    given = ClusterSpec.make("l40s", host={"memory_bytes": 2**36, "memory_bandwidth_Bps": 4e10, "link_bandwidth_Bps": 2e10})
+    given = ClusterSpec.make(
+        "l40s",
+        host={"memory_bytes": 2**36, "memory_bandwidth_Bps": 4e10, "link_bandwidth_Bps": 2e10},
+    )
     assert big_plan(given, offload="optimizer").predicted.host_bytes < 2**36
 
 
 @pytest.mark.slow
 def test_it_is_a_remedy_where_nothing_fits():
     cluster = ClusterSpec.parse("h100:1")
-    peaks = [max(big_plan(cluster, offload=offload).predicted.peak_memory_bytes) for offload in ("none", "optimizer")]
+    peaks = [
+        max(big_plan(cluster, offload=offload).predicted.peak_memory_bytes)
+        for offload in ("none", "optimizer")
+    ]
     tight = cluster.with_memory(sum(peaks) // 2)
     with pytest.raises(NoPlanFits, match="with the optimizer state in host memory: .* a step"):
         big_plan(tight)
@@ -224,5 +271,7 @@ print(dist.get_backend(group), dist.get_world_size(group))
 
 
 def test_ranks_on_gpus_talk_about_what_is_on_the_host():
-    found = subprocess.run([sys.executable, "-c", BEYOND_NCCL], capture_output=True, text=True, timeout=120)
+    found = subprocess.run(
+        [sys.executable, "-c", BEYOND_NCCL], capture_output=True, text=True, timeout=120
+    )
     assert found.stdout.split() == ["gloo", "1"], found.stderr

@@ -30,16 +30,24 @@ SHORT = (4, 8)
 @cache
 def shorter(name: str) -> tuple[TracedModel, ...]:
     found = case(name)
-    return tuple(trace(found.model, {key: value[:, :length] for key, value in found.batches[0].items()}) for length in SHORT)
+    return tuple(
+        trace(found.model, {key: value[:, :length] for key, value in found.batches[0].items()})
+        for length in SHORT
+    )
 
 
 def padding_engine(name: str, plan: Plan, compile: bool | dict = False) -> Engine:
     found = case(name)
-    return Engine(found.model, found.traced, plan, sgd, None, None, "cpu", 0, shorter(name), compile)
+    return Engine(
+        found.model, found.traced, plan, sgd, None, None, "cpu", 0, shorter(name), compile
+    )
 
 
 def batches_of(name: str, lengths: tuple[int, ...]) -> list[dict[str, Tensor]]:
-    return [{key: value[:, :length] for key, value in batch.items()} for batch, length in zip(case(name).batches, lengths, strict=True)]
+    return [
+        {key: value[:, :length] for key, value in batch.items()}
+        for batch, length in zip(case(name).batches, lengths, strict=True)
+    ]
 
 
 def padded_steps(rank: int, name: str, texts: list[str], lengths: tuple[int, ...]):
@@ -52,20 +60,32 @@ def padded_steps(rank: int, name: str, texts: list[str], lengths: tuple[int, ...
 
 def plans_of(name: str) -> list[Plan]:
     found = case(name)
-    cells = ((MeshShape(dp=2), 2, 0), (MeshShape(dp=2), 1, 3), (MeshShape(tp=2), 1, 0), (MeshShape(cp=2), 2, 0))
-    plans = [replace(solved_plan(found.traced, found.annotator, setting(mesh, number)), zero=zero) for mesh, number, zero in cells]
+    cells = (
+        (MeshShape(dp=2), 2, 0),
+        (MeshShape(dp=2), 1, 3),
+        (MeshShape(tp=2), 1, 0),
+        (MeshShape(cp=2), 2, 0),
+    )
+    plans = [
+        replace(solved_plan(found.traced, found.annotator, setting(mesh, number)), zero=zero)
+        for mesh, number, zero in cells
+    ]
     return [*plans, pipelined(name, MeshShape(pp=2), "1f1b", (2, 2), 2)]
 
 
 def check(pool, lengths: tuple[int, ...], plans: list[Plan]) -> None:
     found = case("llama-tiny")
     expected = train(found.model, batches_of("llama-tiny", lengths))
-    for by_rank in pool.run(padded_steps, "llama-tiny", [plan.to_json() for plan in plans], lengths, timeout_s=300):
+    for by_rank in pool.run(
+        padded_steps, "llama-tiny", [plan.to_json() for plan in plans], lengths, timeout_s=300
+    ):
         for plan, (losses, state, metrics) in zip(plans, by_rank, strict=True):
             assert update_error(expected, state) <= 1.0, (str(plan.mesh), plan.zero, lengths)
             assert losses == pytest.approx(expected.losses, abs=1e-9, rel=1e-9)
             assert metrics.tokens == ROWS * lengths[-1]
-            assert metrics.targets == int((found.batches[-1]["labels"][:, 1 : lengths[-1]] != -100).sum())
+            assert metrics.targets == int(
+                (found.batches[-1]["labels"][:, 1 : lengths[-1]] != -100).sum()
+            )
 
 
 def test_updates_are_those_of_the_batches_as_they_are(pool2):
@@ -93,7 +113,9 @@ def test_ranks_with_batches_of_different_lengths(pool2):
     batch["labels"][: ROWS // 2, 6:] = batch["labels"][:, 11:] = -100
     expected = train(found.model, [batch])
     for loss, state, tokens in pool2.run(uneven_steps, plans_of("llama-tiny")[0].to_json()):
-        assert update_error(expected, state) <= 1.0 and loss == pytest.approx(expected.losses[0], rel=1e-9)
+        assert update_error(expected, state) <= 1.0 and loss == pytest.approx(
+            expected.losses[0], rel=1e-9
+        )
         assert tokens == ROWS // 2 * (6 + 11)
 
 
@@ -106,7 +128,13 @@ def alone(name: str) -> Engine:
     return padding_engine(name, solved_plan(found.traced, found.annotator, setting(MeshShape(), 2)))
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-tiny", "hf-gpt2"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-tiny",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-tiny", "hf-gpt2")),
+    ],
+)
 @settings(max_examples=4)
 @given(length=st.integers(2, 12), rows=st.sampled_from([4, 8]))
 def test_losses_of_any_length(name, length, rows):
@@ -115,7 +143,9 @@ def test_losses_of_any_length(name, length, rows):
     with torch.no_grad():
         expected = float(loss_of(found.model(**batch)))
     # transformers computes its loss in fp32
-    assert float(alone(name).eval_step(batch)) == pytest.approx(expected, rel=1e-6 if name.startswith("hf") else 1e-11)
+    assert float(alone(name).eval_step(batch)) == pytest.approx(
+        expected, rel=1e-6 if name.startswith("hf") else 1e-11
+    )
 
 
 class Both(nn.Module):
@@ -135,7 +165,11 @@ class Both(nn.Module):
 def both(length: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(length)
     ids, labels = (torch.randint(0, 11, (4, length), generator=generator) for _ in range(2))
-    return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones(4, length, dtype=torch.long)}
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "attention_mask": torch.ones(4, length, dtype=torch.long),
+    }
 
 
 def both_engine(masked: bool) -> tuple[nn.Module, Engine]:
@@ -156,7 +190,10 @@ def test_attention_without_a_mask_is_refused():
     model, engine = both_engine(False)
     before = engine.full_state_dict()
     for call in (engine.eval_step, engine.step):
-        with pytest.raises(AutoparError, match=r"5 positions was filled up to 6, and its loss depends on .* attention_mask"):
+        with pytest.raises(
+            AutoparError,
+            match=r"5 positions was filled up to 6, and its loss depends on .* attention_mask",
+        ):
             both_engine(False)[1].step(both(5)) if call is engine.step else call(both(5))
     assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
     assert float(engine.step(both(6))) > 0  # a planned length
@@ -164,7 +201,9 @@ def test_attention_without_a_mask_is_refused():
 
 def test_what_counts_all_positions_is_refused():
     spec = parse_model("moe-tiny")
-    engine = autopar.parallelize(spec.build("cpu"), "cpu:1", spec.example_inputs(4, 12, "cpu"), sgd, buckets=[12])
+    engine = autopar.parallelize(
+        spec.build("cpu"), "cpu:1", spec.example_inputs(4, 12, "cpu"), sgd, buckets=[12]
+    )
     with pytest.raises(AutoparError, match="a router's balance"):
         engine.step(spec.example_inputs(4, 7, "cpu"))
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
@@ -179,9 +218,15 @@ def test_what_counts_all_positions_is_refused():
 def test_buckets_are_lengths_of_at_most_the_example(buckets):
     spec = parse_model("llama-tiny")
     with pytest.raises(AutoparError, match="is no length of 1 to 12"):
-        autopar.parallelize(spec.build("cpu"), "cpu:1", spec.example_inputs(4, 12, "cpu"), sgd, buckets=buckets)
+        autopar.parallelize(
+            spec.build("cpu"), "cpu:1", spec.example_inputs(4, 12, "cpu"), sgd, buckets=buckets
+        )
 
 
 def test_a_batch_that_is_too_long_says_what_was_planned():
-    with pytest.raises(AutoparError, match=r"has shape \(8, 13\); the model was planned for \(batch, 12\)"):
-        alone("llama-tiny").step({key: torch.zeros(8, 13, dtype=torch.long) for key in ("input_ids", "labels")})
+    with pytest.raises(
+        AutoparError, match=r"has shape \(8, 13\); the model was planned for \(batch, 12\)"
+    ):
+        alone("llama-tiny").step(
+            {key: torch.zeros(8, 13, dtype=torch.long) for key in ("input_ids", "labels")}
+        )

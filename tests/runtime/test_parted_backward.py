@@ -27,7 +27,11 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.up(self.norm(x))
-        again = checkpoint(self.gate, inner, use_reentrant=False) if self.checkpointed else self.gate(inner)
+        again = (
+            checkpoint(self.gate, inner, use_reentrant=False)
+            if self.checkpointed
+            else self.gate(inner)
+        )
         self.seen = [weakref.ref(t.untyped_storage()) for t in (inner, again)]
         return x + self.down(again)
 
@@ -38,7 +42,9 @@ class Layer(nn.Module):
 
 def case(checkpointed: bool) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(Layer(checkpointed), Layer(checkpointed)).double(), torch.randn(5, 8, dtype=torch.float64)
+    return nn.Sequential(Layer(checkpointed), Layer(checkpointed)).double(), torch.randn(
+        5, 8, dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -127,7 +133,9 @@ class Tangled(nn.Module):
         super().__init__()
         self.random, self.count = random.Random(seed), received
         self.seed = seed
-        self.weights = nn.ParameterList(torch.randn(4, 4, dtype=torch.float64) / 2 for _ in range(self.random.randint(1, 4)))
+        self.weights = nn.ParameterList(
+            torch.randn(4, 4, dtype=torch.float64) / 2 for _ in range(self.random.randint(1, 4))
+        )
 
     def forward(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
         draw = random.Random(self.seed)
@@ -149,7 +157,12 @@ class Tangled(nn.Module):
         return tuple(x.clone() for x in results)
 
 
-@given(seed=st.integers(0, 10**6), received=st.integers(1, 2), frozen=st.booleans(), again=st.booleans())
+@given(
+    seed=st.integers(0, 10**6),
+    received=st.integers(1, 2),
+    frozen=st.booleans(),
+    again=st.booleans(),
+)
 def test_weights_read_anywhere_any_number_of_times(seed, received, frozen, again):
     torch.manual_seed(seed)
     model = Tangled(seed, received)
@@ -176,7 +189,9 @@ def test_weights_read_anywhere_any_number_of_times(seed, received, frozen, again
     for micro_batch, (own, results) in enumerate(work):
         found, left = parted.first(micro_batch, results, gradients, own)
         for x, grad in zip(found, expected[0], strict=True):
-            assert (x is None) == (grad is None) and (x is None or torch.allclose(x, grad, rtol=1e-12, atol=1e-13))
+            assert (x is None) == (grad is None) and (
+                x is None or torch.allclose(x, grad, rtol=1e-12, atol=1e-13)
+            )
         lefts.append(left)
     for left in lefts:
         left.second()
@@ -254,7 +269,10 @@ class Product(torch.autograd.Function):
 def test_a_function_in_python_computes_each_gradient_once(frozen):
     """Autograd would have it compute both in both parts."""
     torch.manual_seed(0)
-    weights = [torch.randn(8, 8, dtype=torch.float64, requires_grad=not (frozen and k == 1)) for k in range(3)]
+    weights = [
+        torch.randn(8, 8, dtype=torch.float64, requires_grad=not (frozen and k == 1))
+        for k in range(3)
+    ]
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
 
     def run(own: torch.Tensor) -> torch.Tensor:
@@ -273,7 +291,9 @@ def test_a_function_in_python_computes_each_gradient_once(frozen):
     left.second()
     assert Product.made[3:] == [(False, True)] * len(trained)
     assert torch.equal(to_input, expected[0])
-    assert all(torch.equal(weight.grad, grad) for weight, grad in zip(trained, expected[1:], strict=True))
+    assert all(
+        torch.equal(weight.grad, grad) for weight, grad in zip(trained, expected[1:], strict=True)
+    )
 
 
 @torch.library.custom_op("autopar_tests::mixed", mutates_args=())
@@ -289,7 +309,11 @@ def mixed_backward(ctx, grad: torch.Tensor):
     to_parts, to_weight, _ = ctx.needs_input_grad
     Product.made.append((any(to_parts), to_weight))
     found = [ctx.scale * grad @ ctx.weight.t() if needed else None for needed in to_parts]
-    return found, ctx.scale * sum(part.t() @ grad for part in ctx.parts) if to_weight else None, None
+    return (
+        found,
+        ctx.scale * sum(part.t() @ grad for part in ctx.parts) if to_weight else None,
+        None,
+    )
 
 
 mixed.register_autograd(mixed_backward, setup_context=keep_operands)
@@ -312,4 +336,7 @@ def test_a_custom_op_of_a_list_computes_each_gradient_once():
     (to_input,), left = parted.first(0, [out], None, [own])
     left.second()
     assert Product.made == [(True, False)] * 2 + [(False, True)] * 2
-    assert all(torch.equal(*pair) for pair in zip([to_input, *(weight.grad for weight in weights)], expected, strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip([to_input, *(weight.grad for weight in weights)], expected, strict=True)
+    )

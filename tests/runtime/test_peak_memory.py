@@ -53,7 +53,9 @@ class _Layer(nn.Module):
         own = self.norm(x)
         q, k, v = (f(z).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f, z in zip(
             (self.q, self.k, self.v), (own, *(2 * [own if y is None else y])), strict=True))  # fmt: skip
-        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        x = x + self.o(
+            nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+        )
         return x + self.down(nn.functional.gelu(self.up(self.other_norm(x)))) * gate
 
 
@@ -62,13 +64,25 @@ class Shared(nn.Module):
 
     def __init__(self, crossing: bool, layers: int = 4, width: int = 64) -> None:
         super().__init__()
-        self.crossing, self.first, self.encoder, self.norm = crossing, nn.Linear(8, width), nn.Linear(8, width), nn.LayerNorm(width)
-        self.layers, self.head = nn.ModuleList(_Layer(width) for _ in range(layers)), nn.Linear(width, 4)
+        self.crossing, self.first, self.encoder, self.norm = (
+            crossing,
+            nn.Linear(8, width),
+            nn.Linear(8, width),
+            nn.LayerNorm(width),
+        )
+        self.layers, self.head = (
+            nn.ModuleList(_Layer(width) for _ in range(layers)),
+            nn.Linear(width, 4),
+        )
 
     def forward(self, x: Tensor, far: Tensor, target: Tensor) -> Tensor:
         h = self.first(x)
         gate = x.mean(-1, keepdim=True).tanh().repeat(1, 1, h.shape[-1])
-        mask, memory = (None, self.norm(self.encoder(far).relu())) if self.crossing else (-far.abs()[:, None], None)
+        mask, memory = (
+            (None, self.norm(self.encoder(far).relu()))
+            if self.crossing
+            else (-far.abs()[:, None], None)
+        )
         for layer in self.layers:
             h = layer(h, memory, mask, gate)
         return (self.head(h) - target).square().mean()
@@ -85,7 +99,10 @@ def crossing() -> nn.Module:
 def inputs_of(model: nn.Module) -> dict[str, Tensor]:
     if isinstance(model, Shared):
         far = (1024, 8) if model.crossing else (SEQ, SEQ)
-        return {name: torch.zeros(ROWS, *shape) for name, shape in (("x", (SEQ, 8)), ("far", far), ("target", (SEQ, 4)))}
+        return {
+            name: torch.zeros(ROWS, *shape)
+            for name, shape in (("x", (SEQ, 8)), ("far", far), ("target", (SEQ, 4)))
+        }
     if hasattr(model, "_init_weights"):
         return hf_example_inputs(model, batch=ROWS, seq=SEQ)
     return {key: torch.zeros(ROWS, SEQ, dtype=torch.long) for key in ("input_ids", "labels")}
@@ -104,29 +121,56 @@ PLANS = {
     "llama dp2 zero1": (LLAMA.module, 2, {"dp": 2, "zero": 1}),
     "llama dp2 zero1 bf16": (LLAMA.module, 2, {"dp": 2, "zero": 1, "precision": "bf16"}),
     "llama offloaded": (LLAMA.module, 1, {"offload": "optimizer"}),
-    "llama dp2 zero1 offloaded bf16": (LLAMA.module, 2, {"dp": 2, "zero": 1, "offload": "optimizer", "precision": "bf16"}),
+    "llama dp2 zero1 offloaded bf16": (
+        LLAMA.module,
+        2,
+        {"dp": 2, "zero": 1, "offload": "optimizer", "precision": "bf16"},
+    ),
     "llama parameters offloaded": (LLAMA.module, 1, {"offload": "parameters"}),
-    "gpt parameters offloaded recomputed": (WIDE.module, 1, {"offload": "parameters", "recompute": "full"}),
-    "llama dp2 zero3 parameters offloaded bf16": (LLAMA.module, 2, {"dp": 2, "zero": 3, "offload": "parameters", "precision": "bf16"}),
+    "gpt parameters offloaded recomputed": (
+        WIDE.module,
+        1,
+        {"offload": "parameters", "recompute": "full"},
+    ),
+    "llama dp2 zero3 parameters offloaded bf16": (
+        LLAMA.module,
+        2,
+        {"dp": 2, "zero": 3, "offload": "parameters", "precision": "bf16"},
+    ),
     "llama dp2 zero2": (LLAMA.module, 2, {"dp": 2, "zero": 2}),
     "llama dp4 zero3": (LLAMA.module, 4, {"dp": 4, "zero": 3}),
-    "llama dp2 zero3 recomputed bf16": (LLAMA.module, 2, {"dp": 2, "zero": 3, "recompute": "full", "precision": "bf16"}),
+    "llama dp2 zero3 recomputed bf16": (
+        LLAMA.module,
+        2,
+        {"dp": 2, "zero": 3, "recompute": "full", "precision": "bf16"},
+    ),
     "llama dp4 zero1 in pairs": (LLAMA.module, 4, {"dp": 4, "zero": 1, "shard": 2}),
     "gpt dp4 zero3 recomputed": (WIDE.module, 4, {"dp": 4, "zero": 3, "recompute": "full"}),
     "gpt dp2 zero3 bf16": (GPT.module, 2, {"dp": 2, "zero": 3, "precision": "bf16"}),
     "llama tp2": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": False}),
     "llama tp2 sequence parallel": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": True}),
-    "hugging face dp2 tp2 recomputed": (hugging_face, 4, {"dp": 2, "tp": 2, "recompute": "full", "sequence_parallel": False}),
+    "hugging face dp2 tp2 recomputed": (
+        hugging_face,
+        4,
+        {"dp": 2, "tp": 2, "recompute": "full", "sequence_parallel": False},
+    ),
 }
 
 
 def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
     """Bytes at the peak of a step of rank 0, by category.  What is offloaded, and the update of it, is left out: on CPU, host and device
     are one to MemTracker."""
-    monkeypatch.setattr(engines, "mesh_axes", lambda mesh, device, shard=0: (None, simulated_axes(mesh, 0, shard)))
+    monkeypatch.setattr(
+        engines, "mesh_axes", lambda mesh, device, shard=0: (None, simulated_axes(mesh, 0, shard))
+    )
     traced = api.trace(model, inputs, None, plan.precision)
-    engine = engines.Engine(model, traced, plan, lambda p: torch.optim.AdamW(p, 1e-3, foreach=False), None, None, "cpu")
-    batch = {name: torch.zeros(plan.micro_batch, *t.shape[1:], dtype=t.dtype) for name, t in inputs.items()}
+    engine = engines.Engine(
+        model, traced, plan, lambda p: torch.optim.AdamW(p, 1e-3, foreach=False), None, None, "cpu"
+    )
+    batch = {
+        name: torch.zeros(plan.micro_batch, *t.shape[1:], dtype=t.dtype)
+        for name, t in inputs.items()
+    }
     values = engine.program.step_values
     batch |= {} if values is None else dict.fromkeys(values.names, torch.tensor(8.0))
     work = MicroBatches([batch], plan.micro_batch)
@@ -144,10 +188,16 @@ def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
         engine._update() if update else engine.reduce_gradients()
 
     step()  # the optimizer makes its state
-    tracker.track_external(engine.program.module, *([] if offloads else [engine.optimizer, *engine._masters.values()]))
+    tracker.track_external(
+        engine.program.module, *([] if offloads else [engine.optimizer, *engine._masters.values()])
+    )
     with tracker:
         step(update=not offloads)
-    (found,) = (snap for device, snap in tracker.get_tracker_snapshot("peak").items() if device.type == "cpu")
+    (found,) = (
+        snap
+        for device, snap in tracker.get_tracker_snapshot("peak").items()
+        if device.type == "cpu"
+    )
     by_name = {str(kind).rpartition(".")[2].lower(): size for kind, size in found.items()}
     held = {"param": "parameters", "buffer": "parameters", "grad": "gradients", "opt": "optimizer"}
     sums = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0)
@@ -164,7 +214,9 @@ SLOW = ("llama dp2 zero1 offloaded bf16", "llama offloaded", "hugging face dp2 t
         "gpt dp2 zero3 bf16", "gpt", "llama dp2 zero1 bf16")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PLANS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PLANS]
+)
 def test_the_predicted_peak_is_what_a_step_takes(name, monkeypatch):
     make, ranks, pin = PLANS[name]
     model = make()
@@ -172,9 +224,13 @@ def test_the_predicted_peak_is_what_a_step_takes(name, monkeypatch):
     pin = {"micro_batch": ROWS, "zero": 0, "recompute": "none", "dp": 1, "tp": 1} | pin
     precision = pin.pop("precision", "fp32")
     cluster = ClusterSpec.parse(f"cpu:{ranks}")
-    cluster = replace(cluster, device=replace(cluster.device, reserved_bytes=0))  # of the process, not of tensors
+    cluster = replace(
+        cluster, device=replace(cluster.device, reserved_bytes=0)
+    )  # of the process, not of tensors
     # the second micro-batch finds gradients
-    plan = autopar.plan(model, cluster, inputs, 2 * ROWS * pin["dp"], pin, precision=precision, runnable=True)
+    plan = autopar.plan(
+        model, cluster, inputs, 2 * ROWS * pin["dp"], pin, precision=precision, runnable=True
+    )
     seen, parts = observed(model, plan, inputs, monkeypatch), dict(plan.predicted.memory)
     expected = {part: parts[part] for part in ("parameters", "gradients", "optimizer")}
     expected["activations"] = parts["kept"] + parts["transient"] + parts["fixed"]
@@ -187,5 +243,7 @@ def test_the_predicted_peak_is_what_a_step_takes(name, monkeypatch):
     assert sum(expected.values()) == max(plan.predicted.peak_memory_bytes)
     assert max(plan.predicted.peak_memory_bytes) == pytest.approx(total, rel=TOTAL)
     for part, size in seen.items():
-        if size > LARGE * total and plan.zero < 2 and precision == "fp32":  # other gradients are none to MemTracker
+        if (
+            size > LARGE * total and plan.zero < 2 and precision == "fp32"
+        ):  # other gradients are none to MemTracker
             assert expected[part] == pytest.approx(size, rel=CATEGORY), part

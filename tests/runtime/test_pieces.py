@@ -13,7 +13,13 @@ from autopar.ir.sharding import CONTIGUOUS, Pattern
 from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.runtime.state.pieces import Cut, Held, Pieces, read_pieces, whole, write_pieces
 
-PATTERNS = (CONTIGUOUS, Pattern((1, 1, 1)), Pattern((2, 1)), Pattern(zigzag=True), Pattern((1, 2), zigzag=True))
+PATTERNS = (
+    CONTIGUOUS,
+    Pattern((1, 1, 1)),
+    Pattern((2, 1)),
+    Pattern(zigzag=True),
+    Pattern((1, 2), zigzag=True),
+)
 
 
 @st.composite
@@ -24,11 +30,16 @@ def shardings(draw):
     for _ in range(draw(st.integers(0, 2)) if shape else 0):
         dim, parts = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 4))
         found = draw(st.sampled_from(PATTERNS))
-        if not found.is_contiguous and not all(found.divides(extent[dim], parts) and extent[dim] for extent in extents):
+        if not found.is_contiguous and not all(
+            found.divides(extent[dim], parts) and extent[dim] for extent in extents
+        ):
             found = CONTIGUOUS
         axes.append((dim, parts, found))
         extents = [
-            [Split(d, size, found).extent(parts, index) if d == dim else size for d, size in enumerate(extent)]
+            [
+                Split(d, size, found).extent(parts, index) if d == dim else size
+                for d, size in enumerate(extent)
+            ]
             for extent in extents
             for index in range(parts)
         ]
@@ -42,7 +53,15 @@ def local_tensors(tensor: torch.Tensor, axes) -> list[tuple[tuple[Cut, ...], tor
         local = tensor
         for (dim, parts, pattern), index in zip(axes, indices, strict=True):
             local = pick(local, Split(dim, local.shape[dim], pattern), parts, index)
-        found.append((tuple(Cut(d, parts, i, pattern) for (d, parts, pattern), i in zip(axes, indices, strict=True)), local.clone()))
+        found.append(
+            (
+                tuple(
+                    Cut(d, parts, i, pattern)
+                    for (d, parts, pattern), i in zip(axes, indices, strict=True)
+                ),
+                local.clone(),
+            )
+        )
     return found
 
 
@@ -54,13 +73,22 @@ def test_pieces_of_all_ranks_make_the_tensor(sharding):
     ranks = local_tensors(tensor, axes)
     for cuts, local in ranks:
         for offset, view in Held(shape, local, cuts).pieces().boxes():
-            box = tuple(slice(start, start + size) for start, size in zip(offset, view.shape, strict=True))
+            box = tuple(
+                slice(start, start + size) for start, size in zip(offset, view.shape, strict=True)
+            )
             result[box], covered[box] = view, covered[box] + 1
     assert torch.equal(result, tensor) and bool((covered == 1).all())
     for dim in range(len(shape)):
         cut_here = [axis for axis in axes if axis[0] == dim]
         line = torch.arange(shape[dim])
-        joined = torch.cat([local for _, local in local_tensors(line, [(0, parts, pattern) for _, parts, pattern in cut_here])])
+        joined = torch.cat(
+            [
+                local
+                for _, local in local_tensors(
+                    line, [(0, parts, pattern) for _, parts, pattern in cut_here]
+                )
+            ]
+        )
         assert torch.equal(Held(shape, tensor, ranks[0][0]).gathered_positions(dim), joined)
 
 

@@ -21,14 +21,19 @@ from autopar.runtime.engine import Engine
 
 ROWS, SEQ, MICRO_BATCHES = 2, 256, 8
 CONFIGS = {
-    "llama": LlamaConfig(vocab=640, hidden=128, layers=4, heads=4, kv_heads=2, ffn=352, max_seq=SEQ),
+    "llama": LlamaConfig(
+        vocab=640, hidden=128, layers=4, heads=4, kv_heads=2, ffn=352, max_seq=SEQ
+    ),
     "gpt": GPTConfig(vocab=640, hidden=128, layers=4, heads=4, max_seq=SEQ),
 }
 
 NEAR = 0.05
 """How much a prediction may be off."""
 
-SCHEDULES, MODES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"), ("none", "selective", "full")
+SCHEDULES, MODES = (
+    ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"),
+    ("none", "selective", "full"),
+)
 CASES = list(product(SCHEDULES, MODES))
 
 
@@ -57,8 +62,19 @@ def plan_of(name: str, precision: str, schedule: str, recompute: str, **pins) ->
     pin = {"pp": 2, "tp": 1, "dp": 1, "zero": 0, "micro_batch": ROWS, "schedule": schedule, "recompute": recompute,
            "vpp": 2 if schedule == "interleaved_1f1b" else 1} | pins  # fmt: skip
     cluster = ClusterSpec.parse(f"cpu:{pin['pp'] * pin['dp']}")
-    cluster = replace(cluster, device=replace(cluster.device, reserved_bytes=0))  # of the process, not of tensors
-    return autopar.plan(model, cluster, inputs, ROWS * MICRO_BATCHES * pin["dp"], pin, precision=precision, runnable=True, traced=traced)
+    cluster = replace(
+        cluster, device=replace(cluster.device, reserved_bytes=0)
+    )  # of the process, not of tensors
+    return autopar.plan(
+        model,
+        cluster,
+        inputs,
+        ROWS * MICRO_BATCHES * pin["dp"],
+        pin,
+        precision=precision,
+        runnable=True,
+        traced=traced,
+    )
 
 
 def peaks(rank: int, name: str, precision: str, texts: list[str]) -> list[int]:
@@ -66,18 +82,39 @@ def peaks(rank: int, name: str, precision: str, texts: list[str]) -> list[int]:
     model, inputs, traced = case(name, precision)
     found = []
     for text in texts:
-        engine = Engine(model, traced, Plan.from_json(text), lambda p: torch.optim.AdamW(p, 1e-3, foreach=False), None, None, "cpu")
+        engine = Engine(
+            model,
+            traced,
+            Plan.from_json(text),
+            lambda p: torch.optim.AdamW(p, 1e-3, foreach=False),
+            None,
+            None,
+            "cpu",
+        )
         batch = {name: torch.zeros(ROWS * MICRO_BATCHES, SEQ, dtype=torch.long) for name in inputs}
         engine.step(batch)  # the optimizer makes its state
-        (_, stages), = engine._pipelines["training", 0]._schedules.values()
-        infos = [i for s in stages for of in (*s.args_recv_info.values(), *s.grad_recv_info.values()) for i in of if i.buffer is not None]
+        ((_, stages),) = engine._pipelines["training", 0]._schedules.values()
+        infos = [
+            i
+            for s in stages
+            for of in (*s.args_recv_info.values(), *s.grad_recv_info.values())
+            for i in of
+            if i.buffer is not None
+        ]
         tracker = MemTracker()
         tracker._mod_tracker = _NoModules()
-        tracker.track_external(engine.program.module, engine.optimizer, *engine._masters.values(), *(info.buffer for info in infos))
+        tracker.track_external(
+            engine.program.module,
+            engine.optimizer,
+            *engine._masters.values(),
+            *(info.buffer for info in infos),
+        )
         with tracker:
             engine.step(batch)
         snapshot = tracker.get_tracker_snapshot("peak")
-        found.append(next(sizes["Total"] for device, sizes in snapshot.items() if device.type == "cpu"))
+        found.append(
+            next(sizes["Total"] for device, sizes in snapshot.items() if device.type == "cpu")
+        )
     return found
 
 
@@ -87,7 +124,11 @@ def check(pool, name: str, cases: list[tuple], precision: str = "fp32", **pins) 
     errors = {}
     for number, (case_, plan) in enumerate(zip(cases, plans, strict=True)):
         for stage, predicted in enumerate(plan.predicted.peak_memory_bytes):
-            seen = max(by_rank[rank][number] for rank in range(len(by_rank)) if rank // plan.mesh.dp == stage)
+            seen = max(
+                by_rank[rank][number]
+                for rank in range(len(by_rank))
+                if rank // plan.mesh.dp == stage
+            )
             errors[*case_, stage] = predicted / seen - 1
     print(name, precision, pins, {key: f"{error:+.1%}" for key, error in errors.items()})
     assert all(abs(error) <= NEAR for error in errors.values()), errors
@@ -95,7 +136,11 @@ def check(pool, name: str, cases: list[tuple], precision: str = "fp32", **pins) 
 
 @pytest.mark.slow
 def test_the_predicted_peak_of_each_rank_is_what_a_step_takes(pool2):
-    check(pool2, "llama x 4", [("1f1b", "none"), ("interleaved_1f1b", "full"), ("zero_bubble", "selective")])
+    check(
+        pool2,
+        "llama x 4",
+        [("1f1b", "none"), ("interleaved_1f1b", "full"), ("zero_bubble", "selective")],
+    )
 
 
 @pytest.mark.slow
@@ -125,4 +170,9 @@ def test_under_zero(pool4, zero):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_in_half_precision(pool2, family):
-    check(pool2, f"{family} x 4", [(schedule, mode) for schedule in SCHEDULES[1:] for mode in MODES], "bf16")
+    check(
+        pool2,
+        f"{family} x 4",
+        [(schedule, mode) for schedule in SCHEDULES[1:] for mode in MODES],
+        "bf16",
+    )

@@ -71,7 +71,9 @@ def check(pool, name: str, plans: list[Plan]) -> None:
         for plan, result in zip(plans, rank, strict=True):
             shown = f"{plan.mesh} {plan.schedule} {[len(s) for s in plan.stages]} {[b.recompute for b in plan.blocks]}"
             assert not isinstance(result, str), f"{shown}\n{result}"
-            assert result[0] <= 1.0 and result[1] <= 1e-9, f"{shown}: {result[0]:g} times the tolerance, loss off by {result[1]:g}"
+            assert result[0] <= 1.0 and result[1] <= 1e-9, (
+                f"{shown}: {result[0]:g} times the tolerance, loss off by {result[1]:g}"
+            )
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama-tiny", marks=pytest.mark.slow), "gpt-tiny"])
@@ -83,9 +85,14 @@ def trained(rank: int, name: str, text: str) -> tuple[list[float], dict[str, Ten
     return run_steps(engine_for(name, Plan.from_json(text)), case(name).batches)
 
 
-@pytest.mark.parametrize("choice", [EXPERTS[0], *(pytest.param(choice, marks=pytest.mark.slow) for choice in EXPERTS[1:])])
+@pytest.mark.parametrize(
+    "choice",
+    [EXPERTS[0], *(pytest.param(choice, marks=pytest.mark.slow) for choice in EXPERTS[1:])],
+)
 def test_experts_and_router_losses(pool4, choice):
-    losses, after = trained(0, "moe-tiny", pipelined("moe-tiny", MeshShape(), "none", (4,), choice[3]).to_json())
+    losses, after = trained(
+        0, "moe-tiny", pipelined("moe-tiny", MeshShape(), "none", (4,), choice[3]).to_json()
+    )
     expected = Reference(losses, case("moe-tiny").model.state_dict(), after)
     for found, state in pool4.run(trained, "moe-tiny", pipelined("moe-tiny", *choice).to_json()):
         assert update_error(expected, state) <= 1.0 and found == pytest.approx(losses, rel=1e-9)
@@ -97,7 +104,14 @@ def test_hugging_face_models(pool4, name):
     count = len(case(name).traced.segments)
     cuts = (2, count - 2)
     modes = ("none", "selective", "full")
-    check(pool4, name, [pipelined(name, *choice) for choice in [(TP, "1f1b", cuts, 2, modes), (DP, "zero_bubble", cuts, 2, ("full",))]])
+    check(
+        pool4,
+        name,
+        [
+            pipelined(name, *choice)
+            for choice in [(TP, "1f1b", cuts, 2, modes), (DP, "zero_bubble", cuts, 2, ("full",))]
+        ],
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +132,12 @@ def test_any_layouts_cross_boundaries(pool4, schedule, cuts, seed, kind):
 
 def _crossing(name: str, plan: Plan) -> list:
     program = assemble(case(name).traced, plan, 0, torch.device("cpu"))
-    return [layout for stage in program.stages for value in stage.sent for layout in value.layouts.values()]
+    return [
+        layout
+        for stage in program.stages
+        for value in stage.sent
+        for layout in value.layouts.values()
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- values and buffers of other kinds
@@ -136,9 +155,20 @@ def carrying() -> tuple[Carrying, object, list[dict[str, Tensor]]]:
     return model, trace(model, batches[0]), batches
 
 
-def carried(rank: int, text: str, compile: bool | dict = False) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def carried(
+    rank: int, text: str, compile: bool | dict = False
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     model, traced, batches = carrying()
-    engine = Engine(model, traced, Plan.from_json(text), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 0.5, None, "cpu", compile=compile)
+    engine = Engine(
+        model,
+        traced,
+        Plan.from_json(text),
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        0.5,
+        None,
+        "cpu",
+        compile=compile,
+    )
     losses, state = run_steps(engine, batches)
     return losses, [float(engine.eval_step(engine.local_batch(batch))) for batch in batches], state
 
@@ -149,14 +179,23 @@ def carried(rank: int, text: str, compile: bool | dict = False) -> tuple[list[fl
         pytest.param(PP4, "1f1b", (2, 1, 1, 1), ("none", "full"), marks=pytest.mark.slow),
         pytest.param(TP, "interleaved_1f1b", (1, 2, 1, 1), ("full", "op"), marks=pytest.mark.slow),
         (TP, "zero_bubble", (2, 3), ("none",)),
-        pytest.param(PP4, "gpipe", (1, 1, 1, 2), ("selective", "full", "none"), marks=pytest.mark.slow),
+        pytest.param(
+            PP4, "gpipe", (1, 1, 1, 2), ("selective", "full", "none"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_masks_tables_positions_buffers_and_dropout(pool4, mesh, schedule, cuts, modes):
     check_carried(pool4, mesh, schedule, cuts, modes)
 
 
-def check_carried(pool4, mesh: MeshShape, schedule: str, cuts: tuple[int, ...], modes: tuple[str, ...], compile: bool | dict = False):
+def check_carried(
+    pool4,
+    mesh: MeshShape,
+    schedule: str,
+    cuts: tuple[int, ...],
+    modes: tuple[str, ...],
+    compile: bool | dict = False,
+):
     """The pipeline against one device, in losses, evaluations, parameters and buffers."""
     model, traced, _ = carrying()
     losses, evaluated, state = carried(0, annotated(traced, MeshShape(), 4, 8).to_json())
@@ -165,7 +204,9 @@ def check_carried(pool4, mesh: MeshShape, schedule: str, cuts: tuple[int, ...], 
     for found, seen, tensors in pool4.run(carried, plan.to_json(), compile):
         assert update_error(expected, tensors) <= 1.0 and found == pytest.approx(losses, rel=1e-9)
         assert seen == pytest.approx(evaluated, rel=1e-9)
-        assert all(torch.equal(v, state[k]) for k, v in tensors.items() if not v.is_floating_point())
+        assert all(
+            torch.equal(v, state[k]) for k, v in tensors.items() if not v.is_floating_point()
+        )
 
 
 class Sharing(torch.nn.Module):
@@ -189,7 +230,10 @@ class Sharing(torch.nn.Module):
 @cache
 def sharing() -> tuple[Sharing, object, list[dict[str, Tensor]]]:
     generator = torch.Generator().manual_seed(2)
-    batches = [{name: torch.randn(8, 3, 8, generator=generator).double() for name in ("x", "target")} for _ in range(3)]
+    batches = [
+        {name: torch.randn(8, 3, 8, generator=generator).double() for name in ("x", "target")}
+        for _ in range(3)
+    ]
     state = torch.get_rng_state()
     torch.manual_seed(0)
     model = Sharing().double()
@@ -215,19 +259,33 @@ def shared(rank: int, text: str) -> tuple[list[float], dict[str, Tensor], list[i
     for batch in batches:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             losses.append(float(engine.step(engine.local_batch(batch))))
-        received.append(sum(event.count for event in profiler.key_averages() if event.key == "c10d::recv_"))
+        received.append(
+            sum(event.count for event in profiler.key_averages() if event.key == "c10d::recv_")
+        )
     return losses, engine.full_state_dict(), received
 
 
 def test_what_micro_batches_share_is_found():
-    for changing, expected in ((False, {"mul", "mul_1", "exp"}), (True, {"mul", "div", "exp"})):  # div: of two constants, for a variance
+    for changing, expected in (
+        (False, {"mul", "mul_1", "exp"}),
+        (True, {"mul", "div", "exp"}),
+    ):  # div: of two constants, for a variance
         traced = trace(Sharing(changing).double(), sharing()[2][0])
-        crossing = {source for segment in traced.segments[1:] for source in segment.inputs if source.segment == 0}
+        crossing = {
+            source
+            for segment in traced.segments[1:]
+            for source in segment.inputs
+            if source.segment == 0
+        }
         results = traced.classes[traced.segments[0].class_index].graph.output_node().args[0]
-        assert {results[source.index].name for source in crossing & steady_values(traced)} == expected
+        assert {
+            results[source.index].name for source in crossing & steady_values(traced)
+        } == expected
         assert {"gt", "dropout", "matmul"} <= {results[source.index].name for source in crossing}
     program = assemble(sharing()[1], sharing_plan(PP4, "1f1b"), 0, torch.device("cpu"))
-    assert [value.steady for value in program.stages[0].sent].count(True) == 2  # what is learned has a gradient
+    assert [value.steady for value in program.stages[0].sent].count(
+        True
+    ) == 2  # what is learned has a gradient
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "gpipe", "interleaved_1f1b"])
@@ -240,8 +298,13 @@ def test_what_micro_batches_share_travels_once(pool4, schedule):
         assert update_error(expected, tensors) <= 1.0 and found == pytest.approx(losses, rel=1e-9)
         stages = assemble(sharing()[1], plan, rank, torch.device("cpu")).stages
         steady = sum(value.steady for stage in stages for value in stage.received)
-        values = sum(len(stage.received) + sum(value.has_gradient for value in stage.sent) for stage in stages)
-        assert received == [number * (values - steady) + steady] * 3 and bool(steady) == bool(stages[-1].stage.index)
+        values = sum(
+            len(stage.received) + sum(value.has_gradient for value in stage.sent)
+            for stage in stages
+        )
+        assert received == [number * (values - steady) + steady] * 3 and bool(steady) == bool(
+            stages[-1].stage.index
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- the rest of the engine
@@ -256,11 +319,15 @@ def clipped(rank: int, text: str, damage: str) -> tuple[list[float], dict[str, T
         for owner, name, wrong in DAMAGES.get(damage, ()):
             change.setattr(owner, name, wrong)
         limit = None if "averaged" in damage else LIMIT  # clipping would undo a wrong scale
-        return run_steps(engine_for("gpt-tiny", Plan.from_json(text), limit), case("gpt-tiny").batches)
+        return run_steps(
+            engine_for("gpt-tiny", Plan.from_json(text), limit), case("gpt-tiny").batches
+        )
 
 
 DAMAGES = {
-    "tied gradients are not added up": [(StageParameters, "add_up_tied", lambda self, leaves: None)],
+    "tied gradients are not added up": [
+        (StageParameters, "add_up_tied", lambda self, leaves: None)
+    ],
     "tied gradients count on every rank": [(StageParameters, "counts", lambda self, name: True)],
     "the norm is that of one stage": [(StageParameters, "over_stages", lambda self, value: value)],
     "losses are averaged once more": [(Pipeline, "_loss", lambda self, output, target: output / 4)],
@@ -270,17 +337,23 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", ["", *DAMAGES])
 def test_clipping_with_tied_weights_and_damages(pool4, damage):
     found = case("gpt-tiny")
-    expected = train(found.model, found.batches, max_grad_norm=None if "averaged" in damage else LIMIT)
+    expected = train(
+        found.model, found.batches, max_grad_norm=None if "averaged" in damage else LIMIT
+    )
     plan = pipelined("gpt-tiny", PP4, "1f1b", ONES, 4)
     results = pool4.run(clipped, plan.to_json(), damage)
     if not damage:
         for losses, state in results:
-            assert update_error(expected, state) <= 1.0 and losses == pytest.approx(expected.losses, abs=1e-9)
+            assert update_error(expected, state) <= 1.0 and losses == pytest.approx(
+                expected.losses, abs=1e-9
+            )
     else:
         assert max(update_error(expected, state) for _, state in results) > 1e3
 
 
-def wrong_and_right(rank: int, text: str) -> tuple[dict[str, str], list[float], dict[str, Tensor], set[str]]:
+def wrong_and_right(
+    rank: int, text: str
+) -> tuple[dict[str, str], list[float], dict[str, Tensor], set[str]]:
     engine = engine_for("gpt-tiny", Plan.from_json(text))
     good = engine.local_batch(case("gpt-tiny").batches[0])
     found = {}
@@ -295,7 +368,9 @@ def wrong_and_right(rank: int, text: str) -> tuple[dict[str, str], list[float], 
             found[what] = "no error"
         except AutoparError as error:
             found[what] = str(error)
-    losses = [float(engine.eval_step(engine.local_batch(batch))) for batch in case("gpt-tiny").batches]
+    losses = [
+        float(engine.eval_step(engine.local_batch(batch))) for batch in case("gpt-tiny").batches
+    ]
     return found, losses, engine.full_state_dict(), set(engine._leaves)
 
 
@@ -303,7 +378,9 @@ def test_batches_evaluation_and_state(pool4):
     found = case("gpt-tiny")
     with torch.no_grad():
         expected = [float(loss_of(found.model(**batch))) for batch in found.batches]
-    results = pool4.run(wrong_and_right, pipelined("gpt-tiny", PP4, "1f1b", ONES, 4).to_json(), timeout_s=60)
+    results = pool4.run(
+        wrong_and_right, pipelined("gpt-tiny", PP4, "1f1b", ONES, 4).to_json(), timeout_s=60
+    )
     for mistakes, losses, state, _ in results:
         assert "no error" not in mistakes.values(), mistakes
         assert "2 micro-batches" in mistakes["fewer"] and "same rows" in mistakes["others' rows"]
@@ -311,14 +388,20 @@ def test_batches_evaluation_and_state(pool4):
         assert all(torch.equal(state[k], v) for k, v in found.model.state_dict().items())
     held = [names for _, _, _, names in results]
     tied = held[0] & held[3]
-    assert len(tied) == 1 and not held[1] & held[2] and set().union(*held) == set(found.traced.parameters)
+    assert (
+        len(tied) == 1
+        and not held[1] & held[2]
+        and set().union(*held) == set(found.traced.parameters)
+    )
 
 
 def from_meta(rank: int, text: str) -> dict[str, Tensor]:
     from autopar.models import parse_model
 
     meta = parse_model("gpt-tiny").build("meta", torch.float64)
-    return Engine(meta, case("gpt-tiny").traced, Plan.from_json(text), sgd, None, None, "cpu", seed=5).full_state_dict()
+    return Engine(
+        meta, case("gpt-tiny").traced, Plan.from_json(text), sgd, None, None, "cpu", seed=5
+    ).full_state_dict()
 
 
 def test_a_meta_model_is_initialized_alike_in_every_pipeline(pool4):
@@ -328,10 +411,16 @@ def test_a_meta_model_is_initialized_alike_in_every_pipeline(pool4):
 
 
 def test_every_rank_of_every_cut_is_verified():
-    for plan in (pipelined("gpt-tiny", TP, "interleaved_1f1b", ONES, 2), pipelined("gpt-tiny", PP4, "1f1b", ONES, 4)):
+    for plan in (
+        pipelined("gpt-tiny", TP, "interleaved_1f1b", ONES, 2),
+        pipelined("gpt-tiny", PP4, "1f1b", ONES, 4),
+    ):
         for rank in range(4):
             program = assemble(case("gpt-tiny").traced, plan, rank, torch.device("cpu"))
-            assert verify_program(program) > 5 and len(program.stages) == len(plan.stages) // plan.mesh.pp
+            assert (
+                verify_program(program) > 5
+                and len(program.stages) == len(plan.stages) // plan.mesh.pp
+            )
             assert "def program" in program.code
 
 
@@ -367,7 +456,9 @@ class Late(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Tanh(), *(torch.nn.Linear(5, 5) for _ in range(3))])
+        self.layers = torch.nn.ModuleList(
+            [torch.nn.Tanh(), *(torch.nn.Linear(5, 5) for _ in range(3))]
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
@@ -399,7 +490,9 @@ class Reusing(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         common = torch.nn.Linear(5, 5)
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(5, 5), self.Making(common), *(self.Layer(common) for _ in range(3))])
+        self.layers = torch.nn.ModuleList(
+            [torch.nn.Linear(5, 5), self.Making(common), *(self.Layer(common) for _ in range(3))]
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x, table = self.layers[1](self.layers[0](x))
@@ -414,13 +507,18 @@ class Pooling(torch.nn.Module):
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.asked, self.spread = torch.nn.Parameter(torch.randn(1, 1, 2, 4)), torch.nn.Parameter(torch.randn(5, 4))
+            self.asked, self.spread = (
+                torch.nn.Parameter(torch.randn(1, 1, 2, 4)),
+                torch.nn.Parameter(torch.randn(5, 4)),
+            )
             self.query, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(8, 5)
 
         def forward(self, x: Tensor) -> Tensor:
             keys = (x.unsqueeze(-1) * self.spread).unsqueeze(1)
             queries = self.query(self.asked).expand(x.shape[0], -1, -1, -1)
-            return x + self.out(torch.nn.functional.scaled_dot_product_attention(queries, keys, keys).flatten(1))
+            return x + self.out(
+                torch.nn.functional.scaled_dot_product_attention(queries, keys, keys).flatten(1)
+            )
 
     def __init__(self) -> None:
         super().__init__()
@@ -435,7 +533,9 @@ class Pooling(torch.nn.Module):
 @cache
 def small(kind: type[torch.nn.Module]) -> tuple[torch.nn.Module, object, list[dict[str, Tensor]]]:
     generator = torch.Generator().manual_seed(1)
-    batches = [{name: torch.randn(8, 5, generator=generator).double() for name in "xy"} for _ in range(3)]
+    batches = [
+        {name: torch.randn(8, 5, generator=generator).double() for name in "xy"} for _ in range(3)
+    ]
     state = torch.get_rng_state()
     torch.manual_seed(0)
     model = kind().double()
@@ -443,15 +543,28 @@ def small(kind: type[torch.nn.Module]) -> tuple[torch.nn.Module, object, list[di
     return model, trace(model, batches[0]), batches
 
 
-def cut_before(kind: type[torch.nn.Module], mesh: MeshShape, layers: tuple[int, ...], modes: tuple[str, ...] = ("none",)) -> Plan:
+def cut_before(
+    kind: type[torch.nn.Module],
+    mesh: MeshShape,
+    layers: tuple[int, ...],
+    modes: tuple[str, ...] = ("none",),
+) -> Plan:
     """Under zero bubble, stages that begin with these layers; the first begins with the model."""
     _, traced, _ = small(kind)
     names = [segment.name for segment in traced.segments]
     starts = [0, *(names.index(f"layers.{number}") for number in layers), len(names)]
-    return staged(annotated(traced, mesh, 4, 8), traced, "zero_bubble", tuple(b - a for a, b in itertools.pairwise(starts)), modes)
+    return staged(
+        annotated(traced, mesh, 4, 8),
+        traced,
+        "zero_bubble",
+        tuple(b - a for a, b in itertools.pairwise(starts)),
+        modes,
+    )
 
 
-def train_small(rank: int, kind: type[torch.nn.Module], text: str) -> tuple[list[float], dict[str, Tensor]]:
+def train_small(
+    rank: int, kind: type[torch.nn.Module], text: str
+) -> tuple[list[float], dict[str, Tensor]]:
     model, traced, batches = small(kind)
     return run_steps(Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu"), batches)
 
@@ -459,7 +572,12 @@ def train_small(rank: int, kind: type[torch.nn.Module], text: str) -> tuple[list
 @pytest.mark.parametrize(
     ("kind", "mesh", "layers", "modes"),
     [
-        (TwoWays, PP4, (1, 2, 3), ("none",)),  # the third sends its layer's result, and no gradient of that flows back to what it received
+        (
+            TwoWays,
+            PP4,
+            (1, 2, 3),
+            ("none",),
+        ),  # the third sends its layer's result, and no gradient of that flows back to what it received
         (Late, PP4, (1, 2, 3), ("none",)),  # what the second receives has no gradient
         (Reusing, DP, (1,), ("none",)),  # gradients of what layers share lead through layers
         (Reusing, DP, (1,), ("full",)),
@@ -470,8 +588,12 @@ def train_small(rank: int, kind: type[torch.nn.Module], text: str) -> tuple[list
 def test_zero_bubble_finds_every_gradient_of_a_weight(pool4, kind, mesh, layers, modes):
     model, _, batches = small(kind)
     expected = train(model, batches, call=lambda model, batch: model(**batch))
-    for losses, state in pool4.run(train_small, kind, cut_before(kind, mesh, layers, modes).to_json()):
-        assert update_error(expected, state) <= 1.0 and losses == pytest.approx(expected.losses, rel=1e-9)
+    for losses, state in pool4.run(
+        train_small, kind, cut_before(kind, mesh, layers, modes).to_json()
+    ):
+        assert update_error(expected, state) <= 1.0 and losses == pytest.approx(
+            expected.losses, rel=1e-9
+        )
 
 
 def who_runs_again(rank: int, text: str) -> list[bool]:

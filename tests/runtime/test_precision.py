@@ -23,7 +23,12 @@ from autopar.runtime.engine import Engine
 from autopar.runtime.state.precision import PRECISIONS, LossScale
 
 NAME, ROWS = "llama-tiny", 8
-DP4, TP2DP2, PP2DP2, ONE = MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape(pp=2, dp=2), MeshShape()
+DP4, TP2DP2, PP2DP2, ONE = (
+    MeshShape(dp=4),
+    MeshShape(dp=2, tp=2),
+    MeshShape(pp=2, dp=2),
+    MeshShape(),
+)
 NEAR = {"bf16": 0.015, "fp16": 0.002}
 """Update-relative error over all tensors: some 2^-8 and 2^-11 for every sum that is rounded in another order."""
 
@@ -71,7 +76,9 @@ def reference(precision: str, cut: int = 1) -> Reference:
             total += loss.item()
             for name, p in half.named_parameters():
                 grad = p.grad.float() / scale
-                masters[name].grad = grad if masters[name].grad is None else masters[name].grad + grad
+                masters[name].grad = (
+                    grad if masters[name].grad is None else masters[name].grad + grad
+                )
                 p.grad = None
         optimizer.step()
         optimizer.zero_grad()
@@ -95,7 +102,13 @@ def run(rank: int, texts: list[str]) -> list:
         plan = Plan.from_json(text)
         engine = Engine(model(), traced(plan.precision)[0], plan, sgd, None, None, "cpu")
         losses = [float(engine.step(engine.local_batch(batch))) for batch in batches()]
-        found.append((losses, engine.full_state_dict(), {p.dtype for p in engine.program.module.parameters()}))
+        found.append(
+            (
+                losses,
+                engine.full_state_dict(),
+                {p.dtype for p in engine.program.module.parameters()},
+            )
+        )
     return found
 
 
@@ -111,7 +124,9 @@ def test_near_one_process_of_the_same_recipe(pool4, precision, cells):
     for by_rank in pool4.run(run, [plan.to_json() for plan in plans], timeout_s=300):
         for plan, (losses, state, dtypes) in zip(plans, by_rank, strict=True):
             expected = reference(precision, plan.num_microbatches)
-            assert dtypes == {PRECISIONS[precision]} and {v.dtype for v in state.values()} == {torch.float32}
+            assert dtypes == {PRECISIONS[precision]} and {v.dtype for v in state.values()} == {
+                torch.float32
+            }
             assert error(expected, state) <= NEAR[precision], (plan.zero, str(plan.mesh))
             assert losses == pytest.approx(expected.losses, rel=3e-3)
 
@@ -119,7 +134,9 @@ def test_near_one_process_of_the_same_recipe(pool4, precision, cells):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_one_process(precision):
     [(losses, state, _)] = run(0, [plan_of(precision, ONE).to_json()])
-    assert error(reference(precision), state) <= 1e-6 and losses == pytest.approx(reference(precision).losses, rel=3e-3)
+    assert error(reference(precision), state) <= 1e-6 and losses == pytest.approx(
+        reference(precision).losses, rel=3e-3
+    )
 
 
 class Angles(nn.Module):
@@ -137,13 +154,22 @@ class Angles(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "read", [Tensor.float, Tensor.double, lambda f: f[None, :, None].float()[0, :, 0], lambda f: f[None].expand(2, -1)[1].float(),
-     lambda f: torch.cat([part.float() for part in f.chunk(2)]), lambda f: torch.cat([part.double() for part in f[None].unbind()])]
+    "read",
+    [
+        Tensor.float,
+        Tensor.double,
+        lambda f: f[None, :, None].float()[0, :, 0],
+        lambda f: f[None].expand(2, -1)[1].float(),
+        lambda f: torch.cat([part.float() for part in f.chunk(2)]),
+        lambda f: torch.cat([part.double() for part in f[None].unbind()]),
+    ],
 )
 def test_a_buffer_that_forward_casts_back_is_never_rounded(read):
     """As the rotary frequencies of transformers: rounded, they turn later positions by radians."""
     model, positions = Angles(read), torch.full((4, 2), 8191)
-    engine = parallelize(model, "cpu:1", {"positions": positions}, sgd, global_batch=4, precision="bf16")
+    engine = parallelize(
+        model, "cpu:1", {"positions": positions}, sgd, global_batch=4, precision="bf16"
+    )
     expected, rounded = model(positions), copy.deepcopy(model).to(torch.bfloat16)(positions)
     assert abs(rounded - expected) > 0.05
     assert engine.step({"positions": positions}).item() == pytest.approx(expected.item(), abs=1e-6)
@@ -167,27 +193,49 @@ class Positions(nn.Module):
         self.register_buffer("table", torch.rand(8, 4))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        places = self.table.repeat(tokens.shape[1] // 8, 1).float() @ torch.eye(4, device=tokens.device)
+        places = self.table.repeat(tokens.shape[1] // 8, 1).float() @ torch.eye(
+            4, device=tokens.device
+        )
         logits = self.linear((self.embed(tokens) + places).to(self.linear.weight.dtype))
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def test_batches_of_all_lengths_read_a_buffer_in_one_dtype():
     tokens = torch.randint(11, (2, 16))
-    engine = parallelize(Positions(), "cpu:1", {"tokens": tokens, "labels": tokens}, sgd, precision="bf16", buckets=[8, 16])
+    engine = parallelize(
+        Positions(),
+        "cpu:1",
+        {"tokens": tokens, "labels": tokens},
+        sgd,
+        precision="bf16",
+        buckets=[8, 16],
+    )
     for length in (16, 8):
-        assert torch.isfinite(engine.step({"tokens": tokens[:, :length], "labels": tokens[:, :length]}))
+        assert torch.isfinite(
+            engine.step({"tokens": tokens[:, :length], "labels": tokens[:, :length]})
+        )
 
 
 def small_steps(rank: int, text: str) -> tuple[float, float]:
     """How far 8 steps move the masters, of what 8 times the first step would; which share of a matrix in bf16 sees the first."""
     plan = Plan.from_json(text)
-    engine = Engine(model(), traced(plan.precision)[0], plan, lambda p: torch.optim.SGD(p, 1e-5), None, None, "cpu")
+    engine = Engine(
+        model(),
+        traced(plan.precision)[0],
+        plan,
+        lambda p: torch.optim.SGD(p, 1e-5),
+        None,
+        None,
+        "cpu",
+    )
     batch = engine.local_batch(batches()[0])
     name = next(n for n, v in engine.full_state_dict().items() if "layers" in n and v.dim() == 2)
     before, leaf = engine.full_state_dict()[name].clone(), engine._leaves[name].clone()
     engine.step(batch)
-    first, seen = (engine.full_state_dict()[name] - before).norm(), (engine._leaves[name] != leaf).float().mean()
+    first, seen = (
+        (engine.full_state_dict()[name] - before).norm(),
+        (engine._leaves[name] != leaf).float().mean(),
+    )
     for _ in range(7):
         engine.step(batch)
     return float((engine.full_state_dict()[name] - before).norm() / first / 8), float(seen)
@@ -203,7 +251,12 @@ def overflow(rank: int, text: str) -> tuple[list[float], list[bool]]:
     """Scales after each step, and whether it left the parameters alone: one that overflows everywhere, one in which a single rank's
     gradient is infinite, and one that goes well."""
     engine = Engine(model(), traced("fp16")[0], Plan.from_json(text), sgd, 1.0, None, "cpu")
-    batch, scales, skipped, reduce = engine.local_batch(batches()[0]), [], [], engine.reduce_gradients
+    batch, scales, skipped, reduce = (
+        engine.local_batch(batches()[0]),
+        [],
+        [],
+        engine.reduce_gradients,
+    )
 
     def broken() -> None:
         reduce()
@@ -234,7 +287,10 @@ def test_the_scale_doubles_after_2000_good_steps():
         grads = {"w": torch.full((2,), 2.0**16)}
         assert scale.unscale(grads, (), torch.device("cpu")) and grads["w"].tolist() == [1.0, 1.0]
     assert scale.scale == 2.0**17
-    assert not scale.unscale({"w": torch.tensor([float("nan")])}, (), torch.device("cpu")) and scale.scale == 2.0**16
+    assert (
+        not scale.unscale({"w": torch.tensor([float("nan")])}, (), torch.device("cpu"))
+        and scale.scale == 2.0**16
+    )
 
 
 def test_an_engine_that_nobody_holds_is_freed():

@@ -32,10 +32,25 @@ def profiled_steps(rank: int, text: str, directory: str):
             engine.step(engine.local_batch(batch))
     left = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in segments]
     trace = json.loads((Path(directory) / f"rank-{rank}.json").read_text())
-    names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
-    held = [s.name for s in case("llama-tiny").traced.segments if hasattr(engine.program.module, s.name.replace(".", "_"))]
+    names = {
+        event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"
+    }
+    held = [
+        s.name
+        for s in case("llama-tiny").traced.segments
+        if hasattr(engine.program.module, s.name.replace(".", "_"))
+    ]
     error = update_error(reference("llama-tiny"), engine.full_state_dict())
-    return error, left == before, names, held, dict(profile.seconds), dict(profile.exposed_communication_s), str(profile), profile.steps
+    return (
+        error,
+        left == before,
+        names,
+        held,
+        dict(profile.seconds),
+        dict(profile.exposed_communication_s),
+        str(profile),
+        profile.steps,
+    )
 
 
 def check(results, stages: bool, micro_batches: int, axes: set[str]) -> None:
@@ -49,18 +64,29 @@ def check(results, stages: bool, micro_batches: int, axes: set[str]) -> None:
         assert len(passes) == 2 * micro_batches
         for kind in ("forward", "backward"):
             inside = sum(seconds[f"{segment} {kind}"] for segment in held)
-            assert 0 < inside <= sum(value for name, value in seconds.items() if name in passes and kind in name)
-        assert sum(seconds[name] for name in passes) + seconds["update"] + seconds["batch"] <= seconds["step"]
+            assert (
+                0
+                < inside
+                <= sum(value for name, value in seconds.items() if name in passes and kind in name)
+            )
+        assert (
+            sum(seconds[name] for name in passes) + seconds["update"] + seconds["batch"]
+            <= seconds["step"]
+        )
         assert set(exposed_s) == axes and 0 < sum(exposed_s.values()) < seconds["step"]
         assert f"{STEPS} step(s)" in table and re.search(r"^step +[\d.,]+ +1,000.00$", table, re.M)
 
 
 def test_gathered_and_recomputed_segments_have_names(pool2, tmp_path):
     found = case("llama-tiny")
-    plan = replace(solved_plan(found.traced, found.annotator, setting(MeshShape(dp=2), 2, "full")), zero=3)
+    plan = replace(
+        solved_plan(found.traced, found.annotator, setting(MeshShape(dp=2), 2, "full")), zero=3
+    )
     results = pool2.run(profiled_steps, plan.to_json(), str(tmp_path))
     check(results, False, 2, {"dp"})
-    assert all({"all_gather over dp", "reduce_scatter over dp"} <= names for _, _, names, *_ in results)
+    assert all(
+        {"all_gather over dp", "reduce_scatter over dp"} <= names for _, _, names, *_ in results
+    )
 
 
 def test_stages_have_names(pool2, tmp_path):
@@ -68,19 +94,27 @@ def test_stages_have_names(pool2, tmp_path):
     results = pool2.run(profiled_steps, plan.to_json(), str(tmp_path))
     check(results, True, 2, {"pp"})
     assert all("pipeline bubble and messages" in result[6] for result in results)
-    assert {name for _, _, names, *_ in results for name in names if name.startswith("stage 1 f")} == {
-        f"stage 1 forward of micro-batch {k}" for k in range(2)
-    }
+    assert {
+        name for _, _, names, *_ in results for name in names if name.startswith("stage 1 f")
+    } == {f"stage 1 forward of micro-batch {k}" for k in range(2)}
 
 
 def test_a_trace_that_cannot_be_written_and_a_second_profiler(tmp_path):
     found = case("llama-tiny")
-    engine = engine_for("llama-tiny", solved_plan(found.traced, found.annotator, setting(MeshShape())))
+    engine = engine_for(
+        "llama-tiny", solved_plan(found.traced, found.annotator, setting(MeshShape()))
+    )
     (tmp_path / "file").write_text("")
-    with pytest.raises(autopar.AutoparError, match="cannot write the trace"), engine.profile(tmp_path / "file"):
+    with (
+        pytest.raises(autopar.AutoparError, match="cannot write the trace"),
+        engine.profile(tmp_path / "file"),
+    ):
         pass
     with engine.profile(tmp_path) as profile:
-        with pytest.raises(autopar.AutoparError, match="running already"), engine.profile(tmp_path / "other"):
+        with (
+            pytest.raises(autopar.AutoparError, match="running already"),
+            engine.profile(tmp_path / "other"),
+        ):
             pass
         with pytest.raises(autopar.AutoparError, match="no whole trace"):
             print(profile)
@@ -89,9 +123,13 @@ def test_a_trace_that_cannot_be_written_and_a_second_profiler(tmp_path):
 @settings(max_examples=examples(15, 60))
 @given(*[st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=5)] * 2)
 def test_exposed_time_is_counted_moment_by_moment(wanted, beside):
-    wanted, beside = ([(start, start + length) for start, length in group] for group in (wanted, beside))
+    wanted, beside = (
+        [(start, start + length) for start, length in group] for group in (wanted, beside)
+    )
 
     def lasts(group, moment):
         return any(start <= moment < end for start, end in group)
 
-    assert exposed(wanted, beside) == sum(lasts(wanted, moment) and not lasts(beside, moment) for moment in range(20))
+    assert exposed(wanted, beside) == sum(
+        lasts(wanted, moment) and not lasts(beside, moment) for moment in range(20)
+    )

@@ -46,7 +46,10 @@ def test_every_axis_is_exact_wherever_it_lies(pool4, name):
 @pytest.mark.slow
 def test_checkpoints_pass_between_orders(pool4, tmp_path):
     """What tp-dp ranks save, dp-tp ranks load; and back."""
-    usual, other = (flat("gpt-tiny", MeshShape(dp=2, tp=2, order=order), zero=1).to_json() for order in ("", "tp-dp"))
+    usual, other = (
+        flat("gpt-tiny", MeshShape(dp=2, tp=2, order=order), zero=1).to_json()
+        for order in ("", "tp-dp")
+    )
     for number, (source, target) in enumerate(((other, usual), (usual, other))):
         at = str(tmp_path / str(number))
         saved = pool4.run(save_after_two, "gpt-tiny", source, "sgd", at)[0]

@@ -10,13 +10,22 @@ from autopar.errors import AutoparError
 from autopar.runtime.batches.sampler import DataParallelSampler
 
 
-@given(st.integers(1, 40), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(0, 5), st.booleans())
+@given(
+    st.integers(1, 40),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+    st.integers(0, 5),
+    st.booleans(),
+)
 def test_ranks_share_each_global_batch(rows, parts, share, seed, shuffle):
     batch = parts * share
     if rows < batch:
         return
     alone = list(DataParallelSampler(range(rows), batch, 1, 0, lambda: 0, seed, shuffle))
-    ranks = [list(DataParallelSampler(range(rows), batch, parts, index, lambda: 0, seed, shuffle)) for index in range(parts)]
+    ranks = [
+        list(DataParallelSampler(range(rows), batch, parts, index, lambda: 0, seed, shuffle))
+        for index in range(parts)
+    ]
     assert [sum(pieces, []) for pieces in zip(*ranks, strict=True)] == alone
     seen = [row for found in alone for row in found]
     assert len(set(seen)) == len(seen) == rows // batch * batch

@@ -7,7 +7,16 @@ from functools import cache
 
 import pytest
 import torch
-from exactness import Reference, run_steps, setting, sgd, solved_plan, token_batches, train, update_error
+from exactness import (
+    Reference,
+    run_steps,
+    setting,
+    sgd,
+    solved_plan,
+    token_batches,
+    train,
+    update_error,
+)
 from staged_runs import staged
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,7 +35,11 @@ from autopar.runtime.engine import Engine
 class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width),
+        )
         self.gain = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,9 +51,14 @@ class Shared(nn.Module):
 
     def __init__(self, sets: int, layers: int = 6, width: int = 8, vocab: int = 9) -> None:
         super().__init__()
-        self.embed, self.layers = nn.Embedding(vocab, width), nn.ModuleList(Layer(width) for _ in range(layers))
+        self.embed, self.layers = (
+            nn.Embedding(vocab, width),
+            nn.ModuleList(Layer(width) for _ in range(layers)),
+        )
         for number, layer in enumerate(self.layers):
-            layer.norm, layer.up, layer.down = (getattr(self.layers[number % sets], name) for name in ("norm", "up", "down"))
+            layer.norm, layer.up, layer.down = (
+                getattr(self.layers[number % sets], name) for name in ("norm", "up", "down")
+            )
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -62,7 +80,12 @@ def shared(sets: int):
 
 def trained(rank: int, sets: int, texts: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
     model, traced, _ = shared(sets)
-    return [run_steps(Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu"), token_batches(9)) for text in texts]
+    return [
+        run_steps(
+            Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu"), token_batches(9)
+        )
+        for text in texts
+    ]
 
 
 CASES = [  # sets, mesh, ZeRO, schedule, segments of each stage (of 8), micro-batches, recompute of segments in turn
@@ -75,23 +98,36 @@ CASES = [  # sets, mesh, ZeRO, schedule, segments of each stage (of 8), micro-ba
 ]
 
 
-@pytest.mark.parametrize("sets", [1, *(pytest.param(sets, marks=pytest.mark.slow) for sets in (2, 5))])
+@pytest.mark.parametrize(
+    "sets", [1, *(pytest.param(sets, marks=pytest.mark.slow) for sets in (2, 5))]
+)
 def test_they_train_as_on_one_device(pool4, sets):
     model, traced, annotator = shared(sets)
     plans = []
     for own, mesh, zero, schedule, cuts, number, modes in CASES:
         if own == sets:
             plan = replace(solved_plan(traced, annotator, setting(mesh, number)), zero=zero)
-            plans.append(staged(plan, traced, schedule, cuts, modes) if mesh.pp > 1 or modes != ("none",) else plan)
+            plans.append(
+                staged(plan, traced, schedule, cuts, modes)
+                if mesh.pp > 1 or modes != ("none",)
+                else plan
+            )
     expected: Reference = train(model, token_batches(9))
     for by_plan in pool4.run(trained, sets, [plan.to_json() for plan in plans]):
         for plan, (losses, state) in zip(plans, by_plan, strict=True):
-            assert update_error(expected, state) <= 1.0, (str(plan.mesh), plan.schedule, update_error(expected, state))
+            assert update_error(expected, state) <= 1.0, (
+                str(plan.mesh),
+                plan.schedule,
+                update_error(expected, state),
+            )
             assert losses == pytest.approx(expected.losses, rel=1e-9)
 
 
 @pytest.mark.parametrize("sets", [1, 2, 3])
-@pytest.mark.parametrize("pin", [{"pp": 1}, {"pp": 2, "schedule": "1f1b"}, {"pp": 2, "schedule": "interleaved_1f1b", "vpp": 2}])
+@pytest.mark.parametrize(
+    "pin",
+    [{"pp": 1}, {"pp": 2, "schedule": "1f1b"}, {"pp": 2, "schedule": "interleaved_1f1b", "vpp": 2}],
+)
 def test_a_rank_has_room_for_each_set_once(sets, pin):
     with torch.device("meta"):
         model = Shared(sets, layers=7, width=256, vocab=1000)
@@ -105,7 +141,13 @@ def test_a_rank_has_room_for_each_set_once(sets, pin):
     name_of = {id(p): name for name, p in model.named_parameters()}
     own = {name: name_of[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     stages = plan.stages or (tuple(segment.name for segment in traced.segments),)
-    parameters = {segment.name: {own[name] for name in segment.parameters if name in own} for segment in traced.segments}
-    held = [set().union(*(parameters[name] for stage in stages[rank :: pin["pp"]] for name in stage)) for rank in range(pin["pp"])]
+    parameters = {
+        segment.name: {own[name] for name in segment.parameters if name in own}
+        for segment in traced.segments
+    }
+    held = [
+        set().union(*(parameters[name] for stage in stages[rank :: pin["pp"]] for name in stage))
+        for rank in range(pin["pp"])
+    ]
     sizes = [2 * sum(numel[name] for name in of) for of in held]  # bf16
     assert plan.predicted.memory["parameters"] in sizes

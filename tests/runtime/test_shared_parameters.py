@@ -8,7 +8,16 @@ from math import prod
 
 import pytest
 import torch
-from exactness import Reference, run_steps, setting, sgd, solved_plan, token_batches, train, update_error
+from exactness import (
+    Reference,
+    run_steps,
+    setting,
+    sgd,
+    solved_plan,
+    token_batches,
+    train,
+    update_error,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from staged_runs import staged
@@ -41,12 +50,26 @@ class Web(nn.Module):
     """Layer k has the matrices number `up[k]` and `down[k]`; `before` and `after` are numbers of matrices (of the layers' `up`, then of
     their `down`) whose squares are added up before the first layer and after the last, and count in the loss."""
 
-    def __init__(self, up: tuple[int, ...], down: tuple[int, ...], before: tuple[int, ...], after: tuple[int, ...], tied: bool) -> None:
+    def __init__(
+        self,
+        up: tuple[int, ...],
+        down: tuple[int, ...],
+        before: tuple[int, ...],
+        after: tuple[int, ...],
+        tied: bool,
+    ) -> None:
         super().__init__()
-        own = {kind: [nn.Parameter(torch.empty(size)) for _ in up] for kind, size in (("up", (3, WIDTH)), ("down", (WIDTH, 3)))}
+        own = {
+            kind: [nn.Parameter(torch.empty(size)) for _ in up]
+            for kind, size in (("up", (3, WIDTH)), ("down", (WIDTH, 3)))
+        }
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
-        self.layers = nn.ModuleList(Layer(own["up"][a], own["down"][b]) for a, b in zip(up, down, strict=True))
-        self.early, self.late = ([(own["up"] + own["down"])[number] for number in of] for of in (before, after))
+        self.layers = nn.ModuleList(
+            Layer(own["up"][a], own["down"][b]) for a, b in zip(up, down, strict=True)
+        )
+        self.early, self.late = (
+            [(own["up"] + own["down"])[number] for number in of] for of in (before, after)
+        )
         for number, parameter in enumerate((*self.early, *self.late)):
             self.register_parameter(f"read{number}", parameter)
         if tied:
@@ -78,7 +101,15 @@ def web(*how):
 
 def cuts(count: int, parts: int, first: int) -> list[tuple[int, ...]]:
     """Ways to cut so many segments into parts, of which the first has at least `first`."""
-    return [(count,)] if parts == 1 else [(n, *more) for n in range(first, count - parts + 2) for more in cuts(count - n, parts - 1, 1)]
+    return (
+        [(count,)]
+        if parts == 1
+        else [
+            (n, *more)
+            for n in range(first, count - parts + 2)
+            for more in cuts(count - n, parts - 1, 1)
+        ]
+    )
 
 
 @st.composite
@@ -97,18 +128,38 @@ def webs(draw):
 def test_a_rank_is_charged_for_what_it_reads_once(how, data):
     model, traced, annotator = web(*how)
     assert len(traced.layers) == len(how[0]), "layers stay layers, whatever they share"
-    assert sum(spec.trainable for spec in traced.parameters.values()) == len(list(model.parameters()))
+    assert sum(spec.trainable for spec in traced.parameters.values()) == len(
+        list(model.parameters())
+    )
     ranks = data.draw(st.integers(1, min(4, len(how[0]))))
     plan = solved_plan(traced, annotator, setting(MeshShape(pp=ranks), ranks))
     if ranks > 1:
-        plan = staged(plan, traced, "1f1b", data.draw(st.sampled_from(cuts(len(traced.segments), ranks, 2))), ("none",))
+        plan = staged(
+            plan,
+            traced,
+            "1f1b",
+            data.draw(st.sampled_from(cuts(len(traced.segments), ranks, 2))),
+            ("none",),
+        )
         plan = replace(plan, predicted=replace(plan.predicted, peak_memory_bytes=(0,) * ranks))
-    request = PlanRequest(ClusterSpec.parse(f"cpu:{ranks}"), plan.global_batch, {}, plan.precision, False, "web")
-    firsts, on = first_segments(plan, traced) if ranks > 1 else [0, len(traced.segments)], segments_by_rank(plan, traced, request)
+    request = PlanRequest(
+        ClusterSpec.parse(f"cpu:{ranks}"), plan.global_batch, {}, plan.precision, False, "web"
+    )
+    firsts, on = (
+        first_segments(plan, traced) if ranks > 1 else [0, len(traced.segments)],
+        segments_by_rank(plan, traced, request),
+    )
     for rank in range(ranks):
         held = range(firsts[rank], firsts[rank + 1])
-        charged = sum(s.static_bytes - s.gradient_bytes - s.optimizer_bytes for s in owned_by(*on[rank], held))
-        own = {name for n in held for name in traced.segments[n].parameters if name in traced.parameters}  # not constants
+        charged = sum(
+            s.static_bytes - s.gradient_bytes - s.optimizer_bytes for s in owned_by(*on[rank], held)
+        )
+        own = {
+            name
+            for n in held
+            for name in traced.segments[n].parameters
+            if name in traced.parameters
+        }  # not constants
         assert charged == 8 * sum(prod(traced.parameters[name].shape) for name in own)
     check_what_is_gathered(traced, annotator)
 
@@ -144,7 +195,13 @@ RUNS = (  # mesh, ZeRO, schedule, segments of each stage, micro-batches
 
 def trained(rank: int, how: tuple, texts: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
     model, traced, _ = web(*how)
-    return [run_steps(Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu"), token_batches(VOCAB)) for text in texts]
+    return [
+        run_steps(
+            Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu"),
+            token_batches(VOCAB),
+        )
+        for text in texts
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -155,15 +212,24 @@ def test_they_train_as_on_one_device(pool4, name):
         plan = replace(solved_plan(traced, annotator, setting(mesh, number)), zero=zero)
         plans.append(staged(plan, traced, schedule, sizes, ("none",)) if sizes else plan)
     expected: Reference = train(model, token_batches(VOCAB))
-    for plan, (losses, state) in zip(plans, pool4.run(trained, CASES[name], [plan.to_json() for plan in plans])[0], strict=True):
-        assert update_error(expected, state) <= 1.0, (str(plan.mesh), plan.schedule, update_error(expected, state))
+    for plan, (losses, state) in zip(
+        plans, pool4.run(trained, CASES[name], [plan.to_json() for plan in plans])[0], strict=True
+    ):
+        assert update_error(expected, state) <= 1.0, (
+            str(plan.mesh),
+            plan.schedule,
+            update_error(expected, state),
+        )
         assert losses == pytest.approx(expected.losses, rel=1e-9)
 
 
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.both, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.both, self.down = (
+            nn.Linear(WIDTH, 2 * WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.both(x).chunk(2, -1)
@@ -182,7 +248,9 @@ class Halves(nn.Module):
         x, (gate, up) = self.embed(input_ids), self.layers[0].both.weight.chunk(2, 0)
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + 0.1 * (gate * up).mean()
+        return (
+            F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + 0.1 * (gate * up).mean()
+        )
 
 
 @cache
@@ -197,13 +265,19 @@ def halves():
 
 def trained_halves(rank: int, text: str) -> tuple[list[float], dict[str, Tensor]]:
     model, traced, _ = halves()
-    return run_steps(Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu"), token_batches(VOCAB))
+    return run_steps(
+        Engine(model, traced, Plan.from_json(text), sgd, None, None, "cpu"), token_batches(VOCAB)
+    )
 
 
 @pytest.mark.parametrize("offload", ["none", "parameters"])
 def test_views_of_a_gathered_parameter_stay_until_backward(pool4, offload):
     model, traced, annotator = halves()
-    plan = replace(solved_plan(traced, annotator, setting(MeshShape(dp=4), 2)), zero=3, offload=offload)
+    plan = replace(
+        solved_plan(traced, annotator, setting(MeshShape(dp=4), 2)), zero=3, offload=offload
+    )
     expected: Reference = train(model, token_batches(VOCAB))
     for losses, state in pool4.run(trained_halves, plan.to_json()):
-        assert update_error(expected, state) <= 1.0 and losses == pytest.approx(expected.losses, rel=1e-9)
+        assert update_error(expected, state) <= 1.0 and losses == pytest.approx(
+            expected.losses, rel=1e-9
+        )

@@ -65,7 +65,13 @@ def batches() -> list[dict[str, Tensor]]:
     for _ in range(2):
         ids, labels = (torch.randint(VOCAB, (ROWS, SEQ), generator=generator) for _ in range(2))
         kept = torch.rand(ROWS, SEQ, generator=generator, dtype=torch.float64)
-        found.append({"ids": ids, "labels": labels, "kept": kept * (kept > torch.linspace(0.1, 0.9, ROWS)[:, None])})
+        found.append(
+            {
+                "ids": ids,
+                "labels": labels,
+                "kept": kept * (kept > torch.linspace(0.1, 0.9, ROWS)[:, None]),
+            }
+        )
     return found
 
 
@@ -76,7 +82,9 @@ def errors(rank: int, devices: int, pins: list[dict]) -> dict[str, float | str]:
         reference = train(model_of(name), batches())
         for pin in pins:
             try:
-                engine = autopar.parallelize(model_of(name), f"cpu:{devices}", batches()[0], sgd, pin=pin, precision="fp64")
+                engine = autopar.parallelize(
+                    model_of(name), f"cpu:{devices}", batches()[0], sgd, pin=pin, precision="fp64"
+                )
                 losses, state = run_steps(engine, batches())
                 found[f"{name} {pin}"] = update_error(reference, state)
                 assert losses == pytest.approx(reference.losses, rel=1e-11), (name, pin)
@@ -102,5 +110,9 @@ def test_four_ranks_divide_and_weigh_as_one_device_does(pool4):
 
 @pytest.mark.slow
 def test_four_ranks_divide_and_weigh_under_every_axis(pool4):
-    pins = [{"dp": 4, "zero": 3, "micro_batch": 1}, {"dp": 2, "pp": 2, "micro_batch": 2}, {"cp": 2, "dp": 2, "micro_batch": 2}]
+    pins = [
+        {"dp": 4, "zero": 3, "micro_batch": 1},
+        {"dp": 2, "pp": 2, "micro_batch": 2},
+        {"cp": 2, "dp": 2, "micro_batch": 2},
+    ]
     check(pool4.run(errors, 4, [*pins, {"tp": 2, "pp": 2, "micro_batch": 4}]))

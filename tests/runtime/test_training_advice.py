@@ -46,7 +46,9 @@ def made(end=squares) -> nn.Module:
 
 
 def engine_of(pin: dict, end=squares, cluster: str = "cpu:2", optimizer=sgd, **more):
-    return autopar.parallelize(made(end), cluster, batches()[0], optimizer, pin=pin, precision="fp64", **more)
+    return autopar.parallelize(
+        made(end), cluster, batches()[0], optimizer, pin=pin, precision="fp64", **more
+    )
 
 
 def error_of(engine, end=squares) -> float:
@@ -87,7 +89,10 @@ def adamw(parameters) -> torch.optim.Optimizer:
 def test_factories_as_advised_train_exactly(optimizer, words):
     assert re.search(words, refusal(engine_of, {}, cluster="cpu:1", optimizer=optimizer))
     model = made()
-    stepping, before = adamw(model.parameters()), {k: v.clone() for k, v in model.state_dict().items()}
+    stepping, before = (
+        adamw(model.parameters()),
+        {k: v.clone() for k, v in model.state_dict().items()},
+    )
     _, state = run_steps(engine_of({}, cluster="cpu:1", optimizer=adamw), batches())
     for batch in batches():
         stepping.zero_grad()
@@ -104,9 +109,15 @@ def prodigal_as_told(rank: int) -> tuple[str, float]:
     staged = functools.partial(autopar.parallelize, pin=pin, precision="fp64")
     message = told(staged, Behind(made(), 6).double(), "cpu:2", batches()[0], optimizer)
     pins = re.search(r"pin (pp=1, tp=1, ep=1 and zero=0), under which", message)[1]
-    engine = engine_of({name: int(value) for name, value in re.findall(r"(\w+)=(\d)", pins)}, optimizer=optimizer)
+    engine = engine_of(
+        {name: int(value) for name, value in re.findall(r"(\w+)=(\d)", pins)}, optimizer=optimizer
+    )
     model = made()
-    stepping, before, worst = optimizer(list(model.parameters())), {k: v.clone() for k, v in model.state_dict().items()}, 0.0
+    stepping, before, worst = (
+        optimizer(list(model.parameters())),
+        {k: v.clone() for k, v in model.state_dict().items()},
+        0.0,
+    )
     _, state = run_steps(engine, batches())
     for batch in batches():
         stepping.zero_grad()
@@ -119,7 +130,10 @@ def prodigal_as_told(rank: int) -> tuple[str, float]:
 
 def test_the_pins_for_an_optimizer_of_all_parameters_are_exact(pool2):
     for message, error in pool2.run(prodigal_as_told):
-        assert message.startswith("Prodigal updates a parameter by what it knows of others") and error <= 1e-9
+        assert (
+            message.startswith("Prodigal updates a parameter by what it knows of others")
+            and error <= 1e-9
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------------- batches
@@ -129,7 +143,11 @@ def batches_given(rank: int) -> tuple[list[str], list[float]]:
     """What wrong batches are told, and the errors of training as advised."""
     [batch], parts = batches()[:1], engine_of({"dp": 2, "micro_batch": 2})
     rows = lambda number: {"x": batch["x"][:number]}  # noqa: E731
-    found = [told(parts.local_batch, rows(7)), told(parts.step, rows(3)), told(parts.step, rows(2 + 2 * rank))]
+    found = [
+        told(parts.local_batch, rows(7)),
+        told(parts.step, rows(3)),
+        told(parts.step, rows(2 + 2 * rank)),
+    ]
     alike = engine_of({"tp": 2})
     found.append(told(alike.step, {"x": batch["x"].roll(rank, 0)}))
     return found, [error_of(parts), error_of(alike)]
@@ -155,7 +173,11 @@ def pinned_as_told(rank: int) -> tuple[str, float]:
 
 def test_the_pinned_rows_of_a_rank_are_exact(pool2):
     for message, error in pool2.run(pinned_as_told):
-        assert "autopar does not split" in message and "test_training_advice.py:" in message and error <= 1
+        assert (
+            "autopar does not split" in message
+            and "test_training_advice.py:" in message
+            and error <= 1
+        )
 
 
 class Tokens(nn.Module):
@@ -176,7 +198,10 @@ def test_a_model_as_large_as_its_values_need_trains_exactly():
         engine = autopar.parallelize(model, "cpu:1", good, sgd, precision="fp64")
         if size == 11:
             message = refusal(engine.step, bad)
-            assert "'tokens' holds 11 in row 1 at 5" in message and "correct the batch, or make the model as large" in message
+            assert (
+                "'tokens' holds 11 in row 1 at 5" in message
+                and "correct the batch, or make the model as large" in message
+            )
         losses, state = run_steps(engine, [batch] * 3)
         result = train_in_place(model, [batch] * 3)
         assert losses == pytest.approx(result.losses, rel=1e-9) and update_error(result, state) <= 1
@@ -187,7 +212,9 @@ def test_dense_tensors_and_longer_examples_are_taken():
     assert "'x' is a torch.sparse_coo tensor; autopar takes dense ones: pass its dense form" in refusal(
         autopar.plan, made(), "cpu:1", {"x": x.to_sparse()})  # fmt: skip
     assert autopar.plan(made(), "cpu:1", {"x": x.to_sparse().to_dense()}).global_batch == ROWS
-    assert "give an example of the longest length" in refusal(shorter_lengths, {"x": torch.ones(4, 12).long()}, [9, 13])
+    assert "give an example of the longest length" in refusal(
+        shorter_lengths, {"x": torch.ones(4, 12).long()}, [9, 13]
+    )
     assert shorter_lengths({"x": torch.ones(4, 13).long()}, [9, 13]) == [9]
 
 
@@ -201,16 +228,26 @@ def test_a_plan_for_gpus_is_made_for_cpus():
 
 
 def test_a_damaged_plan_is_made_again():
-    make = functools.partial(autopar.plan, made(), "cpu:1", batches()[0], precision="fp64", runnable=True)
+    make = functools.partial(
+        autopar.plan, made(), "cpu:1", batches()[0], precision="fp64", runnable=True
+    )
     block = make().blocks[0]
-    damaged = dataclasses.replace(make(), blocks=(dataclasses.replace(block, ops=dict(list(block.ops.items())[1:])),))
-    assert "lacks op" in (message := refusal(engine_of, None, cluster="cpu:1", plan=damaged)) and "plan again" in message, message
+    damaged = dataclasses.replace(
+        make(), blocks=(dataclasses.replace(block, ops=dict(list(block.ops.items())[1:])),)
+    )
+    assert (
+        "lacks op" in (message := refusal(engine_of, None, cluster="cpu:1", plan=damaged))
+        and "plan again" in message
+    ), message
     assert error_of(engine_of(None, cluster="cpu:1", plan=make())) <= 1
 
 
 def test_the_name_of_a_file_is_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("", "a\0b"):
-        assert "the path of the plan" in (message := refusal(write_text, path, "text", "plan")) and "give the name of a file" in message
+        assert (
+            "the path of the plan" in (message := refusal(write_text, path, "text", "plan"))
+            and "give the name of a file" in message
+        )
     write_text("plan.json", "text", "plan")
     assert read_text("plan.json", "plan") == "text"

@@ -32,7 +32,14 @@ DP2TP2, DP4, EP2 = MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(dp=2, ep=2)
 WHOLE = ("muon", "muon and adamw", "shampoo", "lamb", "lars", "lion", "hooked")
 
 
-def plan_of(name: str, mesh: MeshShape, zero: int = 0, number: int = 1, offload: str = "none", shard: int = 0) -> Plan:
+def plan_of(
+    name: str,
+    mesh: MeshShape,
+    zero: int = 0,
+    number: int = 1,
+    offload: str = "none",
+    shard: int = 0,
+) -> Plan:
     found = case(name)
     if mesh.pp > 1:
         plan = pipelined(name, mesh, "1f1b", (2, 2), number)
@@ -62,10 +69,20 @@ def reference(name: str, optimizer: str, max_grad_norm: float | None = None) -> 
 
 def engine_of(name: str, optimizer: str, text: str, max_grad_norm: float | None = None) -> Engine:
     found = case(name)
-    return Engine(found.model, found.traced, Plan.from_json(text), OPTIMIZERS[optimizer], max_grad_norm, None, "cpu")
+    return Engine(
+        found.model,
+        found.traced,
+        Plan.from_json(text),
+        OPTIMIZERS[optimizer],
+        max_grad_norm,
+        None,
+        "cpu",
+    )
 
 
-def train_under(rank: int, name: str, runs: list[tuple[str, str]], max_grad_norm: float | None = None) -> list[tuple[list[float], dict]]:
+def train_under(
+    rank: int, name: str, runs: list[tuple[str, str]], max_grad_norm: float | None = None
+) -> list[tuple[list[float], dict]]:
     found = []
     for optimizer, text in runs:
         engine = engine_of(name, optimizer, text, max_grad_norm)
@@ -77,7 +94,9 @@ def train_under(rank: int, name: str, runs: list[tuple[str, str]], max_grad_norm
     return found
 
 
-def check(pool, name: str, runs: list[tuple[str, Plan]], max_grad_norm: float | None = None) -> None:
+def check(
+    pool, name: str, runs: list[tuple[str, Plan]], max_grad_norm: float | None = None
+) -> None:
     texts = [(optimizer, plan.to_json()) for optimizer, plan in runs]
     for by_rank in pool.run(train_under, name, texts, max_grad_norm, timeout_s=400):
         for (optimizer, plan), (losses, state) in zip(runs, by_rank, strict=True):
@@ -85,7 +104,9 @@ def check(pool, name: str, runs: list[tuple[str, Plan]], max_grad_norm: float | 
             error = update_error(expected, state)
             assert error <= 1.0, (optimizer, str(plan.mesh), plan.zero, plan.offload, error)
             assert losses == pytest.approx(expected.losses, rel=1e-9)
-            assert (moved(expected) if optimizer != "muon" else distance(expected)) > 0.01  # Muon trains matrices alone
+            assert (
+                moved(expected) if optimizer != "muon" else distance(expected)
+            ) > 0.01  # Muon trains matrices alone
 
 
 def distance(result: Reference) -> float:
@@ -112,12 +133,22 @@ def test_with_clipping_over_both_axes_and_in_groups(pool4):
     plans = [plan_of("gpt-tiny", DP2TP2, 3, 2), plan_of("gpt-tiny", DP2TP2, 1, 1, "optimizer"), plan_of("gpt-tiny", DP4, 2, 1, shard=2),
              plan_of("gpt-tiny", mixed, 0, 2), plan_of("gpt-tiny", MeshShape(cp=2, dp=2), 3)]  # fmt: skip
     check(pool4, "gpt-tiny", [("muon and adamw", plan) for plan in plans], 0.5)
-    assert update_error(reference("gpt-tiny", "muon and adamw"), reference("gpt-tiny", "muon and adamw", 0.5).after) > 1e6
+    assert (
+        update_error(
+            reference("gpt-tiny", "muon and adamw"),
+            reference("gpt-tiny", "muon and adamw", 0.5).after,
+        )
+        > 1e6
+    )
 
 
 @pytest.mark.slow
 def test_batches_of_expert_matrices_are_gathered_over_ep(pool2):
-    runs = [("shampoo", plan_of("moe-tiny", EP2)), ("lamb", plan_of("moe-tiny", EP2, 3)), ("muon", plan_of("moe-tiny", TP2))]
+    runs = [
+        ("shampoo", plan_of("moe-tiny", EP2)),
+        ("lamb", plan_of("moe-tiny", EP2, 3)),
+        ("muon", plan_of("moe-tiny", TP2)),
+    ]
     check(pool2, "moe-tiny", runs)
 
 
@@ -126,29 +157,50 @@ def test_fused_projections_and_tied_weights_are_whole_in_their_own_order(pool4):
     cells = [(optimizer, plan_of("fused", *cell)) for optimizer, cell in
              (("shampoo", (DP2TP2, 3)), ("lamb", (MeshShape(tp=4), 0)), ("muon", (DP2TP2, 1)))]  # fmt: skip
     check(pool4, "fused", cells)
-    assert any(len(cut.pattern.sections) > 1 for cut in pool4.run(patterns, plan_of("fused", DP2TP2).to_json())[0])
+    assert any(
+        len(cut.pattern.sections) > 1
+        for cut in pool4.run(patterns, plan_of("fused", DP2TP2).to_json())[0]
+    )
 
 
 def patterns(rank: int, text: str) -> list:
     engine = engine_of("fused", "adamw", text)
-    return [split for name in engine.parameters.trained for _, split in engine.parameters.splits(name)]
+    return [
+        split for name in engine.parameters.trained for _, split in engine.parameters.splits(name)
+    ]
 
 
 @pytest.mark.slow
 def test_offloaded_masters(pool2):
     plans = [plan_of("llama-tiny", TP2, 0, 1, "optimizer"), plan_of("llama-tiny", DP2, 2, 2, "optimizer"),
              plan_of("llama-tiny", DP2, 3, 1, "parameters"), plan_of("llama-tiny", TP2, 0, 1, "parameters")]  # fmt: skip
-    check(pool2, "llama-tiny", [("lamb", plan) for plan in plans] + [("adafactor", plan) for plan in plans[1:3]])
+    check(
+        pool2,
+        "llama-tiny",
+        [("lamb", plan) for plan in plans] + [("adafactor", plan) for plan in plans[1:3]],
+    )
 
 
 def test_what_looks_at_all_parameters(pool2):
     """Every rank then updates all of them, which no stage of a pipeline has."""
-    check(pool2, "gpt-tiny", [("prodigal", plan_of("gpt-tiny", *cell)) for cell in ((TP2, 0), (DP2, 3, 2), (DP2, 0))])
+    check(
+        pool2,
+        "gpt-tiny",
+        [("prodigal", plan_of("gpt-tiny", *cell)) for cell in ((TP2, 0), (DP2, 3, 2), (DP2, 0))],
+    )
 
 
 REFUSED = {
-    "prodigal": (PP2, 0, r"Prodigal updates a parameter by what it knows of others, which are in other stages"),
-    "langevin": (TP2, 0, r"Langevin draws random numbers, so that copies of a parameter would part"),
+    "prodigal": (
+        PP2,
+        0,
+        r"Prodigal updates a parameter by what it knows of others, which are in other stages",
+    ),
+    "langevin": (
+        TP2,
+        0,
+        r"Langevin draws random numbers, so that copies of a parameter would part",
+    ),
     "gathers": (DP2, 1, r"Gathers talks to other ranks in its step"),
     "eager": (TP2, 0, r"Eager does not step on small matrices as a trial \(.*"),
 }
@@ -159,13 +211,23 @@ def test_what_cannot_be_exact_is_refused(pool2, optimizer):
     mesh, zero, message = REFUSED[optimizer]
     advice = r".*, and the plan \(.*\) parts the parameters of the model: pin pp=1, tp=1, ep=1 and zero=0, under which every rank"
     with pytest.raises(AutoparError, match=message + advice):
-        pool2.run(train_under, "gpt-tiny", [(optimizer, plan_of("gpt-tiny", mesh, zero, 2).to_json())])
+        pool2.run(
+            train_under, "gpt-tiny", [(optimizer, plan_of("gpt-tiny", mesh, zero, 2).to_json())]
+        )
 
 
 def test_the_advice_of_the_refusals_is_exact(pool2):
-    check(pool2, "gpt-tiny", [(optimizer, plan_of("gpt-tiny", DP2)) for optimizer in ("prodigal", "gathers", "eager")])
-    one, other = pool2.run(train_under, "gpt-tiny", [("langevin", plan_of("gpt-tiny", DP2).to_json())])
-    assert one[0][0] == other[0][0] and all(torch.equal(value, other[0][1][name]) for name, value in one[0][1].items())
+    check(
+        pool2,
+        "gpt-tiny",
+        [(optimizer, plan_of("gpt-tiny", DP2)) for optimizer in ("prodigal", "gathers", "eager")],
+    )
+    one, other = pool2.run(
+        train_under, "gpt-tiny", [("langevin", plan_of("gpt-tiny", DP2).to_json())]
+    )
+    assert one[0][0] == other[0][0] and all(
+        torch.equal(value, other[0][1][name]) for name, value in one[0][1].items()
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- which is which
@@ -174,7 +236,10 @@ def test_the_advice_of_the_refusals_is_exact(pool2):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_habits(optimizer):
     """And the trial changes neither the optimizer, nor its parameters, nor what is drawn next."""
-    parameters = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((9, 7), (3, 8), (7,), (7,), (2, 5, 6))]
+    parameters = [
+        nn.Parameter(torch.randn(shape, dtype=torch.float64))
+        for shape in ((9, 7), (3, 8), (7,), (7,), (2, 5, 6))
+    ]
     own, before = OPTIMIZERS[optimizer](parameters), copy.deepcopy(parameters)
     torch.manual_seed(5)
     habits = habits_of(own)
@@ -183,11 +248,18 @@ def test_habits(optimizer):
     assert not any(own.state.values()) and all(p.grad is None for p in parameters)
     assert habits.couples is (optimizer == "prodigal")
     words = {"langevin": "draws random", "eager": "does not step on small"}
-    assert habits.obstacle.startswith(words.get(optimizer, "")) and bool(habits.obstacle) is (optimizer in words)
+    assert habits.obstacle.startswith(words.get(optimizer, "")) and bool(habits.obstacle) is (
+        optimizer in words
+    )
 
 
 def test_owners_share_alike():
-    wholes = WholeMatrices({axis: AxisGroup(axis, size, simulate=True) for axis, size in {"dp": 2, "ep": 1, "cp": 1, "tp": 2}.items()})
+    wholes = WholeMatrices(
+        {
+            axis: AxisGroup(axis, size, simulate=True)
+            for axis, size in {"dp": 2, "ep": 1, "cp": 1, "tp": 2}.items()
+        }
+    )
     sizes = {f"w{k}": Cutting((k + 3, 5), (k + 3, 5), (), Share()) for k in range(40)}
     wholes.choose(sizes, everywhere=False)
     total = sum((k + 3) * 5 for k in range(40))
@@ -209,7 +281,10 @@ def held_by(rank: int, text: str) -> tuple[int, int, int]:
 def test_each_rank_holds_its_share(pool2):
     ranks = pool2.run(held_by, plan_of("gpt-tiny", DP2, 3).to_json())
     whole = ranks[0][2]
-    assert sum(masters for masters, _, _ in ranks) <= whole and max(masters for masters, _, _ in ranks) < 0.65 * whole
+    assert (
+        sum(masters for masters, _, _ in ranks) <= whole
+        and max(masters for masters, _, _ in ranks) < 0.65 * whole
+    )
     assert all(state <= 1.5 * masters for masters, state, _ in ranks)
 
 
@@ -220,7 +295,15 @@ def half_steps(rank: int, texts: list[str]) -> list[tuple[list[float], dict]]:
     found = []
     for text in texts:
         plan = Plan.from_json(text)
-        engine = Engine(half_model(), half_traced(plan.precision)[0], plan, OPTIMIZERS["lamb"], None, None, "cpu")
+        engine = Engine(
+            half_model(),
+            half_traced(plan.precision)[0],
+            plan,
+            OPTIMIZERS["lamb"],
+            None,
+            None,
+            "cpu",
+        )
         losses = [float(engine.step(engine.local_batch(batch))) for batch in half_batches()]
         found.append((losses, engine.full_state_dict()))
     return found
@@ -230,10 +313,15 @@ def half_steps(rank: int, texts: list[str]) -> list[tuple[list[float], dict]]:
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_master_weights_of_half_precision(pool2, precision):
     """The masters of the owners are fp32: near one process of the same recipe, which updates whole masters."""
-    solved = {mesh: replace(solved_plan(*half_traced(precision), setting(mesh)), precision=precision) for mesh in (ONE, TP2, DP2)}
+    solved = {
+        mesh: replace(solved_plan(*half_traced(precision), setting(mesh)), precision=precision)
+        for mesh in (ONE, TP2, DP2)
+    }
     [(losses, expected)] = half_steps(0, [solved[ONE].to_json()])
     before = half_model().state_dict()
-    for by_rank in pool2.run(half_steps, [solved[TP2].to_json(), replace(solved[DP2], zero=3).to_json()]):
+    for by_rank in pool2.run(
+        half_steps, [solved[TP2].to_json(), replace(solved[DP2], zero=3).to_json()]
+    ):
         for own_losses, state in by_rank:
             assert {value.dtype for value in state.values()} == {torch.float32}
             assert own_losses == pytest.approx(losses, rel=3e-3)
@@ -267,7 +355,10 @@ def test_checkpoints_load_under_other_plans(pool2, tmp_path, optimizer, source, 
     """State of the shape of no parameter (Shampoo's) too, on two processes and on one."""
     first = pool2.run(saved, optimizer, plan_of("gpt-tiny", *source).to_json(), str(tmp_path))
     before, expected = case("gpt-tiny").model.state_dict(), first[0][1]
-    found = [pool2.run(loaded, optimizer, plan_of("gpt-tiny", *cell).to_json(), str(tmp_path))[1] for cell in targets]
+    found = [
+        pool2.run(loaded, optimizer, plan_of("gpt-tiny", *cell).to_json(), str(tmp_path))[1]
+        for cell in targets
+    ]
     found.append(loaded(0, optimizer, plan_of("gpt-tiny", ONE).to_json(), str(tmp_path)))
     for state in found:
         assert update_error(Reference([], before, expected), state) <= 1.0

@@ -8,7 +8,19 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import Reference, case, engine_for, reference, run_steps, setting, sgd, solved_plan, token_batches, train, update_error
+from exactness import (
+    Reference,
+    case,
+    engine_for,
+    reference,
+    run_steps,
+    setting,
+    sgd,
+    solved_plan,
+    token_batches,
+    train,
+    update_error,
+)
 from torch import Tensor, nn
 
 from autopar.annotate.annotator import Annotator
@@ -19,10 +31,17 @@ from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
 from autopar.runtime.state.parameters import Parameters
 
-DP4, TP2DP2, EP2, CP2DP2 = MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape(dp=4, ep=2), MeshShape(dp=2, cp=2)
+DP4, TP2DP2, EP2, CP2DP2 = (
+    MeshShape(dp=4),
+    MeshShape(dp=2, tp=2),
+    MeshShape(dp=4, ep=2),
+    MeshShape(dp=2, cp=2),
+)
 
 
-def plans_for(name: str, meshes: tuple[MeshShape, ...], zeros=(1, 2, 3), cuts=(1, 2), recompute: str = "none") -> list[Plan]:
+def plans_for(
+    name: str, meshes: tuple[MeshShape, ...], zeros=(1, 2, 3), cuts=(1, 2), recompute: str = "none"
+) -> list[Plan]:
     found = case(name)
     plans = []
     for mesh in meshes:
@@ -32,15 +51,24 @@ def plans_for(name: str, meshes: tuple[MeshShape, ...], zeros=(1, 2, 3), cuts=(1
     return plans
 
 
-def trained(rank: int, name: str, texts: list[str], max_grad_norm: float | None = None) -> list[tuple[list[float], dict[str, Tensor]]]:
-    return [run_steps(engine_for(name, Plan.from_json(text), max_grad_norm), case(name).batches) for text in texts]
+def trained(
+    rank: int, name: str, texts: list[str], max_grad_norm: float | None = None
+) -> list[tuple[list[float], dict[str, Tensor]]]:
+    return [
+        run_steps(engine_for(name, Plan.from_json(text), max_grad_norm), case(name).batches)
+        for text in texts
+    ]
 
 
 def check(pool, result, name: str, plans: list[Plan], max_grad_norm: float | None = None) -> None:
-    for by_rank in pool.run(trained, name, [plan.to_json() for plan in plans], max_grad_norm, timeout_s=300):
+    for by_rank in pool.run(
+        trained, name, [plan.to_json() for plan in plans], max_grad_norm, timeout_s=300
+    ):
         for plan, (losses, state) in zip(plans, by_rank, strict=True):
             error = update_error(result, state)
-            assert error <= 1.0, f"zero={plan.zero} {plan.mesh} x{plan.num_microbatches}: update error {error:g} times the tolerance"
+            assert error <= 1.0, (
+                f"zero={plan.zero} {plan.mesh} x{plan.num_microbatches}: update error {error:g} times the tolerance"
+            )
             assert losses == pytest.approx(result.losses, abs=1e-9, rel=1e-9)
 
 
@@ -58,7 +86,12 @@ def test_every_stage_on_every_mesh(pool4, name):
     ("moe-tiny", ((EP2, 3, 1),)),
 ])  # fmt: skip
 def test_every_stage_is_exact(pool4, name, cells):
-    check(pool4, reference(name), name, [plan for mesh, zero, cut in cells for plan in plans_for(name, (mesh,), (zero,), (cut,))])
+    check(
+        pool4,
+        reference(name),
+        name,
+        [plan for mesh, zero, cut in cells for plan in plans_for(name, (mesh,), (zero,), (cut,))],
+    )
 
 
 @pytest.mark.slow  # test_composed.py clips too
@@ -66,12 +99,19 @@ def test_clipping(pool4):
     found = case("gpt-tiny")
     result = train(found.model, found.batches, max_grad_norm=0.05)
     assert update_error(result, reference("gpt-tiny").after) > 1e6, "the limit must bite"
-    check(pool4, result, "gpt-tiny", plans_for("gpt-tiny", (TP2DP2,), zeros=(1, 3), cuts=(2,)), 0.05)
+    check(
+        pool4, result, "gpt-tiny", plans_for("gpt-tiny", (TP2DP2,), zeros=(1, 3), cuts=(2,)), 0.05
+    )
 
 
 @pytest.mark.slow  # test_composed.py has every mode
 def test_recompute(pool4):
-    check(pool4, reference("llama-tiny"), "llama-tiny", plans_for("llama-tiny", (TP2DP2,), (2, 3), (2,), recompute="full"))
+    check(
+        pool4,
+        reference("llama-tiny"),
+        "llama-tiny",
+        plans_for("llama-tiny", (TP2DP2,), (2, 3), (2,), recompute="full"),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- parameters that are not alike
@@ -103,11 +143,15 @@ class OddBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(10, 7), nn.Linear(7, 10, bias=False)
-        self.gain, self.small, self.fixed = (nn.Parameter(torch.randn(size)) for size in ((), (3, 1), (10,)))
+        self.gain, self.small, self.fixed = (
+            nn.Parameter(torch.randn(size)) for size in ((), (3, 1), (10,))
+        )
         self.fixed.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x * self.fixed))) * self.gain + self.small.pow(2).sum()
+        return (
+            x + self.down(torch.tanh(self.up(x * self.fixed))) * self.gain + self.small.pow(2).sum()
+        )
 
 
 def odd() -> nn.Module:
@@ -132,7 +176,12 @@ def by_ndim(make):
 
     def factory(params):
         params = list(params)
-        return make([{"params": [p for p in params if p.dim() >= 2]}, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}])
+        return make(
+            [
+                {"params": [p for p in params if p.dim() >= 2]},
+                {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+            ]
+        )
 
     return factory
 
@@ -148,14 +197,22 @@ OPTIMIZERS = {
 def train_odd(rank: int, optimizer: str, texts: list[str], ahead: bool = False) -> list:
     traced, found = traced_odd()[0], []
     for text in texts:
-        engine = Engine(odd(), traced, Plan.from_json(text), OPTIMIZERS[optimizer], None, None, "cpu")
+        engine = Engine(
+            odd(), traced, Plan.from_json(text), OPTIMIZERS[optimizer], None, None, "cpu"
+        )
         engine.parameters.gathering.ahead |= ahead
         schedule = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.7)
         losses = []
         for batch in token_batches(9):
             losses.append(float(engine.step(engine.local_batch(batch))))
             schedule.step()
-        found.append((losses, [float(engine.eval_step(engine.local_batch(b))) for b in token_batches(9)], engine.full_state_dict()))
+        found.append(
+            (
+                losses,
+                [float(engine.eval_step(engine.local_batch(b))) for b in token_batches(9)],
+                engine.full_state_dict(),
+            )
+        )
     return found
 
 
@@ -173,30 +230,57 @@ def reference_odd(optimizer: str):
         schedule.step()
         losses.append(loss.item())
     evaluated = [model(**batch).item() for batch in token_batches(9)]
-    return losses, evaluated, Reference(losses, before, {k: v.clone() for k, v in model.state_dict().items()})
+    return (
+        losses,
+        evaluated,
+        Reference(losses, before, {k: v.clone() for k, v in model.state_dict().items()}),
+    )
 
 
 def check_odd(pool, optimizer: str, plans: list[Plan], ahead: bool = False) -> None:
     losses, evaluated, result = reference_odd(optimizer)
-    for by_rank in pool.run(train_odd, optimizer, [plan.to_json() for plan in plans], ahead, timeout_s=300):
+    for by_rank in pool.run(
+        train_odd, optimizer, [plan.to_json() for plan in plans], ahead, timeout_s=300
+    ):
         for plan, (own_losses, own_evaluated, state) in zip(plans, by_rank, strict=True):
-            assert update_error(result, state) <= 1.0, (optimizer, plan.zero, str(plan.mesh), update_error(result, state))
-            assert own_losses == pytest.approx(losses, rel=1e-9) and own_evaluated == pytest.approx(evaluated, rel=1e-9)
+            assert update_error(result, state) <= 1.0, (
+                optimizer,
+                plan.zero,
+                str(plan.mesh),
+                update_error(result, state),
+            )
+            assert own_losses == pytest.approx(losses, rel=1e-9) and own_evaluated == pytest.approx(
+                evaluated, rel=1e-9
+            )
 
 
-@pytest.mark.parametrize("optimizer, mesh, zeros", [("adamw", TP2DP2, (1, 3)), ("adam", DP4, (2,)), ("adafactor", TP2DP2, (3,))])
+@pytest.mark.parametrize(
+    "optimizer, mesh, zeros",
+    [("adamw", TP2DP2, (1, 3)), ("adam", DP4, (2,)), ("adafactor", TP2DP2, (3,))],
+)
 def test_odd_parameters_and_optimizers(pool4, optimizer, mesh, zeros):
     check_odd(pool4, optimizer, odd_plans((mesh,), zeros))
 
 
 def fused_step(rank: int, text: str) -> None:
     found = case("llama-tiny")
-    engine = Engine(found.model, found.traced, Plan.from_json(text), lambda p: torch.optim.SGD(p, 0.1, fused=True), None, None, "cpu")
+    engine = Engine(
+        found.model,
+        found.traced,
+        Plan.from_json(text),
+        lambda p: torch.optim.SGD(p, 0.1, fused=True),
+        None,
+        None,
+        "cpu",
+    )
     engine.step(engine.local_batch(found.batches[0]))
 
 
 def test_an_op_that_torch_lacks_for_shards_is_named(pool2):
-    with pytest.raises(AutoparError, match=r"SGD steps by aten\._fused_sgd_.* these are sharded: use SGD without fused=True"):
+    with pytest.raises(
+        AutoparError,
+        match=r"SGD steps by aten\._fused_sgd_.* these are sharded: use SGD without fused=True",
+    ):
         pool2.run(fused_step, plans_for("llama-tiny", (MeshShape(tp=2),), (0,), (1,))[0].to_json())
 
 
@@ -214,14 +298,20 @@ FACTORIES = {
 
 def refused_step(rank: int, text: str, words: str) -> None:
     found = case("llama-tiny")
-    engine = Engine(found.model, found.traced, Plan.from_json(text), FACTORIES[words], None, None, "cpu")
+    engine = Engine(
+        found.model, found.traced, Plan.from_json(text), FACTORIES[words], None, None, "cpu"
+    )
     engine.step(engine.local_batch(found.batches[0]))
 
 
 @pytest.mark.parametrize("words", FACTORIES)
 def test_factories_of_no_use_are_refused(pool2, words):
     with pytest.raises(AutoparError, match=words):
-        pool2.run(refused_step, plans_for("llama-tiny", (MeshShape(tp=2),), (0,), (1,))[0].to_json(), words)
+        pool2.run(
+            refused_step,
+            plans_for("llama-tiny", (MeshShape(tp=2),), (0,), (1,))[0].to_json(),
+            words,
+        )
 
 
 @pytest.mark.slow
@@ -233,7 +323,12 @@ def test_odd_parameters_in_every_stage(pool4, optimizer):
 
 def test_gathering_ahead_with_recompute(pool4):
     """What GPUs do: the next segment travels while one computes."""
-    check_odd(pool4, "sgd", odd_plans((DP4,), zeros=(3,)) + odd_plans((DP4,), zeros=(3,), cut=1, recompute="full"), ahead=True)
+    check_odd(
+        pool4,
+        "sgd",
+        odd_plans((DP4,), zeros=(3,)) + odd_plans((DP4,), zeros=(3,), cut=1, recompute="full"),
+        ahead=True,
+    )
 
 
 def train_once_a_step(rank: int, texts: list[str]) -> list:
@@ -247,7 +342,11 @@ def train_once_a_step(rank: int, texts: list[str]) -> list:
 
 def test_sending_once_a_step(pool4):
     losses, evaluated, result = reference_odd("sgd")
-    for by_rank in pool4.run(train_once_a_step, [plan.to_json() for plan in odd_plans((DP4,), zeros=(2, 3))]):
+    for by_rank in pool4.run(
+        train_once_a_step, [plan.to_json() for plan in odd_plans((DP4,), zeros=(2, 3))]
+    ):
         for own_losses, own_evaluated, state in by_rank:
             assert update_error(result, state) <= 1.0
-            assert own_losses == pytest.approx(losses, rel=1e-9) and own_evaluated == pytest.approx(evaluated, rel=1e-9)
+            assert own_losses == pytest.approx(losses, rel=1e-9) and own_evaluated == pytest.approx(
+                evaluated, rel=1e-9
+            )

@@ -30,7 +30,9 @@ def plan_of(stage: int, cut: int, mesh: MeshShape = MeshShape(dp=4)) -> Plan:  #
     return replace(solved_plan(found.traced, found.annotator, setting(mesh, cut)), zero=stage)
 
 
-def engine_of(plan: Plan, optimizer=lambda params: torch.optim.SGD(params, 0.5, momentum=0.9)) -> Engine:
+def engine_of(
+    plan: Plan, optimizer=lambda params: torch.optim.SGD(params, 0.5, momentum=0.9)
+) -> Engine:
     return Engine(case(NAME).model, case(NAME).traced, plan, optimizer, None, None, "cpu")
 
 
@@ -46,15 +48,26 @@ def local(tensor):
 def observe(rank: int, texts: list[str]) -> list[tuple[Counter, dict[str, int]]]:
     found = []
     for text in texts:
-        engine, calls, held = engine_of(Plan.from_json(text), lambda p: torch.optim.Adam(p, 0.01)), Counter(), {}
+        engine, calls, held = (
+            engine_of(Plan.from_json(text), lambda p: torch.optim.Adam(p, 0.01)),
+            Counter(),
+            {},
+        )
         batch = engine.local_batch(case(NAME).batches[0])
         engine.step(batch)  # the optimizer makes its state
         update = engine._update
 
         def measured(engine=engine, held=held, update=update):
             held["gradients"] = storage_bytes(engine._gradients().values())
-            held["parameters"] = storage_bytes([t for p in engine.parameters.trained.values() for t in (p.leaf, p.own)])
-            states = [s for state in engine.optimizer.state.values() for key, s in state.items() if key != "step"]
+            held["parameters"] = storage_bytes(
+                [t for p in engine.parameters.trained.values() for t in (p.leaf, p.own)]
+            )
+            states = [
+                s
+                for state in engine.optimizer.state.values()
+                for key, s in state.items()
+                if key != "step"
+            ]
             held["optimizer"] = storage_bytes(local(s) for s in states)
             update()
 
@@ -91,10 +104,19 @@ def test_every_cell_of_the_table(pool4):
     trained = [spec for spec in case(NAME).traced.parameters.values() if spec.trainable]
     for by_rank in pool4.run(observe, [plan_of(*cell).to_json() for cell in cells], timeout_s=300):
         for (stage, cut), (calls, held) in zip(cells, by_rank, strict=True):
-            assert calls == {f"{kind} of 4": count for kind, count in COLLECTIVES[stage](cut).items()}, (stage, cut, calls)
-            predicted = [static_bytes(torch.Size(spec.shape).numel(), "fp64", stage, 4) for spec in trained]
+            assert calls == {
+                f"{kind} of 4": count for kind, count in COLLECTIVES[stage](cut).items()
+            }, (stage, cut, calls)
+            predicted = [
+                static_bytes(torch.Size(spec.shape).numel(), "fp64", stage, 4) for spec in trained
+            ]
             for what in ("parameters", "gradients", "optimizer"):
-                assert held[what] == sum(getattr(p, what) for p in predicted), (stage, cut, what, held)
+                assert held[what] == sum(getattr(p, what) for p in predicted), (
+                    stage,
+                    cut,
+                    what,
+                    held,
+                )
 
 
 # ------------------------------------------------------------------------------------------------------------------------- mutants
@@ -106,7 +128,10 @@ def forget_a_part(engine: Engine) -> None:
 
     def gather(names):
         ones = [engine.parameters.trained[name] for name in names]
-        found = [whole.reshape(one.leaf.shape).clone() for one, whole in zip(ones, real(names).wait(), strict=True)]
+        found = [
+            whole.reshape(one.leaf.shape).clone()
+            for one, whole in zip(ones, real(names).wait(), strict=True)
+        ]
         for one, whole in zip(ones, found, strict=True):
             if whole.dim() == 2 and engine.rank != 1:
                 whole.chunk(4, one.share.dim)[1].zero_()
@@ -126,7 +151,8 @@ def skip_reduce_scatter(engine: Engine) -> None:
     """Each rank keeps its part of its own gradient."""
     shares = engine.parameters._shares
     engine.parameters._scatter = lambda names, grads: Arrived(
-        shares[name].part(grad, engine.axes).clone() for name, grad in zip(names, grads, strict=True)
+        shares[name].part(grad, engine.axes).clone()
+        for name, grad in zip(names, grads, strict=True)
     )
 
 
@@ -148,7 +174,13 @@ def turn_ranks(engine: Engine) -> None:
 
     def scatter(names, grads):
         own = [shares[name] for name in names]
-        return real(names, [g.roll(s.split("dp").size // 4, s.dim) if s.cuts else g for g, s in zip(grads, own, strict=True)])
+        return real(
+            names,
+            [
+                g.roll(s.split("dp").size // 4, s.dim) if s.cuts else g
+                for g, s in zip(grads, own, strict=True)
+            ],
+        )
 
     engine.parameters._scatter = scatter
 
@@ -180,4 +212,7 @@ def test_mutants_are_caught(pool4, kind):
     _, stages, cut, mesh = MUTANTS[kind]
     for stage in stages:
         results = pool4.run(train_mutant, kind, plan_of(stage, cut, mesh).to_json())
-        assert max(update_error(reference(NAME), state) for _, state in results) > 1e3, (kind, stage)
+        assert max(update_error(reference(NAME), state) for _, state in results) > 1e3, (
+            kind,
+            stage,
+        )

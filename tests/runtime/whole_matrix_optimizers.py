@@ -27,7 +27,9 @@ class Own(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.sub_(self.direction(parameter, self.state[parameter], group), alpha=group["lr"])
+                    parameter.sub_(
+                        self.direction(parameter, self.state[parameter], group), alpha=group["lr"]
+                    )
 
     def direction(self, parameter: Tensor, state: dict, group: dict) -> Tensor:
         raise NotImplementedError
@@ -47,7 +49,9 @@ class Lamb(Own):
     """Adam's direction, as long as the parameter (You et al. 2020)."""
 
     def direction(self, parameter: Tensor, state: dict, group: dict) -> Tensor:
-        first, second = (state.setdefault(key, torch.zeros_like(parameter)) for key in ("first", "second"))
+        first, second = (
+            state.setdefault(key, torch.zeros_like(parameter)) for key in ("first", "second")
+        )
         first.lerp_(parameter.grad, 0.1), second.lerp_(parameter.grad.square(), 0.01)
         found = first / (second.sqrt() + FLOOR)
         return found * (parameter.norm() / (found.norm() + FLOOR))
@@ -75,7 +79,11 @@ class Shampoo(Own):
             return grad
         state["steps"] = state.get("steps", 0) + 1
         for key, moment in (("rows", grad @ grad.mT), ("columns", grad.mT @ grad)):
-            state[key] = state[key] + moment if key in state else moment + FLOOR * torch.eye(moment.shape[-1], dtype=grad.dtype)
+            state[key] = (
+                state[key] + moment
+                if key in state
+                else moment + FLOOR * torch.eye(moment.shape[-1], dtype=grad.dtype)
+            )
         if state["steps"] < 3:
             return grad
         return _root(state["rows"]) @ grad @ _root(state["columns"])
@@ -90,7 +98,12 @@ class Prodigal(Own):
     """One step size for all parameters, from all their gradients, kept in the first group (as D-Adaptation and Prodigy do)."""
 
     def step(self, closure: Callable | None = None) -> None:
-        norms = [p.grad.norm() ** 2 for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms = [
+            p.grad.norm() ** 2
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         first = self.param_groups[0]
         first["total"] = first.get("total", 0.0) + float(sum(norms))
         super().step()
@@ -137,7 +150,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Tensor]) -> None:
         params = list(params)
         matrices, others = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
-        super().__init__([{"params": matrices, "lr": 0.05, "orthogonal": True}, {"params": others, "lr": 0.02, "orthogonal": False}], {})
+        super().__init__(
+            [
+                {"params": matrices, "lr": 0.05, "orthogonal": True},
+                {"params": others, "lr": 0.02, "orthogonal": False},
+            ],
+            {},
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
@@ -146,14 +165,18 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
-                average = state.setdefault("average", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                average = state.setdefault("average", torch.zeros_like(parameter)).lerp_(
+                    parameter.grad, 0.1
+                )
                 if group["orthogonal"]:
                     change = average / (average.norm() + FLOOR)
                     for _ in range(5):
                         change = 1.5 * change - 0.5 * change @ change.mT @ change
                     change = change * max(1, parameter.shape[0] / parameter.shape[1]) ** 0.5
                 else:
-                    square = state.setdefault("square", torch.zeros_like(parameter)).lerp_(parameter.grad.square(), 0.01)
+                    square = state.setdefault("square", torch.zeros_like(parameter)).lerp_(
+                        parameter.grad.square(), 0.01
+                    )
                     change = average / (square.sqrt() + FLOOR)
                 parameter.sub_(change, alpha=group["lr"])
 
@@ -182,7 +205,12 @@ def by_dims(make: Callable) -> Callable:
 
     def factory(params: Iterable[Tensor]) -> torch.optim.Optimizer:
         params = list(params)
-        return make([{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}, {"params": [p for p in params if p.dim() < 2]}])
+        return make(
+            [
+                {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+                {"params": [p for p in params if p.dim() < 2]},
+            ]
+        )
 
     return factory
 

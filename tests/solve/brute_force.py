@@ -10,7 +10,9 @@ from autopar.solve.costs.placement_cost import Choices, InconsistentPlacement, P
 from autopar.solve.integer_program.placement_solver import Infeasible, Solution
 
 
-def brute_force(model: AnnotatedModel, capacity_bytes: int | None, max_combinations: int = 1_000_000) -> Solution | Infeasible:
+def brute_force(
+    model: AnnotatedModel, capacity_bytes: int | None, max_combinations: int = 1_000_000
+) -> Solution | Infeasible:
     """The fastest placement that fits, as `solve_placement` returns it.  Raises ValueError above `max_combinations`."""
     start = time.perf_counter()
     best: tuple[Priced, Choices] | None = None
@@ -30,7 +32,15 @@ def brute_force(model: AnnotatedModel, capacity_bytes: int | None, max_combinati
         return Infeasible("layouts", "no choice of layouts is consistent", took_s, float("inf"))
     if best is None:
         needed = smallest[0].memory_bytes
-        return Infeasible("memory", f"the smallest placement needs {needed} bytes", took_s, float("inf"), needed, needed, smallest[1])
+        return Infeasible(
+            "memory",
+            f"the smallest placement needs {needed} bytes",
+            took_s,
+            float("inf"),
+            needed,
+            needed,
+            smallest[1],
+        )
     return Solution("optimal", best[1], best[0], best[0].time_s, took_s, "brute force")
 
 
@@ -41,7 +51,9 @@ def combinations(model: AnnotatedModel, max_combinations: int = 1_000_000):
     for _, op in ops:
         count *= len(op.strategies)
     if count > max_combinations:
-        raise ValueError(f"{count} combinations of strategies; brute force stops at {max_combinations}")
+        raise ValueError(
+            f"{count} combinations of strategies; brute force stops at {max_combinations}"
+        )
     for strategies in product(*(op.strategies for _, op in ops)):
         choices: Choices = tuple({} for _ in model.classes)
         for (c, op), strategy in zip(ops, strategies, strict=True):

@@ -8,7 +8,16 @@ from dataclasses import replace
 
 from random_instances import borrowed
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, AnnotatedValue, BoundaryEdge, Conversion, Saved, Strategy
+from autopar.ir.annotated import (
+    AnnotatedBlock,
+    AnnotatedModel,
+    AnnotatedOp,
+    AnnotatedValue,
+    BoundaryEdge,
+    Conversion,
+    Saved,
+    Strategy,
+)
 from autopar.ir.sharding import RP, P, R, S
 
 LAYOUTS = (R, RP, P, S(0), S(1))
@@ -20,22 +29,42 @@ def random_model(seed: int, max_combinations: int = 1200) -> AnnotatedModel:
     budget = [max_combinations]
     palette = rng.sample(LAYOUTS, rng.randint(2, 4))
     forbid = rng.choice([0.0, 0.0, 0.1, 0.3])
-    classes = tuple(_random_block(rng, number, palette, forbid, budget) for number in range(rng.randint(2, 3)))
+    classes = tuple(
+        _random_block(rng, number, palette, forbid, budget) for number in range(rng.randint(2, 3))
+    )
     edges = []
     for _ in range(rng.randint(1, 4)):
         source, target = rng.randrange(len(classes)), rng.randrange(len(classes))
-        edges.append(BoundaryEdge(source, rng.randrange(len(classes[source].outputs)), target, rng.randrange(len(classes[target].inputs)),
-                                  rng.randint(0, 5), _conversions(rng, palette, forbid)))
-    parameters = [(c, op.name) for c, block in enumerate(classes) for op in block.ops if op.kind == "parameter"]
+        edges.append(
+            BoundaryEdge(
+                source,
+                rng.randrange(len(classes[source].outputs)),
+                target,
+                rng.randrange(len(classes[target].inputs)),
+                rng.randint(0, 5),
+                _conversions(rng, palette, forbid),
+            )
+        )
+    parameters = [
+        (c, op.name)
+        for c, block in enumerate(classes)
+        for op in block.ops
+        if op.kind == "parameter"
+    ]
     rng.shuffle(parameters)
     tied = rng.random() < 0.5 and len(parameters) > 1
     ties = (tuple(parameters[: rng.randint(2, len(parameters))]),) if tied else ()
     for index, name in (member for group in ties for member in group[1:]):
-        classes = tuple(borrowing(block, name) if place == index else block for place, block in enumerate(classes))
+        classes = tuple(
+            borrowing(block, name) if place == index else block
+            for place, block in enumerate(classes)
+        )
     classes = tuple(replace(block, workspace_bytes=rng.choice([0, 15, 40])) for block in classes)
     once = [index for index, block in enumerate(classes) if block.count == 1]
     last = rng.choice([*once, None])
-    return AnnotatedModel(classes, tuple(edges), ties, rng.randint(1, 4), _seconds(rng), rng.randint(0, 50), last=last)
+    return AnnotatedModel(
+        classes, tuple(edges), ties, rng.randint(1, 4), _seconds(rng), rng.randint(0, 50), last=last
+    )
 
 
 def borrowing(block: AnnotatedBlock, name: str) -> AnnotatedBlock:
@@ -48,10 +77,17 @@ def _seconds(rng: random.Random) -> float:
 
 
 def _conversions(rng: random.Random, palette: list, forbid: float) -> dict:
-    return {(a, d): Conversion(_seconds(rng), _seconds(rng)) for a in palette for d in palette if a != d and rng.random() >= forbid}
+    return {
+        (a, d): Conversion(_seconds(rng), _seconds(rng))
+        for a in palette
+        for d in palette
+        if a != d and rng.random() >= forbid
+    }
 
 
-def _random_block(rng: random.Random, number: int, palette: list, forbid: float, budget: list[int]) -> AnnotatedBlock:
+def _random_block(
+    rng: random.Random, number: int, palette: list, forbid: float, budget: list[int]
+) -> AnnotatedBlock:
     keys = [f"k{i}" for i in range(3)]
     values, ops, available = {}, [], []
 
@@ -63,9 +99,21 @@ def _random_block(rng: random.Random, number: int, palette: list, forbid: float,
         wanted = min(rng.choice([1, 2, 2, 3]), budget[0])
         budget[0] //= wanted
         for index in range(wanted):
-            saved = tuple(Saved(rng.choice(keys), rng.randint(0, 30)) for _ in range(rng.randint(0, 2)))
-            strategies.append(Strategy(f"s{index}", tuple(rng.choice(palette) for _ in inputs), tuple(rng.choice(palette) for _ in outputs),
-                                       _seconds(rng), _seconds(rng), _seconds(rng), rng.randint(0, 40), saved))
+            saved = tuple(
+                Saved(rng.choice(keys), rng.randint(0, 30)) for _ in range(rng.randint(0, 2))
+            )
+            strategies.append(
+                Strategy(
+                    f"s{index}",
+                    tuple(rng.choice(palette) for _ in inputs),
+                    tuple(rng.choice(palette) for _ in outputs),
+                    _seconds(rng),
+                    _seconds(rng),
+                    _seconds(rng),
+                    rng.randint(0, 40),
+                    saved,
+                )
+            )
         ops.append(AnnotatedOp(name, kind, "aten.some", inputs, outputs, tuple(strategies)))
         for value in outputs:
             values[value] = AnnotatedValue(value, 8, _conversions(rng, palette, forbid))
@@ -73,16 +121,38 @@ def _random_block(rng: random.Random, number: int, palette: list, forbid: float,
 
     add("input", 0, 1)
     for kind in rng.sample(["input", "parameter", "op", "op"], rng.randint(0, 3)):
-        add(kind, rng.randint(1, 3) if kind == "op" else 0, rng.choice([1, 1, 2]) if kind == "op" else 1)
+        add(
+            kind,
+            rng.randint(1, 3) if kind == "op" else 0,
+            rng.choice([1, 1, 2]) if kind == "op" else 1,
+        )
     add("output", 1, 0)
     inputs = tuple(op.name for op in ops if op.kind == "input")
     sizes = {name: {layout: rng.randint(0, 20) for layout in palette} for name in inputs}
     outputs = tuple(op.name for op in ops if op.kind == "output")
-    return AnnotatedBlock(f"block{number}", rng.randint(1, 4), tuple(ops), values, inputs, outputs, rng.random() < 0.4, sizes)
+    return AnnotatedBlock(
+        f"block{number}",
+        rng.randint(1, 4),
+        tuple(ops),
+        values,
+        inputs,
+        outputs,
+        rng.random() < 0.4,
+        sizes,
+    )
 
 
-def transformer(tp: int = 8, layers: int = 32, hidden: int = 4096, ffn: int = 14336, tokens: int = 8192, vocab: int = 128256,
-                num_microbatches: int = 8, recompute: bool = False, jitter: int | None = None) -> AnnotatedModel:
+def transformer(
+    tp: int = 8,
+    layers: int = 32,
+    hidden: int = 4096,
+    ffn: int = 14336,
+    tokens: int = 8192,
+    vocab: int = 128256,
+    num_microbatches: int = 8,
+    recompute: bool = False,
+    jitter: int | None = None,
+) -> AnnotatedModel:
     """Prologue, `layers` decoder blocks of about 50 ops with up to 6 strategies each, epilogue; H100-like costs."""
     rng = random.Random(jitter) if jitter is not None else None
     build = _Builder(tp, rng)
@@ -90,10 +160,20 @@ def transformer(tp: int = 8, layers: int = 32, hidden: int = 4096, ffn: int = 14
     layer = build.block("layer", layers, recompute, lambda b: _layer(b, tokens, hidden, ffn))
     head = build.block("epilogue", 1, recompute, lambda b: _head(b, tokens, hidden, vocab))
     conversions = build.conversions(tokens * hidden * 2)
-    edges = (BoundaryEdge(0, 0, 1, 0, 1, conversions), BoundaryEdge(1, 0, 1, 0, layers - 1, conversions),
-             BoundaryEdge(1, 0, 2, 0, 1, conversions))
+    edges = (
+        BoundaryEdge(0, 0, 1, 0, 1, conversions),
+        BoundaryEdge(1, 0, 1, 0, layers - 1, conversions),
+        BoundaryEdge(1, 0, 2, 0, 1, conversions),
+    )
     head = borrowing(head, "w_head")
-    return AnnotatedModel((embed, layer, head), edges, (((0, "w_embed"), (2, "w_head")),), num_microbatches, 1e-3, 2 << 30)
+    return AnnotatedModel(
+        (embed, layer, head),
+        edges,
+        (((0, "w_embed"), (2, "w_head")),),
+        num_microbatches,
+        1e-3,
+        2 << 30,
+    )
 
 
 _SHAPES = {"B": 0, "T": 1, "H": 2}
@@ -118,7 +198,9 @@ class _Builder:
                 if a == d or d == P:
                     continue
                 forward = cost["P"] if (ka, kd) == ("P", "R") else gather if ka in "PS" else 2e-6
-                backward = 2 * gather if d == RP and a == R else gather if kd == "S" or d == RP else 2e-6
+                backward = (
+                    2 * gather if d == RP and a == R else gather if kd == "S" or d == RP else 2e-6
+                )
                 table[a, d] = Conversion(forward * self.noise(), backward * self.noise())
         return table
 
@@ -127,32 +209,85 @@ class _Builder:
         fill(self)
         inputs = tuple(op.name for op in self.ops if op.kind == "input")
         outputs = tuple(op.name for op in self.ops if op.kind == "output")
-        sizes = {n: {a: (1 << 26) // (self.tp if a.is_shard else 1) for a in (R, RP, P, S(0), S(1), S(2))} for n in inputs}
-        return AnnotatedBlock(name, count, tuple(self.ops), self.values, inputs, outputs, recompute, sizes)
+        sizes = {
+            n: {
+                a: (1 << 26) // (self.tp if a.is_shard else 1) for a in (R, RP, P, S(0), S(1), S(2))
+            }
+            for n in inputs
+        }
+        return AnnotatedBlock(
+            name, count, tuple(self.ops), self.values, inputs, outputs, recompute, sizes
+        )
 
-    def op(self, kind: str, name: str, reads: tuple[str, ...], size_bytes: int, rules: list[tuple], seconds: float, static: int = 0,
-           keep: bool = True) -> str:
+    def op(
+        self,
+        kind: str,
+        name: str,
+        reads: tuple[str, ...],
+        size_bytes: int,
+        rules: list[tuple],
+        seconds: float,
+        static: int = 0,
+        keep: bool = True,
+    ) -> str:
         """`rules`: (input layouts, output layout or None); work and bytes shrink by tp where anything is sharded."""
         strategies = []
         for index, (inputs, output) in enumerate(rules):
             sharded = any(a.is_shard for a in (*inputs, *((output,) if output else ())))
             share = self.tp if sharded else 1
-            saved = tuple(Saved(f"{v}@{a}", self.values[v].size_bytes // (self.tp if a.is_shard else 1))
-                          for v, a in zip(reads, inputs, strict=True) if keep and not v.startswith("w_"))
+            saved = tuple(
+                Saved(f"{v}@{a}", self.values[v].size_bytes // (self.tp if a.is_shard else 1))
+                for v, a in zip(reads, inputs, strict=True)
+                if keep and not v.startswith("w_")
+            )
             cost = seconds / share * self.noise()
-            strategies.append(Strategy(f"{name}{index}", inputs, (output,) if output else (), cost, 2 * cost,
-                                       static / share / 3e12, static // share, saved))
+            strategies.append(
+                Strategy(
+                    f"{name}{index}",
+                    inputs,
+                    (output,) if output else (),
+                    cost,
+                    2 * cost,
+                    static / share / 3e12,
+                    static // share,
+                    saved,
+                )
+            )
         outputs = (name,) if rules[0][1] else ()
-        self.ops.append(AnnotatedOp(f"out_{name}" if not outputs else name, kind, f"aten.{name}", reads, outputs, tuple(strategies)))
+        self.ops.append(
+            AnnotatedOp(
+                f"out_{name}" if not outputs else name,
+                kind,
+                f"aten.{name}",
+                reads,
+                outputs,
+                tuple(strategies),
+            )
+        )
         if outputs:
             self.values[name] = AnnotatedValue(name, size_bytes, self.conversions(size_bytes))
         return name
 
     def parameter(self, name: str, elements: int) -> str:
-        return self.op("parameter", name, (), elements * 2, [((), R), ((), RP), ((), S(0)), ((), S(1))], 0.0, elements * 18)
+        return self.op(
+            "parameter",
+            name,
+            (),
+            elements * 2,
+            [((), R), ((), RP), ((), S(0)), ((), S(1))],
+            0.0,
+            elements * 18,
+        )
 
     def input(self, name: str, size: int) -> str:
-        return self.op("input", name, (), size, [((), R), ((), RP), ((), S(0)), ((), S(1)), ((), S(2)), ((), P)], 0.0)
+        return self.op(
+            "input",
+            name,
+            (),
+            size,
+            [((), R), ((), RP), ((), S(0)), ((), S(1)), ((), S(2)), ((), P)],
+            0.0,
+        )
 
     def output(self, value: str) -> None:
         rules = [((a,), None) for a in (R, RP, P, S(0), S(1), S(2))]
@@ -160,21 +295,56 @@ class _Builder:
 
     def linear(self, name: str, x: str, tokens: int, inner: int, outer: int) -> str:
         w = self.parameter(f"w_{name}", inner * outer)
-        rules = [((R, R), R), ((S(0), RP), S(0)), ((S(1), RP), S(1)), ((RP, S(0)), S(2)), ((S(2), S(1)), P), ((RP, RP), RP)]
-        return self.op("op", name, (x, w), tokens * outer * 2, rules, 2 * tokens * inner * outer / 500e12 + 5e-6)
+        rules = [
+            ((R, R), R),
+            ((S(0), RP), S(0)),
+            ((S(1), RP), S(1)),
+            ((RP, S(0)), S(2)),
+            ((S(2), S(1)), P),
+            ((RP, RP), RP),
+        ]
+        return self.op(
+            "op",
+            name,
+            (x, w),
+            tokens * outer * 2,
+            rules,
+            2 * tokens * inner * outer / 500e12 + 5e-6,
+        )
 
     def pointwise(self, name: str, reads: tuple[str, ...], size: int, linear: bool = False) -> str:
-        rules = [((a,) * len(reads), a) for a in (R, RP, S(0), S(1), S(2))] + ([((P,) * len(reads), P)] if linear else [])
+        rules = [((a,) * len(reads), a) for a in (R, RP, S(0), S(1), S(2))] + (
+            [((P,) * len(reads), P)] if linear else []
+        )
         return self.op("op", name, reads, size, rules, (len(reads) + 1) * size / 2.5e12 + 5e-6)
 
     def norm(self, name: str, x: str, size: int, hidden: int) -> str:
         w = self.parameter(f"w_{name}", hidden)
         square = self.pointwise(f"{name}_square", (x,), size)
-        mean = self.op("op", f"{name}_mean", (square,), size // hidden,
-                       [((a,), a) for a in (R, RP, S(0), S(1))] + [((S(2),), P)], size / 2e12)
-        rsqrt = self.op("op", f"{name}_rsqrt", (mean,), size // hidden, [((a,), a) for a in (R, RP, S(0), S(1))], 5e-6)
-        scaled = self.op("op", f"{name}_scaled", (x, rsqrt), size, [((a, a), a) for a in (R, RP, S(0), S(1))] + [((S(2), RP), S(2))],
-                         3 * size / 2.5e12)
+        mean = self.op(
+            "op",
+            f"{name}_mean",
+            (square,),
+            size // hidden,
+            [((a,), a) for a in (R, RP, S(0), S(1))] + [((S(2),), P)],
+            size / 2e12,
+        )
+        rsqrt = self.op(
+            "op",
+            f"{name}_rsqrt",
+            (mean,),
+            size // hidden,
+            [((a,), a) for a in (R, RP, S(0), S(1))],
+            5e-6,
+        )
+        scaled = self.op(
+            "op",
+            f"{name}_scaled",
+            (x, rsqrt),
+            size,
+            [((a, a), a) for a in (R, RP, S(0), S(1))] + [((S(2), RP), S(2))],
+            3 * size / 2.5e12,
+        )
         rules = [((a, b), a) for a, b in ((R, R), (RP, RP), (S(0), RP), (S(1), RP), (S(2), S(0)))]
         return self.op("op", name, (scaled, w), size, rules, 2 * size / 2.5e12)
 
@@ -189,7 +359,9 @@ def _layer(b: _Builder, tokens: int, hidden: int, ffn: int) -> None:
         view = b.pointwise(f"{letter}_view", (flat,), size)
         heads.append(b.pointwise(f"{letter}_rot", (view,), size) if letter != "v" else view)
     rules = [((a,) * 3, a) for a in (R, RP, S(0), S(2))]
-    attention = b.op("op", "attention", tuple(heads), size, rules, 4 * tokens * 4096 * hidden / 400e12)
+    attention = b.op(
+        "op", "attention", tuple(heads), size, rules, 4 * tokens * 4096 * hidden / 400e12
+    )
     merged = b.pointwise("merge", (attention,), size)
     projected = b.linear("proj", merged, tokens, hidden, hidden)
     after = b.pointwise("residual1", (x, projected), size, linear=True)
@@ -233,20 +405,33 @@ def random_modes(seed: int, max_combinations: int = 150) -> dict[str, AnnotatedM
     reads, found = [], Counter()
     for number, index in enumerate(segments):
         reads.append(tuple(rng.choice(outputs) for _ in base.classes[index].inputs))
-        found.update((segments[s], k, index, entry) for entry, (s, k) in enumerate(reads[-1]) if s >= 0)
+        found.update(
+            (segments[s], k, index, entry) for entry, (s, k) in enumerate(reads[-1]) if s >= 0
+        )
         outputs += [(number, k) for k in range(len(base.classes[index].outputs))]
     palette, forbid = rng.sample(LAYOUTS, 4), rng.choice([0.0, 0.1])
-    edges = tuple(BoundaryEdge(*ends, count, _conversions(rng, palette, forbid)) for ends, count in sorted(found.items()))
+    edges = tuple(
+        BoundaryEdge(*ends, count, _conversions(rng, palette, forbid))
+        for ends, count in sorted(found.items())
+    )
     base = replace(base, edges=edges, last=last, segments=tuple(segments), reads=tuple(reads))
-    repeating = [index for index, count in enumerate(counts) if count > 1] or list(range(len(counts)))
+    repeating = [index for index, count in enumerate(counts) if count > 1] or list(
+        range(len(counts))
+    )
     workspaces = [rng.choice([0, 0, 15, 40]) for _ in counts]
     models = {}
     for mode in MODES:
         classes = []
         for index, block in enumerate(base.classes):
-            block = replace(block, count=counts[index], recompute=False, workspace_bytes=workspaces[index])
+            block = replace(
+                block, count=counts[index], recompute=False, workspace_bytes=workspaces[index]
+            )
             classes.append(_in_mode(rng, block, mode if index in repeating else "none"))
-        models[mode] = replace(base, classes=tuple(classes), fixed_bytes=base.fixed_bytes + (rng.choice([0, 9]) if mode == "full" else 0))
+        models[mode] = replace(
+            base,
+            classes=tuple(classes),
+            fixed_bytes=base.fixed_bytes + (rng.choice([0, 9]) if mode == "full" else 0),
+        )
     return models
 
 
@@ -261,14 +446,23 @@ def _in_mode(rng: random.Random, block: AnnotatedBlock, mode: str) -> AnnotatedB
             again_s = s.forward_s * (1.0 if mode == "full" else rng.choice([0.0, 0.3]))
             less = rng.choice([1, 2]) if mode == "selective" else 1
             kept = tuple(replace(saved, size_bytes=saved.size_bytes // less) for saved in s.saved)
-            strategies.append(replace(s, backward_s=s.backward_s + again_s, rerun_s=again_s, saved=kept))
+            strategies.append(
+                replace(s, backward_s=s.backward_s + again_s, rerun_s=again_s, saved=kept)
+            )
         ops.append(replace(op, strategies=tuple(strategies)))
     if mode == "selective":
         return replace(block, ops=tuple(ops))
-    values = {name: replace(v, conversions={pair: _again(c) for pair, c in v.conversions.items()}) for name, v in block.values.items()}
+    values = {
+        name: replace(v, conversions={pair: _again(c) for pair, c in v.conversions.items()})
+        for name, v in block.values.items()
+    }
     return replace(block, ops=tuple(ops), values=values, recompute=True)
 
 
 def _again(conversion: Conversion) -> Conversion:
     """A conversion that backward makes once more."""
-    return replace(conversion, backward_s=conversion.backward_s + conversion.forward_s, rerun_s=conversion.forward_s)
+    return replace(
+        conversion,
+        backward_s=conversion.backward_s + conversion.forward_s,
+        rerun_s=conversion.forward_s,
+    )

@@ -51,8 +51,15 @@ def asked(model: AnnotatedModel, choices, question: Question) -> float:
     """What a question asks for, by the definition of a price."""
     one = replace(model, num_microbatches=1, fixed_s=0.0, fixed_bytes=0)
     priced = price(one, choices)
-    seconds = question.forward * (priced.time_s - priced.step_s)  # all questions here count backward as they count forward
-    return seconds + question.step * priced.step_s + question.kept * priced.kept_bytes + question.static * priced.static_bytes
+    seconds = question.forward * (
+        priced.time_s - priced.step_s
+    )  # all questions here count backward as they count forward
+    return (
+        seconds
+        + question.step * priced.step_s
+        + question.kept * priced.kept_bytes
+        + question.static * priced.static_bytes
+    )
 
 
 def least_of(model: AnnotatedModel, questions):
@@ -64,7 +71,10 @@ def least_of(model: AnnotatedModel, questions):
 @given(seed=seeds)
 def test_each_strategy_costs_the_least_of_the_placements_that_have_it(seed):
     model = random_model(seed)
-    tables, question = Tables({"none": model}), Question(step=0.5, kept=1e-8, kept_by_ends=1e-8, static=1e-8)
+    tables, question = (
+        Tables({"none": model}),
+        Question(step=0.5, kept=1e-8, kept_by_ends=1e-8, static=1e-8),
+    )
     least = {}
     for choices in every_choice(model):
         try:
@@ -78,10 +88,14 @@ def test_each_strategy_costs_the_least_of_the_placements_that_have_it(seed):
         op = model.classes[c].ops[o]
         wanted = [least.get((c, op.name, strategy.name), math.inf) for strategy in op.strategies]
         assert cost_s[0].tolist() == pytest.approx(wanted, rel=1e-9)
-    for allowed in ({(0, o): (len(op.strategies) - 1,)} for o, op in enumerate(model.classes[0].ops)):
+    for allowed in (
+        {(0, o): (len(op.strategies) - 1,)} for o, op in enumerate(model.classes[0].ops)
+    ):
         found = tables.least([question], tables.parameters({"none": model}), allowed)
-        ((c, o), (n,)), = allowed.items()
-        wanted = least.get((c, model.classes[c].ops[o].name, model.classes[c].ops[o].strategies[n].name), math.inf)
+        (((c, o), (n,)),) = allowed.items()
+        wanted = least.get(
+            (c, model.classes[c].ops[o].name, model.classes[c].ops[o].strategies[n].name), math.inf
+        )
         assert (math.inf if found is None else found.cost_s[0]) == pytest.approx(wanted, rel=1e-9)
 
 
@@ -100,7 +114,9 @@ def test_what_is_eliminated_is_the_least_of_all_placements(alike, seed):
     model = some_model(seed, alike)
     rng = random.Random(seed)
     prices = [(0.0, 0.0), (1e-9, 0.0), (rng.random() * 1e-7, rng.random() * 1e-7)]
-    several = [Question(step=0.5, kept=kept, kept_by_ends=kept, static=static) for kept, static in prices]
+    several = [
+        Question(step=0.5, kept=kept, kept_by_ends=kept, static=static) for kept, static in prices
+    ]
     leanest = Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)
     for questions in (several, [leanest]):
         check_least(model, questions)
@@ -124,7 +140,9 @@ def check_least(model: AnnotatedModel, questions: list[Question]) -> None:
         assert asked(model, choices, question) == pytest.approx(least[number], rel=1e-9)
         for names in (("kept", "kept_by_ends"), ("step",), ("static",)):
             alone = Question(forward=0.0, backward=0.0, **dict.fromkeys(names, 1.0))
-            assert sum(found.counted(name)[number] for name in names) == pytest.approx(asked(model, choices, alone), rel=1e-9)
+            assert sum(found.counted(name)[number] for name in names) == pytest.approx(
+                asked(model, choices, alone), rel=1e-9
+            )
 
 
 @settings(max_examples=examples(7, 30))
@@ -173,7 +191,9 @@ def test_candidates_that_fit_nowhere_leave_the_likely_price_of_a_byte_alone(seed
     cell, first = Cell.of(models), next(iter(models.values()))
     likely = cell.likely_price
     for _ in range(3):
-        Joint(models.__getitem__, tuple(models), (ALONE,), first.fixed_bytes + 1, cell).raise_bounds(math.inf)
+        Joint(
+            models.__getitem__, tuple(models), (ALONE,), first.fixed_bytes + 1, cell
+        ).raise_bounds(math.inf)
     assert cell.likely_price == likely
 
 
@@ -183,7 +203,9 @@ def with_choices(models: Models, rng: random.Random) -> Models:
 
     def second(index: int, strategy: Strategy, mode: str) -> Strategy:
         faster = [rng.choice([0.6, 0.8, 1.3]) for _ in range(2)]
-        faster, leaner, smaller = kinds.setdefault(index, (faster, rng.choice([0.3, 0.7, 1.5]), rng.choice([0, 3])))
+        faster, leaner, smaller = kinds.setdefault(
+            index, (faster, rng.choice([0.3, 0.7, 1.5]), rng.choice([0, 3]))
+        )
         saved = tuple(Saved(s.key, int(s.size_bytes * leaner) + 1) for s in strategy.saved)
         forward_s, again_s = strategy.forward_s * faster[0], strategy.rerun_s * faster[0]
         backward_s = (strategy.backward_s - strategy.rerun_s) * faster[1] + again_s
@@ -212,8 +234,20 @@ def with_steps(models: Models, rng: random.Random) -> Models:
         hides = rng.choice([0.2, 0.6, 1.0])
         classes = []
         for block in model.classes:
-            each = [tuple(of(s, n * rng.choice([-1, 1]) % 3, hides) for n, s in enumerate(op.strategies)) for op in block.ops]
-            classes.append(replace(block, ops=tuple(replace(op, strategies=s) for op, s in zip(block.ops, each, strict=True))))
+            each = [
+                tuple(
+                    of(s, n * rng.choice([-1, 1]) % 3, hides) for n, s in enumerate(op.strategies)
+                )
+                for op in block.ops
+            ]
+            classes.append(
+                replace(
+                    block,
+                    ops=tuple(
+                        replace(op, strategies=s) for op, s in zip(block.ops, each, strict=True)
+                    ),
+                )
+            )
         found[mode] = replace(model, classes=tuple(classes))
     return found
 
@@ -234,9 +268,14 @@ def every_cost(models: Models) -> list[tuple[float, int]]:
     return found
 
 
-@pytest.mark.parametrize("schedule, ranks, most", [("gpipe", 1, 4), ("gpipe", 2, 3), ("1f1b", 2, 4), ("zero_bubble", 2, 3)])
+@pytest.mark.parametrize(
+    "schedule, ranks, most",
+    [("gpipe", 1, 4), ("gpipe", 2, 3), ("1f1b", 2, 4), ("zero_bubble", 2, 3)],
+)
 @settings(max_examples=examples(3, 12))
-@example(seed=413665, tight=0.0)  # the last segment of the best placement gives back more than that of the leanest
+@example(
+    seed=413665, tight=0.0
+)  # the last segment of the best placement gives back more than that of the leanest
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
 def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, seed, tight):
     models = with_choices(random_models(seed, schedule, ranks, 1, most), random.Random(seed))
@@ -257,33 +296,50 @@ def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, se
     assert bound_s <= least_s * (1 + 1e-9), "families"
     for one in (found, better):
         if one is not None:
-            assert one.solution.memory_bytes <= capacity and one.solution.time_s >= least_s * (1 - 1e-9)
+            assert one.solution.memory_bytes <= capacity and one.solution.time_s >= least_s * (
+                1 - 1e-9
+            )
 
 
 @pytest.mark.parametrize("schedule, ranks, chunks", [("gpipe", 2, 1), ("1f1b", 2, 1), ("zero_bubble", 2, 1), ("interleaved_1f1b", 2, 2),
                                                      ("zero_bubble", 2, 2)])  # fmt: skip
 @settings(max_examples=examples(3, 10))
-@example(seed=19, tight=0.0, mode="none", times=6, moment=150)  # another stage has its fullest moment while the last gives back
+@example(
+    seed=19, tight=0.0, mode="none", times=6, moment=150
+)  # another stage has its fullest moment while the last gives back
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1), mode=st.sampled_from(["none", "full"]), times=st.integers(0, 8),
        moment=st.sampled_from([0, 0, 150]))  # fmt: skip
-def test_bounds_hold_under_one_mode_and_with_several_stages_a_rank(schedule, ranks, chunks, seed, tight, mode, times, moment):
+def test_bounds_hold_under_one_mode_and_with_several_stages_a_rank(
+    schedule, ranks, chunks, seed, tight, mode, times, moment
+):
     """`moment`: so many bytes more that the last blocks but one of another class need for one."""
-    several = with_choices(random_models(seed, schedule, ranks, chunks, 2 * ranks * chunks), random.Random(seed))
+    several = with_choices(
+        random_models(seed, schedule, ranks, chunks, 2 * ranks * chunks), random.Random(seed)
+    )
     model = with_heavy_end(several[mode], times, False) if times else several[mode]
     if moment:
         *others, other, last = model.classes
-        model = replace(model, classes=(*others, replace(other, workspace_bytes=other.workspace_bytes + moment), last))
+        model = replace(
+            model,
+            classes=(*others, replace(other, workspace_bytes=other.workspace_bytes + moment), last),
+        )
     try:
         check_schedule(schedule, ranks, chunks, model.num_microbatches)
     except ValueError:
         return
     blocks = blocks_of(model)
-    sizes = dealt_sizes(len(blocks), ranks * chunks) if chunks > 1 else [(n, len(blocks) - n) for n in range(1, len(blocks))]
+    sizes = (
+        dealt_sizes(len(blocks), ranks * chunks)
+        if chunks > 1
+        else [(n, len(blocks) - n) for n in range(1, len(blocks))]
+    )
     cuts = [stages_of(size, blocks, len(model.segments)) for size in sizes]
     everything = [pipelined(model, choices, cut) for cut in cuts for choices in every_choice(model)]
     needs = sorted({max(one.memory_bytes) for one in everything})
     capacity = needs[int(tight * (len(needs) - 1))]
-    least_s = min(one.time_s for one in everything if max(one.memory_bytes) <= capacity) * (1 + 1e-9)
+    least_s = min(one.time_s for one in everything if max(one.memory_bytes) <= capacity) * (
+        1 + 1e-9
+    )
     at, cell = Schedule(schedule, ranks, chunks), Cell.of({mode: model})
     joint = Joint({mode: model}.__getitem__, (mode,), (at,), capacity, cell)
     assert sketched(joint) <= least_s
@@ -292,14 +348,18 @@ def test_bounds_hold_under_one_mode_and_with_several_stages_a_rank(schedule, ran
     found, _ = joint.solve(math.inf, 60.0)
     better, bound_s = joint.narrow(found.solution.time_s if found else math.inf, 40, 10.0)
     assert bound_s <= least_s, "families"
-    assert all(one is None or one.solution.time_s * (1 + 1e-8) >= least_s for one in (found, better))
+    assert all(
+        one is None or one.solution.time_s * (1 + 1e-8) >= least_s for one in (found, better)
+    )
 
 
 def sketched(joint: Joint) -> float:
     """The bound of a candidate by its cell, with memory, which is no lower than the one without."""
     first = joint.first
     glance_s = joint.glance(first.num_microbatches)
-    bound_s, likely_s = joint.sketch(least_static_by_class(first), first.fixed_bytes, first.num_microbatches, math.inf)
+    bound_s, likely_s = joint.sketch(
+        least_static_by_class(first), first.fixed_bytes, first.num_microbatches, math.inf
+    )
     assert glance_s <= bound_s <= likely_s
     return bound_s
 
@@ -309,27 +369,48 @@ def with_heavy_end(model: AnnotatedModel, times: int, unique: bool) -> Annotated
     of its own."""
     *others, last = model.classes
     ops = [
-        replace(op, strategies=tuple(replace(s, saved=tuple(Saved(k.key, times * k.size_bytes) for k in s.saved)) for s in op.strategies))
+        replace(
+            op,
+            strategies=tuple(
+                replace(s, saved=tuple(Saved(k.key, times * k.size_bytes) for k in s.saved))
+                for s in op.strategies
+            ),
+        )
         for op in last.ops
     ]
     model = replace(model, classes=(*others, replace(last, ops=tuple(ops))), last=len(others))
     if not unique:
         return model
-    classes, count = tuple(replace(model.classes[index], count=1) for index in model.segments), len(model.segments)
+    classes, count = (
+        tuple(replace(model.classes[index], count=1) for index in model.segments),
+        len(model.segments),
+    )
     edges = tuple(BoundaryEdge(number, 0, number + 1, 0, 1, {}) for number in range(count - 1))
-    return replace(model, classes=classes, segments=tuple(range(count)), edges=edges, ties=(), shared=(), last=count - 1)
+    return replace(
+        model,
+        classes=classes,
+        segments=tuple(range(count)),
+        edges=edges,
+        ties=(),
+        shared=(),
+        last=count - 1,
+    )
 
 
 @pytest.mark.parametrize("unique", [False, True])
 @settings(max_examples=examples(3, 15))
 @example(seed=303, times=5)
 @given(seed=st.integers(0, 10**6), times=st.integers(1, 8))
-def test_bounds_count_what_the_last_segment_keeps_once_where_it_gives_that_back(unique, seed, times):
+def test_bounds_count_what_the_last_segment_keeps_once_where_it_gives_that_back(
+    unique, seed, times
+):
     """Every cut and placement, with just the memory that it needs."""
     several = with_choices(random_models(seed, "zero_bubble", 2, 1, 3), random.Random(seed))
     model = with_heavy_end(replace(several["none"], num_microbatches=16), times, unique)
     blocks, at, cell = blocks_of(model), Schedule("zero_bubble", 2, 1), Cell.of({"none": model})
-    cuts = [stages_of((n, len(blocks) - n), blocks, len(model.segments)) for n in range(1, len(blocks))]
+    cuts = [
+        stages_of((n, len(blocks) - n), blocks, len(model.segments)) for n in range(1, len(blocks))
+    ]
     mesh = MeshShape(pp=2, deal="0x1-1x1")
     dealt = Candidate(mesh, 1, 16, 0, "none", 1, "zero_bubble", (("zero_bubble", 1),))
     for choices, cut in itertools.product(every_choice(model), cuts):
@@ -340,13 +421,19 @@ def test_bounds_count_what_the_last_segment_keeps_once_where_it_gives_that_back(
         assert joint.raise_bounds(math.inf)[0] <= took_s, "totals"
         assert joint.narrow(math.inf, 0, 60.0)[1] <= took_s, "the family of all"
         groups = Weighted(lambda candidate, group: model, [capacity] * 2)
-        assert groups.least_s(dealt, replace(dealt, mesh=MeshShape(pp=2)), [cell] * 2, at) <= took_s, "groups"
+        assert (
+            groups.least_s(dealt, replace(dealt, mesh=MeshShape(pp=2)), [cell] * 2, at) <= took_s
+        ), "groups"
         row = Row.of_costs({"none": model}, least_costs({"none": model}, cell))
         staged = staging_of_ranks([row] * 2, at, [capacity] * 2)
-        assert (staged if isinstance(staged, float) else staged.bound_s) <= took_s, "the least of each segment, as for groups"
+        assert (staged if isinstance(staged, float) else staged.bound_s) <= took_s, (
+            "the least of each segment, as for groups"
+        )
 
 
-def _families(models: Models, schedule: str = "1f1b", worth: float = 1.0) -> tuple[Models, Families]:
+def _families(
+    models: Models, schedule: str = "1f1b", worth: float = 1.0
+) -> tuple[Models, Families]:
     at = Schedule(schedule, models["none"].pipeline.ranks, 1)
     joint = Joint(models.__getitem__, tuple(models), (at,), None, Cell.of(models))
     joint.raise_bounds(math.inf)
@@ -354,33 +441,59 @@ def _families(models: Models, schedule: str = "1f1b", worth: float = 1.0) -> tup
 
 
 @settings(max_examples=examples(3, 15))
-@given(seed=st.integers(0, 10**6), least=st.floats(0, 1), more=st.floats(0, 1), once=st.floats(0, 1))
+@given(
+    seed=st.integers(0, 10**6), least=st.floats(0, 1), more=st.floats(0, 1), once=st.floats(0, 1)
+)
 def test_a_part_of_a_family_costs_no_more_than_the_placements_in_it(seed, least, more, once):
     """Segments of placements by what the repeated block takes, forward and once a step; some of them in each part."""
-    models = with_steps(with_choices(random_models(seed, "1f1b", 2, 1, 4), random.Random(seed)), random.Random(seed))
+    models = with_steps(
+        with_choices(random_models(seed, "1f1b", 2, 1, 4), random.Random(seed)), random.Random(seed)
+    )
     models, families = _families(models)
     if families.repeated is None:
         return
     micro = families.first.num_microbatches
     number = next(n for n, key in enumerate(families.cell.keys) if key == families.repeated)
-    costs = [[segment_costs(model, choices)[number] for model in models.values()] for choices in every_choice(families.first)]
+    costs = [
+        [segment_costs(model, choices)[number] for model in models.values()]
+        for choices in every_choice(families.first)
+    ]
     known = families.least(families.root(), *families.repeated)
     for of in costs:
-        part = Part((least * of[0].forward_s, of[0].forward_s + more), (once * of[0].step_s, of[0].step_s + more * 1e-3))
+        part = Part(
+            (least * of[0].forward_s, of[0].forward_s + more),
+            (once * of[0].step_s, of[0].step_s + more * 1e-3),
+        )
         bounds, works_s = above(known, part, micro)
         for cost, bound, work_s in zip(of, bounds, works_s, strict=True):
-            assert bound.forward_s <= cost.forward_s * (1 + 1e-9) and bound.backward_s <= cost.backward_s * (1 + 1e-9) + 1e-9
-            assert bound.backward_s - bound.weight_s <= (cost.backward_s - cost.weight_s) * (1 + 1e-9) + 1e-9
-            assert bound.step_s <= cost.step_s * (1 + 1e-9) + 1e-9 and work_s <= (cost.forward_s + cost.backward_s) * (1 + 1e-9) + 1e-9
+            assert (
+                bound.forward_s <= cost.forward_s * (1 + 1e-9)
+                and bound.backward_s <= cost.backward_s * (1 + 1e-9) + 1e-9
+            )
+            assert (
+                bound.backward_s - bound.weight_s
+                <= (cost.backward_s - cost.weight_s) * (1 + 1e-9) + 1e-9
+            )
+            assert (
+                bound.step_s <= cost.step_s * (1 + 1e-9) + 1e-9
+                and work_s <= (cost.forward_s + cost.backward_s) * (1 + 1e-9) + 1e-9
+            )
 
 
-LEFT = st.dictionaries(st.integers(0, 2), st.sets(st.integers(0, 2), min_size=1, max_size=2).map(lambda left: tuple(sorted(left))))
+LEFT = st.dictionaries(
+    st.integers(0, 2),
+    st.sets(st.integers(0, 2), min_size=1, max_size=2).map(lambda left: tuple(sorted(left))),
+)
 
 
 @given(own=st.tuples(LEFT, LEFT), other=st.tuples(LEFT, LEFT))
 def test_a_family_within_another_has_the_placements_of_both(own, other):
     def placements(family: Family | None) -> set[tuple[int, ...]]:
-        left = [family.allowed[c].get(op, range(3)) for c in range(2) for op in range(3)] if family else [()]
+        left = (
+            [family.allowed[c].get(op, range(3)) for c in range(2) for op in range(3)]
+            if family
+            else [()]
+        )
         return set(itertools.product(*left))
 
     family, of = Family(own), Family(other)
@@ -401,7 +514,11 @@ def test_parts_have_every_placement(first, least, slack):
             break
         parts = [*parts[:-1], *halves]
     ends = [(part.forward_s, part.once_s) for part in parts]
-    inside = [of for of in ends if all(low <= one <= high for (low, high), one in zip(of, first, strict=True))]
+    inside = [
+        of
+        for of in ends
+        if all(low <= one <= high for (low, high), one in zip(of, first, strict=True))
+    ]
     assert inside and (len(parts) > 1) == any(slack)
 
 
@@ -411,12 +528,16 @@ def test_parts_have_every_placement(first, least, slack):
     seed=st.integers(0, 10**6), ranks=st.sampled_from([2, 3, 6]), held=st.integers(1, 6), late=st.integers(0, 6), times=st.integers(0, 8),
     worth=st.floats(0.01, 10),
 )  # fmt: skip
-def test_what_runs_of_a_family_take_at_least_no_placement_that_fits_goes_below(unique, seed, ranks, held, late, times, worth):
+def test_what_runs_of_a_family_take_at_least_no_placement_that_fits_goes_below(
+    unique, seed, ranks, held, late, times, worth
+):
     """Every placement in every mix of modes, with just the memory that it needs; of the micro-batches that are held, some may wait for
     gradients of parameters."""
     late = min(late, held)
     schedule = "zero_bubble" if late else "1f1b"
-    models = with_choices(random_models(seed, schedule, ranks, 1, max(ranks, 3)), random.Random(seed))
+    models = with_choices(
+        random_models(seed, schedule, ranks, 1, max(ranks, 3)), random.Random(seed)
+    )
     if times:
         models = {mode: with_heavy_end(model, times, unique) for mode, model in models.items()}
     models, families = _families(models, schedule, worth)
@@ -427,9 +548,19 @@ def test_what_runs_of_a_family_take_at_least_no_placement_that_fits_goes_below(u
             at, counts = truth.at, tuple((truth.counts[end] - truth.counts[first]).tolist())
             ways = truth.options(counts, late > 0)
             more = (ways.late + at.late[end] - at.late[first]) * (late > 0)
-            needs = truth.memory([(first, end)]) + held * (at.kept[end] - at.kept[first] + truth.sent(end) + ways.more_kept) + late * more
-            needs += truth.moment(first, end, ways.moment, more, late > 0) - max(late - 1, 0) * truth.freed_parted * (end == len(truth))
-            took_s = truth.total_s(first, end) + truth.once_s([(first, end)]) / truth.micro_batches + ways.least_s
+            needs = (
+                truth.memory([(first, end)])
+                + held * (at.kept[end] - at.kept[first] + truth.sent(end) + ways.more_kept)
+                + late * more
+            )
+            needs += truth.moment(first, end, ways.moment, more, late > 0) - max(
+                late - 1, 0
+            ) * truth.freed_parted * (end == len(truth))
+            took_s = (
+                truth.total_s(first, end)
+                + truth.once_s([(first, end)]) / truth.micro_batches
+                + ways.least_s
+            )
             for need, seconds in zip(needs.tolist(), took_s.tolist(), strict=True):
                 found = row.least(first, end, held, need, late)
                 assert found is not None and found[2] <= seconds * (1 + 1e-9)
@@ -441,7 +572,9 @@ def test_one_placement_that_is_too_slow_is_not_impossible(schedule, ranks):
     at = ALONE if ranks == 1 else Schedule(schedule, ranks, 1)
     joint = Joint(models.__getitem__, tuple(models), (at,), 10**6, Cell.of(models))
     assert joint.decided
-    bound_s, _ = joint.raise_bounds(1e-3)  # what is wanted is faster than all there is, so that no placement is looked for
+    bound_s, _ = joint.raise_bounds(
+        1e-3
+    )  # what is wanted is faster than all there is, so that no placement is looked for
     found, least_s = joint.solve(1e-3, 60.0)
     assert found is None and bound_s <= least_s < math.inf
     found, least_s = joint.solve(math.inf, 60.0)

@@ -28,7 +28,12 @@ def counted(tasks: int) -> Counts:
     """So many tasks, each held to all plans that it has; `judge` raises where the search says what is not so."""
     counts = Counts()
 
-    @settings(max_examples=tasks, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=tasks,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.integers(0, 10**9))
     def run(seed: int) -> None:
         counts.add(judge(seed))
@@ -40,7 +45,12 @@ def counted(tasks: int) -> Counts:
 
 def check(counts: Counts, equal: int, memory: int, fronts: int) -> None:
     kinds = counts.kinds
-    assert kinds["equal"] >= equal and kinds["memory, equal"] >= memory and kinds["front, equal"] >= fronts and kinds["infeasible"]
+    assert (
+        kinds["equal"] >= equal
+        and kinds["memory, equal"] >= memory
+        and kinds["front, equal"] >= fronts
+        and kinds["infeasible"]
+    )
     assert kinds["proven"] >= 0.8 * kinds["equal"] and kinds["pipeline"] and kinds["mixed"]
     assert kinds["missed"] == 0
 
@@ -60,10 +70,17 @@ def test_what_waits_is_no_bound_where_a_rank_has_several_stages():
     for dp, zero in product((1, 2), (0, 1)):
         candidate = replace(one, mesh=MeshShape(pp=2, dp=dp, tp=2), zero=zero)
         task = Task(157, (candidate,))
-        models = {mode: task.annotate(replace(candidate, recompute=mode)) for mode in candidate.modes}
-        points = set().union(*(set(placement.dealt("zero_bubble", 2)) for placement in placements(models)))
+        models = {
+            mode: task.annotate(replace(candidate, recompute=mode)) for mode in candidate.modes
+        }
+        points = set().union(
+            *(set(placement.dealt("zero_bubble", 2)) for placement in placements(models))
+        )
         for capacity in range(441, 456, 3):
-            expected, found = best(points, capacity), search([candidate], task.annotate, capacity, cell_of=task.cell_of)
+            expected, found = (
+                best(points, capacity),
+                search([candidate], task.annotate, capacity, cell_of=task.cell_of),
+            )
             assert (found.best is None) == (expected is None), (dp, zero, capacity)
             if expected is not None:
                 assert found.bound_s <= expected.time_s * (1 + 1e-9), (dp, zero, capacity)
@@ -72,10 +89,17 @@ def test_what_waits_is_no_bound_where_a_rank_has_several_stages():
 def test_a_mode_that_does_not_fit_closes_no_other():
     """All of one mesh and ZeRO stage: layers that must keep everything do not fit, and those that recompute do."""
     mesh = MeshShape(dp=2)
-    none, mixed = (Candidate(mesh, micro, 4 // micro, 0, mode) for micro, mode in ((1, "none"), (2, MIXED)))
+    none, mixed = (
+        Candidate(mesh, micro, 4 // micro, 0, mode) for micro, mode in ((1, "none"), (2, MIXED))
+    )
     for seed in range(40):
         task = Task(seed, (none, mixed))
-        fits = {c: best(points_of(task, c)).size_bytes if c is none else front(points_of(task, c))[0].size_bytes for c in (none, mixed)}
+        fits = {
+            c: best(points_of(task, c)).size_bytes
+            if c is none
+            else front(points_of(task, c))[0].size_bytes
+            for c in (none, mixed)
+        }
         if fits[mixed] < fits[none]:
             result = search(task.candidates, task.annotate, fits[mixed], cell_of=task.cell_of)
             assert result.best is not None and result.best[0].micro_batch == 2
@@ -108,7 +132,11 @@ def _longer(function):
 def _slower(function):
     def found(*args):
         staging = function(*args)
-        return 1.1 * staging if isinstance(staging, float) else replace(staging, bound_s=1.1 * staging.bound_s)
+        return (
+            1.1 * staging
+            if isinstance(staging, float)
+            else replace(staging, bound_s=1.1 * staging.bound_s)
+        )
 
     return found
 
@@ -134,13 +162,29 @@ def test_the_oracle_shares_no_code_with_the_solver():
     tree = ast.parse(Path(exhaustive_oracle.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not any(module.startswith("autopar.solve") for module in modules)
-    taken = {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "autopar_cost_models" for a in n.names}
+    taken = {
+        a.name
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ImportFrom) and n.module == "autopar_cost_models"
+        for a in n.names
+    }
     assert taken == {"StageTimes", "pipeline_time"}
 
 
 def test_fronts_and_hulls():
-    found = {Point(10.0, 1), Point(9.0, 5), Point(2.0, 6), Point(3.0, 8), Point(1.0, 10), Point(5.0, 6)}
+    found = {
+        Point(10.0, 1),
+        Point(9.0, 5),
+        Point(2.0, 6),
+        Point(3.0, 8),
+        Point(1.0, 10),
+        Point(5.0, 6),
+    }
     assert front(found) == [Point(10.0, 1), Point(9.0, 5), Point(2.0, 6), Point(1.0, 10)]
     assert [p.size_bytes for p in front(found) if above_hull(p, found)] == [5]
     assert best(found, 5) == Point(9.0, 5) and best(found, 0) is None
-    assert deals(4, 4) == [[1, 1, 1, 1]] and [1, 2, 2, 1] in deals(6, 4) and [2, 2, 2, 2] in deals(8, 4)
+    assert (
+        deals(4, 4) == [[1, 1, 1, 1]]
+        and [1, 2, 2, 1] in deals(6, 4)
+        and [2, 2, 2, 2] in deals(8, 4)
+    )

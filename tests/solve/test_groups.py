@@ -35,19 +35,40 @@ def on_others(model: AnnotatedModel, seed: int) -> AnnotatedModel:
 
     def scaled(cost, *key):
         factor = random.Random(f"{seed} {key}").choice([0.5, 1.0, 1.5, 2.5, 4.0])
-        return replace(cost, **{f.name: factor * getattr(cost, f.name) for f in fields(cost) if f.name.endswith("_s")})
+        return replace(
+            cost,
+            **{
+                f.name: factor * getattr(cost, f.name)
+                for f in fields(cost)
+                if f.name.endswith("_s")
+            },
+        )
 
     def block_of(block):
-        ops = tuple(replace(op, strategies=tuple(scaled(s, block.name, op.name) for s in op.strategies)) for op in block.ops)
+        ops = tuple(
+            replace(op, strategies=tuple(scaled(s, block.name, op.name) for s in op.strategies))
+            for op in block.ops
+        )
         values = {
-            name: replace(value, conversions={k: scaled(c, "link") for k, c in value.conversions.items()})
+            name: replace(
+                value, conversions={k: scaled(c, "link") for k, c in value.conversions.items()}
+            )
             for name, value in block.values.items()
         }
         return replace(block, ops=ops, values=values)
 
-    edges = tuple(replace(e, conversions={k: scaled(c, "link") for k, c in e.conversions.items()}) for e in model.edges)
+    edges = tuple(
+        replace(e, conversions={k: scaled(c, "link") for k, c in e.conversions.items()})
+        for e in model.edges
+    )
     hop = replace(model.pipeline, hop_latency_s=3 * model.pipeline.hop_latency_s)
-    return replace(model, classes=tuple(map(block_of, model.classes)), edges=edges, pipeline=hop, fixed_bytes=model.fixed_bytes + 7)
+    return replace(
+        model,
+        classes=tuple(map(block_of, model.classes)),
+        edges=edges,
+        pipeline=hop,
+        fixed_bytes=model.fixed_bytes + 7,
+    )
 
 
 class Mixed:
@@ -62,11 +83,26 @@ class Mixed:
         micro_batch = rng.choice([1, 2])
         number = 8 // shape.dp // micro_batch
         names = rng.sample(("gpipe", "1f1b", "zero_bubble"), rng.choice([1, 2, 3]))
-        schedules = tuple((name, 1) for name in names if name == "gpipe" or number >= ranks) or (("gpipe", 1),)
+        schedules = tuple((name, 1) for name in names if name == "gpipe" or number >= ranks) or (
+            ("gpipe", 1),
+        )
         recompute = rng.choice([MIXED, MIXED, *MODES])
-        deals = [deal_text(g for g in order for _ in range(counts[g])) for order in permutations(range(2))]
+        deals = [
+            deal_text(g for g in order for _ in range(counts[g]))
+            for order in permutations(range(2))
+        ]
         self.candidates = [
-            Candidate(replace(shape, deal=deal), micro_batch, number, 0, recompute, 1, schedules[0][0], schedules) for deal in deals
+            Candidate(
+                replace(shape, deal=deal),
+                micro_batch,
+                number,
+                0,
+                recompute,
+                1,
+                schedules[0][0],
+                schedules,
+            )
+            for deal in deals
         ]
 
     @cache  # noqa: B019
@@ -81,12 +117,20 @@ class Mixed:
     def points(self) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...]]]:
         """(seconds, bytes of each rank, group of each rank) of every plan, priced by the definition."""
         for candidate in self.candidates:
-            models = [{mode: self.annotate(replace(candidate, recompute=mode), group) for mode in candidate.modes} for group in (0, 1)]
+            models = [
+                {
+                    mode: self.annotate(replace(candidate, recompute=mode), group)
+                    for mode in candidate.modes
+                }
+                for group in (0, 1)
+            ]
             base, deal = models[0][candidate.modes[0]], candidate.mesh.groups
             blocks, ops = blocks_of(base), [[op for op in block.ops] for block in base.classes]
             for names in product(*(range(len(op.strategies)) for of in ops for op in of)):
                 chosen = iter(names)
-                choices = tuple({op.name: op.strategies[next(chosen)].name for op in of} for of in ops)
+                choices = tuple(
+                    {op.name: op.strategies[next(chosen)].name for op in of} for of in ops
+                )
                 yield from self._of(choices, candidate, models, blocks, deal)
 
     def _of(self, choices, candidate, models, blocks, deal):
@@ -101,7 +145,10 @@ class Mixed:
                 sizes = [b - a for a, b in zip((0, *inner), (*inner, len(blocks)), strict=True)]
                 stages = stages_of(sizes, blocks, segments)
                 for name, _ in candidate.schedules:
-                    ranks = [replace(one.model, pipeline=replace(one.model.pipeline, schedule=name)) for one in found]
+                    ranks = [
+                        replace(one.model, pipeline=replace(one.model.pipeline, schedule=name))
+                        for one in found
+                    ]
                     try:
                         price(ranks[0], own)  # ties, which are between stages, too
                         cut = pipelined([ranks[group] for group in deal], own, stages)
@@ -117,24 +164,57 @@ def outcome(seed: int) -> str | None:
         return None
     points, rng = list(given.points()), random.Random(seed)
     needs = sorted(max(held) for _, held, _ in points)
-    limit = rng.choice([needs[0] - 1, *(needs[len(needs) * part // 10] for part in (1, 2, 4, 8, 9))])
+    limit = rng.choice(
+        [needs[0] - 1, *(needs[len(needs) * part // 10] for part in (1, 2, 4, 8, 9))]
+    )
     limits = rng.choice([(None, None), (limit, limit), (limit, limit + 20), (limit + 20, limit)])
     room = [inf if size is None else size for size in limits]
-    fitting = [time_s for time_s, held, deal in points if all(size <= room[group] for size, group in zip(held, deal, strict=True))]
-    found = search_groups(given.candidates, given.annotate, limits, 60.0, cell_of=lambda c, group: (given.task.cell_of(c), group))
+    fitting = [
+        time_s
+        for time_s, held, deal in points
+        if all(size <= room[group] for size, group in zip(held, deal, strict=True))
+    ]
+    found = search_groups(
+        given.candidates,
+        given.annotate,
+        limits,
+        60.0,
+        cell_of=lambda c, group: (given.task.cell_of(c), group),
+    )
     best_s = min(fitting, default=inf)
-    assert found.bound_s <= best_s * (1 + 1e-9), (seed, "the bound is above the best plan", found.bound_s, best_s)
+    assert found.bound_s <= best_s * (1 + 1e-9), (
+        seed,
+        "the bound is above the best plan",
+        found.bound_s,
+        best_s,
+    )
     if found.best is None:
-        assert found.status in ("infeasible", "not found") and (found.status == "not found" or not fitting), (seed, found.status)
+        assert found.status in ("infeasible", "not found") and (
+            found.status == "not found" or not fitting
+        ), (seed, found.status)
         return "infeasible" if not fitting else "none found"
     time_s = found.best[1].time_s
     deal = found.best[0].mesh.groups
     assert time_s >= best_s * (1 - 1e-9), (seed, "the plan is faster than any", time_s, best_s)
     held = found.best[1].pipelined.memory_bytes
-    assert all(size <= room[group] for size, group in zip(held, deal, strict=True)), (seed, "it does not fit")
-    assert len(found.groups) == 2 and found.status == ("optimal" if found.gap <= 1.001e-9 else "feasible")
-    assert found.status == "feasible" or time_s <= best_s * (1 + 2e-9), (seed, "what is proven is not the best", time_s, best_s)
-    return ("proven" if found.status == "optimal" else "equal") if time_s <= best_s * (1 + 2e-9) else "slower"
+    assert all(size <= room[group] for size, group in zip(held, deal, strict=True)), (
+        seed,
+        "it does not fit",
+    )
+    assert len(found.groups) == 2 and found.status == (
+        "optimal" if found.gap <= 1.001e-9 else "feasible"
+    )
+    assert found.status == "feasible" or time_s <= best_s * (1 + 2e-9), (
+        seed,
+        "what is proven is not the best",
+        time_s,
+        best_s,
+    )
+    return (
+        ("proven" if found.status == "optimal" else "equal")
+        if time_s <= best_s * (1 + 2e-9)
+        else "slower"
+    )
 
 
 def counted(tasks: int, first: int = 0) -> Counter:
@@ -170,10 +250,15 @@ def test_cuts_by_paths_are_held_to_all_cuts(schedule, ranks, monkeypatch):
             sizes = [b - a for a, b in zip((0, *inner), (*inner, len(blocks)), strict=True)]
             stages = stages_of(sizes, blocks, len(first[0].segments))
             priced[stages] = pipelined([first[group] for group in deal], choices, stages).time_s
-        found = one_stage_per_rank.staging_of_ranks([rows[group] for group in deal], where, [None] * ranks)
+        found = one_stage_per_rank.staging_of_ranks(
+            [rows[group] for group in deal], where, [None] * ranks
+        )
         best_s = min(priced.values())
         assert found.bound_s <= best_s * (1 + 1e-9), (seed, "bound", found.bound_s, best_s)
-        assert priced[found.stages] <= best_s * (1 + (1e-9 if schedule == "gpipe" else 0.08)), (seed, "cut")
+        assert priced[found.stages] <= best_s * (1 + (1e-9 if schedule == "gpipe" else 0.08)), (
+            seed,
+            "cut",
+        )
 
 
 @pytest.mark.slow
@@ -194,7 +279,9 @@ def test_work_shares_do_not_add_up_to_one():
 def test_what_is_fixed_follows_the_micro_batch_of_a_selective_mode():
     """Larger micro-batches, which may be asked for first, leave less room."""
     model = random_models(0, "1f1b", 2, 1, 4)["none"]
-    weighted = Weighted(lambda candidate, group: replace(model, fixed_bytes=10 * candidate.micro_batch), [1000])
+    weighted = Weighted(
+        lambda candidate, group: replace(model, fixed_bytes=10 * candidate.micro_batch), [1000]
+    )
     for micro_batch in (4, 1, 2):
         candidate = Candidate(MeshShape(pp=2, dp=4), micro_batch, 8 // micro_batch, 1, "selective")
         assert weighted._memory(candidate, 0)[1] == 1000 - 10 * micro_batch
@@ -214,5 +301,11 @@ def test_the_weighted_bound_is_below_every_cut(name):
         for inner in combinations(range(2, 6), ranks - 1):
             runs = list(zip((0, *inner), (*inner, segments), strict=True))
             total = [sum(work_s[rank][first:end]) for rank, (first, end) in enumerate(runs)]
-            times = [StageTimes(t / 3, 2 * t / 3, t / 3 if rank else 2 * t / 3) for rank, t in enumerate(total)]
-            assert bound_s <= pipeline_time(name, times, ranks, micro).time_s * (1 + 1e-9), (seed, inner)
+            times = [
+                StageTimes(t / 3, 2 * t / 3, t / 3 if rank else 2 * t / 3)
+                for rank, t in enumerate(total)
+            ]
+            assert bound_s <= pipeline_time(name, times, ranks, micro).time_s * (1 + 1e-9), (
+                seed,
+                inner,
+            )

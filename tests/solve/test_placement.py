@@ -13,14 +13,34 @@ from hypothesis import strategies as st
 from solve_models import random_model, transformer
 from support.effort import examples
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, AnnotatedValue, BoundaryEdge, Conversion, Saved, Strategy
+from autopar.ir.annotated import (
+    AnnotatedBlock,
+    AnnotatedModel,
+    AnnotatedOp,
+    AnnotatedValue,
+    BoundaryEdge,
+    Conversion,
+    Saved,
+    Strategy,
+)
 from autopar.ir.sharding import R, S
 from autopar.solve.costs.placement_cost import InconsistentPlacement, price
 from autopar.solve.integer_program.formulation import formulate
 from autopar.solve.integer_program.lp_relaxation import quick_memory_bound, quick_time_bound, relax
-from autopar.solve.integer_program.placement_solver import Infeasible, Solution, prepare, smallest_memory, solve_placement
+from autopar.solve.integer_program.placement_solver import (
+    Infeasible,
+    Solution,
+    prepare,
+    smallest_memory,
+    solve_placement,
+)
 
-many = settings(max_examples=examples(10, 40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+many = settings(
+    max_examples=examples(10, 40),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
 some = settings(many, max_examples=examples(5, 20))
 seeds = st.integers(0, 10**9)
 
@@ -34,12 +54,17 @@ def random_capacity(model: AnnotatedModel, seed: int) -> int | None:
     if isinstance(free, Infeasible):
         return rng.randint(0, 500)
     low, high = smallest.memory_bytes, free.memory_bytes
-    return rng.choice([low - 1, low, high, high - 1, rng.randint(low, max(low, high)), (low + high) // 2])
+    return rng.choice(
+        [low - 1, low, high, high - 1, rng.randint(low, max(low, high)), (low + high) // 2]
+    )
 
 
 def naive(model: AnnotatedModel, choices) -> tuple[Fraction, int] | None:
     """(time, memory) in exact arithmetic, written without looking at pricing.py; None if the choices cannot run."""
-    pick = [{op.name: op.strategy(choice[op.name]) for op in block.ops} for block, choice in zip(model.classes, choices, strict=True)]
+    pick = [
+        {op.name: op.strategy(choice[op.name]) for op in block.ops}
+        for block, choice in zip(model.classes, choices, strict=True)
+    ]
     total, memory, moments, kept = Fraction(model.fixed_s), model.fixed_bytes, [], []
     for group in model.ties:
         if len({pick[c][n].outputs[0].value for c, n in group}) != 1:
@@ -79,7 +104,11 @@ def naive(model: AnnotatedModel, choices) -> tuple[Fraction, int] | None:
             if (a, d) not in edge.conversions:
                 return None
             paid = edge.conversions[a, d]
-            total += model.num_microbatches * edge.count * (Fraction(paid.forward_s) + Fraction(paid.backward_s))
+            total += (
+                model.num_microbatches
+                * edge.count
+                * (Fraction(paid.forward_s) + Fraction(paid.backward_s))
+            )
     return total, memory + peak
 
 
@@ -92,7 +121,11 @@ def test_solver_equals_brute_force(seed):
     assert type(found) is type(expected)
     if isinstance(expected, Infeasible):
         event(expected.reason)
-        assert (found.reason, found.memory_bytes, found.bound_bytes) == (expected.reason, expected.memory_bytes, expected.bound_bytes)
+        assert (found.reason, found.memory_bytes, found.bound_bytes) == (
+            expected.reason,
+            expected.memory_bytes,
+            expected.bound_bytes,
+        )
         return
     binding = capacity is not None and brute_force(model, None).memory_bytes > capacity
     event(f"{found.method}, capacity {'binds' if binding else 'does not bind'}")
@@ -168,7 +201,9 @@ def test_upper_bound_only_cuts_slower_placements(seed, factor):
     if factor >= 1 or best.time_s == 0:
         assert found.time_s == pytest.approx(best.time_s, rel=1e-9)
     else:
-        assert found.reason == "bound" and best.time_s * factor <= found.bound_s <= best.time_s * (1 + 1e-15)
+        assert found.reason == "bound" and best.time_s * factor <= found.bound_s <= best.time_s * (
+            1 + 1e-15
+        )
 
 
 def test_one_huge_cost_does_not_blur_the_others():
@@ -176,37 +211,71 @@ def test_one_huge_cost_does_not_blur_the_others():
     for seed in range(40):
         model = random_model(seed)
         block = model.classes[0]
-        values = {name: replace(value, conversions={pair: Conversion(1e12, 0.0) for pair in value.conversions})
-                  for name, value in block.values.items()}
+        values = {
+            name: replace(
+                value, conversions={pair: Conversion(1e12, 0.0) for pair in value.conversions}
+            )
+            for name, value in block.values.items()
+        }
         model = replace(model, classes=(replace(block, values=values), *model.classes[1:]))
         capacity = random_capacity(model, seed)
         expected, found = brute_force(model, capacity), solve_placement(model, capacity)
         assert type(found) is type(expected)
         if isinstance(found, Solution):
-            assert found.status == "optimal" and found.time_s == pytest.approx(expected.time_s, rel=1e-9)
+            assert found.status == "optimal" and found.time_s == pytest.approx(
+                expected.time_s, rel=1e-9
+            )
 
 
 def test_a_shared_conversion_is_paid_once_and_what_runs_again_is_told_apart():
     """x is made in S(0); two ops need it in R, one as it is: one gather, per micro-batch and segment."""
     keep = (Saved("x", 100),)
-    ops = (AnnotatedOp("x", "input", "", (), ("x",), (Strategy("s", (), (S(0),)),)),
-           AnnotatedOp("a", "op", "", ("x",), ("a",), (Strategy("r", (R,), (R,), forward_s=1.0, backward_s=2.0, saved=keep),)),
-           AnnotatedOp("b", "op", "", ("x", "a", "x"), ("b",), (Strategy("r", (R, R, S(0)), (R,), saved=keep),)),
-           AnnotatedOp("y", "output", "", ("b",), (), (Strategy("r", (R,), ()),)))
-    values = {"x": AnnotatedValue("x", 1, {(S(0), R): Conversion(0.25, 0.5)}), "a": AnnotatedValue("a", 1, {}),
-              "b": AnnotatedValue("b", 1, {})}
+    ops = (
+        AnnotatedOp("x", "input", "", (), ("x",), (Strategy("s", (), (S(0),)),)),
+        AnnotatedOp(
+            "a",
+            "op",
+            "",
+            ("x",),
+            ("a",),
+            (Strategy("r", (R,), (R,), forward_s=1.0, backward_s=2.0, saved=keep),),
+        ),
+        AnnotatedOp(
+            "b", "op", "", ("x", "a", "x"), ("b",), (Strategy("r", (R, R, S(0)), (R,), saved=keep),)
+        ),
+        AnnotatedOp("y", "output", "", ("b",), (), (Strategy("r", (R,), ()),)),
+    )
+    values = {
+        "x": AnnotatedValue("x", 1, {(S(0), R): Conversion(0.25, 0.5)}),
+        "a": AnnotatedValue("a", 1, {}),
+        "b": AnnotatedValue("b", 1, {}),
+    }
     edge = BoundaryEdge(0, 0, 0, 0, 2, {(R, S(0)): Conversion(0.125, 0.0)})
     block = AnnotatedBlock("block", 3, ops, values, ("x",), ("y",), input_bytes={"x": {S(0): 7}})
     once = solve_placement(AnnotatedModel((block,), (edge,), (), 10), None)
     assert (once.time_s, once.memory_bytes) == (10 * (3 * (3 + 0.75) + 2 * 0.125), 300)
-    again = replace(block, recompute=True, ops=(ops[0], replace(ops[1], strategies=(ops[1].strategies[0].rerun(),)), *ops[2:]),
-                    values=values | {"x": AnnotatedValue("x", 1, {(S(0), R): Conversion(0.25, 0.5).rerun()})})
+    again = replace(
+        block,
+        recompute=True,
+        ops=(ops[0], replace(ops[1], strategies=(ops[1].strategies[0].rerun(),)), *ops[2:]),
+        values=values | {"x": AnnotatedValue("x", 1, {(S(0), R): Conversion(0.25, 0.5).rerun()})},
+    )
     twice = solve_placement(AnnotatedModel((again,), (edge,), (), 10), None)
-    assert (twice.time_s, twice.memory_bytes) == (10 * (3 * (4 + 1.0) + 2 * 0.125), 3 * 7)  # `x` is the segment's input, kept anyway
-    parts = {"forward": 30.0, "backward": 60.0, "recompute": 10 * 3 * 1.25, "conversion": 10 * 3 * 0.75}
+    assert (twice.time_s, twice.memory_bytes) == (
+        10 * (3 * (4 + 1.0) + 2 * 0.125),
+        3 * 7,
+    )  # `x` is the segment's input, kept anyway
+    parts = {
+        "forward": 30.0,
+        "backward": 60.0,
+        "recompute": 10 * 3 * 1.25,
+        "conversion": 10 * 3 * 0.75,
+    }
     assert twice.priced.time_parts == parts | {"edge": 2.5, "step": 0.0, "fixed": 0.0}
     again = replace(again, workspace_bytes=40)
-    assert solve_placement(AnnotatedModel((again,), (edge,), (), 10), None).memory_bytes == 3 * 7 + 40
+    assert (
+        solve_placement(AnnotatedModel((again,), (edge,), (), 10), None).memory_bytes == 3 * 7 + 40
+    )
 
 
 def test_price_refuses_what_cannot_run():
@@ -217,7 +286,10 @@ def test_price_refuses_what_cannot_run():
         price(model, choices)
     with pytest.raises(ValueError, match="input_bytes"):
         block = replace(model.classes[1], recompute=True, input_bytes={})
-        price(replace(model, classes=(model.classes[0], block, model.classes[2])), solve_placement(model, None).choices)
+        price(
+            replace(model, classes=(model.classes[0], block, model.classes[2])),
+            solve_placement(model, None).choices,
+        )
 
 
 def test_negative_cost_is_refused():
@@ -231,7 +303,11 @@ def test_the_same_question_gets_the_same_answer():
     model = transformer(layers=8, jitter=3)
     capacity = solve_placement(model, None).memory_bytes * 7 // 10
     first, second = (solve_placement(model, capacity) for _ in range(2))
-    assert first.method == "cp-sat" and first.choices == second.choices and first.bound_s == second.bound_s
+    assert (
+        first.method == "cp-sat"
+        and first.choices == second.choices
+        and first.bound_s == second.bound_s
+    )
 
 
 def test_two_workers_agree_with_themselves():
@@ -240,7 +316,10 @@ def test_two_workers_agree_with_themselves():
         model = random_model(seed)
         capacity = random_capacity(model, seed)
         first, second = (solve_placement(model, capacity, workers=2) for _ in range(2))
-        assert getattr(first, "bound_s", None) == getattr(second, "bound_s", None) and first.choices == second.choices
+        assert (
+            getattr(first, "bound_s", None) == getattr(second, "bound_s", None)
+            and first.choices == second.choices
+        )
         solved_by_cp_sat += isinstance(first, Solution) and first.method == "cp-sat"
     assert solved_by_cp_sat >= 5
 
@@ -269,8 +348,10 @@ def test_speed_on_a_transformer(recompute, fraction, capsys):
     found = solve_placement(model, capacity)
     ops = sum(len(block.ops) for block in model.classes)
     with capsys.disabled():
-        print(f"\n  {ops} ops, {len(prepared.program.cost_s)} variables, recompute {recompute}, capacity {fraction}:"
-              f" {found.solve_time_s:.3f} s by {found.method}, gap {found.gap:.1e}")
+        print(
+            f"\n  {ops} ops, {len(prepared.program.cost_s)} variables, recompute {recompute}, capacity {fraction}:"
+            f" {found.solve_time_s:.3f} s by {found.method}, gap {found.gap:.1e}"
+        )
     assert found.status == "optimal"
 
 
@@ -280,13 +361,23 @@ def test_nothing_to_choose_needs_no_solver(monkeypatch):
     monkeypatch.setattr("autopar.solve.integer_program.placement_solver._minimise_time", None)
     for seed in range(200):
         model = random_model(seed)
-        decided = tuple(replace(b, ops=tuple(replace(op, strategies=op.strategies[:1]) for op in b.ops)) for b in model.classes)
+        decided = tuple(
+            replace(b, ops=tuple(replace(op, strategies=op.strategies[:1]) for op in b.ops))
+            for b in model.classes
+        )
         model = replace(model, classes=decided)
         best = brute_force(model, None)
         if isinstance(best, Infeasible):
             continue
         found = solve_placement(model, None)
-        assert found.status == "optimal" and found.choices == best.choices and found.time_s == best.time_s
-        assert 0 <= found.gap <= 1e-9 and solve_placement(model, best.memory_bytes).memory_bytes == best.memory_bytes
+        assert (
+            found.status == "optimal"
+            and found.choices == best.choices
+            and found.time_s == best.time_s
+        )
+        assert (
+            0 <= found.gap <= 1e-9
+            and solve_placement(model, best.memory_bytes).memory_bytes == best.memory_bytes
+        )
         prepared = prepare(model, best.memory_bytes - 1)
         assert prepared.fits_not and prepared.relaxed.bound_bytes == best.memory_bytes

@@ -29,14 +29,29 @@ def some_sketch(rng: random.Random, units: int) -> tuple[Sketch, list[list[float
     lines_s = [[work + rng.random() for work in work_s] for _ in range(2)]
     more_s, once_s = ([rng.random() for _ in range(units)] for _ in range(2))
     plain = Sketch.of_units(forward_s, work_s)
-    priced = replace(plain, lines_s=np.array([sums(line) for line in lines_s]), prices=np.array([0.1, 0.4]))
+    priced = replace(
+        plain, lines_s=np.array([sums(line) for line in lines_s]), prices=np.array([0.1, 0.4])
+    )
     whole_s = [[line + more for line, more in zip(of, more_s, strict=True)] for of in lines_s]
     return priced.with_parameters([more / 3 for more in more_s], more_s, once_s), whole_s
 
 
-def by_hand(sketch: Sketch, lines_s, schedule: Schedule, micro: int, held, room: float, static: list[float], runs) -> float:
+def by_hand(
+    sketch: Sketch,
+    lines_s,
+    schedule: Schedule,
+    micro: int,
+    held,
+    room: float,
+    static: list[float],
+    runs,
+) -> float:
     """The longest that a rank takes with what it waits, from the definition."""
-    forward_s, work_s, once_s = np.diff(sketch.forward_s), np.diff(sketch.work_s), np.diff(sketch.once_s)
+    forward_s, work_s, once_s = (
+        np.diff(sketch.forward_s),
+        np.diff(sketch.work_s),
+        np.diff(sketch.once_s),
+    )
     waits_s, found, steps_s = forward_s if schedule.name == "zero_bubble" else work_s, [], []
     for rank in range(schedule.ranks):
         mine = [unit for first, end in runs[rank :: schedule.ranks] for unit in range(first, end)]
@@ -44,7 +59,10 @@ def by_hand(sketch: Sketch, lines_s, schedule: Schedule, micro: int, held, room:
         if left < 0:
             return math.inf
         each = [sum(work_s[unit] for unit in mine)]
-        each += [sum(line[unit] for unit in mine) - price * left / held[rank] for line, price in zip(lines_s, (0.1, 0.4), strict=True)]
+        each += [
+            sum(line[unit] for unit in mine) - price * left / held[rank]
+            for line, price in zip(lines_s, (0.1, 0.4), strict=True)
+        ]
         steps_s.append(sum(once_s[unit] for unit in mine))
         found.append(sum(waits_s[: runs[rank][0]]) + micro * max(each))
     if schedule.stages_per_rank > 1:
@@ -52,20 +70,46 @@ def by_hand(sketch: Sketch, lines_s, schedule: Schedule, micro: int, held, room:
     return max(path + step for path, step in zip(found, steps_s, strict=True))
 
 
-@pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3)])
+@pytest.mark.parametrize(
+    "name, chunks",
+    [
+        ("1f1b", 1),
+        ("gpipe", 1),
+        ("zero_bubble", 1),
+        ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", 3),
+    ],
+)
 @settings(max_examples=examples(10, 40), deadline=None)
-@given(seed=st.integers(0, 10**6), ranks=st.integers(1, 4), more=st.integers(0, 4), room=st.floats(0, 12))
+@given(
+    seed=st.integers(0, 10**6),
+    ranks=st.integers(1, 4),
+    more=st.integers(0, 4),
+    room=st.floats(0, 12),
+)
 def test_a_sketch_is_the_least_of_all_cuts_and_deals(name, chunks, seed, ranks, more, room):
     rng = random.Random(seed)
     units, schedule = ranks * chunks + more, Schedule(name, ranks, chunks)
     sketch, lines_s = some_sketch(rng, units)
-    held, static, micro = [rng.uniform(1, 4) for _ in range(ranks)], [rng.random() for _ in range(units)], rng.randint(1, 8)
+    held, static, micro = (
+        [rng.uniform(1, 4) for _ in range(ranks)],
+        [rng.random() for _ in range(units)],
+        rng.randint(1, 8),
+    )
     if chunks > 1:
         cuts = [runs_of(sizes) for sizes in dealt_sizes(units, ranks * chunks)]
     else:
-        cuts = [list(itertools.pairwise((0, *inner, units))) for inner in itertools.combinations(range(1, units), ranks - 1)]
-    least_s = min((by_hand(sketch, lines_s, schedule, micro, held, room, static, runs) for runs in cuts), default=math.inf)
-    assert sketch.bound_s(schedule, micro, held, room, sums(static)) == pytest.approx(least_s, rel=2e-9)
+        cuts = [
+            list(itertools.pairwise((0, *inner, units)))
+            for inner in itertools.combinations(range(1, units), ranks - 1)
+        ]
+    least_s = min(
+        (by_hand(sketch, lines_s, schedule, micro, held, room, static, runs) for runs in cuts),
+        default=math.inf,
+    )
+    assert sketch.bound_s(schedule, micro, held, room, sums(static)) == pytest.approx(
+        least_s, rel=2e-9
+    )
     assert sketch.bound_s(schedule, micro) <= least_s
 
 
@@ -91,7 +135,11 @@ def test_what_is_least_of_all_stages_bounds_each_and_what_is_left_out_is_never_b
     rng = random.Random(seed)
     base = random_model(seed, 80)
     models = [base, *(with_other_parameters(base, rng) for _ in range(2))]
-    needs = [found.memory_bytes for model in models if isinstance(found := brute_force(model, None), Solution)]
+    needs = [
+        found.memory_bytes
+        for model in models
+        if isinstance(found := brute_force(model, None), Solution)
+    ]
     if not needs:
         return
     capacity = int(min(needs) + tight * (max(needs) - min(needs)))
@@ -109,7 +157,9 @@ def test_what_is_least_of_all_stages_bounds_each_and_what_is_left_out_is_never_b
 
 def test_stages_that_keep_other_tensors_are_told():
     model = random_model(3, 80)
-    block = next(block for block in model.classes if any(op.kind == "parameter" for op in block.ops))
+    block = next(
+        block for block in model.classes if any(op.kind == "parameter" for op in block.ops)
+    )
     named = replace(block, ops=tuple(
         replace(op, strategies=tuple(replace(s, name="odd") for s in op.strategies)) if op.kind == "parameter" else op for op in block.ops
     ))  # fmt: skip

@@ -37,28 +37,57 @@ from autopar.solve.integer_program.placement_solver import Solution, solve_place
 from autopar.solve.search.branch_and_bound import search
 
 
-def block(name: str, count: int, forward_s: float, backward_s: float, recompute: bool = False, weight: bool = True) -> AnnotatedBlock:
+def block(
+    name: str,
+    count: int,
+    forward_s: float,
+    backward_s: float,
+    recompute: bool = False,
+    weight: bool = True,
+) -> AnnotatedBlock:
     """One op that reads an input of 10 bytes and a parameter of 7, and saves 30 bytes."""
     ops = [AnnotatedOp("in", "input", "", (), ("x",), (Strategy("R", (), (R,)),))]
     if weight:
-        ops.append(AnnotatedOp("w", "parameter", "", (), ("w",), (Strategy("R", (), (R,), 0, 0, 0.5, 7),)))
+        ops.append(
+            AnnotatedOp("w", "parameter", "", (), ("w",), (Strategy("R", (), (R,), 0, 0, 0.5, 7),))
+        )
     reads = ("x", "w") if weight else ("x",)
-    run = Strategy("R", (R,) * len(reads), (R,), forward_s, backward_s, saved=(Saved("y", 30),), backward_weight_s=backward_s / 2)
+    run = Strategy(
+        "R",
+        (R,) * len(reads),
+        (R,),
+        forward_s,
+        backward_s,
+        saved=(Saved("y", 30),),
+        backward_weight_s=backward_s / 2,
+    )
     ops += [
         AnnotatedOp("f", "op", "aten.some", reads, ("y",), (run,)),
         AnnotatedOp("out", "output", "", ("y",), (), (Strategy("R", (R,), ()),)),
     ]
-    values = {name: AnnotatedValue(name, 10, {}) for name in ("x", "w", "y")[: 3 if weight else 1]} | {"y": AnnotatedValue("y", 10, {})}
-    return AnnotatedBlock(name, count, tuple(ops), values, ("in",), ("out",), recompute, {"in": {R: 10}})
+    values = {
+        name: AnnotatedValue(name, 10, {}) for name in ("x", "w", "y")[: 3 if weight else 1]
+    } | {"y": AnnotatedValue("y", 10, {})}
+    return AnnotatedBlock(
+        name, count, tuple(ops), values, ("in",), ("out",), recompute, {"in": {R: 10}}
+    )
 
 
-def chain(blocks: int, ranks: int, chunks: int, schedule: str, micro: int, recompute: bool = False) -> AnnotatedModel:
+def chain(
+    blocks: int, ranks: int, chunks: int, schedule: str, micro: int, recompute: bool = False
+) -> AnnotatedModel:
     """Prologue, `blocks` blocks, epilogue, each reading the one before."""
-    classes = (block("prologue", 1, 0.1, 0.2), block("layers", blocks, 1.0, 2.0, recompute), block("epilogue", 1, 0.5, 0.7))
+    classes = (
+        block("prologue", 1, 0.1, 0.2),
+        block("layers", blocks, 1.0, 2.0, recompute),
+        block("epilogue", 1, 0.5, 0.7),
+    )
     segments = (0, *(1,) * blocks, 2)
     reads = (((-1, 0),), *(((number, 0),) for number in range(blocks + 1)))
     setting = PipelineSetting(ranks, chunks, schedule, 0.001, 0.01)
-    return AnnotatedModel(classes, (), (), micro, 0.25, 1000, setting, segments=segments, reads=reads)
+    return AnnotatedModel(
+        classes, (), (), micro, 0.25, 1000, setting, segments=segments, reads=reads
+    )
 
 
 def only(model: AnnotatedModel) -> tuple[dict[str, str], ...]:
@@ -70,27 +99,47 @@ def test_segments_cost_what_the_model_costs(seed):
     model = random_model(seed)
     found = solve_placement(model, None)
     assume(isinstance(found, Solution))
-    assume(len({(e.source, e.source_output, e.target, e.target_input) for e in model.edges}) == len(model.edges))
+    assume(
+        len({(e.source, e.source_output, e.target, e.target_input) for e in model.edges})
+        == len(model.edges)
+    )
     whole, costs = price(model, found.choices), class_costs(model, found.choices)
     counts = [b.count for b in model.classes]
-    seconds = sum(n * (model.num_microbatches * (c.forward_s + c.backward_s) + c.step_s) for n, c in zip(counts, costs, strict=True))
+    seconds = sum(
+        n * (model.num_microbatches * (c.forward_s + c.backward_s) + c.step_s)
+        for n, c in zip(counts, costs, strict=True)
+    )
     sent = arrivals(model, found.choices)
-    edges = [(e.count, sent.get((e.source, e.source_output, e.target, e.target_input), (0.0, 0.0))) for e in model.edges]
-    assert sum(count * sum(both) for count, both in edges) * model.num_microbatches == pytest.approx(whole.edge_s, rel=1e-9)
+    edges = [
+        (e.count, sent.get((e.source, e.source_output, e.target, e.target_input), (0.0, 0.0)))
+        for e in model.edges
+    ]
+    assert sum(
+        count * sum(both) for count, both in edges
+    ) * model.num_microbatches == pytest.approx(whole.edge_s, rel=1e-9)
     assert seconds + whole.edge_s + model.fixed_s == pytest.approx(whole.time_s, rel=1e-9)
     assert sum(n * c.static_bytes for n, c in zip(counts, costs, strict=True)) == whole.static_bytes
     assert sum(n * c.kept_bytes for n, c in zip(counts, costs, strict=True)) == whole.kept_bytes
     freed = 0 if model.last is None else costs[model.last].kept_bytes
-    needed = [c.transient_bytes - (freed if index != model.last else 0) for index, c in enumerate(costs)]
+    needed = [
+        c.transient_bytes - (freed if index != model.last else 0) for index, c in enumerate(costs)
+    ]
     assert max([0, *needed]) == whole.transient_bytes
     assert all(0 <= c.weight_s <= c.backward_s for c in costs)
 
 
-@given(blocks=st.integers(1, 30), ranks=st.integers(1, 6), chunks=st.integers(1, 3), ends=st.tuples(st.floats(0, 9), st.floats(0, 9)))
+@given(
+    blocks=st.integers(1, 30),
+    ranks=st.integers(1, 6),
+    chunks=st.integers(1, 3),
+    ends=st.tuples(st.floats(0, 9), st.floats(0, 9)),
+)
 def test_stages_are_even_and_the_slowest_is_fastest(blocks, ranks, chunks, ends):
     count = ranks * chunks
     stages = cut(count, range(1, blocks + 1), [ends[0], *[1.0] * blocks, ends[1]])
-    assert [s for stage in stages for s in stage] == list(range(blocks + 2)), "every segment once, in order"
+    assert [s for stage in stages for s in stage] == list(range(blocks + 2)), (
+        "every segment once, in order"
+    )
     dealt = [sum(0 < s <= blocks for s in stage) for stage in stages]
     assert max(dealt) - min(dealt) <= 1
     each, more = divmod(blocks, count)
@@ -102,7 +151,9 @@ def test_stages_are_even_and_the_slowest_is_fastest(blocks, ranks, chunks, ends)
         return max(held)
 
     if count <= 9:
-        assert slowest(tuple(s for s in range(count) if dealt[s] > each)) == min(map(slowest, itertools.combinations(range(count), more)))
+        assert slowest(tuple(s for s in range(count) if dealt[s] > each)) == min(
+            map(slowest, itertools.combinations(range(count), more))
+        )
 
 
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1)]
@@ -115,10 +166,15 @@ def test_a_step_is_what_the_simulated_schedule_takes(schedule, chunks, ranks, mi
     found = pipelined(model, only(model))
     stages = [StageTimes(2.0, 4.0, 2.0)] * (ranks * chunks)
     stages[0], stages[-1] = StageTimes(2.1, 4.2, 4.2), StageTimes(2.5, 4.7, 2.35)
-    simulated = simulate_pipeline(schedule_actions(schedule, ranks, chunks, micro), stages, 0.01 + 10 * 0.001)
+    simulated = simulate_pipeline(
+        schedule_actions(schedule, ranks, chunks, micro), stages, 0.01 + 10 * 0.001
+    )
     step = max(2 * chunks * 0.5 + (0.5 if rank in (0, ranks - 1) else 0.0) for rank in range(ranks))
     assert found.time_s == pytest.approx(simulated.makespan_s + step + 0.25, rel=0.02)
-    assert sum(found.time_parts.values()) == pytest.approx(found.time_s) and found.time_parts["bubble"] > 0
+    assert (
+        sum(found.time_parts.values()) == pytest.approx(found.time_s)
+        and found.time_parts["bubble"] > 0
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -127,7 +183,11 @@ def test_memory_of_1f1b_by_hand(recompute):
     kept = 10 if recompute else 30
     ends = [1, 0, 0, 1]  # a prologue or epilogue keeps 30 bytes and has a parameter of 7
     expected = tuple(
-        1000 + 7 * (2 + ends[rank]) + (4 - rank) * (2 * kept + 30 * ends[rank]) + (30 if recompute else 0) for rank in range(4)
+        1000
+        + 7 * (2 + ends[rank])
+        + (4 - rank) * (2 * kept + 30 * ends[rank])
+        + (30 if recompute else 0)
+        for rank in range(4)
     )
     found = pipelined(model, only(model))
     assert found.memory_bytes == expected
@@ -138,18 +198,30 @@ def test_a_tied_parameter_is_held_where_it_is_read():
     free = chain(8, 4, 1, "1f1b", 8)
     *others, last = free.classes
     shared = (Shared(((0, "w"),), ((len(free.segments) - 1, "w"),)),)
-    model = replace(free, classes=(*others, borrowing(last, "w")), ties=(((0, "w"), (2, "w")),), shared=shared)
+    model = replace(
+        free, classes=(*others, borrowing(last, "w")), ties=(((0, "w"), (2, "w")),), shared=shared
+    )
     tied, apart = pipelined(model, only(model)), pipelined(free, only(free))
     assert tied.memory_bytes == apart.memory_bytes, "first and last stage both hold it"
     alone = replace(model, pipeline=replace(model.pipeline, ranks=1), num_microbatches=1)
-    assert pipelined(alone, only(alone)).memory_parts["parameters"] == 7 * 9, "one rank holds it once"
+    assert pipelined(alone, only(alone)).memory_parts["parameters"] == 7 * 9, (
+        "one rank holds it once"
+    )
 
 
 def test_the_search_prices_pipelines_and_its_bound_holds():
     def annotate(candidate: Candidate) -> AnnotatedModel:
-        return chain(8, candidate.mesh.pp, candidate.stages_per_rank, candidate.schedule, candidate.num_microbatches)
+        return chain(
+            8,
+            candidate.mesh.pp,
+            candidate.stages_per_rank,
+            candidate.schedule,
+            candidate.num_microbatches,
+        )
 
-    candidates = [Candidate(MeshShape(pp=4), 1, 8, 0, "none", chunks, schedule) for schedule, chunks in CASES]
+    candidates = [
+        Candidate(MeshShape(pp=4), 1, 8, 0, "none", chunks, schedule) for schedule, chunks in CASES
+    ]
     found = search(candidates, annotate, None)
     times = [pipelined(annotate(c), only(annotate(c))).time_s for c in candidates]
     assert found.best[1].time_s == min(times) and found.status == "feasible"
@@ -171,18 +243,31 @@ def test_plans_name_their_stages(gpt):
 
     def planned(**pin):
         pin = {"tp": 2, "dp": 1, "micro_batch": 1, "recompute": "full", "stages": "even"} | pin
-        return make_plan(model, "dgx-h100:1", example, 32, {k: v for k, v in pin.items() if v is not None}, traced=traced)
+        return make_plan(
+            model,
+            "dgx-h100:1",
+            example,
+            32,
+            {k: v for k, v in pin.items() if v is not None},
+            traced=traced,
+        )
 
     plan = planned(pp=4, recompute="full")
-    assert plan.schedule == "1f1b" and len(plan.stages) == 4 == len(plan.predicted.peak_memory_bytes)
-    assert [name for stage in plan.stages for name in stage] == [segment.name for segment in traced.segments]
+    assert plan.schedule == "1f1b" and len(plan.stages) == 4 == len(
+        plan.predicted.peak_memory_bytes
+    )
+    assert [name for stage in plan.stages for name in stage] == [
+        segment.name for segment in traced.segments
+    ]
     assert "1f1b, 4 stages, 1 on each of 4 ranks" in autopar.explain(plan)
     assert sum(plan.predicted.breakdown.values()) == pytest.approx(plan.predicted.step_time_s)
     assert plan.certificate.bound_s <= plan.certificate.objective_s == plan.predicted.step_time_s
     interleaved = planned(pp=2, vpp=3, dp=2, tp=2, schedule="zero_bubble")
     assert interleaved.schedule == "zero_bubble" and len(interleaved.stages) == 6
     more = planned(pp=4, recompute="full", dp=1, tp=2, schedule="gpipe")
-    assert max(more.predicted.peak_memory_bytes) > max(plan.predicted.peak_memory_bytes), "gpipe keeps every micro-batch"
+    assert max(more.predicted.peak_memory_bytes) > max(plan.predicted.peak_memory_bytes), (
+        "gpipe keeps every micro-batch"
+    )
 
 
 @pytest.mark.slow
@@ -195,10 +280,20 @@ def test_a_pinned_pipeline_finds_its_schedule_stages_and_recomputation(gpt):
         return make_plan(model, "dgx-h100:1", example, 32, fixed | pin, traced=traced)
 
     free = planned()
-    even = [planned(stages="even", recompute=mode, schedule=name) for mode in ("none", "full") for name in ("1f1b", "zero_bubble")]
-    assert free.predicted.step_time_s <= min(plan.predicted.step_time_s for plan in even) * (1 + 1e-9)
-    assert [name for stage in free.stages for name in stage] == [segment.name for segment in traced.segments]
-    assert sorted(name for block in free.blocks for name in block.segments) == sorted(segment.name for segment in traced.segments)
+    even = [
+        planned(stages="even", recompute=mode, schedule=name)
+        for mode in ("none", "full")
+        for name in ("1f1b", "zero_bubble")
+    ]
+    assert free.predicted.step_time_s <= min(plan.predicted.step_time_s for plan in even) * (
+        1 + 1e-9
+    )
+    assert [name for stage in free.stages for name in stage] == [
+        segment.name for segment in traced.segments
+    ]
+    assert sorted(name for block in free.blocks for name in block.segments) == sorted(
+        segment.name for segment in traced.segments
+    )
     assert sum(free.predicted.breakdown.values()) == pytest.approx(free.predicted.step_time_s)
     assert free.certificate.bound_s <= free.predicted.step_time_s and free.certificate.gap < 0.2
     roomy = max(free.predicted.peak_memory_bytes)

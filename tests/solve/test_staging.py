@@ -45,10 +45,17 @@ MODES = ("none", "selective", "full")
 
 def block(rng: random.Random, name: str, count: int, layer: bool) -> dict[str, AnnotatedBlock]:
     """One op between an input and an output, in every mode."""
-    forward_s, backward_s, size, saved = rng.randint(1, 4), rng.randint(1, 6), rng.randint(1, 9), rng.randint(10, 40)
+    forward_s, backward_s, size, saved = (
+        rng.randint(1, 4),
+        rng.randint(1, 6),
+        rng.randint(1, 9),
+        rng.randint(10, 40),
+    )
     saved_less, more_s = rng.randint(1, 10), rng.choice([0.25, 0.5, 1.0, 1.5]) * forward_s / 2
     static, step_s, workspace = rng.randint(1, 20), rng.randint(0, 3), rng.randint(0, 15)
-    late = int(random.Random(repr((name, forward_s, size, saved, static))).choice([0, 0.5, 1, 3]) * saved)
+    late = int(
+        random.Random(repr((name, forward_s, size, saved, static))).choice([0, 0.5, 1, 3]) * saved
+    )
     found = {}
     for mode in MODES if layer else MODES[:1]:
         kept = saved - saved_less if mode == "selective" else saved
@@ -57,12 +64,24 @@ def block(rng: random.Random, name: str, count: int, layer: bool) -> dict[str, A
                        late=(Saved("y", late),) if late else ())  # fmt: skip
         ops = (
             AnnotatedOp("in", "input", "", (), ("x",), (Strategy("R", (), (R,)),)),
-            AnnotatedOp("w", "parameter", "", (), ("w",), (Strategy("R", (), (R,), 0, 0, step_s, static),)),
+            AnnotatedOp(
+                "w", "parameter", "", (), ("w",), (Strategy("R", (), (R,), 0, 0, step_s, static),)
+            ),
             AnnotatedOp("f", "op", "aten.some", ("x", "w"), ("y",), (run,)),
             AnnotatedOp("out", "output", "", ("y",), (), (Strategy("R", (R,), ()),)),
         )
         values = {value: AnnotatedValue(value, 10, {}) for value in ("x", "w", "y")}
-        found[mode] = AnnotatedBlock(name, count, ops, values, ("in",), ("out",), mode == "full", {"in": {R: size}}, workspace)
+        found[mode] = AnnotatedBlock(
+            name,
+            count,
+            ops,
+            values,
+            ("in",),
+            ("out",),
+            mode == "full",
+            {"in": {R: size}},
+            workspace,
+        )
     return {mode: found.get(mode, found["none"]) for mode in MODES}
 
 
@@ -94,11 +113,28 @@ def random_models(seed: int, schedule: str, ranks: int, chunks: int, most: int) 
         shared = random_sharing(other, segments)
     for index in {segments[number] for one in shared for number, _ in one.reading}:
         blocks[index] = {mode: borrowing(of, "w") for mode, of in blocks[index].items()}
-    setting = PipelineSetting(ranks, chunks, schedule, rng.choice([0.0, 0.01]), rng.choice([0.0, 0.1]), rng.random() < 0.5)
+    setting = PipelineSetting(
+        ranks, chunks, schedule, rng.choice([0.0, 0.01]), rng.choice([0.0, 0.1]), rng.random() < 0.5
+    )
     ties = ties_of(shared, segments)
-    base = AnnotatedModel((), edges, ties, micro, 0.5, 7, setting if ranks > 1 else None, last, segments, reads, shared)
+    base = AnnotatedModel(
+        (),
+        edges,
+        ties,
+        micro,
+        0.5,
+        7,
+        setting if ranks > 1 else None,
+        last,
+        segments,
+        reads,
+        shared,
+    )
     buffers = {"none": 7, "selective": 7 + rng.choice([0, 5]), "full": 7}
-    return {mode: replace(base, classes=tuple(b[mode] for b in blocks), fixed_bytes=buffers[mode]) for mode in MODES}
+    return {
+        mode: replace(base, classes=tuple(b[mode] for b in blocks), fixed_bytes=buffers[mode])
+        for mode in MODES
+    }
 
 
 def choices_of(models: Models) -> tuple[dict[str, str], ...]:
@@ -133,12 +169,17 @@ def found_cost(models: Models, found: Staging) -> tuple[float, int]:
     return cost(models, found.modes, found.stages)
 
 
-@pytest.mark.parametrize("schedule, ranks, most", [("gpipe", 1, 5), ("gpipe", 2, 4), ("1f1b", 2, 4), ("1f1b", 3, 5), ("zero_bubble", 2, 4)])
+@pytest.mark.parametrize(
+    "schedule, ranks, most",
+    [("gpipe", 1, 5), ("gpipe", 2, 4), ("1f1b", 2, 4), ("1f1b", 3, 5), ("zero_bubble", 2, 4)],
+)
 @settings(max_examples=examples(6, 25))
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
 def test_the_best_staging_is_that_of_brute_force(schedule, ranks, most, seed, tight):
     models = random_models(seed, schedule, ranks, 1, most)
-    everything = {(modes, stages): cost(models, modes, stages) for modes, stages in stagings(models)}
+    everything = {
+        (modes, stages): cost(models, modes, stages) for modes, stages in stagings(models)
+    }
     needs = sorted({size for _, size in everything.values()})
     capacity = needs[int(tight * (len(needs) - 1))] - (tight == 0)
     fitting = [seconds for seconds, size in everything.values() if size <= capacity]
@@ -149,7 +190,9 @@ def test_the_best_staging_is_that_of_brute_force(schedule, ranks, most, seed, ti
     seconds, size = found_cost(models, found)
     assert size <= capacity
     assert found.bound_s <= min(fitting) * (1 + 1e-9), "a bound is below every staging that fits"
-    assert seconds == pytest.approx(min(fitting), rel=1e-9) and found.bound_s == pytest.approx(seconds, rel=1e-9)
+    assert seconds == pytest.approx(min(fitting), rel=1e-9) and found.bound_s == pytest.approx(
+        seconds, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
@@ -173,32 +216,47 @@ def test_cuts_by_paths_are_those_of_all_cuts(schedule, seed, tight):
     assert found_cost(models, found)[0] <= best_s * (1 + 1e-9 if schedule == "gpipe" else 1.05)
 
 
-def step_and_path_s(schedule: str, stages: list[StageTimes], micro: int, hop_s: float) -> tuple[float, float]:
+def step_and_path_s(
+    schedule: str, stages: list[StageTimes], micro: int, hop_s: float
+) -> tuple[float, float]:
     """What a step of stages of one unit takes, and the longest path of it that cuts know."""
     whole = ((times.forward_s, times.backward_s) for times in stages)
     forward_s, backward_s = np.cumsum([(0.0, 0.0), *whole], axis=0).T
-    row = SimpleNamespace(micro_batches=micro, hop_s=hop_s, forward_s=forward_s, backward_s=backward_s, lines=())
+    row = SimpleNamespace(
+        micro_batches=micro, hop_s=hop_s, forward_s=forward_s, backward_s=backward_s, lines=()
+    )
     runs = [
         one_stage_per_rank._Run(
             n, n, n + 1, times.forward_s, times.backward_s, times.weight_s, times.total_s, 0.0, 0.0, None, (1, math.inf, 0)
         )
         for n, times in enumerate(stages)
     ]  # fmt: skip
-    path_s = one_stage_per_rank._least_step_s([row] * len(stages), Schedule(schedule, len(stages), 1), runs)
+    path_s = one_stage_per_rank._least_step_s(
+        [row] * len(stages), Schedule(schedule, len(stages), 1), runs
+    )
     first = replace(stages[0], weight_s=stages[0].backward_s)  # whose input needs no gradient
     return pipeline_time(schedule, [first, *stages[1:]], len(stages), micro, hop_s).time_s, path_s
 
 
 @settings(max_examples=examples(50, 200))
 @example(seed=734, schedule="1f1b", ranks=32)
-@given(seed=st.integers(0, 10**6), schedule=st.sampled_from(["1f1b", "zero_bubble"]), ranks=st.integers(2, 12))
+@given(
+    seed=st.integers(0, 10**6),
+    schedule=st.sampled_from(["1f1b", "zero_bubble"]),
+    ranks=st.integers(2, 12),
+)
 def test_no_path_of_cuts_is_longer_than_a_step(seed, schedule, ranks):
     rng = random.Random(seed)
     micro = rng.choice([1, 2, 5]) * ranks + (schedule == "1f1b") * rng.choice([0, 1, 3])
     forward = rng.choice([lambda: 1.0, lambda: rng.choice([6, 7]) / 6, lambda: rng.uniform(0.3, 2)])
-    backward = [(f, 2 * f if rng.random() < 0.8 else rng.uniform(0.3, 3)) for f in (forward() for _ in range(ranks))]
+    backward = [
+        (f, 2 * f if rng.random() < 0.8 else rng.uniform(0.3, 3))
+        for f in (forward() for _ in range(ranks))
+    ]
     stages = [StageTimes(f, b, b * rng.choice([0.3, 0.5])) for f, b in backward]
-    step_s, path_s = step_and_path_s(schedule, stages, micro, rng.choice([0.0, 0.01, 0.1, 0.5, 1.5]))
+    step_s, path_s = step_and_path_s(
+        schedule, stages, micro, rng.choice([0.0, 0.01, 0.1, 0.5, 1.5])
+    )
     assert path_s <= step_s * (1 + 1e-9)
 
 
@@ -216,10 +274,14 @@ def test_cuts_know_that_slow_neighbours_wait_for_messages(slow, micro):
 
 
 @pytest.mark.parametrize("weight", [0.2, 0.6, 1.0, 1.4])
-@pytest.mark.parametrize("slow", ["ffffffff", "sfffffff", "fffffffs", "sfffffss", "ffssssff", "sfsfsfsf"])
+@pytest.mark.parametrize(
+    "slow", ["ffffffff", "sfffffff", "fffffffs", "sfffffss", "ffssssff", "sfsfsfsf"]
+)
 @pytest.mark.parametrize("micro", [8, 16, 128])
 def test_cuts_know_what_zero_bubble_takes_where_messages_are_instant(slow, micro, weight):
-    stages = [StageTimes(f, 2 * f, weight * f) for f in (1.2 if rank == "s" else 1.0 for rank in slow)]
+    stages = [
+        StageTimes(f, 2 * f, weight * f) for f in (1.2 if rank == "s" else 1.0 for rank in slow)
+    ]
     step_s, path_s = step_and_path_s("zero_bubble", stages, micro, 0.0)
     assert path_s == pytest.approx(step_s, rel=1e-9)
 
@@ -237,25 +299,44 @@ def test_several_stages_a_rank_are_the_best_of_their_space(schedule, seed, tight
     everything = []
     for sizes in dealt_sizes(len(blocks), ranks * chunks):
         stages = stages_of(sizes, blocks, len(base.segments))
-        ways = [(a, b) for a, b in itertools.product(range(max(sizes) + 1), repeat=2) if a + b <= max(sizes)]
+        ways = [
+            (a, b)
+            for a, b in itertools.product(range(max(sizes) + 1), repeat=2)
+            if a + b <= max(sizes)
+        ]
         for amounts in itertools.product(ways, repeat=ranks):
             modes = ["none"] * len(base.segments)
             for number, stage in enumerate(stages):
                 selective, full = amounts[number % ranks]
                 mine = [s for s in stage if s in blocks]
                 for place, s in enumerate(mine):
-                    modes[s] = "full" if place < full else "selective" if place < full + selective else "none"
+                    modes[s] = (
+                        "full"
+                        if place < full
+                        else "selective"
+                        if place < full + selective
+                        else "none"
+                    )
             everything.append(cost(models, tuple(modes), stages))
     needs = sorted({size for _, size in everything})
     capacity = needs[int(tight * (len(needs) - 1))]
     best_s = min(seconds for seconds, size in everything if size <= capacity)
-    found = best_staging(Row(models, choices_of(models)), Schedule(schedule, ranks, chunks), capacity)
+    found = best_staging(
+        Row(models, choices_of(models)), Schedule(schedule, ranks, chunks), capacity
+    )
     seconds, size = found_cost(models, found)
     assert size <= capacity and found.bound_s <= best_s * (1 + 1e-9)
-    assert best_s * (1 - 1e-9) <= seconds <= best_s * 1.02, "of each rank the least work, which is nearly always the least step"
+    assert best_s * (1 - 1e-9) <= seconds <= best_s * 1.02, (
+        "of each rank the least work, which is nearly always the least step"
+    )
 
 
-@given(seed=st.integers(0, 10**6), schedule=st.sampled_from([("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2)]))
+@given(
+    seed=st.integers(0, 10**6),
+    schedule=st.sampled_from(
+        [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2)]
+    ),
+)
 @settings(max_examples=examples(15, 60))
 def test_formulas_bound_every_staging(seed, schedule):
     name, chunks = schedule
@@ -264,35 +345,54 @@ def test_formulas_bound_every_staging(seed, schedule):
     found = best_staging(row, Schedule(name, 2, chunks), None)
     assert quick_bound_s(row, Schedule(name, 2, chunks)) <= found_cost(models, found)[0]
     least_s = found.bound_s * (1 - 1e-9)  # of what is not found a bound comes back
-    assert best_staging(row, Schedule(name, 2, chunks), None, upper_bound_s=least_s) >= least_s * (1 - 1e-9)
+    assert best_staging(row, Schedule(name, 2, chunks), None, upper_bound_s=least_s) >= least_s * (
+        1 - 1e-9
+    )
 
 
 def test_segments_keep_their_places_when_modes_mix():
     models = random_models(3, "1f1b", 2, 1, 5)
     modes = tuple("full" if n % 2 else "none" for n in range(len(models["none"].segments)))
     found = mixed(models, modes)
-    assert [found.origin[k] for k in found.model.segments] == [(c, m) for c, m in zip(models["none"].segments, modes, strict=True)]
+    assert [found.origin[k] for k in found.model.segments] == [
+        (c, m) for c, m in zip(models["none"].segments, modes, strict=True)
+    ]
     assert sum(b.count for b in found.model.classes) == len(modes)
     whole = mixed(models, ("none",) * len(modes))
-    assert price(whole.model, whole.choices(choices_of(models))) == price(models["none"], choices_of(models))
+    assert price(whole.model, whole.choices(choices_of(models))) == price(
+        models["none"], choices_of(models)
+    )
 
 
 def hiding(models: Models, seed: int) -> Models:
     """The same where recomputation hides as much more of what parameters take once a step as backward gets longer."""
     rng, base = random.Random(3 * seed + 1), models["none"]
-    sharing = {base.segments[number] for shared in base.shared for number, _ in (*shared.paying, *shared.reading)}
+    sharing = {
+        base.segments[number]
+        for shared in base.shared
+        for number, _ in (*shared.paying, *shared.reading)
+    }
     found = {mode: list(model.classes) for mode, model in models.items()}
     for index in range(len(base.classes)):
         step_s = rng.choice([0, rng.randint(0, 6)]) if index not in sharing else None
         for mode, classes in found.items() if step_s is not None else ():
             again_s = next(op for op in classes[index].ops if op.name == "f").strategies[0].rerun_s
-            left = [replace(s, step_s=max(step_s - again_s, 0)) for s in next(op for op in classes[index].ops if op.name == "w").strategies]
-            ops = tuple(replace(op, strategies=tuple(left)) if op.name == "w" else op for op in classes[index].ops)
+            left = [
+                replace(s, step_s=max(step_s - again_s, 0))
+                for s in next(op for op in classes[index].ops if op.name == "w").strategies
+            ]
+            ops = tuple(
+                replace(op, strategies=tuple(left)) if op.name == "w" else op
+                for op in classes[index].ops
+            )
             found[mode][index] = replace(classes[index], ops=ops)
     return {mode: replace(model, classes=tuple(found[mode])) for mode, model in models.items()}
 
 
-@pytest.mark.parametrize("schedule, ranks, most", [("gpipe", 1, 5), ("gpipe", 2, 4), ("1f1b", 3, 5), ("zero_bubble", 3, 4)])
+@pytest.mark.parametrize(
+    "schedule, ranks, most",
+    [("gpipe", 1, 5), ("gpipe", 2, 4), ("1f1b", 3, 5), ("zero_bubble", 3, 4)],
+)
 @settings(max_examples=examples(6, 25))
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
 def test_recomputation_that_hides_what_is_once_a_step(schedule, ranks, most, seed, tight):
@@ -303,30 +403,52 @@ def test_recomputation_that_hides_what_is_once_a_step(schedule, ranks, most, see
     least_s = min(seconds for seconds, size in everything if size <= capacity)
     found = best_staging(Row(models, choices_of(models)), Schedule(schedule, ranks, 1), capacity)
     assert found_cost(models, found)[1] <= capacity
-    assert found_cost(models, found)[0] == pytest.approx(least_s, rel=1e-9) == pytest.approx(found.bound_s, rel=1e-9)
+    assert (
+        found_cost(models, found)[0]
+        == pytest.approx(least_s, rel=1e-9)
+        == pytest.approx(found.bound_s, rel=1e-9)
+    )
 
 
-@pytest.mark.parametrize("seed, schedule, ranks", [(10554, "1f1b", 4), (8159, "1f1b", 4), (7623, "1f1b", 3), (5034, "zero_bubble", 3)])
+@pytest.mark.parametrize(
+    "seed, schedule, ranks",
+    [(10554, "1f1b", 4), (8159, "1f1b", 4), (7623, "1f1b", 3), (5034, "zero_bubble", 3)],
+)
 def test_recomputation_may_pay_where_memory_does_not_ask_for_it(seed, schedule, ranks):
-    models, at = hiding(random_models(seed, schedule, ranks, 1, 7), seed), Schedule(schedule, ranks, 1)
+    models, at = (
+        hiding(random_models(seed, schedule, ranks, 1, 7), seed),
+        Schedule(schedule, ranks, 1),
+    )
     best_s, size = found_cost(models, best_staging(Row(models, choices_of(models)), at, None))
     for capacity in (None, size):
         joint = Joint(models.__getitem__, tuple(models), (at,), capacity, Cell.of(models))
         assert joint.raise_bounds(math.inf)[0] <= best_s * (1 + 1e-9)
         staged, bound_s = joint.solve(math.inf, 30.0)
-        assert staged.solution.time_s == pytest.approx(best_s, rel=1e-9) and bound_s <= best_s * (1 + 1e-9)
+        assert staged.solution.time_s == pytest.approx(best_s, rel=1e-9) and bound_s <= best_s * (
+            1 + 1e-9
+        )
 
 
 def test_every_rank_that_holds_a_tied_parameter_updates_it():
     found = (random_models(seed, "1f1b", 2, 1, 4) for seed in range(1000))
-    models = next(m for m in found if m["none"].shared == (Shared(((0, "w"),), ((len(m["none"].segments) - 1, "w"),)),))
+    models = next(
+        m
+        for m in found
+        if m["none"].shared == (Shared(((0, "w"),), ((len(m["none"].segments) - 1, "w"),)),)
+    )
     model = models["none"]
     free = replace(model, ties=(), shared=())
-    once = {n: next(op for op in model.classes[index].ops if op.name == "w").strategies[0].step_s for n, index in enumerate(model.segments)}
+    once = {
+        n: next(op for op in model.classes[index].ops if op.name == "w").strategies[0].step_s
+        for n, index in enumerate(model.segments)
+    }
     once[len(once) - 1] = once[0]  # the last segment's is the first's
     for stages in (stage for _, stage in stagings(models)):
         priced = pipelined(model, choices_of(models), stages)
         assert priced.time_parts["step"] == max(sum(once[n] for n in stage) for stage in stages)
-        assert priced.time_parts["stages"] == pipelined(free, choices_of(models), stages).time_parts["stages"]
+        assert (
+            priced.time_parts["stages"]
+            == pipelined(free, choices_of(models), stages).time_parts["stages"]
+        )
         found = best_staging(Row(models, choices_of(models)), Schedule("1f1b", 2, 1), None)
         assert found_cost(models, found)[0] == pytest.approx(found.bound_s, rel=1e-9)

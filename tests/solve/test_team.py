@@ -35,7 +35,9 @@ from autopar.solve.search.result import SearchResult
 from autopar.solve.search.work_sharing import Loan, Sharing
 from autopar.solve.search.workers import processes_for_search
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="processes share memory on Linux alone")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="processes share memory on Linux alone"
+)
 
 CAPACITY = 60
 
@@ -44,7 +46,15 @@ def shared(
     task: Task, processes: int, annotate: Callable[[Candidate], AnnotatedModel] | None = None, tell=None, capacity: int = CAPACITY,
     time_limit_s: float = 60.0,
 ) -> SearchResult:  # fmt: skip
-    return search(task.candidates, annotate or task.annotate, capacity, time_limit_s, tell, cell_of=task.cell_of, processes=processes)
+    return search(
+        task.candidates,
+        annotate or task.annotate,
+        capacity,
+        time_limit_s,
+        tell,
+        cell_of=task.cell_of,
+        processes=processes,
+    )
 
 
 @cache
@@ -74,7 +84,10 @@ def assert_same(found: SearchResult, alone: SearchResult, capacity: int = CAPACI
     assert found.bound_s == pytest.approx(alone.bound_s, rel=2e-9)
     assert found.best[1].memory_bytes <= capacity and found.model is not None
     (chosen,) = (outcome for outcome in found.outcomes if outcome["outcome"] == "chosen")
-    assert chosen["time_s"] == found.best[1].time_s and chosen["micro_batch"] == found.best[0].micro_batch
+    assert (
+        chosen["time_s"] == found.best[1].time_s
+        and chosen["micro_batch"] == found.best[0].micro_batch
+    )
 
 
 @given(st.integers(0, 10**6), st.integers(2, 3))
@@ -186,7 +199,9 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
         search(task.candidates, annotate, 60, processes=2)
     """)
     path = os.pathsep.join(sys.path)
-    process = subprocess.Popen([sys.executable, "-c", program, str(noted)], env={**os.environ, "PYTHONPATH": path})
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(noted)], env={**os.environ, "PYTHONPATH": path}
+    )
     while not (noted.exists() and noted.read_text()):
         assert process.poll() is None
         time.sleep(0.05)
@@ -201,7 +216,12 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
 @pytest.fixture
 def lending(monkeypatch: pytest.MonkeyPatch):
     """Whoever splits a candidate lends some of its families as soon as there are two; `value` is how often any process did."""
-    values = ((work_sharing, "_ALONE_S", 0.0), (work_sharing, "_LENT", 2), (searching, "_SPLITS", 1), (searching, "_CLOSE", 0.0))
+    values = (
+        (work_sharing, "_ALONE_S", 0.0),
+        (work_sharing, "_LENT", 2),
+        (searching, "_SPLITS", 1),
+        (searching, "_CLOSE", 0.0),
+    )
     for module, name, value in values:
         monkeypatch.setattr(module, name, value)
     count, part = get_context("fork").Value("i", 0), Frontier.part
@@ -219,13 +239,27 @@ SPLIT = (0, 37, 50, 56, 67, 74, 84, 88, 103, 108, 159, 164)
 """Seeds of models whose placements are split into several families."""
 
 
-def split_search(seed: int, processes: int, tell: Callable[[str], None] | None = None) -> SearchResult:
+def split_search(
+    seed: int, processes: int, tell: Callable[[str], None] | None = None
+) -> SearchResult:
     """Of one candidate, so that helpers have nothing to do but what is lent, in less memory than it would like."""
     models = with_choices(random_models(seed, "1f1b", 2, 1, 6), random.Random(seed))
     micro = models["none"].num_microbatches
-    candidate = Candidate(MeshShape(pp=2), 1, micro, 0, "mixed", 1, "1f1b", (("1f1b", 1), ("gpipe", 1)))
-    wanted = search([candidate], lambda candidate: models[candidate.recompute], None).best[1].memory_bytes
-    return search([candidate], lambda candidate: models[candidate.recompute], int(0.8 * wanted), progress=tell, processes=processes)
+    candidate = Candidate(
+        MeshShape(pp=2), 1, micro, 0, "mixed", 1, "1f1b", (("1f1b", 1), ("gpipe", 1))
+    )
+    wanted = (
+        search([candidate], lambda candidate: models[candidate.recompute], None)
+        .best[1]
+        .memory_bytes
+    )
+    return search(
+        [candidate],
+        lambda candidate: models[candidate.recompute],
+        int(0.8 * wanted),
+        progress=tell,
+        processes=processes,
+    )
 
 
 def assert_same_plan(found: SearchResult, alone: SearchResult) -> None:
@@ -243,7 +277,9 @@ def test_families_that_are_lent_are_accounted_for(lending, processes: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1])
-def test_families_that_a_killed_helper_was_lent_are_split_by_who_lent_them(lending, monkeypatch, after: int):
+def test_families_that_a_killed_helper_was_lent_are_split_by_who_lent_them(
+    lending, monkeypatch, after: int
+):
     narrow, parent, calls, heard = Joint.narrow, os.getpid(), [], []
 
     def killed(self: Joint, *given):
@@ -275,20 +311,40 @@ def test_what_a_lent_family_leaves_open_is_in_the_bound(lending, no_time):
     for seed in SPLIT:
         lending.value = 0
         found, alone = split_search(seed, 2), split_search(seed, 1)
-        assert found.bound_s <= alone.best[1].time_s * (1 + 1e-9) and found.bound_s <= found.best[1].time_s
+        assert (
+            found.bound_s <= alone.best[1].time_s * (1 + 1e-9)
+            and found.bound_s <= found.best[1].time_s
+        )
         seeds += [seed] * (lending.value > 0 and found.status == "feasible")
     assert seeds
 
 
 def test_what_a_helper_leaves_of_what_it_was_lent_is_not_infeasible(lending, no_time, monkeypatch):
     """No placement of the half that was kept fits, and no plan is known."""
-    monkeypatch.setattr(Joint, "solve", lambda self, upper_bound_s, limit_s: (None, min(self.bounds_s.values())))
+    monkeypatch.setattr(
+        Joint, "solve", lambda self, upper_bound_s, limit_s: (None, min(self.bounds_s.values()))
+    )
     monkeypatch.setattr(Joint, "_met", lambda self, family, upper_bound_s: None)
-    monkeypatch.setattr(Joint, "_settle", lambda self, family, best, upper_bound_s: (best, upper_bound_s))
+    monkeypatch.setattr(
+        Joint, "_settle", lambda self, family, best, upper_bound_s: (best, upper_bound_s)
+    )
     models = with_choices(random_models(0, "1f1b", 2, 1, 6), random.Random(0))
-    candidate = Candidate(MeshShape(pp=2), 1, models["none"].num_microbatches, 0, "mixed", 1, "1f1b", (("1f1b", 1), ("gpipe", 1)))
+    candidate = Candidate(
+        MeshShape(pp=2),
+        1,
+        models["none"].num_microbatches,
+        0,
+        "mixed",
+        1,
+        "1f1b",
+        (("1f1b", 1), ("gpipe", 1)),
+    )
     found = search([candidate], lambda candidate: models[candidate.recompute], 10**9, processes=2)
-    assert lending.value and found.status == "time limit" and found.outcomes[0]["outcome"] == "unexplored"
+    assert (
+        lending.value
+        and found.status == "time limit"
+        and found.outcomes[0]["outcome"] == "unexplored"
+    )
 
 
 @pytest.fixture
@@ -310,7 +366,9 @@ def generous(monkeypatch: pytest.MonkeyPatch):
 
 def crowded(seed: int) -> Task:
     """A task with the candidates of several."""
-    alike = (task for task in map(Task, range(seed + 1, seed + 200)) if task.layers == Task(seed).layers)
+    alike = (
+        task for task in map(Task, range(seed + 1, seed + 200)) if task.layers == Task(seed).layers
+    )
     more = chain.from_iterable(task.candidates for task in islice(alike, 8))
     return Task(seed, tuple(dict.fromkeys((*Task(seed).candidates, *more))))
 
@@ -321,12 +379,16 @@ CROWDED = [(crowded(seed), 60 if seed % 4 == 0 else 200) for seed in range(16)]
 
 def test_candidates_that_are_lent_are_accounted_for(generous):
     for task, capacity in CROWDED:
-        assert_same(shared(task, 2, capacity=capacity), shared(task, 1, capacity=capacity), capacity)
+        assert_same(
+            shared(task, 2, capacity=capacity), shared(task, 1, capacity=capacity), capacity
+        )
     assert generous.value >= 4
 
 
 @pytest.mark.slow
-def test_candidates_that_a_killed_helper_was_lent_are_refined_by_who_lent_them(generous, monkeypatch):
+def test_candidates_that_a_killed_helper_was_lent_are_refined_by_who_lent_them(
+    generous, monkeypatch
+):
     work_off, parent, heard = Sharing._work_off, os.getpid(), []
 
     def killed(self: Sharing) -> None:
@@ -337,7 +399,11 @@ def test_candidates_that_a_killed_helper_was_lent_are_refined_by_who_lent_them(g
 
     monkeypatch.setattr(Sharing, "_work_off", killed)
     for task, capacity in CROWDED:
-        assert_same(shared(task, 2, tell=heard.append, capacity=capacity), shared(task, 1, capacity=capacity), capacity)
+        assert_same(
+            shared(task, 2, tell=heard.append, capacity=capacity),
+            shared(task, 1, capacity=capacity),
+            capacity,
+        )
     assert generous.value and any("killed" in text for text in heard)
 
 
@@ -357,11 +423,17 @@ def mortal(generous, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lent", [1, 2])
-def test_a_search_whose_helpers_are_killed_anywhere_accounts_for_all(mortal, monkeypatch, lent: int):
+def test_a_search_whose_helpers_are_killed_anywhere_accounts_for_all(
+    mortal, monkeypatch, lent: int
+):
     heard = []
     monkeypatch.setattr(work_sharing, "_LENT", lent)
     for task, capacity in CROWDED[::2]:
-        assert_same(shared(task, 3, tell=heard.append, capacity=capacity), shared(task, 1, capacity=capacity), capacity)
+        assert_same(
+            shared(task, 3, tell=heard.append, capacity=capacity),
+            shared(task, 1, capacity=capacity),
+            capacity,
+        )
     assert any("killed" in text for text in heard)
 
 
@@ -379,7 +451,9 @@ def test_what_is_said_of_a_search_that_time_and_kills_end_is_true(mortal):
 
 def assert_true(found: SearchResult, alone: SearchResult) -> None:
     """What a search says that left some of it is true beside what one says that left nothing."""
-    assert len(found.outcomes) == len(alone.outcomes) and not any(outcome["outcome"] == "open" for outcome in found.outcomes)
+    assert len(found.outcomes) == len(alone.outcomes) and not any(
+        outcome["outcome"] == "open" for outcome in found.outcomes
+    )
     if alone.best is None:
         assert found.best is None and found.status in (alone.status, "time limit")
         return

@@ -23,9 +23,15 @@ def points(models) -> list[tuple[float, int]]:
     """(seconds, bytes) of every placement in all ways to share out the segments of a class among the modes."""
     base, found = models["none"], []
     layers = {base.segments[number] for number in blocks_of(base)}
-    shares = [list(combinations_with_replacement(MODES if c in layers else MODES[:1], b.count)) for c, b in enumerate(base.classes)]
+    shares = [
+        list(combinations_with_replacement(MODES if c in layers else MODES[:1], b.count))
+        for c, b in enumerate(base.classes)
+    ]
     by_class = [
-        [dict(zip([op.name for op in b.ops], names, strict=True)) for names in product(*([s.name for s in op.strategies] for op in b.ops))]
+        [
+            dict(zip([op.name for op in b.ops], names, strict=True))
+            for names in product(*([s.name for s in op.strategies] for op in b.ops))
+        ]
         for b in base.classes
     ]
     for share in product(*shares):
@@ -61,17 +67,29 @@ def test_placement_and_modes_are_those_of_brute_force(seed, part):
         return
     best_s = min(fitting)
     assert best_s * (1 - 1e-9) <= found.bound_s <= best_s <= found.time_s <= best_s * (1 + 1e-9)
-    base, left = models["none"], [[mode for mode, number in c.items() for _ in range(number)] for c in found.counts]
+    base, left = (
+        models["none"],
+        [[mode for mode, number in c.items() for _ in range(number)] for c in found.counts],
+    )
     mix = mixed(models, [left[index].pop() for index in base.segments])
     priced = price(mix.model, mix.choices(found.choices))
-    assert not any(left) and priced.memory_bytes <= capacity and priced.time_s == pytest.approx(best_s, rel=1e-9)
-    assert solve_together(models, capacity, 60.0, best_s * (1 + 1e-6)).time_s == pytest.approx(best_s, rel=1e-9)
+    assert (
+        not any(left)
+        and priced.memory_bytes <= capacity
+        and priced.time_s == pytest.approx(best_s, rel=1e-9)
+    )
+    assert solve_together(models, capacity, 60.0, best_s * (1 + 1e-6)).time_s == pytest.approx(
+        best_s, rel=1e-9
+    )
     beyond = solve_together(models, capacity, 60.0, best_s * (1 - 1e-6))
     assert beyond.choices is None and best_s * (1 - 1e-6) <= beyond.bound_s <= best_s
 
 
 def test_a_time_limit_leaves_a_true_bound():
-    models = {"none": replace_segments(transformer(layers=8)), "full": replace_segments(transformer(layers=8, recompute=True))}
+    models = {
+        "none": replace_segments(transformer(layers=8)),
+        "full": replace_segments(transformer(layers=8, recompute=True)),
+    }
     whole = solve_together(models, 40 << 30, 60.0)
     cut = solve_together(models, 40 << 30, 1e-3)
     assert cut.choices is None and 0 <= cut.bound_s <= whole.bound_s < math.inf
@@ -94,7 +112,9 @@ def test_what_is_left_out_of_memory_is_seen(wrong, monkeypatch):
         if wrong == "moment":
             moment = {}, 0
         elif wrong == "kept":
-            program.size_bytes[:] = [size - kept.get(v, 0) for v, size in enumerate(program.size_bytes)]
+            program.size_bytes[:] = [
+                size - kept.get(v, 0) for v, size in enumerate(program.size_bytes)
+            ]
         else:
             kept = {}
         return program, kept, moment

@@ -152,8 +152,10 @@ def report() -> str:
     total = sum(map(lines_of, modules().values()))
     return "\n".join(
         [
-            f"{len(files)} import cycles of files" + "".join(f"\n    {len(part)} files: {' '.join(part)}" for part in files),
-            f"{len(folders)} import cycles of folders" + "".join(f"\n    {' '.join(part)}" for part in folders),
+            f"{len(files)} import cycles of files"
+            + "".join(f"\n    {len(part)} files: {' '.join(part)}" for part in files),
+            f"{len(folders)} import cycles of folders"
+            + "".join(f"\n    {' '.join(part)}" for part in folders),
             f"longest file: {longest.relative_to(ROOT)}, {lines_of(longest)} lines",
             f"{len(functions)} functions over {FUNCTION_LINES} lines",
             *map(str, functions),

@@ -161,13 +161,17 @@ def with_hook(m, y):
 def turned_as_complex(m, y):
     """Rotary embeddings, as the original Llama writes them."""
     angles = torch.arange(3.0)
-    turned = torch.view_as_complex(y.reshape(-1, 3, 2)) * torch.polar(torch.ones_like(angles), angles)
+    turned = torch.view_as_complex(y.reshape(-1, 3, 2)) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     return torch.view_as_real(turned).flatten(1)
 
 
 def turned(m, y):
     (a, b), angles = y.reshape(-1, 3, 2).unbind(2), torch.arange(3.0)
-    return torch.stack([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], 2).flatten(1)
+    return torch.stack(
+        [a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], 2
+    ).flatten(1)
 
 
 def moving(m, y):
@@ -218,12 +222,24 @@ ADVISED = {
     "gradient hook": (lambda: hooked(False, True), PARTS),
     "lazy": (lambda: lazy(True), PARTS),
     "weight in a closure": (lambda: Model(lambda m, y: y @ m.inner.weight), PARTS),
-    "rows of a weight in a list": (lambda: Model(lambda m, y: y[:, :2] @ m.inner.weight[:2]), PARTS),
-    "made of a weight before": (lambda: Model(lambda m, y: y @ (m.inner.weight.detach() * 2)), PARTS),
+    "rows of a weight in a list": (
+        lambda: Model(lambda m, y: y[:, :2] @ m.inner.weight[:2]),
+        PARTS,
+    ),
+    "made of a weight before": (
+        lambda: Model(lambda m, y: y @ (m.inner.weight.detach() * 2)),
+        PARTS,
+    ),
     "made of a weight in a closure": (lambda: Model(lambda m, y: y @ (m.inner.weight * 2)), PARTS),
-    "iterator": (lambda: Model(lambda m, y: y * m.held[1], keep(held=lambda m: [n + 0.5 for n in range(3)])), PARTS),
+    "iterator": (
+        lambda: Model(lambda m, y: y * m.held[1], keep(held=lambda m: [n + 0.5 for n in range(3)])),
+        PARTS,
+    ),
     "not copied": (lambda: Model(plain, keep(held=lambda m: [Copied()])), PARTS),
-    "plain tensor changed": (lambda: Model(lambda m, y: y + m.total.add_(1), registered(lambda total: None)), WHOLE),
+    "plain tensor changed": (
+        lambda: Model(lambda m, y: y + m.total.add_(1), registered(lambda total: None)),
+        WHOLE,
+    ),
     "buffer in a tuple": (lambda: Model(added, registered(lambda total: None)), WHOLE),
     "autocast": (lambda: Model(lambda m, y: m.inner(y)), PARTS),
     "int of the batch size": (lambda: Model(lambda m, y: y / y.shape[0]), PARTS),
@@ -231,7 +247,10 @@ ADVISED = {
     "numpy": (lambda: Model(lambda m, y: y * y.detach().mean(1, keepdim=True)), PARTS),
     "complex": (lambda: Model(turned), PARTS),
     "autograd.Function": (lambda: Model(lambda m, y: doubled(y)), WHOLE),
-    "state": (lambda: Model(moving_buffer, lambda m: m.register_buffer("state", torch.zeros(6))), WHOLE),
+    "state": (
+        lambda: Model(moving_buffer, lambda m: m.register_buffer("state", torch.zeros(6))),
+        WHOLE,
+    ),
 }
 
 
@@ -242,7 +261,9 @@ def advised(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", REFUSED)
 def test_they_are_refused_by_name_or_line(name):
     build, words = REFUSED[name]
-    with pytest.raises(AutoparError, match=words.format(line=r"\(test_capture_advice.py:\d+: .*\)")) as refused:
+    with pytest.raises(
+        AutoparError, match=words.format(line=r"\(test_capture_advice.py:\d+: .*\)")
+    ) as refused:
         trace(build(), batches()[0])
     paragraph(refused.value)
 
@@ -259,8 +280,16 @@ def test_real_parts_are_those_of_the_complex_product():
 
 
 INPUTS = {
-    "a draw": (lambda y, given: y * given, lambda step: torch.rand(6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)),
-    "a number of steps": (lambda y, given: y * (given / 10).clamp(max=1), lambda step: torch.tensor(step + 1, dtype=torch.float64)),
+    "a draw": (
+        lambda y, given: y * given,
+        lambda step: torch.rand(
+            6, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+        ),
+    ),
+    "a number of steps": (
+        lambda y, given: y * (given / 10).clamp(max=1),
+        lambda step: torch.tensor(step + 1, dtype=torch.float64),
+    ),
 }
 
 
@@ -279,7 +308,9 @@ def test_half_precision_in_the_place_of_autocast():
     torch.manual_seed(0)
     model, batch = Model(in_autocast), {"x": torch.randn(ROWS, 6)}
     expected, model.function = model(**batch).item(), lambda m, y: m.inner(y)
-    assert float(autopar.parallelize(model, "cpu:1", batch, sgd, precision="bf16").step(batch)) == pytest.approx(expected, rel=0.03)
+    assert float(
+        autopar.parallelize(model, "cpu:1", batch, sgd, precision="bf16").step(batch)
+    ) == pytest.approx(expected, rel=0.03)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- draws
@@ -293,7 +324,9 @@ def seeded(m, y):
 DRAWS = {
     "a factor": lambda: Model(lambda m, y: y * torch.rand(6)),
     "a factor each": lambda: Model(lambda m, y: y * torch.rand_like(y)),
-    "channels": lambda: Model(lambda m, y: m.drop(y.view(-1, 2, 3, 1)).flatten(1), keep(drop=lambda m: nn.Dropout2d(0.5))),
+    "channels": lambda: Model(
+        lambda m, y: m.drop(y.view(-1, 2, 3, 1)).flatten(1), keep(drop=lambda m: nn.Dropout2d(0.5))
+    ),
 }
 
 
@@ -360,11 +393,18 @@ def sum_square(out, labels):
     return (out - labels).square().sum()
 
 
-LOSSES = {"labels": (Layer, None), "mean": (Layer, mean_square), "sum": (Layer, sum_square), "part of the model": (WithLoss, None)}
+LOSSES = {
+    "labels": (Layer, None),
+    "mean": (Layer, mean_square),
+    "sum": (Layer, sum_square),
+    "part of the model": (WithLoss, None),
+}
 
 
 def labelled(dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
-    return [{"x": batch["x"].to(dtype), "labels": batch["x"].flip(1).to(dtype)} for batch in batches()]
+    return [
+        {"x": batch["x"].to(dtype), "labels": batch["x"].flip(1).to(dtype)} for batch in batches()
+    ]
 
 
 def loss_errors(rank: int, name: str) -> list[float]:
@@ -372,9 +412,13 @@ def loss_errors(rank: int, name: str) -> list[float]:
     for pin in ({"tp": 2}, {"dp": 2, "micro_batch": 2}):
         torch.manual_seed(0)
         model = kind().double()
-        engine = autopar.parallelize(model, "cpu:2", data[0], sgd, loss_fn=loss_fn, pin=pin, precision="fp64")
+        engine = autopar.parallelize(
+            model, "cpu:2", data[0], sgd, loss_fn=loss_fn, pin=pin, precision="fp64"
+        )
         losses, state = run_steps(engine, data)
-        call = (lambda model, batch: loss_fn(model(batch["x"]), batch["labels"])) if loss_fn else None
+        call = (
+            (lambda model, batch: loss_fn(model(batch["x"]), batch["labels"])) if loss_fn else None
+        )
         result = train_in_place(model, data, call=call)
         assert moved(result) > 1e-3 and losses == pytest.approx(result.losses, rel=1e-9)
         found.append(update_error(result, state))
@@ -422,7 +466,9 @@ def shared_error(rank: int) -> float:
     table = torch.linspace(1, 2, ROWS, dtype=torch.float64)
     data = [{"x": batch["x"] / 4, "table": table} for batch in batches()]
     example = {"x": data[0]["x"][:4], "table": table}
-    engine = autopar.parallelize(shared(), "cpu:2", example, sgd, global_batch=ROWS, pin={"dp": 2}, precision="fp64")
+    engine = autopar.parallelize(
+        shared(), "cpu:2", example, sgd, global_batch=ROWS, pin={"dp": 2}, precision="fp64"
+    )
     losses, state = run_steps(engine, data)
     result = train_in_place(shared(), data)
     assert moved(result) > 1e-3 and losses == pytest.approx(result.losses, rel=1e-9)
@@ -430,7 +476,9 @@ def shared_error(rank: int) -> float:
 
 
 def test_an_input_that_has_as_many_rows_as_the_batch(pool2):
-    with pytest.raises(AutoparError, match="dim 0 of 'table' and 'x'.*; if dim 0 of one of them is not the batch") as refused:
+    with pytest.raises(
+        AutoparError, match="dim 0 of 'table' and 'x'.*; if dim 0 of one of them is not the batch"
+    ) as refused:
         trace(shared(), {"x": torch.ones(ROWS, 6).double(), "table": torch.ones(ROWS).double()})
     paragraph(refused.value)
     assert max(pool2.run(shared_error)) <= 1
@@ -441,11 +489,23 @@ def test_a_tensor_on_the_meta_device_is_made_a_buffer(tmp_path):
         with torch.device("meta"):
             return Model(lambda m, y: y * m.factor, keep_it)
 
-    with pytest.raises(AutoparError, match=r"a tensor \(test_capture_advice.py:.*\) that is on the meta device.*register it") as refused:
+    with pytest.raises(
+        AutoparError,
+        match=r"a tensor \(test_capture_advice.py:.*\) that is on the meta device.*register it",
+    ) as refused:
         trace(on_meta(keep(factor=lambda m: torch.ones(6))), {"x": torch.ones(4, 6)})
     paragraph(refused.value)
-    model, batch = on_meta(lambda m: m.register_buffer("factor", torch.ones(6))), {"x": torch.ones(4, 6)}
-    weights = {"inner.weight": torch.eye(6), "inner.bias": torch.zeros(6), "factor": torch.full((6,), 2.0)}
+    model, batch = (
+        on_meta(lambda m: m.register_buffer("factor", torch.ones(6))),
+        {"x": torch.ones(4, 6)},
+    )
+    weights = {
+        "inner.weight": torch.eye(6),
+        "inner.bias": torch.zeros(6),
+        "factor": torch.full((6,), 2.0),
+    }
     torch.save(weights, tmp_path / "weights.pt")
-    engine = autopar.parallelize(model, "cpu:1", batch, sgd, weights=tmp_path / "weights.pt", precision="fp32")
+    engine = autopar.parallelize(
+        model, "cpu:1", batch, sgd, weights=tmp_path / "weights.pt", precision="fp32"
+    )
     assert float(engine.step(batch)) == 4 * 6 * 2.0**2

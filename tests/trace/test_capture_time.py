@@ -61,7 +61,9 @@ IN_CI = {("buffer-as-is", "bf16"), ("mask", "fp32"), ("u-net", "bf16")}
 @pytest.mark.parametrize(
     "kind, precision",
     [
-        (kind, precision) if (kind, precision) in IN_CI else pytest.param(kind, precision, marks=pytest.mark.slow)
+        (kind, precision)
+        if (kind, precision) in IN_CI
+        else pytest.param(kind, precision, marks=pytest.mark.slow)
         for kind in KINDS
         for precision in ("bf16", "fp32")
     ],

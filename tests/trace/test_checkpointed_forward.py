@@ -43,12 +43,23 @@ def each(layers, x, **options):
 
 
 def nested(layers, x):
-    return checkpoint(lambda y: checkpoint(layers[2], layers[1](y), use_reentrant=True), layers[0](x), use_reentrant=True)
+    return checkpoint(
+        lambda y: checkpoint(layers[2], layers[1](y), use_reentrant=True),
+        layers[0](x),
+        use_reentrant=True,
+    )
 
 
 def several_values(layers, x):
     x, scale = checkpoint(Doubled(layers[0]).forward, x, 2.0, use_reentrant=True)
-    return checkpoint(layers[2], checkpoint(layers[1], x, use_reentrant=False, preserve_rng_state=False), use_reentrant=True) * scale
+    return (
+        checkpoint(
+            layers[2],
+            checkpoint(layers[1], x, use_reentrant=False, preserve_rng_state=False),
+            use_reentrant=True,
+        )
+        * scale
+    )
 
 
 def wrapped(layers, x):
@@ -76,7 +87,12 @@ def build(name: str) -> nn.Module:
 def test_the_plain_call_is_captured(name):
     traced = trace(Layers(CALLS[name]), {"x": torch.ones(4, 6)})
     assert any("activation checkpointing" in note for note in notes(traced))
-    ops = [str(node.target) for block in traced.classes for node in block.graph.nodes if node.op == "call_function"]
+    ops = [
+        str(node.target)
+        for block in traced.classes
+        for node in block.graph.nodes
+        if node.op == "call_function"
+    ]
     assert not any("detach" in op or "grad" in op for op in ops), "no region without gradients"
 
 
@@ -87,7 +103,9 @@ def test_training_is_that_of_eager_pytorch(pool2, name):
 
 
 def from_the_inputs() -> nn.Module:
-    model = Layers(lambda layers, x: layers[2](layers[1](checkpoint(layers[0], x, use_reentrant=True))))
+    model = Layers(
+        lambda layers, x: layers[2](layers[1](checkpoint(layers[0], x, use_reentrant=True)))
+    )
     model.first = nn.Identity()
     return model
 

@@ -23,7 +23,13 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         read = self.read
         for _ in range(3):
-            read = read() if callable(read) else next(iter(read.values())) if isinstance(read, dict) else read
+            read = (
+                read()
+                if callable(read)
+                else next(iter(read.values()))
+                if isinstance(read, dict)
+                else read
+            )
             read = read[0] if isinstance(read, (list, tuple)) else read
         return (self.own(x) @ read).square().sum()
 
@@ -45,7 +51,10 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name, device", [(name, "cpu") for name in KEPT] + [(name, "meta") for name in KEPT if "closure" not in name])
+@pytest.mark.parametrize(
+    "name, device",
+    [(name, "cpu") for name in KEPT] + [(name, "meta") for name in KEPT if "closure" not in name],
+)
 def test_they_are_known_for_what_they_are(name, device):
     keep, expected = KEPT[name]
     with torch.device(device):
@@ -87,7 +96,9 @@ def test_views_of_what_does_not_train_are_constants():
         model.own.weight = nn.Parameter(flat[:16].view(4, 4))
         return closure(flat[16:].view(4, 4))
 
-    assert len(trace(Model(keep), {"x": torch.ones(3, 4)}).constants) == 1, "beside a parameter, in one storage"
+    assert len(trace(Model(keep), {"x": torch.ones(3, 4)}).constants) == 1, (
+        "beside a parameter, in one storage"
+    )
 
 
 def test_sparse_tensors_are_no_hindrance():

@@ -78,8 +78,14 @@ class Stubborn:
 
 NOT_COPIED = {
     "generator": (lambda: (n for n in range(3)), "'held' of the model holds a generator"),
-    "generator in a list": (lambda: [(n for n in range(3))], r"'held\[0\]' of the model holds a generator"),
-    "class of the user's": (lambda: Holder([Stubborn()]), r"'held.value\[0\]' of the model holds a Stubborn, .*it does not travel"),
+    "generator in a list": (
+        lambda: [(n for n in range(3))],
+        r"'held\[0\]' of the model holds a generator",
+    ),
+    "class of the user's": (
+        lambda: Holder([Stubborn()]),
+        r"'held.value\[0\]' of the model holds a Stubborn, .*it does not travel",
+    ),
 }
 
 
@@ -104,8 +110,6 @@ def test_a_lazy_module_is_refused_before_its_first_call():
     assert trace(model, batch, loss).segments
 
 
-
-
 class Recurrent(nn.Module):
     """Keeps the state of its last call, and begins each call without, as transformers' RecurrentGemma in training."""
 
@@ -116,7 +120,11 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.state = None
         for _ in range(2):
-            x = torch.tanh(self.inner(x)) if self.state is None else torch.tanh(self.inner(x) + self.state)
+            x = (
+                torch.tanh(self.inner(x))
+                if self.state is None
+                else torch.tanh(self.inner(x) + self.state)
+            )
             self.state = x
         return x.square().sum()
 
@@ -223,7 +231,9 @@ class Clamped(nn.Module):
 def test_parameters_that_forward_changes_are_refused(how):
     model = Clamped(how)
     before = model.inner.weight.detach().clone()
-    with pytest.raises(AutoparError, match=r"changes parameter 'inner.weight' in place \(test_copying.py:.*clamp") as refused:
+    with pytest.raises(
+        AutoparError, match=r"changes parameter 'inner.weight' in place \(test_copying.py:.*clamp"
+    ) as refused:
         trace(model, {"x": torch.ones(4, 6)})
     paragraph(refused.value)
     assert torch.equal(model.inner.weight, before)
@@ -244,7 +254,10 @@ def test_gemma3n_clamps_its_weights():
         num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_kv_shared_layers=0, laurel_rank=2,
         layer_types=["full_attention"] * 2, activation_sparsity_pattern=[0.95, 0.0])).train()  # fmt: skip
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    with pytest.raises(AutoparError, match=r"parameter 'model.layers.0.altup.prediction_coefs.weight' in place \(modeling_gemma3n.py:"):
+    with pytest.raises(
+        AutoparError,
+        match=r"parameter 'model.layers.0.altup.prediction_coefs.weight' in place \(modeling_gemma3n.py:",
+    ):
         trace(model, {"input_ids": ids, "labels": ids.clone()})
     for layer in model.model.layers:
         layer.altup.eval()  # which does not clamp

@@ -57,9 +57,19 @@ SHAPES = {
     "bincount": lambda y: y * torch.bincount(y[:, 0].long()).sum(),
 }
 ROWS = {"loop": lambda y: sum(row for row in y), "unbind": lambda y: y.unbind()[0]}
-ARRAYS = {"numpy": lambda y: y * y.detach().numpy().sum(), "asarray": lambda y: y * torch.as_tensor(y.detach().__array__()).sum()}
-KINDS = {"reads": NUMBERS, "shape depends on data": SHAPES, "batch size as a Python number": ROWS, "leaves PyTorch": ARRAYS}
-REFUSED = {name: (function, text) for text, cases in KINDS.items() for name, function in cases.items()}
+ARRAYS = {
+    "numpy": lambda y: y * y.detach().numpy().sum(),
+    "asarray": lambda y: y * torch.as_tensor(y.detach().__array__()).sum(),
+}
+KINDS = {
+    "reads": NUMBERS,
+    "shape depends on data": SHAPES,
+    "batch size as a Python number": ROWS,
+    "leaves PyTorch": ARRAYS,
+}
+REFUSED = {
+    name: (function, text) for text, cases in KINDS.items() for name, function in cases.items()
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -71,18 +81,26 @@ def test_they_are_refused_by_line(name, capfd):
     assert "test_data_dependent.py:" in paragraph(refused.value)
     assert time.perf_counter() - start < 10
     said = capfd.readouterr()
-    assert "def forward" not in said.out + said.err and "torch/fx" not in said.err, "torch's graph is not printed"
+    assert "def forward" not in said.out + said.err and "torch/fx" not in said.err, (
+        "torch's graph is not printed"
+    )
 
 
 def test_a_long_tolist_is_refused_at_once():
     start = time.perf_counter()
     with pytest.raises(AutoparError, match=r"by \.tolist\(\)"):
-        trace(Model(lambda y: y * sum(y[0].tolist()) * sum(y.expand(2048, 4, 6)[:, 0, 0].tolist())), {"x": torch.ones(4, 6)})
+        trace(
+            Model(lambda y: y * sum(y[0].tolist()) * sum(y.expand(2048, 4, 6)[:, 0, 0].tolist())),
+            {"x": torch.ones(4, 6)},
+        )
     assert time.perf_counter() - start < 10
 
 
 def test_numbers_that_are_known_at_capture_are_no_hindrance():
-    traced = trace(Model(lambda y: y * y.shape[0] / y.shape[1] if torch.tensor(True) else -y), {"x": torch.ones(4, 6)})
+    traced = trace(
+        Model(lambda y: y * y.shape[0] / y.shape[1] if torch.tensor(True) else -y),
+        {"x": torch.ones(4, 6)},
+    )
     assert not traced.notes
 
 
@@ -92,7 +110,10 @@ def test_printed_tensors_are_noted(capfd):
         return y * len(f"{y.mean()} {y.std():.3f}") * 0 + y
 
     (note, *more) = notes(trace(Model(talkative), {"x": torch.ones(4, 6)}))
-    assert "prints a tensor (test_data_dependent.py:" in note and "sum tensor(shape=()" in capfd.readouterr().out
+    assert (
+        "prints a tensor (test_data_dependent.py:" in note
+        and "sum tensor(shape=()" in capfd.readouterr().out
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ the advice
@@ -117,7 +138,13 @@ def test_the_advice_is_exact(pool2, name):
 
 def of_sizes() -> nn.Module:
     """Rows that are mixed, and numbers of rows: their root, their maximum with 1 in `linspace`."""
-    return Model(lambda y: y.softmax(0) * torch.linspace(1, 2, y.shape[0], dtype=y.dtype)[:, None] / y.shape[0] ** 0.5)
+    return Model(
+        lambda y: (
+            y.softmax(0)
+            * torch.linspace(1, 2, y.shape[0], dtype=y.dtype)[:, None]
+            / y.shape[0] ** 0.5
+        )
+    )
 
 
 def test_roots_and_maxima_of_the_batch_size_are_computed(pool2):

@@ -31,8 +31,12 @@ GPT, LLAMA, MOE = (
 DENSE_FIRST = replace(MOE, first_dense=2, dense_ffn=128, layers=7)
 MODELS = {
     "gpt": GPT,
-    "gpt, dropout, written out": replace(GPT, dropout=0.1, fused_attention=False, tie_embeddings=False),
-    "gpt, alibi, window, parallel": replace(GPT, positions="alibi", window=8, parallel_block=True, activation="relu2"),
+    "gpt, dropout, written out": replace(
+        GPT, dropout=0.1, fused_attention=False, tie_embeddings=False
+    ),
+    "gpt, alibi, window, parallel": replace(
+        GPT, positions="alibi", window=8, parallel_block=True, activation="relu2"
+    ),
     "llama": LLAMA,
     "llama, tied": replace(LLAMA, tie_embeddings=True, head_width=32),
     "llama, windows": replace(LLAMA, window=8, window_every=2, layers=7),
@@ -72,16 +76,27 @@ def written(graph) -> list[str]:
         vals = [(tuple(map(str, v.shape)), v.dtype, v.requires_grad) for v in (val if isinstance(val, (list, tuple)) else [val])
                 if isinstance(v, torch.Tensor)]  # fmt: skip
         modules = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-        lines.append(f"{node.format_node()} {node.kwargs} {vals} {node.meta.get('grad')} {node.meta.get('spec')} {modules}")
+        lines.append(
+            f"{node.format_node()} {node.kwargs} {vals} {node.meta.get('grad')} {node.meta.get('spec')} {modules}"
+        )
     return lines
 
 
 def data_of(traced) -> dict:
     """All that a traced model says, as values that compare."""
     return {
-        "model": (traced.inputs, traced.batch_symbol, traced.batch_hint, traced.model_hash, traced.notes, traced.updates),
+        "model": (
+            traced.inputs,
+            traced.batch_symbol,
+            traced.batch_hint,
+            traced.model_hash,
+            traced.notes,
+            traced.updates,
+        ),
         "inputs": [(tuple(map(str, val.shape)), val.dtype) for val in traced.input_vals],
-        "classes": [(c.name, c.slots, c.structure_hash, c.picked, written(c.graph)) for c in traced.classes],
+        "classes": [
+            (c.name, c.slots, c.structure_hash, c.picked, written(c.graph)) for c in traced.classes
+        ],
         "segments": traced.segments,
         "parameters": list(traced.parameters.items()),
         "constants": traced.constants,
@@ -95,7 +110,9 @@ SLOW = ("gpt, alibi, window, parallel", "llama, tied", "llama, three windows", "
         "llama, windows, uneven", "gpt, dropout, written out")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS]
+)
 def test_deepened_is_deep(name):
     config = MODELS[name]
     assert spec_of(config).shallow().num_layers < config.layers
@@ -104,7 +121,10 @@ def test_deepened_is_deep(name):
         assert found[part] == data, part
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if "windows" not in name else ()) for name in WHOLE])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if "windows" not in name else ()) for name in WHOLE],
+)
 def test_what_shows_too_few_layers_is_captured_whole(name):
     spec = spec_of(WHOLE[name])
     assert spec.shallow() is spec
@@ -119,16 +139,25 @@ def test_what_shows_too_few_layers_is_captured_whole(name):
 def test_what_does_not_repeat_is_refused(config, period, message):
     spec = spec_of(config)
     with pytest.raises(AutoparError, match=message):
-        trace(spec.build("meta"), spec.example_inputs(2, SEQ), deeper=Deeper(spec.layers_path, period, 1))
+        trace(
+            spec.build("meta"),
+            spec.example_inputs(2, SEQ),
+            deeper=Deeper(spec.layers_path, period, 1),
+        )
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama, windows", "moe"])
 @pytest.mark.slow
 def test_plans_are_equal(name):
     config, cluster = MODELS[name], ClusterSpec.parse("h100:4")
-    request = PlanRequest(cluster, 16, {"recompute": "every-2"} if name == "gpt" else {}, "bf16", False, "deep")
+    request = PlanRequest(
+        cluster, 16, {"recompute": "every-2"} if name == "gpt" else {}, "bf16", False, "deep"
+    )
     traces = trace_spec(spec_of(config), SEQ), whole(config, None)
-    plans = [replace(plan, certificate=replace(plan.certificate, solve_time_s=0.0)) for plan in (plan_traced(t, request) for t in traces)]
+    plans = [
+        replace(plan, certificate=replace(plan.certificate, solve_time_s=0.0))
+        for plan in (plan_traced(t, request) for t in traces)
+    ]
     assert plans[0] == plans[1]
     check_plan(plans[0], traces[1], cluster)
 
@@ -148,14 +177,18 @@ class Body(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.layers = nn.ModuleList(nn.BatchNorm1d(8) if kind == "buffers" else nn.Linear(8, 8) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.BatchNorm1d(8) if kind == "buffers" else nn.Linear(8, 8) for _ in range(4)
+        )
         if kind == "shared":
             self.layers[2].weight = self.layers[1].weight
 
     def forward(self, x):
         values = [x]
         for index in (0, 2, 1, 3) if self.kind == "order" else range(4):
-            values.append(self.layers[index](values[-1] + (index if self.kind == "numbered" else 1)))
+            values.append(
+                self.layers[index](values[-1] + (index if self.kind == "numbered" else 1))
+            )
         return (values[-1] + (values[1] if self.kind == "skip" else 0)).square().sum()
 
 

@@ -54,7 +54,10 @@ def test_rules_leave_the_batch_symbolic(mix):
     for block in model.classes:
         for node in ops(block.graph):
             op_dims(node)
-    assert all(isinstance(val.shape[0], torch.SymInt) and val.shape[0].node.expr.is_Symbol for val in model.input_vals)
+    assert all(
+        isinstance(val.shape[0], torch.SymInt) and val.shape[0].node.expr.is_Symbol
+        for val in model.input_vals
+    )
 
 
 @pytest.mark.parametrize(("loss", "kept"), [
@@ -71,9 +74,15 @@ def test_zeros_that_are_added_are_left_out(loss, kept):
 
 
 def test_what_is_made_like_a_tensor_has_no_gradient_of_it():
-    found = traced(lambda m, y, labels: (torch.zeros_like(y).scatter(2, y.argmax(2, keepdim=True), 1.0).mean(0) * y.mean(0)).sum())
+    found = traced(
+        lambda m, y, labels: (
+            torch.zeros_like(y).scatter(2, y.argmax(2, keepdim=True), 1.0).mean(0) * y.mean(0)
+        ).sum()
+    )
     grads = {node.name: node.meta["grad"] for block in found.classes for node in ops(block.graph)}
-    assert not any(grad for name, grad in grads.items() if name.startswith(("zeros_like", "scatter")))
+    assert not any(
+        grad for name, grad in grads.items() if name.startswith(("zeros_like", "scatter"))
+    )
     assert all(grad for name, grad in grads.items() if name.startswith(("linear", "mul")))
 
 
@@ -90,8 +99,21 @@ def test_a_loss_of_rows_stays_one_where_ops_in_place_are_written_out(counts):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             if counts:
                 self.calls.add_(1)
-            return (F.cross_entropy(self.inner(x), labels, reduction="none") * torch.tensor(0.5)).sum()
+            return (
+                F.cross_entropy(self.inner(x), labels, reduction="none") * torch.tensor(0.5)
+            ).sum()
 
-    traced = trace(Weighted(), {"x": torch.zeros(4, 6), "labels": torch.zeros(4, dtype=torch.int64)})
-    (loss,) = (node for block in traced.classes for node in block.graph.nodes if "cross_entropy" in node.name)
-    assert loss.meta["val"].dim() == 1 and traced.split.joins == "sum" and bool(traced.updates) is counts
+    traced = trace(
+        Weighted(), {"x": torch.zeros(4, 6), "labels": torch.zeros(4, dtype=torch.int64)}
+    )
+    (loss,) = (
+        node
+        for block in traced.classes
+        for node in block.graph.nodes
+        if "cross_entropy" in node.name
+    )
+    assert (
+        loss.meta["val"].dim() == 1
+        and traced.split.joins == "sum"
+        and bool(traced.updates) is counts
+    )

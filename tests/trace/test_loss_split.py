@@ -20,7 +20,9 @@ ROWS, SEQ, VOCAB = 4, 6, 11
 
 
 def each(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
+        labels.shape
+    )
 
 
 def squares(logits: Tensor) -> Tensor:
@@ -141,7 +143,11 @@ def batch_of(seed: int, kept: tuple[float, ...]) -> dict[str, Tensor]:
     x, shares = torch.randint(VOCAB, (ROWS, SEQ), generator=generator), torch.tensor(kept)[:, None]
     weights = (draw() < shares) * (0.5 + draw())
     weights[0, 2] = 1.0
-    return {"x": x, "labels": x.masked_fill((weights == 0) & (draw() < 0.7), -100), "weights": weights}
+    return {
+        "x": x,
+        "labels": x.masked_fill((weights == 0) & (draw() < 0.7), -100),
+        "weights": weights,
+    }
 
 
 def model_of(loss) -> Tokens:
@@ -151,7 +157,15 @@ def model_of(loss) -> Tokens:
 
 def stepped(loss, batch: dict[str, Tensor], micro_batch: int, **more):
     sgd = lambda params: torch.optim.SGD(params, 0.5)  # noqa: E731
-    engine = autopar.parallelize(model_of(loss), "cpu:1", batch, sgd, pin={"micro_batch": micro_batch}, precision="fp64", **more)
+    engine = autopar.parallelize(
+        model_of(loss),
+        "cpu:1",
+        batch,
+        sgd,
+        pin={"micro_batch": micro_batch},
+        precision="fp64",
+        **more,
+    )
     return engine.step(batch), engine
 
 
@@ -159,12 +173,18 @@ def check(expected: Tensor, model: Tokens, found: Tensor, engine) -> None:
     assert found.item() == pytest.approx(expected.item(), rel=1e-11)
     expected.backward()
     for name, parameter in model.named_parameters():
-        assert torch.allclose(engine.full_state_dict()[name], parameter - 0.5 * parameter.grad, rtol=1e-11, atol=1e-12), name
+        assert torch.allclose(
+            engine.full_state_dict()[name], parameter - 0.5 * parameter.grad, rtol=1e-11, atol=1e-12
+        ), name
 
 
 @pytest.mark.parametrize("name", EXACT)
 @settings(max_examples=examples(2, 5))
-@given(seed=st.integers(0, 10**6), kept=st.tuples(*[st.sampled_from([0.0, 0.1, 0.6, 1.0])] * ROWS), micro_batch=st.sampled_from([1, 2, 4]))
+@given(
+    seed=st.integers(0, 10**6),
+    kept=st.tuples(*[st.sampled_from([0.0, 0.1, 0.6, 1.0])] * ROWS),
+    micro_batch=st.sampled_from([1, 2, 4]),
+)
 def test_a_mean_over_what_counts_is_that_of_the_whole_batch(name, seed, kept, micro_batch):
     batch, model = batch_of(seed, kept), model_of(EXACT[name])
     found, engine = stepped(EXACT[name], batch, micro_batch)
@@ -176,7 +196,10 @@ def test_a_mean_over_what_counts_is_that_of_the_whole_batch(name, seed, kept, mi
 def test_a_batch_of_any_other_loss_is_not_split(name):
     """Pinned micro-batches are refused with advice, which is exact; a mean of micro-batch losses is for the user to allow."""
     batch, model = batch_of(1, (0.9, 0.6, 0.2, 0.1)), model_of(REFUSED[name])
-    with pytest.raises(autopar.AutoparError, match="combines rows of the batch.*Pin micro_batch=4.*allow_micro_batch_mean=True") as refused:
+    with pytest.raises(
+        autopar.AutoparError,
+        match="combines rows of the batch.*Pin micro_batch=4.*allow_micro_batch_mean=True",
+    ) as refused:
         stepped(REFUSED[name], batch, 2)
     paragraph(refused.value)
     with pytest.raises(autopar.AutoparError, match="Pin micro_batch=4"):
@@ -184,18 +207,32 @@ def test_a_batch_of_any_other_loss_is_not_split(name):
     found, engine = stepped(REFUSED[name], batch, 4)
     check(model(**batch), model, found, engine)
     assert autopar.plan(model, "cpu:1", batch).num_microbatches == 1
-    model, halves = model_of(REFUSED[name]), [{key: tensor[rows] for key, tensor in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
+    model, halves = (
+        model_of(REFUSED[name]),
+        [
+            {key: tensor[rows] for key, tensor in batch.items()}
+            for rows in (slice(0, 2), slice(2, 4))
+        ],
+    )
     found, engine = stepped(REFUSED[name], batch, 2, allow_micro_batch_mean=True)
     check(sum(model(**half) for half in halves) / 2, model, found, engine)
-    assert any("averaged, as allow_micro_batch_mean=True says" in note for note in engine.plan.notes)
+    assert any(
+        "averaged, as allow_micro_batch_mean=True says" in note for note in engine.plan.notes
+    )
 
 
 def test_weights_are_counted_exactly_in_half_precision():
     """A sum of 4,096 in bf16 has steps of 32."""
-    batch = {"x": torch.zeros(2, 2048, dtype=torch.long), "labels": torch.zeros(2, 2048, dtype=torch.long), "weights": torch.ones(2, 2048)}
+    batch = {
+        "x": torch.zeros(2, 2048, dtype=torch.long),
+        "labels": torch.zeros(2, 2048, dtype=torch.long),
+        "weights": torch.ones(2, 2048),
+    }
     batch["weights"][:, 9:20] = 0
     sgd = lambda params: torch.optim.SGD(params, 0.5)  # noqa: E731
-    engine = autopar.parallelize(Tokens(EXACT["masked"]), "cpu:1", batch, sgd, pin={"micro_batch": 1}, precision="bf16")
+    engine = autopar.parallelize(
+        Tokens(EXACT["masked"]), "cpu:1", batch, sgd, pin={"micro_batch": 1}, precision="bf16"
+    )
     engine.step(batch)
     work = engine.batches.split(batch)
     assert work.inputs[0]["batch_value"] == 2 * (2048 - 11)
@@ -204,8 +241,13 @@ def test_weights_are_counted_exactly_in_half_precision():
 def test_rows_that_all_ranks_gather_are_priced():
     batch = batch_of(0, (1.0,) * ROWS)
     names = ("masked", "a softmax over rows")
-    sums, rows = (autopar.plan(model_of(EXACT[name]), "cpu:2", batch, 512, {"dp": 2}, precision="fp64") for name in names)
-    assert rows.predicted.peak_memory_bytes[0] - sums.predicted.peak_memory_bytes[0] >= 512 * SEQ * 8
+    sums, rows = (
+        autopar.plan(model_of(EXACT[name]), "cpu:2", batch, 512, {"dp": 2}, precision="fp64")
+        for name in names
+    )
+    assert (
+        rows.predicted.peak_memory_bytes[0] - sums.predicted.peak_memory_bytes[0] >= 512 * SEQ * 8
+    )
 
 
 class Named(Tokens):
@@ -215,7 +257,9 @@ class Named(Tokens):
         super().__init__(loss)
         self.register_buffer("weights", torch.linspace(0.5, 3, SEQ))
 
-    def forward(self, x: Tensor, labels: Tensor, weights: Tensor, part0: Tensor, more: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, labels: Tensor, weights: Tensor, part0: Tensor, more: Tensor
+    ) -> Tensor:
         return self.loss(self.linear(self.embed(x)), labels, weights * self.weights, part0, more)
 
 
@@ -230,7 +274,9 @@ def test_inputs_and_buffers_of_all_names(loss):
     batch, model = batch_of(3, (0.9, 0.6, 0.2, 0.1)), Named(loss).double()
     batch |= {"part0": batch["weights"].flip(1), "more": torch.tensor(0.7, dtype=torch.float64)}
     sgd = lambda params: torch.optim.SGD(params, 0.5)  # noqa: E731
-    engine = autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": 1}, precision="fp64")
+    engine = autopar.parallelize(
+        model, "cpu:1", batch, sgd, pin={"micro_batch": 1}, precision="fp64"
+    )
     check(model(**batch), model, engine.step(batch), engine)
 
 
@@ -245,7 +291,9 @@ def test_sums_are_wide_beside_what_is_not(loss):
     batch = batch_of(3, (0.9, 0.6, 0.2, 0.1))
     batch = {"x": batch["x"], "labels": batch["x"] % 9, "weights": batch["weights"].float()}
     model, sgd = model_of(loss).float(), lambda params: torch.optim.SGD(params, 0.5)
-    engine = autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": 1}, precision="fp32")
+    engine = autopar.parallelize(
+        model, "cpu:1", batch, sgd, pin={"micro_batch": 1}, precision="fp32"
+    )
     assert engine.step(batch).item() == pytest.approx(model(**batch).item(), rel=1e-6)
 
 
@@ -277,7 +325,11 @@ def test_buffers_that_one_micro_batch_changes_for_the_next(loss, reason):
     torch.manual_seed(0)
     batch, model = batch_of(1, (0.9, 0.6, 0.2, 0.1)), Counting(loss).double()
     sgd = lambda params: torch.optim.SGD(params, 0.5)  # noqa: E731
-    make = lambda rows: autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": rows}, precision="fp64")  # noqa: E731
+
+    def make(rows):
+        pin = {"micro_batch": rows}
+        return autopar.parallelize(model, "cpu:1", batch, sgd, pin=pin, precision="fp64")
+
     if reason:
         with pytest.raises(autopar.AutoparError, match=f"{reason}.*Pin micro_batch=4"):
             make(2)
@@ -289,7 +341,10 @@ def test_buffers_that_one_micro_batch_changes_for_the_next(loss, reason):
         assert engine.step(batch).item() == pytest.approx(expected.item(), rel=1e-11)
         optimizer.step()
     state = engine.full_state_dict()
-    assert all(torch.allclose(state[name], tensor, rtol=1e-11, atol=1e-12) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.allclose(state[name], tensor, rtol=1e-11, atol=1e-12)
+        for name, tensor in model.state_dict().items()
+    )
 
 
 class WithRouters(nn.Module):
@@ -317,7 +372,10 @@ def test_balance_losses_of_routers_alone_are_those_of_micro_batches(more, joins)
     """Terms on states or output logits that are shaped alike are not."""
     batch = {"input_ids": torch.randint(9, (4, 8)), "labels": torch.randint(9, (4, 8))}
     split = trace(WithRouters(more), batch).split
-    assert (split.joins, split.by_convention[:1] * bool(joins)) == (joins, ("balance losses of routers",) * bool(joins))
+    assert (split.joins, split.by_convention[:1] * bool(joins)) == (
+        joins,
+        ("balance losses of routers",) * bool(joins),
+    )
 
 
 class OddGates(nn.Module):
@@ -326,14 +384,21 @@ class OddGates(nn.Module):
     def __init__(self, kind, more) -> None:
         super().__init__()
         self.kind, self.more = kind, more
-        self.embed, self.mix, self.gate, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(6, 9)
+        self.embed, self.mix, self.gate, self.head = (
+            nn.Embedding(9, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 4),
+            nn.Linear(6, 9),
+        )
         self.up, self.down = (nn.Parameter(torch.ones(4, *shape)) for shape in ((8, 6), (6, 8)))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         states = self.embed(x.flatten())
         states = states + self.mix(states)
         logits, weights, index = self.kind(self, x.flatten(), states)
-        experts = torch.ops.autopar.routed_experts(states, index, weights, self.up, None, self.down, None, "plain:relu", False, 0.0)
+        experts = torch.ops.autopar.routed_experts(
+            states, index, weights, self.up, None, self.down, None, "plain:relu", False, 0.0
+        )
         out = self.head(states + experts)
         return F.cross_entropy(out, labels.flatten()) + self.more(out, states, logits)
 
@@ -357,8 +422,10 @@ def test_states_and_outputs_are_no_logits_of_gates(kind):
     terms = {
         "of outputs": (lambda out, states, logits: out.std(), ""),
         "of states": (lambda out, states, logits: states.mean(0).square().sum(), ""),
-        "of logits": (lambda out, states, logits: logits.softmax(-1).mean(0).square().sum(),
-                      "sum" if kind in ("plain", "scaled by states") else ""),
+        "of logits": (
+            lambda out, states, logits: logits.softmax(-1).mean(0).square().sum(),
+            "sum" if kind in ("plain", "scaled by states") else "",
+        ),
     }
     for name, (more, joins) in terms.items():
         assert trace(OddGates(KINDS[kind], more), batch).split.joins == joins, name
@@ -381,7 +448,10 @@ def test_an_op_without_a_rule_is_given_one(monkeypatch):
     """It may do anything to rows; with a rule its loss is exact."""
     loss = lambda o, y, m: torch.cdist(o, o).mean() + each(o, y).mean()  # noqa: E731
     batch, model = batch_of(1, (0.9, 0.6, 0.2, 0.1)), model_of(loss)
-    with pytest.raises(autopar.AutoparError, match=r"cdist \(test_loss_split.py:.*no rule \(autopar.register_rule gives it one\)"):
+    with pytest.raises(
+        autopar.AutoparError,
+        match=r"cdist \(test_loss_split.py:.*no rule \(autopar.register_rule gives it one\)",
+    ):
         stepped(loss, batch, 2)
     monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
     autopar.register_rule("aten::cdist", "b.. m !d, b.. n !d -> b.. m n")

@@ -130,8 +130,20 @@ COMPUTE = {
 
 def state_of(model: Model) -> tuple:
     meter = vars(model.meter) if hasattr(model, "meter") else None
-    own = {k: v for k, v in vars(model).items() if isinstance(v, (int, float, str, bool, list, dict, collections.Counter, type(None)))}
-    return repr(own), repr(meter), STEPS, repr(STATE), Model.calls_of_all, repr(default_argument.__defaults__), model.training
+    own = {
+        k: v
+        for k, v in vars(model).items()
+        if isinstance(v, (int, float, str, bool, list, dict, collections.Counter, type(None)))
+    }
+    return (
+        repr(own),
+        repr(meter),
+        STEPS,
+        repr(STATE),
+        Model.calls_of_all,
+        repr(default_argument.__defaults__),
+        model.training,
+    )
 
 
 @pytest.mark.parametrize("name", COMPUTE)
@@ -142,8 +154,12 @@ def test_state_that_forward_computes_with_is_refused(name):
     with pytest.raises(AutoparError) as refused:
         trace(model, {"x": torch.ones(4, 6)})
     message = paragraph(refused.value)
-    assert message.startswith("forward changes ") and path in message and "register_buffer" in message
-    assert state_of(model) == before and all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    assert (
+        message.startswith("forward changes ") and path in message and "register_buffer" in message
+    )
+    assert state_of(model) == before and all(
+        torch.equal(v, weights[k]) for k, v in model.state_dict().items()
+    )
 
 
 def test_a_loss_that_counts_is_refused():
@@ -155,7 +171,9 @@ def test_a_loss_that_counts_is_refused():
         return (output - y).square().mean() * calls
 
     with pytest.raises(AutoparError, match="variable 'calls' of .*loss"):
-        trace(nn.Linear(6, 1), (torch.ones(4, 6), torch.ones(4, 1)), lambda output, y: loss(output, y))
+        trace(
+            nn.Linear(6, 1), (torch.ones(4, 6), torch.ones(4, 1)), lambda output, y: loss(output, y)
+        )
     assert calls == 0
 
 
@@ -216,7 +234,11 @@ def harmless(name: str) -> nn.Module:
 def test_state_that_changes_nothing_is_noted(name):
     model = harmless(name)
     before = state_of(model)
-    found = [note for note in notes(trace(model, {"x": torch.ones(4, 6)})) if "which does not change what it computes" in note]
+    found = [
+        note
+        for note in notes(trace(model, {"x": torch.ones(4, 6)}))
+        if "which does not change what it computes" in note
+    ]
     assert len(found) == 1 and HARMLESS[name][2] in found[0]
     assert state_of(model) == before
 
@@ -251,8 +273,16 @@ DRAWS = {
     "shuffle": (shuffled, {}, "`random`"),
     "numpy": (lambda m, y: y * np.random.rand(), {}, "`numpy.random`"),
     "numpy choice": (lambda m, y: y[:, np.random.permutation(6).tolist()], {}, "`numpy.random`"),
-    "own generator": (lambda m, y: y * m.random.uniform(0, 1), dict(random=lambda: random.Random(1)), "generator 'random'"),
-    "own numpy generator": (lambda m, y: y * float(m.random.random()), dict(random=lambda: np.random.default_rng(1)), "generator 'random'"),
+    "own generator": (
+        lambda m, y: y * m.random.uniform(0, 1),
+        dict(random=lambda: random.Random(1)),
+        "generator 'random'",
+    ),
+    "own numpy generator": (
+        lambda m, y: y * float(m.random.random()),
+        dict(random=lambda: np.random.default_rng(1)),
+        "generator 'random'",
+    ),
     "generator outside": (lambda m, y: y * GENERATOR.random(), {}, "'GENERATOR'"),
     "torch.manual_seed": (seeded, {}, "`torch`"),
 }
@@ -263,13 +293,26 @@ def test_draws_are_refused_by_line(name):
     function, attributes, whose = DRAWS[name]
     model = Model(function, **attributes)
     torch.manual_seed(3)
-    before = random.getstate(), repr(np.random.get_state()), torch.get_rng_state(), GENERATOR.getstate()
+    before = (
+        random.getstate(),
+        repr(np.random.get_state()),
+        torch.get_rng_state(),
+        GENERATOR.getstate(),
+    )
     with pytest.raises(AutoparError) as refused:
         trace(model, {"x": torch.ones(4, 6)})
     message = paragraph(refused.value)
     assert whose in message and "(test_python_state.py:" in message
-    after = random.getstate(), repr(np.random.get_state()), torch.get_rng_state(), GENERATOR.getstate()
-    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(before, after, strict=True))
+    after = (
+        random.getstate(),
+        repr(np.random.get_state()),
+        torch.get_rng_state(),
+        GENERATOR.getstate(),
+    )
+    assert all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        for a, b in zip(before, after, strict=True)
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- the advice
@@ -302,6 +345,9 @@ class Drawn(nn.Module):
 def test_the_advice_is_exact(pool2):
     for found in pool2.run(errors, Buffered, [*WHOLE], batches()):
         assert max(found) <= 1, found
-    data = [batch | {"factor": torch.tensor(0.1 + random.random(), dtype=torch.float64)} for batch in batches()]
+    data = [
+        batch | {"factor": torch.tensor(0.1 + random.random(), dtype=torch.float64)}
+        for batch in batches()
+    ]
     for found in pool2.run(errors, Drawn, ["dp=2", "tp=2", "two micro-batches"], data):
         assert max(found) <= 1, found

@@ -40,16 +40,24 @@ def test_training_is_exact(name, micro_batch):
     if name == "take_along_dim, flat":
         micro_batch = ROWS
     sgd = lambda parameters: torch.optim.SGD(parameters, 0.5)  # noqa: E731
-    engine = autopar.parallelize(model, "cpu:1", batch, sgd, pin={"micro_batch": micro_batch}, precision="fp64")
+    engine = autopar.parallelize(
+        model, "cpu:1", batch, sgd, pin={"micro_batch": micro_batch}, precision="fp64"
+    )
     found, expected = engine.step(batch), model(**batch)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     expected.backward()
     for key, parameter in model.named_parameters():
-        assert torch.allclose(engine.full_state_dict()[key], parameter - 0.5 * parameter.grad, rtol=1e-11, atol=1e-12), key
+        assert torch.allclose(
+            engine.full_state_dict()[key], parameter - 0.5 * parameter.grad, rtol=1e-11, atol=1e-12
+        ), key
 
 
 def test_len_is_what_it_was():
     plain = len
     with pytest.raises(autopar.AutoparError):
-        autopar.plan(Model("len"), "cpu:1", {"x": torch.ones(4, 3, 7), "labels": torch.ones(4, 3, dtype=torch.long)})
+        autopar.plan(
+            Model("len"),
+            "cpu:1",
+            {"x": torch.ones(4, 3, 7), "labels": torch.ones(4, 3, dtype=torch.long)},
+        )
     assert len is plain and len(torch.ones(3, 2)) == 3

@@ -29,7 +29,9 @@ def normalized(function, shape=(4, 6, 8)):
     placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
     run = GraphModule(nn.Module(), captured.graph)
     for node in captured.graph.nodes:  # sizes of the batch become numbers, as they do on a rank
-        node.args = torch.utils._pytree.tree_map(lambda a: x.shape[0] if isinstance(a, torch.SymInt) else a, node.args)
+        node.args = torch.utils._pytree.tree_map(
+            lambda a: x.shape[0] if isinstance(a, torch.SymInt) else a, node.args
+        )
     run.recompile()
     (found,) = run(*(x for _ in placeholders))
     torch.testing.assert_close(found, function(x).square().sum(), rtol=1e-12, atol=0)
@@ -38,7 +40,10 @@ def normalized(function, shape=(4, 6, 8)):
 
 def names(graph) -> list[str]:
     called = [n.target for n in graph.nodes if n.op == "call_function"]
-    return [t._schema.name.removeprefix("aten::") if hasattr(t, "_schema") else t.__name__ for t in called][:-2]
+    return [
+        t._schema.name.removeprefix("aten::") if hasattr(t, "_schema") else t.__name__
+        for t in called
+    ][:-2]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +51,10 @@ def names(graph) -> list[str]:
     [
         (lambda x: torch.multiply(*x.tensor_split(2, -1)), ["split_with_sizes", "mul"]),
         (lambda x: torch.subtract(*x.hsplit(2)), ["split_with_sizes", "sub"]),
-        (lambda x: torch.true_divide(*x.exp().unsafe_chunk(2, 1)), ["exp", "split_with_sizes", "div"]),
+        (
+            lambda x: torch.true_divide(*x.exp().unsafe_chunk(2, 1)),
+            ["exp", "split_with_sizes", "div"],
+        ),
         (lambda x: x.clip(-1, 1), ["clamp"]),
         (lambda x: torch.concat([x, x], 1), ["cat"]),
         (lambda x: x.swapaxes(1, 2).cumsum(-1), ["transpose", "cumsum"]),
@@ -54,10 +62,16 @@ def names(graph) -> list[str]:
         (lambda x: x.movedim((2, 0), (0, 1)).cumsum(0), ["permute", "cumsum"]),
         (lambda x: x.narrow(-1, 2, 3), ["slice"]),
         (lambda x: x.sum(1, keepdim=True).repeat(1, 5, 1), ["sum", "expand"]),
-        (lambda x: x[:1, 0].repeat(x.shape[0], 1) + x[:, 0], ["select", "slice", "expand", "select", "add"]),
+        (
+            lambda x: x[:1, 0].repeat(x.shape[0], 1) + x[:, 0],
+            ["select", "slice", "expand", "select", "add"],
+        ),
         (lambda x: x.repeat(1, 2, 1), ["repeat"]),
         (lambda x: x * x.cumsum(1).new_ones(6, 1), ["ones", "mul"]),
-        (lambda x: x * x.new_full((x.shape[0], 6, 8), 3.0) + x.exp().new_zeros((8,)), ["full", "mul", "zeros", "add"]),
+        (
+            lambda x: x * x.new_full((x.shape[0], 6, 8), 3.0) + x.exp().new_zeros((8,)),
+            ["full", "mul", "zeros", "add"],
+        ),
         (lambda x: x.sum(1).view_as(x[:, :1]), ["sum", "reshape"]),
         (lambda x: x.sum(1, keepdim=True).expand_as(x), ["sum", "expand"]),
     ],

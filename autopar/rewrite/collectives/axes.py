@@ -33,7 +33,9 @@ class AxisGroup:
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.size:
-            raise ValueError(f"axis {self.name!r}: coordinate {self.index} is not in a group of {self.size}")
+            raise ValueError(
+                f"axis {self.name!r}: coordinate {self.index} is not in a group of {self.size}"
+            )
         if (self.group_name is None) != (self.size == 1 or self.simulate):
             raise ValueError(
                 f"axis {self.name!r}: size={self.size}, simulate={self.simulate} does not go with process group {self.group_name!r}"
@@ -44,13 +46,21 @@ def simulated_axes(shape: MeshShape, rank: int, shard: int = 0) -> dict[str, Axi
     """The groups of `rank` in a mesh that exists only on paper: its program runs alone, for the shapes and not for the values.  With
     `shard` as `mesh_axes` of the runtime gives them."""
     if not 0 <= rank < shape.num_devices:
-        raise AutoparError(f"rank {rank} is not in the mesh ({shape}) of {shape.num_devices} device(s)")
-    found = {axis: AxisGroup(axis, shape.size(axis), shape.coordinate(rank, axis), simulate=True) for axis in AXES}
+        raise AutoparError(
+            f"rank {rank} is not in the mesh ({shape}) of {shape.num_devices} device(s)"
+        )
+    found = {
+        axis: AxisGroup(axis, shape.size(axis), shape.coordinate(rank, axis), simulate=True)
+        for axis in AXES
+    }
     if shard:
         inside = shape.sharing_dp(shard)
         number, index = divmod(found["dp"].index, inside)
         sizes = {COPIES: (shape.copies(shard)[0], number), "dp": (inside, index)}
-        found |= {axis: AxisGroup(axis, size, place, simulate=True) for axis, (size, place) in sizes.items()}
+        found |= {
+            axis: AxisGroup(axis, size, place, simulate=True)
+            for axis, (size, place) in sizes.items()
+        }
     return found
 
 
@@ -94,5 +104,7 @@ def axis_group(axis: str) -> AxisGroup:
             )
         axes = others[0]
     if axis not in axes:
-        raise AutoparError(f"a collective names mesh axis {axis!r}; the active mesh has {', '.join(axes) or 'no axes'}")
+        raise AutoparError(
+            f"a collective names mesh axis {axis!r}; the active mesh has {', '.join(axes) or 'no axes'}"
+        )
     return axes[axis]

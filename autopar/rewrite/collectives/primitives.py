@@ -42,10 +42,16 @@ def _slice(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Tensor
 def _pad(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Tensor:
     """S -> P: this rank's shard among zeros."""
     length = x.shape[src.dim]
-    start = shard_extent(src.size, group.size, group.index)[0] if src.pattern.is_contiguous else length * group.index
+    start = (
+        shard_extent(src.size, group.size, group.index)[0]
+        if src.pattern.is_contiguous
+        else length * group.index
+    )
     before, after = list(x.shape), list(x.shape)
     before[src.dim], after[src.dim] = start, src.size - start - length
-    return natural_order(torch.cat([x.new_zeros(before), x, x.new_zeros(after)], src.dim), src, group.size)
+    return natural_order(
+        torch.cat([x.new_zeros(before), x, x.new_zeros(after)], src.dim), src, group.size
+    )
 
 
 @dataclass(slots=True)
@@ -71,7 +77,9 @@ class Started:
 
 def _start_all_reduce(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Started:
     """P -> R."""
-    return Started(_c10d.all_reduce(x.contiguous(), "sum", group.group_name), lambda received: received)
+    return Started(
+        _c10d.all_reduce(x.contiguous(), "sum", group.group_name), lambda received: received
+    )
 
 
 def _start_all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Started:
@@ -94,7 +102,10 @@ def _start_reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: S
     def finish(shard: Tensor) -> Tensor:
         return _resize(shard, dst.dim, dst.extent(group.size, group.index)).contiguous()
 
-    return Started(_c10d.reduce_scatter_tensor(stacked.contiguous(), "sum", group.size, group.group_name), finish)
+    return Started(
+        _c10d.reduce_scatter_tensor(stacked.contiguous(), "sum", group.size, group.group_name),
+        finish,
+    )
 
 
 def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
@@ -108,7 +119,13 @@ def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> St
     lengths_in, lengths_out = [prod(shape) for shape in shapes], [piece.numel() for piece in pieces]
 
     def finish(received: Tensor) -> Tensor:
-        joined = torch.cat([part.view(shape) for part, shape in zip(received.split(lengths_in), shapes, strict=True)], src.dim)
+        joined = torch.cat(
+            [
+                part.view(shape)
+                for part, shape in zip(received.split(lengths_in), shapes, strict=True)
+            ],
+            src.dim,
+        )
         return natural_order(joined, src, group.size)
 
     return Started(_c10d.all_to_all_single(flat, lengths_in, lengths_out, group.group_name), finish)
@@ -116,10 +133,14 @@ def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> St
 
 def _start_reshuffle(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
     """S(d) -> S(d) in another pattern: gather, then keep what is this rank's."""
-    return _then(_start_all_gather(x, group, src, None), lambda whole: _slice(whole, group, None, dst))
+    return _then(
+        _start_all_gather(x, group, src, None), lambda whole: _slice(whole, group, None, dst)
+    )
 
 
-def _at_once(primitive: Callable[[Tensor, AxisGroup, Any, Any], Tensor]) -> Callable[[Tensor, AxisGroup, Any, Any], Started]:
+def _at_once(
+    primitive: Callable[[Tensor, AxisGroup, Any, Any], Tensor],
+) -> Callable[[Tensor, AxisGroup, Any, Any], Started]:
     return lambda x, group, src, dst: Started(primitive(x, group, src, dst))
 
 
@@ -147,7 +168,9 @@ _PRIMITIVES: dict[str, Callable[[Tensor, AxisGroup, Any, Any], Started]] = {
 }
 
 
-def apply_primitive(name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None) -> Tensor:
+def apply_primitive(
+    name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None
+) -> Tensor:
     """Run one primitive on this rank's `x`, with no gradient.
 
     `src` says which dim of x the group shards and `dst` which dim of the result.  Raises ValueError if x is not shaped like that.
@@ -159,17 +182,31 @@ def sum_in_place(x: Tensor, group: AxisGroup) -> Tensor:
     """What `all_reduce` makes of a contiguous tensor that nobody else needs, in its own memory."""
     if group.size == 1 or not x.numel():
         return x
-    return x.zero_() if group.simulate else _c10d.wait_tensor(_c10d.all_reduce_(x, "sum", group.group_name))
+    return (
+        x.zero_()
+        if group.simulate
+        else _c10d.wait_tensor(_c10d.all_reduce_(x, "sum", group.group_name))
+    )
 
 
-def start_primitive(name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None) -> Started:
+def start_primitive(
+    name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None
+) -> Started:
     """Start what `apply_primitive` runs.  A primitive that communicates nothing is done at once."""
     whole, result = list(x.shape), list(x.shape)
     if src is not None:
         _check_extent(name, x, src, group, src.extent(group.size, group.index))
         whole[src.dim] = result[src.dim] = src.size
     if dst is not None:
-        _check_extent(name, x, dst, group, src.extent(group.size, group.index) if src is not None and src.dim == dst.dim else dst.size)
+        _check_extent(
+            name,
+            x,
+            dst,
+            group,
+            src.extent(group.size, group.index)
+            if src is not None and src.dim == dst.dim
+            else dst.size,
+        )
         result[dst.dim] = dst.extent(group.size, group.index)
     if group.size == 1:
         return Started(x)
@@ -183,7 +220,9 @@ def start_primitive(name: str, x: Tensor, group: AxisGroup, src: Split | None = 
         return Started(started.wait()) if x.device.type == "cpu" else started
 
 
-def _start_collective(name: str, x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Started:
+def _start_collective(
+    name: str, x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None
+) -> Started:
     if x.dtype != torch.bool:
         return _PRIMITIVES[name](x, group, src, dst)
     # no backend sums bool, and gloo does not move it; a sum of booleans is their disjunction

@@ -49,7 +49,14 @@ class _Transition(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return apply_primitive(ctx.backward_name, grad, ctx.group, ctx.dst, ctx.src), None, None, None, None, None
+        return (
+            apply_primitive(ctx.backward_name, grad, ctx.group, ctx.dst, ctx.src),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 @dataclass(slots=True)
@@ -61,7 +68,9 @@ class _Handle:
     def wait(self) -> Tensor:
         started, self.started = self.started, None
         if started is None:
-            raise RuntimeError("an asynchronous transition is waited for once, and its gradient flows back once")
+            raise RuntimeError(
+                "an asynchronous transition is waited for once, and its gradient flows back once"
+            )
         return started.wait()
 
 
@@ -128,16 +137,28 @@ _LEGAL_BACKWARD = {
 
 
 def _move(
-    x: Tensor, axis: str, forward: str, backward: str, src: Split | None = None, dst: Split | None = None, async_op: bool = False
+    x: Tensor,
+    axis: str,
+    forward: str,
+    backward: str,
+    src: Split | None = None,
+    dst: Split | None = None,
+    async_op: bool = False,
 ) -> Tensor | Pending:
     if backward not in _LEGAL_BACKWARD[forward]:
-        raise ValueError(f"{backward!r} is not the backward of {forward}; {' or '.join(_LEGAL_BACKWARD[forward])} can be")
+        raise ValueError(
+            f"{backward!r} is not the backward of {forward}; {' or '.join(_LEGAL_BACKWARD[forward])} can be"
+        )
     group = axis_group(axis)
-    if not async_op or torch.compiler.is_compiling():  # a compiler traces functional collectives and places their waits itself
+    if (
+        not async_op or torch.compiler.is_compiling()
+    ):  # a compiler traces functional collectives and places their waits itself
         value = _Transition.apply(x, group, forward, backward, src, dst)
         return Pending(value) if async_op else value
     handle = _Handle()
-    return Pending(_Start.apply(x, handle, group, forward, src, dst), handle, (group, backward, dst, src))
+    return Pending(
+        _Start.apply(x, handle, group, forward, src, dst), handle, (group, backward, dst, src)
+    )
 
 
 def wait(pending: Pending) -> Tensor:
@@ -152,17 +173,27 @@ def _split(dim: int, size: int, pattern: str, rows: int) -> Split:
     return Split(dim, size, parsed, rows if parsed.rows else 1)
 
 
-def identity(x: Tensor, axis: str, backward: str = "all_reduce", async_op: bool = False) -> Tensor | Pending:
+def identity(
+    x: Tensor, axis: str, backward: str = "all_reduce", async_op: bool = False
+) -> Tensor | Pending:
     """The value as it is; only its gradient changes placement."""
     return _move(x, axis, "identity", backward, async_op=async_op)
 
 
 def shard(
-    x: Tensor, axis: str, dim: int, backward: str = "all_gather", pattern: str = "", rows: int = 1, async_op: bool = False
+    x: Tensor,
+    axis: str,
+    dim: int,
+    backward: str = "all_gather",
+    pattern: str = "",
+    rows: int = 1,
+    async_op: bool = False,
 ) -> Tensor | Pending:
     """This rank's shard, along `dim`, of a replicated value.  Here as below, `pattern` is a `Pattern` as text ('' is contiguous) and
     `rows` the number of batch rows that are flattened into the dim."""
-    return _move(x, axis, "slice", backward, dst=_split(dim, x.shape[dim], pattern, rows), async_op=async_op)
+    return _move(
+        x, axis, "slice", backward, dst=_split(dim, x.shape[dim], pattern, rows), async_op=async_op
+    )
 
 
 def mask(x: Tensor, axis: str, backward: str = "identity") -> Tensor:
@@ -171,10 +202,19 @@ def mask(x: Tensor, axis: str, backward: str = "identity") -> Tensor:
 
 
 def all_gather(
-    x: Tensor, axis: str, dim: int, size: int, backward: str = "slice", pattern: str = "", rows: int = 1, async_op: bool = False
+    x: Tensor,
+    axis: str,
+    dim: int,
+    size: int,
+    backward: str = "slice",
+    pattern: str = "",
+    rows: int = 1,
+    async_op: bool = False,
 ) -> Tensor | Pending:
     """The whole of a value sharded along `dim`, which has `size` elements in all."""
-    return _move(x, axis, "all_gather", backward, src=_split(dim, size, pattern, rows), async_op=async_op)
+    return _move(
+        x, axis, "all_gather", backward, src=_split(dim, size, pattern, rows), async_op=async_op
+    )
 
 
 def all_to_all(
@@ -191,25 +231,47 @@ def all_to_all(
     async_op: bool = False,
 ) -> Tensor | Pending:
     """A value sharded along `src_dim` (of `src_size` elements in all) sharded along `dst_dim` instead."""
-    src, dst = (_split(src_dim, src_size, src_pattern, rows), _split(dst_dim, dst_size, dst_pattern, rows))
+    src, dst = (
+        _split(src_dim, src_size, src_pattern, rows),
+        _split(dst_dim, dst_size, dst_pattern, rows),
+    )
     return _move(x, axis, "all_to_all", backward, src, dst, async_op=async_op)
 
 
-def pad(x: Tensor, axis: str, dim: int, size: int, backward: str = "slice", pattern: str = "", rows: int = 1) -> Tensor:
+def pad(
+    x: Tensor,
+    axis: str,
+    dim: int,
+    size: int,
+    backward: str = "slice",
+    pattern: str = "",
+    rows: int = 1,
+) -> Tensor:
     """A value sharded along `dim` as a partial sum: each rank's shard, surrounded by zeros up to `size` elements."""
     return _move(x, axis, "pad", backward, src=_split(dim, size, pattern, rows))
 
 
-def all_reduce(x: Tensor, axis: str, backward: str = "identity", async_op: bool = False) -> Tensor | Pending:
+def all_reduce(
+    x: Tensor, axis: str, backward: str = "identity", async_op: bool = False
+) -> Tensor | Pending:
     """The sum of a partial value over the axis."""
     return _move(x, axis, "all_reduce", backward, async_op=async_op)
 
 
 def reduce_scatter(
-    x: Tensor, axis: str, dim: int, size: int, backward: str = "all_gather", pattern: str = "", rows: int = 1, async_op: bool = False
+    x: Tensor,
+    axis: str,
+    dim: int,
+    size: int,
+    backward: str = "all_gather",
+    pattern: str = "",
+    rows: int = 1,
+    async_op: bool = False,
 ) -> Tensor | Pending:
     """This rank's shard, along `dim` of `size` elements, of the sum of a partial value."""
-    return _move(x, axis, "reduce_scatter", backward, dst=_split(dim, size, pattern, rows), async_op=async_op)
+    return _move(
+        x, axis, "reduce_scatter", backward, dst=_split(dim, size, pattern, rows), async_op=async_op
+    )
 
 
 def reshuffle(
@@ -242,7 +304,9 @@ NODE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 """Forward primitive -> the function whose calls are nodes of a rewritten program."""
 
 
-def make_transition(src: Layout, dst: Layout, sizes: Sequence[int], rows: int = 1) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+def make_transition(
+    src: Layout, dst: Layout, sizes: Sequence[int], rows: int = 1
+) -> tuple[Callable[..., Tensor], dict[str, Any]]:
     """(function, keyword arguments) such that `function(x, axis, **arguments)` turns x laid out `src` over an axis into `dst`.
 
     `sizes` is the shape of the tensor before the axis shards it, `rows` the number of batch rows in a dim that a pattern of rows shards.
@@ -254,11 +318,18 @@ def make_transition(src: Layout, dst: Layout, sizes: Sequence[int], rows: int = 
     """
     for layout in (src, dst):
         if layout.is_shard and layout.dim >= len(sizes):
-            raise AutoparError(f"{src} -> {dst} needs a dim {layout.dim}; the tensor's shape is {tuple(sizes)}")
+            raise AutoparError(
+                f"{src} -> {dst} needs a dim {layout.dim}; the tensor's shape is {tuple(sizes)}"
+            )
     forward, backward = transition(src, dst)
     arguments: dict[str, Any] = {}
     if forward == "all_to_all":
-        arguments = {"src_dim": src.dim, "dst_dim": dst.dim, "src_size": sizes[src.dim], "dst_size": sizes[dst.dim]}
+        arguments = {
+            "src_dim": src.dim,
+            "dst_dim": dst.dim,
+            "src_size": sizes[src.dim],
+            "dst_size": sizes[dst.dim],
+        }
     elif forward == "slice":
         arguments = {"dim": dst.dim}
     elif forward == "reduce_scatter":
@@ -268,8 +339,15 @@ def make_transition(src: Layout, dst: Layout, sizes: Sequence[int], rows: int = 
     arguments["backward"] = backward
     if forward in ("all_to_all", "reshuffle"):
         named = {"src_pattern": src.pattern, "dst_pattern": dst.pattern}
-        arguments |= {key: str(pattern) for key, pattern in named.items() if forward == "reshuffle" or not pattern.is_contiguous}
-    elif forward != "identity" and not (pattern := (src if src.is_shard else dst).pattern).is_contiguous:
+        arguments |= {
+            key: str(pattern)
+            for key, pattern in named.items()
+            if forward == "reshuffle" or not pattern.is_contiguous
+        }
+    elif (
+        forward != "identity"
+        and not (pattern := (src if src.is_shard else dst).pattern).is_contiguous
+    ):
         arguments["pattern"] = str(pattern)
     if forward != "identity" and (src.pattern.rows or dst.pattern.rows):
         arguments["rows"] = rows

@@ -20,7 +20,12 @@ _EFFICIENT_LSE_MULTIPLE = 32
 
 
 def block_forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """(attention (b, hq, s, dv), log-sum-exp of the scores (b, hq, s)) of `query` (b, hq, s, d) over `key`, `value` (b, hkv, t, d | dv).
 
@@ -30,15 +35,21 @@ def block_forward(
     kernel = _kernel(query, key, value, mask, is_causal)
     if kernel == "flash_cpu":
         bias = _additive(mask, query.dtype)
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
         if bias is not None:  # the kernel reports 0 for a query that sees no key
             lse = lse.masked_fill(bias.isneginf().all(-1), -torch.inf)
         return out, lse
     if kernel == "flash":
-        return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[:2]
+        return aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, False, scale=scale
+        )[:2]
     if kernel == "efficient":
         repeated = (_repeat_heads(key, query), _repeat_heads(value, query))
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, *repeated, None, True, 0.0, is_causal, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            query, *repeated, None, True, 0.0, is_causal, scale=scale
+        )
         return out, lse.narrow(2, 0, query.shape[2])
     scores = _scores(query, key, mask, is_causal, scale)
     lse = scores.logsumexp(-1)
@@ -66,17 +77,44 @@ def block_backward(
     kernel = _kernel(query, key, value, mask, is_causal)
     if kernel == "flash_cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, is_causal, attn_mask=_additive(mask, query.dtype), scale=scale
+            grad,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            0.0,
+            is_causal,
+            attn_mask=_additive(mask, query.dtype),
+            scale=scale,
         )
     if kernel in ("flash", "efficient"):
         seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout; there is none
         if kernel == "flash":  # which assumes that the log-sum-exp is contiguous
-            operands, lengths = (grad, query, key, value, out, lse.contiguous()), (None, None, query.shape[2], key.shape[2])
-            return aten._scaled_dot_product_flash_attention_backward(*operands, *lengths, 0.0, is_causal, seed, seed, scale=scale)
-        padded = torch.nn.functional.pad(lse, (0, -query.shape[2] % _EFFICIENT_LSE_MULTIPLE), value=torch.inf)
+            operands, lengths = (
+                (grad, query, key, value, out, lse.contiguous()),
+                (None, None, query.shape[2], key.shape[2]),
+            )
+            return aten._scaled_dot_product_flash_attention_backward(
+                *operands, *lengths, 0.0, is_causal, seed, seed, scale=scale
+            )
+        padded = torch.nn.functional.pad(
+            lse, (0, -query.shape[2] % _EFFICIENT_LSE_MULTIPLE), value=torch.inf
+        )
         repeated = (_repeat_heads(key, query), _repeat_heads(value, query))
         dquery, dkey, dvalue, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, query, *repeated, None, out, padded, seed, seed, 0.0, [True, True, True, False], is_causal, scale=scale
+            grad,
+            query,
+            *repeated,
+            None,
+            out,
+            padded,
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            is_causal,
+            scale=scale,
         )
         return dquery, _sum_heads(dkey, key), _sum_heads(dvalue, value)
     scores = _scores(query, key, mask, is_causal, scale)
@@ -86,7 +124,9 @@ def block_backward(
     grad_rows = _per_key_head(grad, key)
     dvalue = _per_key_head(probabilities, key).mT @ grad_rows
     dprobabilities = (grad_rows @ value.to(wide).mT).reshape(scores.shape)
-    dscores = probabilities * (dprobabilities - (grad * out).sum(-1, keepdim=True)) * _scale(query, scale)
+    dscores = (
+        probabilities * (dprobabilities - (grad * out).sum(-1, keepdim=True)) * _scale(query, scale)
+    )
     dscores = _per_key_head(dscores, key)
     dquery = (dscores @ key.to(wide)).reshape(query.shape)
     dkey = dscores.mT @ _per_key_head(query.to(wide), key)
@@ -100,10 +140,20 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_c
     if query.device.type != "cuda" or mask is not None:
         return "plain"
     grouped = query.shape[1] != key.shape[1]
-    if query.shape[3] % 8 == 0 and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, is_causal, grouped)):
-        return "flash"  # other head dims are padded by scaled_dot_product_attention, not by the kernel
+    if query.shape[3] % 8 == 0 and can_use_flash_attention(
+        SDPAParams(query, key, value, None, 0.0, is_causal, grouped)
+    ):
+        return (
+            "flash"  # other head dims are padded by scaled_dot_product_attention, not by the kernel
+        )
     as_many_heads = (x[:, :1].expand(-1, query.shape[1], -1, -1) for x in (key, value))
-    return "efficient" if can_use_efficient_attention(SDPAParams(query, *as_many_heads, None, 0.0, is_causal, False)) else "plain"
+    return (
+        "efficient"
+        if can_use_efficient_attention(
+            SDPAParams(query, *as_many_heads, None, 0.0, is_causal, False)
+        )
+        else "plain"
+    )
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -117,10 +167,14 @@ def _scale(query: Tensor, scale: float | None) -> float:
     return query.shape[3] ** -0.5 if scale is None else scale
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+def _scores(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
     """Scaled and masked scores (b, hq, s, t), in fp32 or fp64."""
     wide = accumulation_dtype(query.dtype)
-    scores = (_per_key_head(query.to(wide), key) @ key.to(wide).mT).reshape(*query.shape[:3], key.shape[2]) * _scale(query, scale)
+    scores = (_per_key_head(query.to(wide), key) @ key.to(wide).mT).reshape(
+        *query.shape[:3], key.shape[2]
+    ) * _scale(query, scale)
     if mask is not None:
         scores = scores + _additive(mask, wide)
     if is_causal:
@@ -160,7 +214,9 @@ class OnlineSoftmax:
         """Attention of the queries `rows` over keys that they have not seen."""
         old = self._lse[:, :, rows]
         merged = torch.logaddexp(old, lse)
-        reference = merged.masked_fill(merged.isneginf(), torch.inf)  # no key seen yet: both weights are exp(-inf), not exp(nan)
+        reference = merged.masked_fill(
+            merged.isneginf(), torch.inf
+        )  # no key seen yet: both weights are exp(-inf), not exp(nan)
         before, now = ((part - reference).exp().unsqueeze(-1) for part in (old, lse))
         self._out[:, :, rows] = self._out[:, :, rows] * before + out * now
         self._lse[:, :, rows] = merged

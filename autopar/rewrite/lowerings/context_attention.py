@@ -30,7 +30,12 @@ from autopar.ir.sharding import shard_extent
 from autopar.rewrite.collectives.axes import AxisGroup, axis_group
 from autopar.rewrite.collectives.ranges import named
 from autopar.rewrite.collectives.transitions import all_to_all
-from autopar.rewrite.lowerings.attention_blocks import OnlineSoftmax, accumulation_dtype, block_backward, block_forward
+from autopar.rewrite.lowerings.attention_blocks import (
+    OnlineSoftmax,
+    accumulation_dtype,
+    block_backward,
+    block_forward,
+)
 
 METHODS = ("gather", "ring", "ulysses")
 
@@ -81,7 +86,13 @@ def context_attention(
         source = (group.index - hop) % group.size
         columns = _spans(kv_seq, group, source, zigzag)
         keys = sum(length for _, length in columns)
-        steps.append(_Step(keys, columns, _ring_blocks(query.shape[2], keys, group.index, source, is_causal, zigzag)))
+        steps.append(
+            _Step(
+                keys,
+                columns,
+                _ring_blocks(query.shape[2], keys, group.index, source, is_causal, zigzag),
+            )
+        )
     return _BlockAttention.apply(query, key, value, mask, _Schedule(group, tuple(steps)), scale)
 
 
@@ -115,42 +126,71 @@ def _check(
     if method not in METHODS:
         raise ValueError(f"{where}: the methods are {', '.join(METHODS)}")
     if is_causal and seq != kv_seq:
-        raise ValueError(f"{where}: causal attention needs as many keys as queries; there are {seq} queries and {kv_seq} keys")
+        raise ValueError(
+            f"{where}: causal attention needs as many keys as queries; there are {seq} queries and {kv_seq} keys"
+        )
     if zigzag and (seq % (2 * group.size) or kv_seq % (2 * group.size)):
-        raise ValueError(f"{where}: zigzag cuts into {2 * group.size} equal chunks; there are {seq} queries and {kv_seq} keys")
+        raise ValueError(
+            f"{where}: zigzag cuts into {2 * group.size} equal chunks; there are {seq} queries and {kv_seq} keys"
+        )
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads % kv_heads if kv_heads else heads:
         raise ValueError(f"{where}: {kv_heads} key heads do not divide {heads} query heads")
     if method == "ulysses" and heads % group.size:
-        raise ValueError(f"{where}: {group.size} ranks do not divide {heads} query heads; ring and gather need not divide heads")
-    rows, columns = (sum(n for _, n in _spans(size, group, group.index, zigzag)) for size in (seq, kv_seq))
+        raise ValueError(
+            f"{where}: {group.size} ranks do not divide {heads} query heads; ring and gather need not divide heads"
+        )
+    rows, columns = (
+        sum(n for _, n in _spans(size, group, group.index, zigzag)) for size in (seq, kv_seq)
+    )
     keys = kv_seq if method == "gather" else columns
-    expected = ((heads, rows, query.shape[3]), (kv_heads, keys, query.shape[3]), (kv_heads, keys, value.shape[3]))
+    expected = (
+        (heads, rows, query.shape[3]),
+        (kv_heads, keys, query.shape[3]),
+        (kv_heads, keys, value.shape[3]),
+    )
     if tuple(tuple(x.shape[1:]) for x in (query, key, value)) != expected:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
-        raise ValueError(f"{where}: query, key, value of shapes {shapes} do not have {rows} of {seq} queries and {keys} of {kv_seq} keys")
+        raise ValueError(
+            f"{where}: query, key, value of shapes {shapes} do not have {rows} of {seq} queries and {keys} of {kv_seq} keys"
+        )
     if mask is None:
         return
     rows = seq if method == "ulysses" else rows
     fits = 2 <= mask.dim() <= 4 and mask.shape[-1] == kv_seq and mask.shape[-2] in (rows, 1)
     if not fits or (mask.dim() > 2 and mask.shape[-3] not in (heads, 1)):
-        raise ValueError(f"{where}: a mask of shape {tuple(mask.shape)} does not broadcast to (.., {heads}, {rows}, {kv_seq})")
+        raise ValueError(
+            f"{where}: a mask of shape {tuple(mask.shape)} does not broadcast to (.., {heads}, {rows}, {kv_seq})"
+        )
     if method == "ring" and group.size > 1 and mask.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{where}: the ring gives no gradient to a mask; use gather or ulysses")
 
 
 def _and_causal(mask: Tensor, rows: Spans) -> Tensor:
     """The mask (.., s or 1, kv_seq), without the keys after each query; query positions are `rows`."""
-    positions = torch.cat([torch.arange(start, start + length, device=mask.device) for start, length in rows])
+    positions = torch.cat(
+        [torch.arange(start, start + length, device=mask.device) for start, length in rows]
+    )
     past = positions.unsqueeze(1) >= torch.arange(mask.shape[3], device=mask.device)
     return mask & past if mask.dtype == torch.bool else torch.where(past, mask, -torch.inf)
 
 
-def _whole_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+def _whole_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    out = scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal and mask is None, scale=scale, enable_gqa=grouped)
+    out = scaled_dot_product_attention(
+        query, key, value, mask, 0.0, is_causal and mask is None, scale=scale, enable_gqa=grouped
+    )
     if mask is not None and mask.requires_grad and 0 in out.shape:
-        out = out + mask.sum()  # with no queries torch leaves the mask out of the graph; its gradient is zero, not absent
+        out = (
+            out + mask.sum()
+        )  # with no queries torch leaves the mask out of the graph; its gradient is zero, not absent
     return out
 
 
@@ -180,19 +220,25 @@ def _ulysses(
 ) -> Tensor:
     """From shards of the sequence to shards of the heads, attention over the whole sequence, and back."""
     heads, kv_heads, ranks = query.shape[1], key.shape[1], group.size
-    copies = ranks // gcd(kv_heads, ranks)  # the fewest that give every rank equally many; divides hq / hkv, since p divides hq
+    copies = ranks // gcd(
+        kv_heads, ranks
+    )  # the fewest that give every rank equally many; divides hq / hkv, since p divides hq
     if copies > 1:
         key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
     if mask is not None and mask.shape[1] > 1:
         mask = mask.narrow(1, *shard_extent(heads, ranks, group.index))
-    order = [rank if half == 0 else 2 * ranks - 1 - rank for rank in range(ranks) for half in range(2)]  # chunks as they arrive
+    order = [
+        rank if half == 0 else 2 * ranks - 1 - rank for rank in range(ranks) for half in range(2)
+    ]  # chunks as they arrive
     natural = [order.index(chunk) for chunk in range(2 * ranks)]
 
     def to_heads(x: Tensor, size: int) -> Tensor:
         whole = all_to_all(x, axis, 2, 1, size, x.shape[1])
         return _reordered(whole, natural) if zigzag else whole
 
-    out = _whole_attention(to_heads(query, seq), to_heads(key, kv_seq), to_heads(value, kv_seq), mask, is_causal, scale)
+    out = _whole_attention(
+        to_heads(query, seq), to_heads(key, kv_seq), to_heads(value, kv_seq), mask, is_causal, scale
+    )
     return all_to_all(_reordered(out, order) if zigzag else out, axis, 1, 2, heads, seq)
 
 
@@ -234,12 +280,17 @@ def _causal_blocks(rows: Spans) -> tuple[_Block, ...]:
     blocks, done = [], 0
     for start, length in rows:
         here = slice(done, done + length)
-        blocks += [_Block(here, slice(0, start), False), _Block(here, slice(start, start + length), True)]
+        blocks += [
+            _Block(here, slice(0, start), False),
+            _Block(here, slice(start, start + length), True),
+        ]
         done += length
     return _not_empty(blocks)
 
 
-def _ring_blocks(queries: int, keys: int, index: int, source: int, is_causal: bool, zigzag: bool) -> tuple[_Block, ...]:
+def _ring_blocks(
+    queries: int, keys: int, index: int, source: int, is_causal: bool, zigzag: bool
+) -> tuple[_Block, ...]:
     """This rank's `queries` over the `keys` of rank `source`, without those that a causal mask hides altogether.
 
     In zigzag rank i has chunks i and 2p-1-i.  The keys of a rank before this one: its first chunk precedes both chunks of queries, its
@@ -257,18 +308,34 @@ def _ring_blocks(queries: int, keys: int, index: int, source: int, is_causal: bo
 
 
 def _not_empty(blocks: list[_Block]) -> tuple[_Block, ...]:
-    return tuple(block for block in blocks if all(part.stop > part.start for part in (block.rows, block.columns)))
+    return tuple(
+        block
+        for block in blocks
+        if all(part.stop > part.start for part in (block.rows, block.columns))
+    )
 
 
 class _BlockAttention(torch.autograd.Function):
     """Attention block by block, over keys at hand or coming round a ring.  Keeps only its inputs, the result and its log-sum-exp."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, schedule: _Schedule, scale: float | None) -> Tensor:
+    def forward(
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        schedule: _Schedule,
+        scale: float | None,
+    ) -> Tensor:
         softmax = OnlineSoftmax(query, value.shape[3])
         for step, keys, values in _visiting(schedule, key, value):
             for block in step.blocks:
-                out, lse = block_forward(*_operands(block, step, query, keys, values, mask), _is_causal(block, mask), scale)
+                out, lse = block_forward(
+                    *_operands(block, step, query, keys, values, mask),
+                    _is_causal(block, mask),
+                    scale,
+                )
                 softmax.add(block.rows, out, lse)
         out, lse = softmax.result()
         ctx.save_for_backward(query, key, value, mask, out, lse)
@@ -291,8 +358,12 @@ class _BlockAttention(torch.autograd.Function):
                 rows, columns = block.rows, block.columns
                 operands = _operands(block, step, query, keys, values, mask)
                 merged = (out[:, :, rows], lse[:, :, rows])
-                found = block_backward(grad[:, :, rows], *operands, *merged, _is_causal(block, mask), ctx.scale)
-                for whole, part, piece in zip((dquery, dkeys, dvalues), (rows, columns, columns), found, strict=True):
+                found = block_backward(
+                    grad[:, :, rows], *operands, *merged, _is_causal(block, mask), ctx.scale
+                )
+                for whole, part, piece in zip(
+                    (dquery, dkeys, dvalues), (rows, columns, columns), found, strict=True
+                ):
                     whole[:, :, part] += piece
             if ring is None:
                 break
@@ -307,14 +378,23 @@ class _BlockAttention(torch.autograd.Function):
         _wait(works)
         if ring is not None:
             dkeys, dvalues = _unpack(arriving, key, value, steps[0].keys)
-        return dquery.to(query.dtype), dkeys.to(key.dtype), dvalues.to(value.dtype), None, None, None
+        return (
+            dquery.to(query.dtype),
+            dkeys.to(key.dtype),
+            dvalues.to(value.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def _is_causal(block: _Block, mask: Tensor | None) -> bool:
     return block.is_causal and mask is None  # a mask has the causal one in it
 
 
-def _operands(block: _Block, step: _Step, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple:
+def _operands(
+    block: _Block, step: _Step, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+) -> tuple:
     """(query, key, value, mask) of one block; the mask (.., s or 1, kv_seq) is cut down to its rows and the positions of its keys."""
     if mask is not None:
         mask = mask[:, :, block.rows] if mask.shape[2] > 1 else mask
@@ -323,7 +403,9 @@ def _operands(block: _Block, step: _Step, query: Tensor, keys: Tensor, values: T
     return query[:, :, block.rows], keys[:, :, block.columns], values[:, :, block.columns], mask
 
 
-def _visiting(schedule: _Schedule, key: Tensor, value: Tensor) -> Iterator[tuple[_Step, Tensor, Tensor]]:
+def _visiting(
+    schedule: _Schedule, key: Tensor, value: Tensor
+) -> Iterator[tuple[_Step, Tensor, Tensor]]:
     """(step, keys, values) for each step; while the caller computes with them, they travel on and the next ones arrive."""
     steps, keys, values, packed = schedule.steps, key, value, None
     for number, step in enumerate(steps):
@@ -360,8 +442,15 @@ def _exchange(ring: AxisGroup, outgoing: Tensor, incoming: Tensor, tag: int) -> 
         incoming.zero_()
         return []
     process_group = _resolve_process_group(ring.group_name)
-    hops = ((dist.isend, outgoing, (ring.index + 1) % ring.size), (dist.irecv, incoming, (ring.index - 1) % ring.size))
-    operations = [dist.P2POp(op, x, group=process_group, tag=tag, group_peer=peer) for op, x, peer in hops if x.numel()]
+    hops = (
+        (dist.isend, outgoing, (ring.index + 1) % ring.size),
+        (dist.irecv, incoming, (ring.index - 1) % ring.size),
+    )
+    operations = [
+        dist.P2POp(op, x, group=process_group, tag=tag, group_peer=peer)
+        for op, x, peer in hops
+        if x.numel()
+    ]
     return dist.batch_isend_irecv(operations) if operations else []
 
 

@@ -52,7 +52,12 @@ def philox(counter: Sequence[Any], key: tuple[int, int]) -> tuple[Any, Any, Any,
     for _ in range(10):
         # 64-bit products of 32-bit words wrap around in int64; shifting right and masking recovers their upper halves
         left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (right >> 32 & _WORD) ^ c1 ^ k0, right & _WORD, (left >> 32 & _WORD) ^ c3 ^ k1, left & _WORD
+        c0, c1, c2, c3 = (
+            (right >> 32 & _WORD) ^ c1 ^ k0,
+            right & _WORD,
+            (left >> 32 & _WORD) ^ c3 ^ k1,
+            left & _WORD,
+        )
         k0, k1 = k0 + _WEYL[0] & _WORD, k1 + _WEYL[1] & _WORD
     return c0, c1, c2, c3
 
@@ -73,14 +78,20 @@ def keep_mask(
     """
     rank = len(shape)
     last = max((d for d in range(rank) if sizes[d] is not None), default=-1)
-    packed = last >= 0 and not isinstance(positions[last], Tensor) and (positions[last] or 0) % 4 == 0
+    packed = (
+        last >= 0 and not isinstance(positions[last], Tensor) and (positions[last] or 0) % 4 == 0
+    )
     index, lane = [], None
     for dim, (length, held) in enumerate(zip(shape, positions, strict=True)):
         start = 0 if held is None else held
         if dim == last and packed:
             found = torch.arange(start // 4, start // 4 + (length + 3) // 4, device=device)
         else:
-            found = held.to(device) if isinstance(held, Tensor) else torch.arange(start, start + length, device=device)
+            found = (
+                held.to(device)
+                if isinstance(held, Tensor)
+                else torch.arange(start, start + length, device=device)
+            )
         found = found.view([-1 if d == dim else 1 for d in range(rank)])
         if dim == last and not packed:
             found, lane = found // 4, found % 4
@@ -91,21 +102,36 @@ def keep_mask(
         if sizes[dim] is None:
             rows.append(index[dim])
         else:
-            element, stride = element + index[dim] * stride, stride * ((sizes[dim] + 3) // 4 if dim == last else sizes[dim])
+            element, stride = (
+                element + index[dim] * stride,
+                stride * ((sizes[dim] + 3) // 4 if dim == last else sizes[dim]),
+            )
     if len(rows) > 2:
-        raise ValueError(f"{len(rows)} dims of a value of shape {tuple(shape)} grow with the batch; dropout can count two")
+        raise ValueError(
+            f"{len(rows)} dims of a value of shape {tuple(shape)} grow with the batch; dropout can count two"
+        )
     row = rows[0] if rows else torch.zeros_like(element)
     column = rows[1] if len(rows) > 1 else 0
-    words = philox((element & _WORD, element >> 32 & _WORD, row & _WORD, (row >> 32 & _WORD) ^ column), key)
+    words = philox(
+        (element & _WORD, element >> 32 & _WORD, row & _WORD, (row >> 32 & _WORD) ^ column), key
+    )
     kept = [word >= round(p * 2**32) for word in words]
     if last < 0:
         return kept[0].expand(tuple(shape))
     if packed:
         return torch.stack(kept, last + 1).flatten(last, last + 1).narrow(last, 0, shape[last])
-    return torch.where(lane < 2, torch.where(lane == 0, kept[0], kept[1]), torch.where(lane == 2, kept[2], kept[3]))
+    return torch.where(
+        lane < 2, torch.where(lane == 0, kept[0], kept[1]), torch.where(lane == 2, kept[2], kept[3])
+    )
 
 
-def counter_dropout(x: Tensor, p: float, key: tuple[int, int], positions: Sequence[Position], sizes: Sequence[int | None]) -> Tensor:
+def counter_dropout(
+    x: Tensor,
+    p: float,
+    key: tuple[int, int],
+    positions: Sequence[Position],
+    sizes: Sequence[int | None],
+) -> Tensor:
     """x with each element kept with probability 1 - p and scaled by 1 / (1 - p), zero elsewhere.  Backward keeps one bool an element.
 
     `key` names the draw; `positions` and `sizes` say which part of the whole x is: see `keep_mask`.
@@ -119,7 +145,13 @@ def counter_dropout(x: Tensor, p: float, key: tuple[int, int], positions: Sequen
     return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
-def _chunked(x: Tensor, p: float, key: tuple[int, int], positions: Sequence[Position], sizes: Sequence[int | None]) -> Tensor:
+def _chunked(
+    x: Tensor,
+    p: float,
+    key: tuple[int, int],
+    positions: Sequence[Position],
+    sizes: Sequence[int | None],
+) -> Tensor:
     if x.is_meta or x.numel() == 0:
         return torch.empty(x.shape, dtype=torch.bool, device=x.device)
     if x.numel() <= CHUNK:
@@ -131,7 +163,11 @@ def _chunked(x: Tensor, p: float, key: tuple[int, int], positions: Sequence[Posi
     for start in range(0, x.shape[dim], rows):
         part = keep.narrow(dim, start, min(rows, x.shape[dim] - start))
         some = held[start : start + rows] if isinstance(held, Tensor) else held + start
-        part.copy_(keep_mask(part.shape, p, key, [*positions[:dim], some, *positions[dim + 1 :]], sizes, x.device))
+        part.copy_(
+            keep_mask(
+                part.shape, p, key, [*positions[:dim], some, *positions[dim + 1 :]], sizes, x.device
+            )
+        )
     return keep
 
 
@@ -155,10 +191,19 @@ def call_key(noise: Tensor, call: int) -> tuple[int, int]:
     if noise.is_meta:
         return 0, 0
     seed, step, segment = noise.tolist()[:3]
-    return philox((step & _WORD, step >> 32 & _WORD, segment, call), (seed & _WORD, seed >> 32 & _WORD))[:2]
+    return philox(
+        (step & _WORD, step >> 32 & _WORD, segment, call), (seed & _WORD, seed >> 32 & _WORD)
+    )[:2]
 
 
-def dropout(x: Tensor, p: float, noise: Tensor, call: int, positions: Sequence[Position], sizes: Sequence[int | None]) -> Tensor:
+def dropout(
+    x: Tensor,
+    p: float,
+    noise: Tensor,
+    call: int,
+    positions: Sequence[Position],
+    sizes: Sequence[int | None],
+) -> Tensor:
     """What aten::dropout becomes."""
     return counter_dropout(x, p, call_key(noise, call), positions, sizes)
 
@@ -188,7 +233,9 @@ def attention_with_dropout(
         causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~causal, -torch.inf)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        )
         empty = (scores == -torch.inf).all(-1, keepdim=True)
         probabilities = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
     else:
@@ -208,7 +255,9 @@ def held_indices(size: int, splits: Splits) -> Tensor:
     return held
 
 
-def row_positions(x: Tensor, dim: int, noise: Tensor, per_row: int, ranks: Sequence[int], splits: Splits) -> Tensor:
+def row_positions(
+    x: Tensor, dim: int, noise: Tensor, per_row: int, ranks: Sequence[int], splits: Splits
+) -> Tensor:
     """Indices in the whole step of a dim that has `per_row` entries a batch row, of which this rank holds those that `splits` leave.
 
     The rows are those of the micro-batches of the data-parallel `ranks`, one after the other.
@@ -227,7 +276,11 @@ def other_positions(x: Tensor, dim: int, noise: Tensor, index: int) -> Tensor:
     """Indices of a dim that depends on the batch but holds no whole number of entries a row: the micro-batch is hashed with the index."""
     if x.is_meta:
         return torch.empty(x.shape[dim], dtype=torch.int64, device=x.device)
-    return torch.arange(x.shape[dim], device=x.device) + x.shape[dim] * max(index, 0) + (noise.tolist()[3] << 32)
+    return (
+        torch.arange(x.shape[dim], device=x.device)
+        + x.shape[dim] * max(index, 0)
+        + (noise.tolist()[3] << 32)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------- lowering
@@ -242,7 +295,11 @@ def local_positions(
     a dim must be known here: shards in any pattern, nested in the order of the mesh's axes, and rows over the batch axes.
     """
     mesh = sizes.mesh
-    splits = {axis: (mesh.size(axis), sizes.coordinates[axis], layout.pattern) for axis, layout in layouts.items() if layout.dim == dim}
+    splits = {
+        axis: (mesh.size(axis), sizes.coordinates[axis], layout.pattern)
+        for axis, layout in layouts.items()
+        if layout.dim == dim
+    }
     if is_symbolic(size):
         per_row = multiple_of_batch(size)
         if not per_row:
@@ -251,8 +308,14 @@ def local_positions(
         dp = (sizes.coordinates["dp"],) if "dp" in splits else range(mesh.size("dp"))
         ep = (sizes.coordinates["ep"],) if "ep" in splits else range(mesh.ep)
         ranks = [d * mesh.ep + e for d in dp for e in ep]
-        inner = [(parts, index, str(replace(pattern, rows=False))) for parts, index, pattern in splits.values() if pattern.rows]
-        return sizes.graph.call_function(row_positions, (source, dim, noise, per_row, ranks, inner)), None
+        inner = [
+            (parts, index, str(replace(pattern, rows=False)))
+            for parts, index, pattern in splits.values()
+            if pattern.rows
+        ]
+        return sizes.graph.call_function(
+            row_positions, (source, dim, noise, per_row, ranks, inner)
+        ), None
     if all(pattern.is_contiguous for _, _, pattern in splits.values()):
         start, length = 0, int(size)
         for parts, index, _ in splits.values():
@@ -263,11 +326,15 @@ def local_positions(
     return sizes.graph.call_function(held_indices, (int(size), named)), int(size)
 
 
-def lower_draw(node: Node, args: tuple, sizes: LocalSizes, result: Layouts, noise: Node, call: int) -> tuple[Any, tuple, dict]:
+def lower_draw(
+    node: Node, args: tuple, sizes: LocalSizes, result: Layouts, noise: Node, call: int
+) -> tuple[Any, tuple, dict]:
     """(target, args, kwargs) of a call that drops.  `args` name local values; `result` is the layout of what it returns."""
     out = node.meta["val"]
     if op_name(node) == "aten::dropout":
-        found = [local_positions(d, s, result, sizes, args[0], noise) for d, s in enumerate(out.shape)]
+        found = [
+            local_positions(d, s, result, sizes, args[0], noise) for d, s in enumerate(out.shape)
+        ]
         positions, whole = zip(*found, strict=True) if found else ((), ())
         return dropout, (args[0], Call(node).arg("p"), noise, call, positions, whole), {}
     q, k = (n.meta["val"] for n in node.args[:2])
@@ -278,7 +345,9 @@ def lower_draw(node: Node, args: tuple, sizes: LocalSizes, result: Layouts, nois
     last = k.dim() - 2
     found.append(local_positions(last, k.shape[last], {}, sizes, args[1], noise))
     positions, whole = zip(*found, strict=True)
-    options = [_option(node, args, name) for name in ("attn_mask", "dropout_p", "is_causal", "scale")]
+    options = [
+        _option(node, args, name) for name in ("attn_mask", "dropout_p", "is_causal", "scale")
+    ]
     return attention_with_dropout, (*args[:3], *options, noise, call, positions, whole), {}
 
 

@@ -14,7 +14,13 @@ all ranks of the axis, complete where they are.
 from __future__ import annotations
 
 import torch
-from autopar_kernels.routed_experts import combine, expert_mlp, inverse_order, routed_experts, sort_by_expert
+from autopar_kernels.routed_experts import (
+    combine,
+    expert_mlp,
+    inverse_order,
+    routed_experts,
+    sort_by_expert,
+)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -47,7 +53,9 @@ def expert_parallel(
     """
     group = axis_group(axis)
     if group.size == 1:
-        return routed_experts(x, index, weights, up, up_bias, down, down_bias, activation, transposed, capacity_factor)
+        return routed_experts(
+            x, index, weights, up, up_bias, down, down_bias, activation, transposed, capacity_factor
+        )
     if up.shape[0] != (local := shard_extent(experts, group.size, group.index)[1]):
         raise ValueError(
             f"expert_parallel over axis {axis!r} (rank {group.index} of {group.size}) expects {local} of {experts} experts and got "
@@ -56,13 +64,27 @@ def expert_parallel(
     order, ids, ends = sort_by_expert(index, experts, capacity_factor)
     rows = x.index_select(0, order // index.shape[1])
     if group.simulate:
-        send = receive = [rows.shape[0]] + [0] * (group.size - 1)  # as many rows arrive as leave: the mean
+        send = receive = [rows.shape[0]] + [0] * (
+            group.size - 1
+        )  # as many rows arrive as leave: the mean
         counts = ends.new_zeros(group.size, local)
     else:
-        counts, send, receive = _exchange_counts(torch.diff(ends, prepend=ends.new_zeros(1)), local, group)
+        counts, send, receive = _exchange_counts(
+            torch.diff(ends, prepend=ends.new_zeros(1)), local, group
+        )
     arrived = _exchange(rows[: sum(send)], send, receive, group)
     back, ids_here, ends_here = sort_by_expert(_expert_of_rows(counts, arrived.shape[0]), local)
-    mixed = expert_mlp(arrived.index_select(0, back), ids_here, ends_here, up, up_bias, down, down_bias, activation, transposed)
+    mixed = expert_mlp(
+        arrived.index_select(0, back),
+        ids_here,
+        ends_here,
+        up,
+        up_bias,
+        down,
+        down_bias,
+        activation,
+        transposed,
+    )
     returned = _exchange(mixed.index_select(0, inverse_order(back)), receive, send, group)
     missing = rows.shape[0] - returned.shape[0]  # choices of no expert, sorted last
     if missing:
@@ -70,13 +92,17 @@ def expert_parallel(
     return combine(returned, order, weights)
 
 
-def _exchange_counts(counts: Tensor, local: int, group: AxisGroup) -> tuple[Tensor, list[int], list[int]]:
+def _exchange_counts(
+    counts: Tensor, local: int, group: AxisGroup
+) -> tuple[Tensor, list[int], list[int]]:
     """From this rank's rows of each expert (experts,): the rows to come by sender and local expert (p, local), and the numbers of rows
     to send to, and to receive from, each rank."""
     owned = [shard_extent(counts.shape[0], group.size, rank)[1] for rank in range(group.size)]
     coming = _all_to_all(counts, owned, [local] * group.size, group).view(group.size, local)
     send = torch.stack([part.sum() for part in counts.split(owned)])
-    send, receive = torch.stack([send, coming.sum(1)]).tolist()  # the one synchronization with the host
+    send, receive = torch.stack(
+        [send, coming.sum(1)]
+    ).tolist()  # the one synchronization with the host
     return coming, send, receive
 
 
@@ -112,5 +138,7 @@ def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: AxisGroup
         return x.new_zeros(sum(receive), *x.shape[1:])
     with named("all_to_all over", group.name):
         return torch.ops._c10d_functional.wait_tensor(
-            torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receive, send, group.group_name)
+            torch.ops._c10d_functional.all_to_all_single(
+                x.contiguous(), receive, send, group.group_name
+            )
         )

@@ -67,8 +67,17 @@ class _LateLinear(torch.autograd.Function):
 
         if ctx.needs_input_grad[3]:
             ctx.handle.compute = weight_gradient
-        to_input = grad @ (weight.t() if transposed else weight) if ctx.needs_input_grad[0] else None
-        return to_input, None, rows.sum(0) if ctx.needs_input_grad[2] else None, grad.new_empty(0), None, None
+        to_input = (
+            grad @ (weight.t() if transposed else weight) if ctx.needs_input_grad[0] else None
+        )
+        return (
+            to_input,
+            None,
+            rows.sum(0) if ctx.needs_input_grad[2] else None,
+            grad.new_empty(0),
+            None,
+            None,
+        )
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -79,7 +88,9 @@ def _rows(x: Tensor) -> Tensor:
 def _is_plain(weight: Tensor) -> bool:
     """Whether autograd as it is does it: a compiler orders backward itself, and autocast keeps its own casts of the operands."""
     device = weight.device.type
-    return torch.compiler.is_compiling() or (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device))
+    return torch.compiler.is_compiling() or (
+        torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    )
 
 
 def late_gradient(weight: Tensor) -> LateGradient:
@@ -90,7 +101,13 @@ def late_gradient(weight: Tensor) -> LateGradient:
     return LateGradient(_Late.apply(weight, handle), handle)
 
 
-def late_linear(x: Tensor, weight: Tensor, late: LateGradient, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+def late_linear(
+    x: Tensor,
+    weight: Tensor,
+    late: LateGradient,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
     """x (..., in) times the transpose of weight (out, in), plus bias (out); the weight's gradient goes the way of `late`.
 
     A `transposed` weight is (in, out).

@@ -73,7 +73,9 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     for names, lower in _SPECIAL:
         if special.keys() & names:
             if special.keys() - names or op.noise is not None:
-                raise AutoparError(f"op {node.name}: {' and '.join(sorted(special))} cannot be combined; plan again")
+                raise AutoparError(
+                    f"op {node.name}: {' and '.join(sorted(special))} cannot be combined; plan again"
+                )
             return lower(op, args, kwargs)
     if op.noise is not None:
         return lower_draw(node, args, sizes, op.result, *op.noise)
@@ -97,7 +99,9 @@ def _local_sections(op: Lowering) -> list:
     """The sizes of a split's parts on this rank."""
     dim = Call(op.node).dim(default=0)
     return [
-        op.sizes.local(part.shape[dim], dim, {axis: choice.outputs[k] for axis, choice in op.choices.items()})
+        op.sizes.local(
+            part.shape[dim], dim, {axis: choice.outputs[k] for axis, choice in op.choices.items()}
+        )
         for k, part in enumerate(Call(op.node).results)
     ]
 
@@ -109,7 +113,10 @@ def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:
     if node.target is aten.expand.default:
         offset = val.dim() - source.dim()
         return [
-            -1 if d >= offset and str(source.shape[d - offset]) == str(s) else sizes.local(s, d, result) for d, s in enumerate(val.shape)
+            -1
+            if d >= offset and str(source.shape[d - offset]) == str(s)
+            else sizes.local(s, d, result)
+            for d, s in enumerate(val.shape)
         ]
     fixed = {d: sizes.local(s, d, result) for d, s in enumerate(val.shape) if d not in symbolic}
     if len(symbolic) == 1 and 0 not in fixed.values():  # an empty shard leaves -1 undetermined
@@ -129,13 +136,20 @@ def whole_sizes(value: Any, sizes: LocalSizes) -> Any:
 def _embedding(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     axis, vocab = op.special["vocab_parallel_embedding"], int(op.node.args[0].meta["val"].shape[0])
     padding = Call(op.node).arg("padding_idx", -1)
-    return vocabulary_parallel.vocab_parallel_embedding, (args[0], args[1], axis, vocab), {"padding_idx": padding}
+    return (
+        vocabulary_parallel.vocab_parallel_embedding,
+        (args[0], args[1], axis, vocab),
+        {"padding_idx": padding},
+    )
 
 
 def _cross_entropy(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     call, axis = Call(op.node), op.special["vocab_parallel_cross_entropy"]
     vocab = int(op.node.args[0].meta["val"].shape[1])
-    found = {"reduction": {0: "none", 2: "sum"}[call.arg("reduction")], "ignore_index": call.arg("ignore_index", -100)}
+    found = {
+        "reduction": {0: "none", 2: "sum"}[call.arg("reduction")],
+        "ignore_index": call.arg("ignore_index", -100),
+    }
     return vocabulary_parallel.vocab_parallel_cross_entropy, (args[0], args[1], axis, vocab), found
 
 
@@ -143,7 +157,9 @@ def _local_groups(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     """The op is told how many of its channel groups this rank holds."""
     names = [spec.name for spec in op.node.target._schema.arguments]
     name = "groups" if "groups" in names else "num_groups"
-    parts = prod(op.mesh.size(axis) for axis, choice in op.choices.items() if choice.strategy == "g")
+    parts = prod(
+        op.mesh.size(axis) for axis, choice in op.choices.items() if choice.strategy == "g"
+    )
     return op.node.target, *_replaced(op.node, args, kwargs, name, Call(op.node).arg(name) // parts)
 
 
@@ -165,7 +181,10 @@ def _attention(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     if "grouped_heads" in special:
         heads, key_heads = (int(t.shape[1]) for t in call.tensors[:2])
         key, value = (
-            op.graph.call_function(vocabulary_parallel.own_key_heads, (x, special["grouped_heads"], heads, key_heads)) for x in (key, value)
+            op.graph.call_function(
+                vocabulary_parallel.own_key_heads, (x, special["grouped_heads"], heads, key_heads)
+            )
+            for x in (key, value)
         )
     context = next((name for name in _CONTEXT if name in special), "")
     if not context:
@@ -179,7 +198,11 @@ def _attention(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
         "scale": call.arg("scale"),
         "zigzag": op.operand(0)[axis].pattern.zigzag,
     }
-    return context_attention, (query, key, value, axis, _CONTEXT[context]), {k: v for k, v in found.items() if v not in (None, False)}
+    return (
+        context_attention,
+        (query, key, value, axis, _CONTEXT[context]),
+        {k: v for k, v in found.items() if v not in (None, False)},
+    )
 
 
 def _experts(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
@@ -188,7 +211,15 @@ def _experts(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     given = dict(zip(schema, args, strict=False)) | kwargs
     capacity = {"capacity_factor": given["capacity_factor"]} if given.get("capacity_factor") else {}
     positional = tuple(given.get(name) for name in schema if name != "capacity_factor")
-    return expert_parallel, (*positional, op.special["expert_parallel"], int(Call(op.node).arg("down").meta["val"].shape[0])), capacity
+    return (
+        expert_parallel,
+        (
+            *positional,
+            op.special["expert_parallel"],
+            int(Call(op.node).arg("down").meta["val"].shape[0]),
+        ),
+        capacity,
+    )
 
 
 _SPECIAL = (

@@ -32,7 +32,9 @@ class LocalSizes:
 
     def __init__(self, graph: Graph, mesh: MeshShape, coordinates: dict[str, int]) -> None:
         self.graph, self.mesh, self.coordinates = graph, mesh, coordinates
-        self._source: tuple[Node, int, Any, int] | None = None  # input, dim, its size in batches on this rank, data-parallel parts
+        self._source: tuple[Node, int, Any, int] | None = (
+            None  # input, dim, its size in batches on this rank, data-parallel parts
+        )
         self._nodes: dict[str, Node] = {}
 
     def offer(self, placeholder: Node, tensor: torch.Tensor, layouts: Layouts) -> None:
@@ -42,16 +44,27 @@ class LocalSizes:
         for dim, size in enumerate(tensor.shape):
             rows_each = multiple_of_batch(size)
             if rows_each:
-                self._source = (placeholder, dim, rows_each // self._row_parts(dim, layouts), self._batch_parts(dim, layouts))
+                self._source = (
+                    placeholder,
+                    dim,
+                    rows_each // self._row_parts(dim, layouts),
+                    self._batch_parts(dim, layouts),
+                )
                 return
 
     def _batch_parts(self, dim: int, layouts: Layouts) -> int:
         """Over how many ranks the batch in a dim is split."""
-        return prod(self.mesh.size(axis) for axis, x in layouts.items() if x.dim == dim and not x.pattern.rows)
+        return prod(
+            self.mesh.size(axis)
+            for axis, x in layouts.items()
+            if x.dim == dim and not x.pattern.rows
+        )
 
     def _row_parts(self, dim: int, layouts: Layouts) -> int:
         """Over how many ranks what is flattened with the batch is split."""
-        return prod(self.mesh.size(axis) for axis, x in layouts.items() if x.dim == dim and x.pattern.rows)
+        return prod(
+            self.mesh.size(axis) for axis, x in layouts.items() if x.dim == dim and x.pattern.rows
+        )
 
     def rows(self, layouts: Layouts) -> int | Node:
         """The batch rows on this rank of a value whose batch, flattened with something else, is laid out `layouts`."""
@@ -70,7 +83,9 @@ class LocalSizes:
             return self._emit(size, self._batch_parts(dim, layouts) * self._row_parts(dim, layouts))
         for axis, layout in layouts.items():  # outermost first: axes that split one dim nest
             if layout.dim == dim:
-                size = local_extent(int(size), self.mesh.size(axis), self.coordinates[axis], layout.pattern)
+                size = local_extent(
+                    int(size), self.mesh.size(axis), self.coordinates[axis], layout.pattern
+                )
         return int(size)
 
     def shape(self, tensor: torch.Tensor, layouts: Layouts) -> list[int | Node]:
@@ -79,7 +94,9 @@ class LocalSizes:
 
     def _batch(self) -> Node:
         if self._source is None:
-            raise AutoparError("a segment needs the batch size, but none of its inputs has a dim that is a multiple of it")
+            raise AutoparError(
+                "a segment needs the batch size, but none of its inputs has a dim that is a multiple of it"
+            )
         if "batch" not in self._nodes:
             placeholder, dim, rows_each, _ = self._source
             with self.graph.inserting_after(self._anchor()):

@@ -27,12 +27,19 @@ def own_key_heads(x: Tensor, axis: str, heads: int, key_heads: int) -> Tensor:
     group = axis_group(axis)
     start, length = shard_extent(heads, group.size, group.index)
     each = heads // key_heads
-    if length and (start % each == 0 and length % each == 0 or each % length == 0 and start // each == (start + length - 1) // each):
+    if length and (
+        start % each == 0
+        and length % each == 0
+        or each % length == 0
+        and start // each == (start + length - 1) // each
+    ):
         return x.narrow(1, start // each, max(length // each, 1))
     return x.index_select(1, torch.arange(start, start + length, device=x.device) // each)
 
 
-def vocab_parallel_embedding(weight: Tensor, indices: Tensor, axis: str, vocab: int, padding_idx: int = -1) -> Tensor:
+def vocab_parallel_embedding(
+    weight: Tensor, indices: Tensor, axis: str, vocab: int, padding_idx: int = -1
+) -> Tensor:
     """Rows of a table whose rows are sharded over `axis`: a partial sum, zero where another rank owns the row.
 
     weight: (local vocab, hidden); indices: any shape, values in [0, vocab); result: (*indices.shape, hidden), Partial over `axis`.
@@ -45,32 +52,51 @@ def vocab_parallel_embedding(weight: Tensor, indices: Tensor, axis: str, vocab: 
     if padding_idx >= 0:  # the padding row gets no gradient, as in torch.nn.functional.embedding
         rows = torch.where(owned, indices - start, 0)
         looked_up = torch.nn.functional.embedding(rows, weight)
-        looked_up = torch.where((indices == padding_idx).unsqueeze(-1), looked_up.detach(), looked_up)
+        looked_up = torch.where(
+            (indices == padding_idx).unsqueeze(-1), looked_up.detach(), looked_up
+        )
     else:
         looked_up = torch.nn.functional.embedding(torch.where(owned, indices - start, 0), weight)
     return torch.where(owned.unsqueeze(-1), looked_up, 0)
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, target: Tensor, axis: str, vocab: int, reduction: str = "sum", ignore_index: int = -100
+    logits: Tensor,
+    target: Tensor,
+    axis: str,
+    vocab: int,
+    reduction: str = "sum",
+    ignore_index: int = -100,
 ) -> Tensor:
     """Cross-entropy of logits whose classes are sharded over `axis`; three all-reduces of one number a token, no gathered logits.
 
     logits: (tokens, local vocab); target: (tokens,) whole class indices; result: () for 'sum', (tokens,) for 'none', replicated.
     """
-    return _VocabParallelCrossEntropy.apply(logits, target, axis_group(axis), vocab, reduction, ignore_index)
+    return _VocabParallelCrossEntropy.apply(
+        logits, target, axis_group(axis), vocab, reduction, ignore_index
+    )
 
 
 def _reduced(x: Tensor, group: AxisGroup, op: str) -> Tensor:
     if group.size == 1 or group.simulate:
         return x
     with named("all_reduce over", group.name):
-        return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group.group_name))
+        return torch.ops._c10d_functional.wait_tensor(
+            torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group.group_name)
+        )
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, target: Tensor, group: AxisGroup, vocab: int, reduction: str, ignore_index: int) -> Tensor:
+    def forward(
+        ctx,
+        logits: Tensor,
+        target: Tensor,
+        group: AxisGroup,
+        vocab: int,
+        reduction: str,
+        ignore_index: int,
+    ) -> Tensor:
         start, length = shard_extent(vocab, group.size, group.index)
         wide = logits.double() if logits.dtype == torch.float64 else logits.float()
         largest = wide.amax(-1) if length else wide.new_full(target.shape, -torch.inf)
@@ -79,7 +105,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         total = _reduced(probabilities.sum(-1), group, "sum")
         owned = (target >= start) & (target < start + length)
         rows = torch.where(owned, target - start, 0)
-        picked = wide.gather(-1, rows.unsqueeze(-1)).squeeze(-1) if length else wide.new_zeros(target.shape)
+        picked = (
+            wide.gather(-1, rows.unsqueeze(-1)).squeeze(-1)
+            if length
+            else wide.new_zeros(target.shape)
+        )
         picked = _reduced(torch.where(owned, picked, 0), group, "sum")
         valid = target != ignore_index
         loss = torch.where(valid, total.log() + largest - picked, 0)
@@ -94,5 +124,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         scale = torch.where(valid, grad.to(probabilities.dtype), 0)
         dlogits = probabilities * scale.unsqueeze(-1)
         if ctx.length:
-            dlogits.scatter_add_(-1, rows.unsqueeze(-1), torch.where(owned, -scale, 0).unsqueeze(-1))
+            dlogits.scatter_add_(
+                -1, rows.unsqueeze(-1), torch.where(owned, -scale, 0).unsqueeze(-1)
+            )
         return dlogits.to(ctx.dtype), None, None, None, None, None

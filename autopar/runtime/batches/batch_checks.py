@@ -75,17 +75,31 @@ class IndexLimits:
         On a GPU this waits for the device once; gathering what all ranks found before a step waits for it anyway.
         """
         values: dict[tuple[int, Node], Any] = {}
-        rows = next((t.shape[0] for name, t in tensors.items() if has_batch(self._vals.get(name)) and t.dim()), 1)
+        rows = next(
+            (
+                t.shape[0]
+                for name, t in tensors.items()
+                if has_batch(self._vals.get(name)) and t.dim()
+            ),
+            1,
+        )
         outside = []
         for index in self.indices:
             found = self._value(index.segment, index.node, tensors, values, rows)
             wrong = (found < index.least) | (found > index.most)
-            outside.append((wrong if index.ignored is None else wrong & (found != index.ignored)).any())
+            outside.append(
+                (wrong if index.ignored is None else wrong & (found != index.ignored)).any()
+            )
         if outside and bool(torch.stack(outside).any()):
             number = next(number for number, wrong in enumerate(outside) if bool(wrong))
             raise AutoparError(self._words(self.indices[number], tensors, values))
 
-    def _words(self, index: _Index, tensors: Mapping[str, torch.Tensor], values: Mapping[tuple[int, Node], Any]) -> str:
+    def _words(
+        self,
+        index: _Index,
+        tensors: Mapping[str, torch.Tensor],
+        values: Mapping[tuple[int, Node], Any],
+    ) -> str:
         found = values[index.segment, index.node]
         wrong = (found < index.least) | (found > index.most)
         value = int(found[wrong if index.ignored is None else wrong & (found != index.ignored)][0])
@@ -96,7 +110,11 @@ class IndexLimits:
         if name is None:
             return f"batch entries {', '.join(index.inputs)} give {value} as an index of {limit}; {advice}"
         place = (tensors[name] == value).nonzero()[0].tolist() if tensors[name].dim() else []
-        where = f" in row {place[0]}" + (f" at {', '.join(map(str, place[1:]))}" if place[1:] else "") if place else ""
+        where = (
+            f" in row {place[0]}" + (f" at {', '.join(map(str, place[1:]))}" if place[1:] else "")
+            if place
+            else ""
+        )
         return f"batch entry {name!r} holds {value}{where}, an index of {limit}; {advice}"
 
     # ------------------------------------------------------------------------------------------------ what there is to check
@@ -112,24 +130,48 @@ class IndexLimits:
         indexed, given = argument(node, table), argument(node, indices)
         parts = list(enumerate(given)) if isinstance(given, list | tuple) else [(None, given)]
         for place, index in parts:
-            if not isinstance(index, Node) or not isinstance(index.meta.get("val"), torch.Tensor) or _is_other(index.meta["val"]):
+            if (
+                not isinstance(index, Node)
+                or not isinstance(index.meta.get("val"), torch.Tensor)
+                or _is_other(index.meta["val"])
+            ):
                 continue  # a mask, or probabilities
             shape, inputs = indexed.meta["val"].shape, self._inputs_of(number, index)
-            along = place if place is not None else argument(node, "dim") if dim is None else min(dim, len(shape) - 1)
+            along = (
+                place
+                if place is not None
+                else argument(node, "dim")
+                if dim is None
+                else min(dim, len(shape) - 1)
+            )
             if not inputs or not shape or is_symbolic(shape[along]):
                 continue
             size = int(shape[along])
             ignored = argument(node, "ignore_index") if indices == "target" else None
             what = self._words_of(number, node, indexed, size)
-            yield _Index(number, index, -size if signed else 0, size - 1, ignored, what, tuple(sorted(inputs)))
+            yield _Index(
+                number,
+                index,
+                -size if signed else 0,
+                size - 1,
+                ignored,
+                what,
+                tuple(sorted(inputs)),
+            )
 
     def _words_of(self, number: int, node: Node, indexed: Node, size: int) -> str:
         segment = self.traced.segments[number]
-        slots = dict(zip(self.traced.classes[segment.class_index].slots, segment.parameters, strict=True))
+        slots = dict(
+            zip(self.traced.classes[segment.class_index].slots, segment.parameters, strict=True)
+        )
         if op_name(node).endswith(("_loss", "_nd")):
             return f"the {size} classes of {node.name} in {segment.name}"
         owner = slots.get(indexed.target) if indexed.op == "get_attr" else None
-        return f"the {size} rows of {owner}" if owner else f"the {size} entries that {node.name} of {segment.name} reads"
+        return (
+            f"the {size} rows of {owner}"
+            if owner
+            else f"the {size} entries that {node.name} of {segment.name} reads"
+        )
 
     def _inputs_of(self, number: int, node: Node) -> frozenset[str] | None:
         """The model inputs that a value is computed from by cheap ops; None if it is computed from more."""
@@ -143,11 +185,17 @@ class IndexLimits:
         if source is not None:
             if source.name:
                 val = self._vals.get(source.name)
-                return frozenset([source.name]) if val is not None and not val.is_floating_point() else None
+                return (
+                    frozenset([source.name])
+                    if val is not None and not val.is_floating_point()
+                    else None
+                )
             return self._inputs_of(source.segment, self._result(source))
         if node.op == "get_attr":
             return frozenset() if self._constant(number, node) is not None else None
-        if node.op != "call_function" or (op_name(node) not in _CHEAP and "getitem" not in str(node.target)):
+        if node.op != "call_function" or (
+            op_name(node) not in _CHEAP and "getitem" not in str(node.target)
+        ):
             return None
         parts = [self._inputs_of(number, part) for part in node.all_input_nodes]
         return None if None in parts or not parts else frozenset().union(*parts)
@@ -159,8 +207,15 @@ class IndexLimits:
         key = number, node
         if key not in self._origins:
             segment = self.traced.segments[number]
-            placeholders = (n for n in self.traced.classes[segment.class_index].graph.nodes if n.op == "placeholder")
-            self._origins.update(((number, n), source) for n, source in zip(placeholders, segment.inputs, strict=True))
+            placeholders = (
+                n
+                for n in self.traced.classes[segment.class_index].graph.nodes
+                if n.op == "placeholder"
+            )
+            self._origins.update(
+                ((number, n), source)
+                for n, source in zip(placeholders, segment.inputs, strict=True)
+            )
         return self._origins[key]
 
     def _result(self, source: Source) -> Node:
@@ -169,13 +224,22 @@ class IndexLimits:
 
     def _constant(self, number: int, node: Node) -> torch.Tensor | None:
         segment = self.traced.segments[number]
-        slots = dict(zip(self.traced.classes[segment.class_index].slots, segment.parameters, strict=True))
+        slots = dict(
+            zip(self.traced.classes[segment.class_index].slots, segment.parameters, strict=True)
+        )
         found = self.traced.constants.get(slots.get(node.target))
         return found if isinstance(found, torch.Tensor) and not found.is_meta else None
 
     # -------------------------------------------------------------------------------------------------------- their values
 
-    def _value(self, number: int, node: Node, tensors: Mapping[str, torch.Tensor], values: dict[tuple[int, Node], Any], rows: int) -> Any:
+    def _value(
+        self,
+        number: int,
+        node: Node,
+        tensors: Mapping[str, torch.Tensor],
+        values: dict[tuple[int, Node], Any],
+        rows: int,
+    ) -> Any:
         """A node's value on a batch."""
         key = number, node
         if key in values:
@@ -188,9 +252,16 @@ class IndexLimits:
         elif node.op == "get_attr":
             found = self._constant(number, node).to(next(iter(tensors.values())).device)
         else:
-            args, kwargs = map_arg((node.args, node.kwargs), lambda part: self._value(number, part, tensors, values, rows))
-            args, kwargs = tree_map(lambda x: at_batch(x, rows) if isinstance(x, torch.SymInt) else x, (args, kwargs))
-            found = node.target(*args, **{name: value for name, value in kwargs.items() if name != "device"})
+            args, kwargs = map_arg(
+                (node.args, node.kwargs),
+                lambda part: self._value(number, part, tensors, values, rows),
+            )
+            args, kwargs = tree_map(
+                lambda x: at_batch(x, rows) if isinstance(x, torch.SymInt) else x, (args, kwargs)
+            )
+            found = node.target(
+                *args, **{name: value for name, value in kwargs.items() if name != "device"}
+            )
         values[key] = found
         return found
 

@@ -73,7 +73,13 @@ class BatchSplitter:
         programs: Sequence[Program] = (),
         flops: Sequence[float] = (),
     ) -> None:
-        self.program, self.plan, self.axes, self.device, self.loss_split = program, plan, axes, device, split
+        self.program, self.plan, self.axes, self.device, self.loss_split = (
+            program,
+            plan,
+            axes,
+            device,
+            split,
+        )
         self._tensors = tensors
         self.dtype = PRECISIONS[plan.precision]
         self.positions = positions(program.whole_inputs.values())
@@ -98,9 +104,13 @@ class BatchSplitter:
         for name, tensor in tensors.items():
             if self._has_batch(name):
                 if not tensor.dim():
-                    raise AutoparError(f"batch entry {name!r} is a single number; it has a row for each sequence")
+                    raise AutoparError(
+                        f"batch entry {name!r} is a single number; it has a row for each sequence"
+                    )
                 if tensor.shape[0] % dp:
-                    raise AutoparError(f"a global batch of {tensor.shape[0]} rows cannot be split over dp={dp}; use a multiple of {dp}")
+                    raise AutoparError(
+                        f"a global batch of {tensor.shape[0]} rows cannot be split over dp={dp}; use a multiple of {dp}"
+                    )
                 rows = tensor.shape[0] // dp
                 tensor = tensor[index * rows : (index + 1) * rows]
             cut[name] = tensor
@@ -132,24 +142,40 @@ class BatchSplitter:
             raise mistake
         for data_rank, sharing in enumerate(seen):
             if any(found[0] < 0 for found in sharing):
-                raise AutoparError(f"data-parallel rank {data_rank} was given a batch that does not fit the model; its error says why")
-        if any(str(found) != str(sharing[0]) for sharing in seen for found in sharing):  # as text, since no nan is equal to itself
+                raise AutoparError(
+                    f"data-parallel rank {data_rank} was given a batch that does not fit the model; its error says why"
+                )
+        if any(
+            str(found) != str(sharing[0]) for sharing in seen for found in sharing
+        ):  # as text, since no nan is equal to itself
             names = [axis for axis in _SHARING if self.axes[axis].size > 1]
             raise AutoparError(
                 f"the {len(seen[0])} ranks that share one data-parallel coordinate (over {' and '.join(names)}) were "
                 f"given different batches; they must load the same rows: use engine.local_batch, or a sampler over dp={self.plan.mesh.dp}, "
                 "not over the world"
             )
-        held, numbers, lengths = ([int(sharing[0][place]) for sharing in seen] for place in (0, 2, 3))
+        held, numbers, lengths = (
+            [int(sharing[0][place]) for sharing in seen] for place in (0, 2, 3)
+        )
         if len(set(held)) > 1:
-            raise AutoparError(f"data-parallel ranks hold {held} rows; every rank must hold the same number")
+            raise AutoparError(
+                f"data-parallel ranks hold {held} rows; every rank must hold the same number"
+            )
         if rows == 0:
             raise AutoparError("the batch has no rows")
         if rows % size:
-            raise AutoparError(f"{rows} rows cannot be split into micro-batches of {size}; use a multiple of {size} rows per rank")
+            raise AutoparError(
+                f"{rows} rows cannot be split into micro-batches of {size}; use a multiple of {size} rows per rank"
+            )
         count = rows // size
         if count > 1 and not self.loss_split.joins and not self.plan.micro_batch_mean:
-            raise AutoparError(not_split(self.loss_split, f"this batch of {rows} rows a rank into {count} micro-batches", rows))
+            raise AutoparError(
+                not_split(
+                    self.loss_split,
+                    f"this batch of {rows} rows a rank into {count} micro-batches",
+                    rows,
+                )
+            )
 
         chosen = max(numbers)  # every rank runs the program that the longest batch needs
         if chosen != number:
@@ -160,13 +186,26 @@ class BatchSplitter:
 
         def cut(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
             graph_inputs = {**tensors, **values}
-            return [{name: self._part(name, t, k, count) for name, t in graph_inputs.items()} for k in range(count)]
+            return [
+                {name: self._part(name, t, k, count) for name, t in graph_inputs.items()}
+                for k in range(count)
+            ]
 
-        filled = cut(self._checked(self._filled_up(given, chosen, token=1), chosen)) if short else ()
+        filled = (
+            cut(self._checked(self._filled_up(given, chosen, token=1), chosen)) if short else ()
+        )
         counted = self._counted(values)
-        share = rows * self.plan.mesh.dp / self.plan.global_batch * self.flops[chosen] / self.flops[-1]
+        share = (
+            rows * self.plan.mesh.dp / self.plan.global_batch * self.flops[chosen] / self.flops[-1]
+        )
         tokens = rows * sum(lengths)
-        return MicroBatches(cut(tensors), size, BatchSize(tokens, counted, share, max(lengths)), chosen, tuple(filled))
+        return MicroBatches(
+            cut(tensors),
+            size,
+            BatchSize(tokens, counted, share, max(lengths)),
+            chosen,
+            tuple(filled),
+        )
 
     @property
     def _numbers(self) -> int:
@@ -174,7 +213,12 @@ class BatchSplitter:
         return max(0 if values is None else values.numbers for values in self._values)
 
     def _step_values(
-        self, tensors: Mapping[str, torch.Tensor], parts: torch.Tensor, number: int, count: int, whole: Mapping[str, torch.Tensor]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        parts: torch.Tensor,
+        number: int,
+        count: int,
+        whole: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         """The values of the step that the graph takes, with this rank's rows of those that have rows."""
         values = self._values[number]
@@ -211,7 +255,13 @@ class BatchSplitter:
         """The rows of all data-parallel ranks, in the order of the global batch."""
         sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
         for axis in ("ep", "dp"):  # ep is a part of dp, and its inner one
-            sent = apply_primitive("all_gather", sent, self.axes[axis], Split(0, self.axes[axis].size * sent.shape[0]), None)
+            sent = apply_primitive(
+                "all_gather",
+                sent,
+                self.axes[axis],
+                Split(0, self.axes[axis].size * sent.shape[0]),
+                None,
+            )
         return sent.to(tensor.dtype)
 
     def _fitting(self, given: Mapping[str, torch.Tensor]) -> tuple[int, int]:
@@ -219,12 +269,20 @@ class BatchSplitter:
         if not self.paddings or set(given) != set(self.program.whole_inputs):
             return 0, self.positions
         length = self.paddings[-1].length_of(given)
-        fitting = (number for number, padding in enumerate(self.paddings) if length <= padding.length)
+        fitting = (
+            number for number, padding in enumerate(self.paddings) if length <= padding.length
+        )
         return next(fitting, len(self.programs) - 1), length
 
-    def _filled_up(self, given: Mapping[str, torch.Tensor], number: int, token: int = 0) -> Mapping[str, torch.Tensor]:
+    def _filled_up(
+        self, given: Mapping[str, torch.Tensor], number: int, token: int = 0
+    ) -> Mapping[str, torch.Tensor]:
         padding = self.paddings[number] if self.paddings else None
-        if padding is None or set(given) != set(padding.dims) or padding.length_of(given) >= padding.length:
+        if (
+            padding is None
+            or set(given) != set(padding.dims)
+            or padding.length_of(given) >= padding.length
+        ):
             return given
         return padding.fill_up(given, token)
 
@@ -244,28 +302,49 @@ class BatchSplitter:
         """The batch's tensors on this device, in the order of the model's inputs."""
         expected = self.programs[number].whole_inputs
         if set(tensors) != set(expected):
-            raise AutoparError(f"the batch has {', '.join(tensors)}; the model was planned for {', '.join(expected)}")
+            raise AutoparError(
+                f"the batch has {', '.join(tensors)}; the model was planned for {', '.join(expected)}"
+            )
         rows = {t.shape[0] for name, t in tensors.items() if self._has_batch(name) and t.dim()}
         for name, tensor in tensors.items():
             want = expected[name]
             if tensor.is_meta:
                 raise AutoparError(f"batch entry {name!r} is on the meta device and has no values")
             sizes = ["batch" if is_symbolic(s) else int(s) for s in want.shape]
-            if tensor.dim() != want.dim() or any(w != "batch" and w != s for w, s in zip(sizes, tensor.shape, strict=True)):
+            if tensor.dim() != want.dim() or any(
+                w != "batch" and w != s for w, s in zip(sizes, tensor.shape, strict=True)
+            ):
                 raise AutoparError(
                     f"batch entry {name!r} has shape {tuple(tensor.shape)}; the model was planned for ({', '.join(map(str, sizes))})"
                 )
-            if tensor.dtype != want.dtype and not (tensor.is_floating_point() and want.is_floating_point()):
-                raise AutoparError(f"batch entry {name!r} has dtype {tensor.dtype}; the model was planned for {want.dtype}")
+            if tensor.dtype != want.dtype and not (
+                tensor.is_floating_point() and want.is_floating_point()
+            ):
+                raise AutoparError(
+                    f"batch entry {name!r} has dtype {tensor.dtype}; the model was planned for {want.dtype}"
+                )
         if len(rows) > 1:
-            raise AutoparError(f"the batch's tensors have different numbers of rows: {sorted(rows)}")
-        return {name: tensors[name].to(self.device, self.dtype if tensors[name].is_floating_point() else None) for name in expected}
+            raise AutoparError(
+                f"the batch's tensors have different numbers of rows: {sorted(rows)}"
+            )
+        return {
+            name: tensors[name].to(
+                self.device, self.dtype if tensors[name].is_floating_point() else None
+            )
+            for name in expected
+        }
 
     def _gather_over_all(self, row: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks: (data-parallel rank, rank that shares its batch, entry)."""
         rows = row.unsqueeze(0)
         for axis in reversed(AXES):
-            rows = apply_primitive("all_gather", rows, self.axes[axis], Split(0, self.axes[axis].size * rows.shape[0]), None)
+            rows = apply_primitive(
+                "all_gather",
+                rows,
+                self.axes[axis],
+                Split(0, self.axes[axis].size * rows.shape[0]),
+                None,
+            )
         stages = rows.view(self.axes["pp"].size, self.plan.mesh.dp, -1, row.shape[0])
         return stages.transpose(0, 1).flatten(1, 2)
 
@@ -281,7 +360,9 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> float:
     for k, tensor in enumerate(tensors, start=1):
         values = tensor.double().flatten()
         if tensor.is_floating_point():
-            values = values.nan_to_num(0.5).clamp(-1e6, 1e6)  # infinities of a mask would drown the rest
+            values = values.nan_to_num(0.5).clamp(
+                -1e6, 1e6
+            )  # infinities of a mask would drown the rest
         total = total + (values * _weights(k, values.numel(), values.device)).sum()
     return float(total)
 

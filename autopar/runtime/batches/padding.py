@@ -46,22 +46,44 @@ class Padding:
     def of(program: Program) -> Padding:
         """Raises AutoparError where it would change the loss whatever is filled in."""
         length, values = positions(program.whole_inputs.values()), program.step_values
-        read = [] if values is None else [n for n in values.local.nodes if n.op == "placeholder" and n.meta["of"] == "input"]
+        read = (
+            []
+            if values is None
+            else [
+                n for n in values.local.nodes if n.op == "placeholder" and n.meta["of"] == "input"
+            ]
+        )
         vals = {node.target: program.whole_inputs[node.target] for node in read}
         counted = {name: val for name, val in vals.items() if has_batch(val)}
         targets = frozenset(
             name for name, val in counted.items()
             if values.labels >= 0 and "mask" not in name and not val.is_floating_point() and val.dtype != torch.bool
         )  # fmt: skip
-        dims = {name: tuple(d for d in range(1, val.dim()) if val.shape[d] == length) for name, val in program.whole_inputs.items()}
+        dims = {
+            name: tuple(d for d in range(1, val.dim()) if val.shape[d] == length)
+            for name, val in program.whole_inputs.items()
+        }
         reason = ""
         if not counted or values.rows or values.tensors or not values.adds_up_numbers:
             reason = "its loss is no mean over valid targets, which labels of -100 could leave out"
         else:
-            ignored = {name: torch.full([2, *val.shape[1:]], IGNORED if name in targets else 0, dtype=val.dtype)
-                       for name, val in counted.items()}
-            others = {name: torch.ones(val.shape, dtype=val.dtype) for name, val in vals.items() if name not in counted}
-            if any(part.any() for part in evaluate(values.local, {"input": ignored | others}, 2, torch.device("cpu"))):
+            ignored = {
+                name: torch.full(
+                    [2, *val.shape[1:]], IGNORED if name in targets else 0, dtype=val.dtype
+                )
+                for name, val in counted.items()
+            }
+            others = {
+                name: torch.ones(val.shape, dtype=val.dtype)
+                for name, val in vals.items()
+                if name not in counted
+            }
+            if any(
+                part.any()
+                for part in evaluate(
+                    values.local, {"input": ignored | others}, 2, torch.device("cpu")
+                )
+            ):
                 reason = f"labels of {IGNORED} count in its loss; leave ignore_index of the cross-entropy at {IGNORED}"
                 if not targets:
                     reason = f"what counts in its loss ({', '.join(sorted(counted))}) does so where it is 0"
@@ -71,7 +93,11 @@ class Padding:
 
     def length_of(self, tensors: Mapping[str, Tensor]) -> int:
         """Positions of a batch; `length` if it has none."""
-        given = (tensors[name].shape[dims[0]] for name, dims in self.dims.items() if dims and tensors[name].dim() > dims[0])
+        given = (
+            tensors[name].shape[dims[0]]
+            for name, dims in self.dims.items()
+            if dims and tensors[name].dim() > dims[0]
+        )
         return next(given, self.length)
 
     def fill_up(self, tensors: Mapping[str, Tensor], token: int = 0) -> dict[str, Tensor]:
@@ -82,7 +108,11 @@ class Padding:
             for dim in self.dims[name]:
                 if dim < tensor.dim() and shape[dim] == short:
                     shape[dim], kept[dim] = self.length, slice(short)
-            is_mask = name in self.masks or tensor.dtype == torch.bool or any(word in name for word in ("mask", "position"))
+            is_mask = (
+                name in self.masks
+                or tensor.dtype == torch.bool
+                or any(word in name for word in ("mask", "position"))
+            )
             plain = 0 if is_mask else token
             found[name] = tensor.new_full(shape, IGNORED if name in self.targets else plain)
             found[name][tuple(kept)] = tensor
@@ -95,7 +125,10 @@ def check_model(traced: TracedModel) -> None:
     reason = ""
     if traced.updates:
         reason = f"forward changes buffers ({next(iter(traced.updates))}, ...), by statistics over all positions"
-    elif any(op_name(call.node) == "autopar::routed_experts" and call.arg("capacity_factor") for call in calls):
+    elif any(
+        op_name(call.node) == "autopar::routed_experts" and call.arg("capacity_factor")
+        for call in calls
+    ):
         reason = "its experts have a capacity factor, which counts all positions"
     if reason:
         raise AutoparError(REFUSED.format(reason))

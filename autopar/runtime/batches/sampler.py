@@ -23,7 +23,14 @@ class DataParallelSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, dataset: Sized, global_batch: int, parts: int, index: int, steps: Callable[[], int], seed: int = 0, shuffle: bool = True
+        self,
+        dataset: Sized,
+        global_batch: int,
+        parts: int,
+        index: int,
+        steps: Callable[[], int],
+        seed: int = 0,
+        shuffle: bool = True,
     ) -> None:
         if not hasattr(dataset, "__len__"):
             raise AutoparError(
@@ -32,10 +39,19 @@ class DataParallelSampler(Sampler[list[int]]):
         if not 0 <= index < parts:
             raise AutoparError(f"data-parallel rank {index} is not one of {parts}")
         if global_batch < 1 or global_batch % parts:
-            raise AutoparError(f"a global batch of {global_batch} rows cannot be shared by {parts} data-parallel ranks; use a multiple")
+            raise AutoparError(
+                f"a global batch of {global_batch} rows cannot be shared by {parts} data-parallel ranks; use a multiple"
+            )
         if len(dataset) < global_batch:
-            raise AutoparError(f"the dataset has {len(dataset)} rows, too few for one global batch of {global_batch}")
-        self.rows, self.global_batch, self.parts, self.index = len(dataset), global_batch, parts, index
+            raise AutoparError(
+                f"the dataset has {len(dataset)} rows, too few for one global batch of {global_batch}"
+            )
+        self.rows, self.global_batch, self.parts, self.index = (
+            len(dataset),
+            global_batch,
+            parts,
+            index,
+        )
         self.steps, self.seed, self.shuffle = steps, seed, shuffle
 
     @property

@@ -37,27 +37,47 @@ class StepInputs:
         """How many numbers the parts are."""
         return sum(map(prod, self.shapes))
 
-    def parts(self, inputs: Mapping[str, Tensor], rows: int, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    def parts(
+        self,
+        inputs: Mapping[str, Tensor],
+        rows: int,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> Tensor:
         """What this rank's rows give, as one vector of fp64."""
         found = evaluate(self.values.local, {"tensor": tensors, "input": inputs}, rows, device)
         flat = [part.to(torch.float64).reshape(-1) for part in found]
         return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64, device=device)
 
     def whole(
-        self, parts: Tensor, inputs: Mapping[str, Tensor], rows: int, tensors: Mapping[str, Tensor], device: torch.device
+        self,
+        parts: Tensor,
+        inputs: Mapping[str, Tensor],
+        rows: int,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
     ) -> list[Tensor]:
         """The values of a batch of `rows` rows, from the sums of all ranks' parts. `inputs`: with the rows of all ranks."""
         pieces = parts.split([prod(shape) for shape in self.shapes]) if self.shapes else ()
-        added = {f"part{k}": piece.reshape(shape) for k, (piece, shape) in enumerate(zip(pieces, self.shapes, strict=True))}
-        found = evaluate(self.values.whole, {"tensor": tensors, "input": inputs, "part": added}, rows, device)
-        return [self._typed(value, val) for value, val in zip(found, self.values.vals, strict=False)]
+        added = {
+            f"part{k}": piece.reshape(shape)
+            for k, (piece, shape) in enumerate(zip(pieces, self.shapes, strict=True))
+        }
+        found = evaluate(
+            self.values.whole, {"tensor": tensors, "input": inputs, "part": added}, rows, device
+        )
+        return [
+            self._typed(value, val) for value, val in zip(found, self.values.vals, strict=False)
+        ]
 
     def _typed(self, value: Tensor, val: Tensor) -> Tensor:
         single = val.is_floating_point() and not val.dim()
         return value.to(self.dtype if single else val.dtype)
 
 
-def evaluate(graph: Graph, given: Mapping[str, Mapping[str, Tensor]], rows: int, device: torch.device) -> Sequence[Tensor]:
+def evaluate(
+    graph: Graph, given: Mapping[str, Mapping[str, Tensor]], rows: int, device: torch.device
+) -> Sequence[Tensor]:
     """What a graph returns for a batch of `rows` rows. `given`: tensors by what they are of, then by name, since an input
     may be called as a buffer is. Sums of floating-point numbers are in fp64."""
     found: dict = {}
@@ -80,7 +100,10 @@ def evaluate(graph: Graph, given: Mapping[str, Mapping[str, Tensor]], rows: int,
             elif node.op == "call_function":
                 read = _of_one_dtype({each: found[each] for each in node.all_input_nodes})
                 args = plain(torch.fx.map_arg(node.args, read.__getitem__))
-                kwargs = {name: plain(value) for name, value in torch.fx.map_arg(node.kwargs, read.__getitem__).items()}
+                kwargs = {
+                    name: plain(value)
+                    for name, value in torch.fx.map_arg(node.kwargs, read.__getitem__).items()
+                }
                 if "device" in kwargs:
                     kwargs["device"] = device
                 if op_name(node) == "aten::sum" and node.meta["val"].is_floating_point():
@@ -91,6 +114,11 @@ def evaluate(graph: Graph, given: Mapping[str, Mapping[str, Tensor]], rows: int,
 
 def _of_one_dtype(read: dict[Node, Any]) -> dict[Node, Any]:
     """What an op reads, all in fp64 if a sum among it is: products and writes take one dtype."""
-    if not any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in read.values()):
+    if not any(
+        isinstance(value, Tensor) and value.dtype == torch.float64 for value in read.values()
+    ):
         return read
-    return {node: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for node, value in read.items()}
+    return {
+        node: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for node, value in read.items()
+    }

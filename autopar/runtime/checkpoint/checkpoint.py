@@ -106,7 +106,9 @@ class Checkpoints:
 
     def save(self, directory: Path, extra: Extra, keep: int | None, asynchronous: bool) -> Saving:
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-            raise AutoparError(f"keep={shown(keep)} must be a whole number of checkpoints, at least 1")
+            raise AutoparError(
+                f"keep={shown(keep)} must be a whole number of checkpoints, at least 1"
+            )
         _check_named(extra)
         self.wait()
         with lost_ranks("while saving"):
@@ -118,7 +120,9 @@ class Checkpoints:
             future.set_result(self._write(directory, tensors, state, header, keep))
             return Saving(future)
         copies = {name: pieces.copied() for name, pieces in tensors.items()}
-        self._latest = Saving(self._thread.submit(self._write, directory, copies, state, header, keep))
+        self._latest = Saving(
+            self._thread.submit(self._write, directory, copies, state, header, keep)
+        )
         _under_way.append(self._latest)
         return self._latest
 
@@ -129,7 +133,11 @@ class Checkpoints:
         def collect() -> dict[str, Pieces]:
             state = state_tensors(self.engine.optimizer, held)
             found = {_model(name): part.pieces() for name, part in held.items()}
-            return found | {_optimizer(name, key): pieces for name, keys in state.items() for key, pieces in keys.items()}
+            return found | {
+                _optimizer(name, key): pieces
+                for name, keys in state.items()
+                for key, pieces in keys.items()
+            }
 
         found: dict[str, Pieces] = {}
         from_all(self.group, lambda: found.update(collect()))
@@ -141,8 +149,13 @@ class Checkpoints:
         extras: dict[str, Any] = {}
 
         def collect() -> dict[str, Any]:
-            extras.update((name, _stateful(name, value).state_dict()) for name, value in extra.items())
-            groups, values = group_options(engine.optimizer, held), state_values(engine.optimizer, held)
+            extras.update(
+                (name, _stateful(name, value).state_dict()) for name, value in extra.items()
+            )
+            groups, values = (
+                group_options(engine.optimizer, held),
+                state_values(engine.optimizer, held),
+            )
             return {"groups": groups, "values": values, "random": _random_state(engine.device)}
 
         ranks = from_all(self.group, collect)
@@ -150,7 +163,9 @@ class Checkpoints:
             "groups": merged(rank["groups"] for rank in ranks),
             "values": {name: found for rank in ranks for name, found in rank["values"].items()},
             "random": [rank["random"] for rank in ranks],
-            "loss_scale": (engine.loss_scale.scale, engine.loss_scale.good_steps) if engine.loss_scale.dynamic else None,
+            "loss_scale": (engine.loss_scale.scale, engine.loss_scale.good_steps)
+            if engine.loss_scale.dynamic
+            else None,
             "extra": extras,
         }
         packed: list[bytes] = []
@@ -170,17 +185,31 @@ class Checkpoints:
             "plan": json.loads(engine.plan.to_json()),
         }
 
-    def _write(self, directory: Path, tensors: dict[str, Pieces], state: bytes, header: dict[str, Any], keep: int | None) -> Path:
+    def _write(
+        self,
+        directory: Path,
+        tensors: dict[str, Pieces],
+        state: bytes,
+        header: dict[str, Any],
+        keep: int | None,
+    ) -> Path:
         with lost_ranks("while saving"):
             final = from_first(self.group, lambda: begin(directory, header["steps"]))
             try:
                 with disk_errors(f"cannot save {final}"):
                     write_pieces(partial_of(final), tensors, self.group)
                 checksums = from_all(self.group, lambda: own_checksums(final, _rank()))
-                from_first(self.group, lambda: finish(final, state, header, {k: v for rank in checksums for k, v in rank.items()}))
+                from_first(
+                    self.group,
+                    lambda: finish(
+                        final, state, header, {k: v for rank in checksums for k, v in rank.items()}
+                    ),
+                )
             except AutoparError as error:
                 from_first(self.group, lambda: discard(final))
-                raise AutoparError(f"{error}; what was written of it is removed, and earlier checkpoints are as before") from error
+                raise AutoparError(
+                    f"{error}; what was written of it is removed, and earlier checkpoints are as before"
+                ) from error
             except BaseException:  # no rank answers any more: an interrupt, a lost rank
                 if _rank() == 0:
                     discard(final)
@@ -214,14 +243,30 @@ class Checkpoints:
             _check_model(engine.saved_shapes(), _names(saved, "model"), found)
             _check_extra(extra, state["extra"], found)
             if optimizer:
-                options.extend(matching_options(group_options(engine.optimizer, held), state["groups"]))
+                options.extend(
+                    matching_options(group_options(engine.optimizer, held), state["groups"])
+                )
                 keys = _keys(saved)
                 room = room_for(engine.optimizer, held, keys, state["values"])
-                tensors.update({_optimizer(n, key): p for n, found in room.items() for key, p in found.items() if key in keys.get(n, ())})
+                tensors.update(
+                    {
+                        _optimizer(n, key): p
+                        for n, found in room.items()
+                        for key, p in found.items()
+                        if key in keys.get(n, ())
+                    }
+                )
 
-        from_all(self.group, lambda: check_content(found, _rank(), dist.get_world_size() if self.group is not None else 1))
+        from_all(
+            self.group,
+            lambda: check_content(
+                found, _rank(), dist.get_world_size() if self.group is not None else 1
+            ),
+        )
         from_all(self.group, prepare)
-        with disk_errors(f"cannot read {found.path}; the engine's tensors are now partly those of the checkpoint: load another one"):
+        with disk_errors(
+            f"cannot read {found.path}; the engine's tensors are now partly those of the checkpoint: load another one"
+        ):
             read_pieces(found.path, tensors, self.group)
         if optimizer:
             set_options(engine.optimizer, options)
@@ -249,7 +294,11 @@ def _optimizer(name: str, key: str) -> str:
 
 
 def _names(saved: dict[str, tuple[int, ...]], kind: str) -> dict[str, tuple[int, ...]]:
-    return {name.removeprefix(f"{kind}/"): shape for name, shape in saved.items() if name.startswith(f"{kind}/")}
+    return {
+        name.removeprefix(f"{kind}/"): shape
+        for name, shape in saved.items()
+        if name.startswith(f"{kind}/")
+    }
 
 
 def _keys(saved: dict[str, tuple[int, ...]]) -> dict[str, set[str]]:
@@ -276,8 +325,14 @@ def _saved_state(path: Path) -> dict[str, Any]:
         return torch.load(path / STATE, weights_only=True)
 
 
-def _check_model(mine: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]], found: Found) -> None:
-    wrong = [f"{name} is {saved[name]} there and {shape} here" for name, shape in mine.items() if saved.get(name, shape) != shape]
+def _check_model(
+    mine: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]], found: Found
+) -> None:
+    wrong = [
+        f"{name} is {saved[name]} there and {shape} here"
+        for name, shape in mine.items()
+        if saved.get(name, shape) != shape
+    ]
     absent, unknown = [n for n in mine if n not in saved], [n for n in saved if n not in mine]
     wrong += [f"it lacks {_some(absent)}"] if absent else []
     wrong += [f"it also has {_some(unknown)}"] if unknown else []
@@ -297,17 +352,23 @@ def _check_extra(extra: Extra, saved: dict[str, Any], found: Found) -> None:
     for name, value in extra.items():
         _stateful(name, value)
         if name not in saved:
-            raise AutoparError(f"{found.path} has no extra {shown(name)}; it has {', '.join(saved) or 'none'}")
+            raise AutoparError(
+                f"{found.path} has no extra {shown(name)}; it has {', '.join(saved) or 'none'}"
+            )
 
 
 def _check_named(extra: Any) -> None:
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
-        raise AutoparError(f"extra is {shown(extra)}, not a mapping from names to objects, such as {{'scheduler': scheduler}}")
+        raise AutoparError(
+            f"extra is {shown(extra)}, not a mapping from names to objects, such as {{'scheduler': scheduler}}"
+        )
 
 
 def _stateful(name: str, value: Any) -> Any:
     if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
-        raise AutoparError(f"extra {shown(name)} is a {type(value).__name__}, without state_dict() and load_state_dict()")
+        raise AutoparError(
+            f"extra {shown(name)} is a {type(value).__name__}, without state_dict() and load_state_dict()"
+        )
     return value
 
 

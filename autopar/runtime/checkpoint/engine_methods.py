@@ -28,7 +28,13 @@ class Durable:
     _checkpoints: Checkpoints
     _for_steps: dict[str, torch.Tensor] | None
 
-    def save(self, directory: str | Path, extra: Extra | None = None, keep: int | None = None, asynchronous: bool = False) -> Saving:
+    def save(
+        self,
+        directory: str | Path,
+        extra: Extra | None = None,
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> Saving:
         """Write a checkpoint into `directory` and, with `keep`, remove all but the newest so many.  Every rank must call.
 
         `extra`: further objects with state_dict() and load_state_dict() by name, such as {"scheduler": scheduler}; rank 0's are saved.
@@ -36,9 +42,17 @@ class Durable:
         next save, load and export of any engine.  Raises AutoparError on every rank if it cannot be written, and then all earlier
         checkpoints are as before.
         """
-        return self._checkpoints.save(path_of(directory, "checkpoints"), {} if extra is None else extra, keep, asynchronous)
+        return self._checkpoints.save(
+            path_of(directory, "checkpoints"), {} if extra is None else extra, keep, asynchronous
+        )
 
-    def load(self, directory: str | Path, extra: Extra | None = None, optimizer: bool = True, missing_ok: bool = False) -> int:
+    def load(
+        self,
+        directory: str | Path,
+        extra: Extra | None = None,
+        optimizer: bool = True,
+        missing_ok: bool = False,
+    ) -> int:
         """Go on from the newest complete checkpoint in `directory` (or from `directory` itself); returns its number of steps.
 
         It may have been saved under another plan and world size.  `extra` as saved.  `optimizer=False` loads parameters, buffers, steps and
@@ -46,9 +60,16 @@ class Durable:
         is none, or for another model or optimizer.
         """
         self._for_steps = None  # buffers change
-        return self._checkpoints.load(path_of(directory, "checkpoints"), {} if extra is None else extra, optimizer, missing_ok)
+        return self._checkpoints.load(
+            path_of(directory, "checkpoints"), {} if extra is None else extra, optimizer, missing_ok
+        )
 
-    def export(self, directory: str | Path, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9) -> None:
+    def export(
+        self,
+        directory: str | Path,
+        dtype: torch.dtype | None = None,
+        max_file_bytes: int = 5 * 10**9,
+    ) -> None:
         """Write the weights as safetensors into a new directory, as `weights=` and Hugging Face's from_pretrained read them.
 
         Whole tensors by the model's own names (tied ones under their first), in `dtype` if given; several files with an index where they
@@ -60,4 +81,6 @@ class Durable:
     def sampler(self, dataset: Sized, shuffle: bool = True) -> DataParallelSampler:
         """For DataLoader(dataset, batch_sampler=...): batches of this rank's rows, from that of the next step to the end of its epoch."""
         rank, mesh = self.batches.data_rank, self.plan.mesh
-        return DataParallelSampler(dataset, self.plan.global_batch, mesh.dp, rank, lambda: self.steps, self.seed, shuffle)
+        return DataParallelSampler(
+            dataset, self.plan.global_batch, mesh.dp, rank, lambda: self.steps, self.seed, shuffle
+        )

@@ -24,13 +24,23 @@ from autopar.runtime.state.pieces import read_pieces, whole, write_pieces
 INDEX = "model.safetensors.index.json"
 
 
-def export(engine: CheckpointSource, directory: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
+def export(
+    engine: CheckpointSource, directory: Path, dtype: torch.dtype | None, max_file_bytes: int
+) -> None:
     """Write model.safetensors, or numbered files of at most `max_file_bytes` (or one tensor) with an index, into a new directory."""
     group, partial = file_group(), partial_of(directory)
-    if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
-        raise AutoparError(f"max_file_bytes={shown(max_file_bytes)} must be a whole number, at least 1")
+    if (
+        not isinstance(max_file_bytes, int)
+        or isinstance(max_file_bytes, bool)
+        or max_file_bytes < 1
+    ):
+        raise AutoparError(
+            f"max_file_bytes={shown(max_file_bytes)} must be a whole number, at least 1"
+        )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise AutoparError(f"dtype={shown(dtype)} must be a floating-point dtype such as torch.bfloat16, or None to keep each tensor's own")
+        raise AutoparError(
+            f"dtype={shown(dtype)} must be a floating-point dtype such as torch.bfloat16, or None to keep each tensor's own"
+        )
     with lost_ranks("while exporting"):
         from_first(group, lambda: _begin(directory))
         try:
@@ -46,7 +56,9 @@ def export(engine: CheckpointSource, directory: Path, dtype: torch.dtype | None,
 def _begin(directory: Path) -> None:
     with disk_errors(f"cannot export to {directory}"):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise AutoparError(f"cannot export to {directory}: it exists and is not an empty directory")
+            raise AutoparError(
+                f"cannot export to {directory}: it exists and is not an empty directory"
+            )
         shutil.rmtree(partial_of(directory), ignore_errors=True)
         (partial_of(directory) / "pieces").mkdir(parents=True)
 
@@ -58,17 +70,30 @@ def _finish(directory: Path, dtype: torch.dtype | None, max_file_bytes: int) -> 
     with disk_errors(f"cannot export to {directory}"):
         reader = dcp.FileSystemReader(partial / "pieces")
         tensors = {
-            name: (torch.Size(entry.size), entry.properties.dtype) for name, entry in reader.read_metadata().state_dict_metadata.items()
+            name: (torch.Size(entry.size), entry.properties.dtype)
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
         }
         files = _files(tensors, dtype, max_file_bytes)
         for name, members in files.items():
-            read = {member: torch.empty(tensors[member][0], dtype=tensors[member][1]) for member in members}
-            read_pieces(partial / "pieces", {member: whole(tensor) for member, tensor in read.items()}, None)
-            save_file({member: _in(tensor, dtype) for member, tensor in read.items()}, partial / name, metadata={"format": "pt"})
+            read = {
+                member: torch.empty(tensors[member][0], dtype=tensors[member][1])
+                for member in members
+            }
+            read_pieces(
+                partial / "pieces", {member: whole(tensor) for member, tensor in read.items()}, None
+            )
+            save_file(
+                {member: _in(tensor, dtype) for member, tensor in read.items()},
+                partial / name,
+                metadata={"format": "pt"},
+            )
         if len(files) > 1:
             total = sum((partial / name).stat().st_size for name in files)
             weight_map = {member: name for name, members in files.items() for member in members}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": dict(sorted(weight_map.items())),
+            }
             (partial / INDEX).write_text(json.dumps(index, indent=1))
         shutil.rmtree(partial / "pieces")
         if directory.exists():
@@ -80,12 +105,18 @@ def _in(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _files(tensors: dict[str, tuple[torch.Size, torch.dtype]], dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, list[str]]:
+def _files(
+    tensors: dict[str, tuple[torch.Size, torch.dtype]],
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+) -> dict[str, list[str]]:
     """File names and the tensors in each, in order."""
     files: list[list[str]] = [[]]
     size_bytes = 0
     for name, (shape, own) in tensors.items():
-        more = prod(shape) * (dtype if dtype is not None and own.is_floating_point else own).itemsize
+        more = (
+            prod(shape) * (dtype if dtype is not None and own.is_floating_point else own).itemsize
+        )
         if files[-1] and size_bytes + more > max_file_bytes:
             files.append([])
             size_bytes = 0
@@ -93,4 +124,7 @@ def _files(tensors: dict[str, tuple[torch.Size, torch.dtype]], dtype: torch.dtyp
         size_bytes += more
     if len(files) == 1:
         return {"model.safetensors": files[0]}
-    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": names for number, names in enumerate(files, 1)}
+    return {
+        f"model-{number:05d}-of-{len(files):05d}.safetensors": names
+        for number, names in enumerate(files, 1)
+    }

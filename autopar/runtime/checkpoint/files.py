@@ -58,7 +58,13 @@ def newest(directory: Path, missing_ok: bool = False) -> Found | None:
         raise AutoparError(f"no checkpoint in {directory} is complete: {'; '.join(mistakes[:3])}")
     if missing_ok:
         return None
-    state = "holds no checkpoint" if directory.is_dir() else "is no directory" if directory.exists() else "does not exist"
+    state = (
+        "holds no checkpoint"
+        if directory.is_dir()
+        else "is no directory"
+        if directory.exists()
+        else "does not exist"
+    )
     raise AutoparError(f"{directory} {state}; write one with engine.save")
 
 
@@ -66,7 +72,11 @@ def _all_in(directory: Path) -> list[Path]:
     """The checkpoints of a directory, complete or not, newest first."""
     if not directory.is_dir():
         return []
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    found = [
+        (int(match[1]), path)
+        for path in directory.iterdir()
+        if (match := _NAME.fullmatch(path.name))
+    ]
     return [path for _, path in sorted(found, reverse=True)]
 
 
@@ -74,17 +84,28 @@ def _checked(path: Path) -> dict[str, Any]:
     """The header of a complete checkpoint.  Raises AutoparError if a file is missing or has another size than it was saved with."""
     try:
         header = json.loads((path / HEADER).read_text())
-        version, files = header["format_version"], {name: (int(size), int(crc)) for name, (size, crc) in header["files"].items()}
+        version, files = (
+            header["format_version"],
+            {name: (int(size), int(crc)) for name, (size, crc) in header["files"].items()},
+        )
         if not all(isinstance(header[name], int) for name in ("steps", "seed")):
             raise ValueError("steps or seed are no whole numbers")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise AutoparError(f"{path} is incomplete: its {HEADER} cannot be read ({type(error).__name__}: {str(error)[:100]})") from None
+        raise AutoparError(
+            f"{path} is incomplete: its {HEADER} cannot be read ({type(error).__name__}: {str(error)[:100]})"
+        ) from None
     if version != FORMAT_VERSION:
-        raise AutoparError(f"{path} has checkpoint format {version}; this autopar reads format {FORMAT_VERSION}")
+        raise AutoparError(
+            f"{path} has checkpoint format {version}; this autopar reads format {FORMAT_VERSION}"
+        )
     for name, (size_bytes, _) in files.items():
         file = path / name
         if not file.is_file() or file.stat().st_size != size_bytes:
-            state = f"has {file.stat().st_size} bytes of {size_bytes}" if file.is_file() else "is missing"
+            state = (
+                f"has {file.stat().st_size} bytes of {size_bytes}"
+                if file.is_file()
+                else "is missing"
+            )
             raise AutoparError(f"{path} is incomplete: {name} {state}")
     return header
 
@@ -100,7 +121,9 @@ def begin(directory: Path, steps: int) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob(".*.partial"):
             shutil.rmtree(left)
-        number = max((int(_NAME.fullmatch(path.name)[1]) for path in _all_in(directory)), default=0) + 1
+        number = (
+            max((int(_NAME.fullmatch(path.name)[1]) for path in _all_in(directory)), default=0) + 1
+        )
         final = directory / f"{number:06d}-step-{steps}"
         partial_of(final).mkdir()
     return final
@@ -112,7 +135,10 @@ def finish(final: Path, state: bytes, header: dict[str, Any], checksums: dict[st
     with disk_errors(f"cannot save {final}"):
         _write_file(partial / STATE, state)
         checksums = checksums | {name: checksum(partial / name) for name in (STATE, ".metadata")}
-        files = {name: [(partial / name).stat().st_size, found] for name, found in sorted(checksums.items())}
+        files = {
+            name: [(partial / name).stat().st_size, found]
+            for name, found in sorted(checksums.items())
+        }
         _write_file(partial / HEADER, json.dumps(header | {"files": files}, indent=1).encode())
         _sync(partial)
         partial.rename(final)
@@ -140,7 +166,9 @@ def check_content(found: Found, rank: int, world_size: int) -> None:
         with disk_errors(f"cannot read {found.path / name}"):
             actual = checksum(found.path / name)
         if actual != expected:
-            raise AutoparError(f"{found.path} is damaged: {name} has changed since it was saved; load another checkpoint by its directory")
+            raise AutoparError(
+                f"{found.path} is damaged: {name} has changed since it was saved; load another checkpoint by its directory"
+            )
 
 
 def discard(final: Path) -> None:
@@ -190,7 +218,9 @@ def disk_errors(doing: str) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     first: BaseException | None = error
-    while first is not None and not isinstance(first, OSError):  # torch's writer fails again while it closes a full disk's file
+    while first is not None and not isinstance(
+        first, OSError
+    ):  # torch's writer fails again while it closes a full disk's file
         first = first.__context__
     error = first or error
     return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no message'}"

@@ -20,16 +20,24 @@ Groups = list[dict[str, Any]]
 """Parameter groups: the `names` of each group's parameters, and its `options` (learning rate, ...)."""
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, held: dict[str, Held]) -> dict[str, dict[str, Pieces]]:
+def state_tensors(
+    optimizer: torch.optim.Optimizer, held: dict[str, Held]
+) -> dict[str, dict[str, Pieces]]:
     """The tensors of the optimizer's state on this rank: parameter -> key -> pieces."""
     kind = type(optimizer).__name__
     return {
-        name: {key: _pieces(held[name], value, f"{kind}'s {key} of {name}") for key, value in found.items() if isinstance(value, Tensor)}
+        name: {
+            key: _pieces(held[name], value, f"{kind}'s {key} of {name}")
+            for key, value in found.items()
+            if isinstance(value, Tensor)
+        }
         for name, found in _state(optimizer, held).items()
     }
 
 
-def state_values(optimizer: torch.optim.Optimizer, held: dict[str, Held]) -> dict[str, dict[str, Any]]:
+def state_values(
+    optimizer: torch.optim.Optimizer, held: dict[str, Held]
+) -> dict[str, dict[str, Any]]:
     """What else there is in the state: parameter -> key -> number, None or the like."""
     return {
         name: {key: value for key, value in found.items() if not isinstance(value, Tensor)}
@@ -48,9 +56,13 @@ def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
     if value.dim() == 0 or not held.cuts:
         return whole(local)
     if any(placement.is_partial() for placement in getattr(value, "placements", ())):
-        raise AutoparError(f"a checkpoint cannot hold {what}: it is a sum that ranks have not added up")
+        raise AutoparError(
+            f"a checkpoint cannot hold {what}: it is a sum that ranks have not added up"
+        )
     if value.dim() != parameter.dim():
-        raise AutoparError(f"a checkpoint cannot hold {what}: its shape {tuple(value.shape)} is not that of a parameter {held.shape}")
+        raise AutoparError(
+            f"a checkpoint cannot hold {what}: its shape {tuple(value.shape)} is not that of a parameter {held.shape}"
+        )
     shape, positions = [], []
     for dim, (size, extent) in enumerate(zip(value.shape, local.shape, strict=True)):
         if size == held.tensor.shape[dim] and extent == parameter.shape[dim]:
@@ -60,7 +72,9 @@ def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
         elif size == 1:
             positions.append(torch.arange(1))
         else:
-            raise AutoparError(f"a checkpoint cannot hold {what}: its shape {tuple(value.shape)} is not that of a parameter {held.shape}")
+            raise AutoparError(
+                f"a checkpoint cannot hold {what}: its shape {tuple(value.shape)} is not that of a parameter {held.shape}"
+            )
         shape.append(1 if size == 1 else held.shape[dim])
     return Pieces(tuple(shape), local, tuple(positions))
 
@@ -89,7 +103,9 @@ def merged(ranks: Iterable[Groups]) -> Groups:
                 found.append({"names": [], "options": group["options"]})
             if not found[index]["names"]:
                 found[index]["options"] = group["options"]
-            found[index]["names"] += [name for name in group["names"] if name not in set(found[index]["names"])]
+            found[index]["names"] += [
+                name for name in group["names"] if name not in set(found[index]["names"])
+            ]
     return found
 
 
@@ -130,7 +146,10 @@ _REMEDY = "load parameters alone with engine.load(..., optimizer=False)"
 
 
 def room_for(
-    optimizer: torch.optim.Optimizer, held: dict[str, Held], keys: dict[str, set[str]], values: dict[str, dict[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    held: dict[str, Held],
+    keys: dict[str, set[str]],
+    values: dict[str, dict[str, Any]],
 ) -> dict[str, dict[str, Pieces]]:
     """State tensors of the optimizer to be overwritten: as the checkpoint's `keys` by parameter, allocated by the optimizer itself.
 
@@ -139,13 +158,19 @@ def room_for(
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {name: part.tensor for name, part in held.items() if id(part.tensor) in trained}
     wanted = {name: keys.get(name, set()) | set(values.get(name, {})) for name in parameters}
-    before = {name: dict(optimizer.state[p]) for name, p in parameters.items() if optimizer.state.get(p)}
-    _fill_state(optimizer, [p for name, p in parameters.items() if wanted[name] and name not in before])
+    before = {
+        name: dict(optimizer.state[p]) for name, p in parameters.items() if optimizer.state.get(p)
+    }
+    _fill_state(
+        optimizer, [p for name, p in parameters.items() if wanted[name] and name not in before]
+    )
     for name, parameter in parameters.items():
         own = optimizer.state.get(parameter, {})
         if not wanted[name]:
             optimizer.state.pop(parameter, None)
-        elif wanted[name] != set(own) or not all(isinstance(own[key], Tensor) for key in keys.get(name, ())):
+        elif wanted[name] != set(own) or not all(
+            isinstance(own[key], Tensor) for key in keys.get(name, ())
+        ):
             own = set(own)
             for other, p in parameters.items():
                 optimizer.state.pop(p, None)
@@ -166,7 +191,11 @@ def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> N
     another class makes of them all the same is undone."""
     if not parameters:
         return
-    before = [] if is_elementwise(optimizer) else [local_part(parameter).clone() for parameter in parameters]
+    before = (
+        []
+        if is_elementwise(optimizer)
+        else [local_part(parameter).clone() for parameter in parameters]
+    )
     rates = [group.get("lr") for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if rate is not None:
@@ -183,7 +212,9 @@ def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> N
             group["lr"] = rate
 
 
-def set_values(optimizer: torch.optim.Optimizer, held: dict[str, Held], values: dict[str, dict[str, Any]]) -> None:
+def set_values(
+    optimizer: torch.optim.Optimizer, held: dict[str, Held], values: dict[str, dict[str, Any]]
+) -> None:
     """Set the state that is no tensor."""
     for name, found in values.items():
         if name in held and found:

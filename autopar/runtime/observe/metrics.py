@@ -48,7 +48,11 @@ class Metrics:
         words = [f"step {self.step:3d}", f"loss {self.loss:.4f}",
                  f"{self.step_time_s * 1e3:,.1f} ms (predicted {self.predicted_step_time_s * 1e3:,.1f})",
                  f"{self.tokens_per_s:,.0f} tokens/s", f"MFU {self.mfu:.1%}", f"{taken:.2f} GiB (predicted {predicted:.2f})"]  # fmt: skip
-        return "   ".join(words if self.gradient_norm is None else [*words, f"gradient norm {self.gradient_norm:.3g}"])
+        return "   ".join(
+            words
+            if self.gradient_norm is None
+            else [*words, f"gradient norm {self.gradient_norm:.3g}"]
+        )
 
 
 class Meter:
@@ -56,8 +60,13 @@ class Meter:
 
     def __init__(self, plan: Plan, device: torch.device, place: int) -> None:
         predicted, peaks = plan.predicted, plan.predicted.peak_memory_bytes
-        self._ideal_s = predicted.mfu * predicted.step_time_s  # of the planned batch, at the peak rate of all devices
-        self._predicted = predicted.step_time_s, peaks[place] if place < len(peaks) else max(peaks, default=0)
+        self._ideal_s = (
+            predicted.mfu * predicted.step_time_s
+        )  # of the planned batch, at the peak rate of all devices
+        self._predicted = (
+            predicted.step_time_s,
+            peaks[place] if place < len(peaks) else max(peaks, default=0),
+        )
         self.device = device
         self._begun: Mark | None = None
         self._last: tuple[Any, ...] | None = None
@@ -78,7 +87,9 @@ class Meter:
 
     def metrics(self) -> Metrics:
         if self._last is None:
-            raise AutoparError("engine.metrics are those of the last step, and none has run: call engine.step first")
+            raise AutoparError(
+                "engine.metrics are those of the last step, and none has run: call engine.step first"
+            )
         step, loss, size, norm, begun, ended = self._last
         if self.device.type == "cuda":
             ended.synchronize()

@@ -42,7 +42,9 @@ _PASS = re.compile(r"(micro-batch \d+ (forward|backward)|stage \d+ .* micro-batc
 def traced_run(path: Path, device: torch.device) -> Iterator[None]:
     """A block whose ops are written to `path` as a Chrome trace; AutoparError if it cannot be written, or a profiler runs already."""
     if torch.autograd._profiler_enabled():
-        raise AutoparError("a torch profiler is running already, and there can be one: end it before engine.profile")
+        raise AutoparError(
+            "a torch profiler is running already, and there can be one: end it before engine.profile"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
@@ -85,7 +87,12 @@ class _Forward:
         self.open.pop().__exit__(None, None, None)
         given = {id(x) for x in tree_leaves(inputs)}
         for x in tree_leaves(outputs):
-            if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None and id(x) not in given:
+            if (
+                isinstance(x, Tensor)
+                and x.requires_grad
+                and x.grad_fn is not None
+                and id(x) not in given
+            ):
                 x.register_hook(partial(self.backward.begin, self.name))
 
 
@@ -122,15 +129,27 @@ class Profile:
     @cached_property
     def _events(self) -> list[dict[str, Any]]:
         try:
-            return [event for event in json.loads(self.path.read_text())["traceEvents"] if event.get("ph") == "X"]
+            return [
+                event
+                for event in json.loads(self.path.read_text())["traceEvents"]
+                if event.get("ph") == "X"
+            ]
         except ValueError:
-            raise AutoparError(f"{self.path} is no whole trace: read a profile after the block of engine.profile has ended") from None
+            raise AutoparError(
+                f"{self.path} is no whole trace: read a profile after the block of engine.profile has ended"
+            ) from None
 
     @cached_property
     def _ranges(self) -> list[tuple[str, Interval]]:
         """Names and times of all ranges: on a GPU those of the kernels that were started in them."""
-        kind = "gpu_user_annotation" if any(event.get("cat") == "kernel" for event in self._events) else "user_annotation"
-        return [(event["name"], _interval(event)) for event in self._events if event.get("cat") == kind]
+        kind = (
+            "gpu_user_annotation"
+            if any(event.get("cat") == "kernel" for event in self._events)
+            else "user_annotation"
+        )
+        return [
+            (event["name"], _interval(event)) for event in self._events if event.get("cat") == kind
+        ]
 
     @property
     def steps(self) -> int:
@@ -151,10 +170,19 @@ class Profile:
         """Seconds a step in which a rank does nothing but communicate, or wait for others to: on CPU by axis, since every collective is
         waited for at once; on a GPU all together ('all'), kernels of NCCL while no other kernel runs."""
         steps = max(self.steps, 1)
-        kernels = [(event["name"], _interval(event)) for event in self._events if event.get("cat") == "kernel"]
+        kernels = [
+            (event["name"], _interval(event))
+            for event in self._events
+            if event.get("cat") == "kernel"
+        ]
         if kernels:
             sending = [interval for name, interval in kernels if "nccl" in name.lower()]
-            return {"all": exposed(sending, [interval for name, interval in kernels if "nccl" not in name.lower()]) / steps}
+            return {
+                "all": exposed(
+                    sending, [interval for name, interval in kernels if "nccl" not in name.lower()]
+                )
+                / steps
+            }
         by_axis: dict[str, list[Interval]] = {}
         for name, interval in self._ranges:
             if match := _COLLECTIVE.fullmatch(name):
@@ -169,25 +197,48 @@ class Profile:
         parts = ("forward", "backward", "recompute", "conversion", "edge", "stages")
         rows = [("forward and backward", passes, sum(predicted.get(part, 0.0) for part in parts))]
         if plan.mesh.pp > 1:
-            rows.append(("pipeline bubble and messages", took.get("pipeline", 0.0) - passes, predicted.get("bubble")))
-        rows.append(("gradient reduction and optimizer", took.get("update", 0.0), predicted.get("step")))
+            rows.append(
+                (
+                    "pipeline bubble and messages",
+                    took.get("pipeline", 0.0) - passes,
+                    predicted.get("bubble"),
+                )
+            )
+        rows.append(
+            ("gradient reduction and optimizer", took.get("update", 0.0), predicted.get("step"))
+        )
         rows.append(("the batch", took.get("batch", 0.0), None))
         rows.append(("step", took.get("step", 0.0), plan.predicted.step_time_s))
-        within = predicted.get("conversion", 0.0) + predicted.get("edge", 0.0) if plan.mesh.pp == 1 else None
+        within = (
+            predicted.get("conversion", 0.0) + predicted.get("edge", 0.0)
+            if plan.mesh.pp == 1
+            else None
+        )
         return rows + [
-            (f"exposed communication over {axis}" if axis != "all" else "exposed communication", seconds, within if axis == "tp" else None)
+            (
+                f"exposed communication over {axis}" if axis != "all" else "exposed communication",
+                seconds,
+                within if axis == "tp" else None,
+            )
             for axis, seconds in self.exposed_communication_s.items()
         ]
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {self.steps} step(s); milliseconds of each", f"{'':34}{'measured':>12}{'predicted':>12}"]
+        lines = [
+            f"{self.path}: {self.steps} step(s); milliseconds of each",
+            f"{'':34}{'measured':>12}{'predicted':>12}",
+        ]
         for name, measured, predicted in self.rows():
-            lines.append(f"{name:34}{measured * 1e3:12,.2f}{'' if predicted is None else f'{predicted * 1e3:12,.2f}'}")
+            lines.append(
+                f"{name:34}{measured * 1e3:12,.2f}{'' if predicted is None else f'{predicted * 1e3:12,.2f}'}"
+            )
         return "\n".join(lines)
 
 
 def _interval(event: Mapping[str, Any]) -> Interval:
-    return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6  # a Chrome trace counts microseconds
+    return event["ts"] / 1e6, (
+        event["ts"] + event["dur"]
+    ) / 1e6  # a Chrome trace counts microseconds
 
 
 def exposed(wanted: Iterable[Interval], beside: Iterable[Interval]) -> float:

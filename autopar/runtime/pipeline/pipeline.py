@@ -35,8 +35,21 @@ class Pipeline:
     `evaluation` is the program's evaluation copy where it differs.
     """
 
-    def __init__(self, program: Program, schedule: str, num_stages: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.program, self.schedule, self.num_stages, self.group, self.device = program, schedule, num_stages, group, device
+    def __init__(
+        self,
+        program: Program,
+        schedule: str,
+        num_stages: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.program, self.schedule, self.num_stages, self.group, self.device = (
+            program,
+            schedule,
+            num_stages,
+            group,
+            device,
+        )
         self.losses: list[Tensor] = []
         self._scale = 1.0
         self._schedules: dict[tuple[int, int], tuple[Any, list[_Stage]]] = {}
@@ -69,9 +82,13 @@ class Pipeline:
         try:
             check_schedule(schedule, self.group.size(), self.per_rank, number)
         except ValueError as error:
-            raise AutoparError(f"this batch makes {number} micro-batches: {error}; give each step the planned number of rows") from None
+            raise AutoparError(
+                f"this batch makes {number} micro-batches: {error}; give each step the planned number of rows"
+            ) from None
 
-    def _run(self, name: str, given: Sequence[Mapping[str, Tensor]], rows: int, loss_fn: Any) -> list[Tensor]:
+    def _run(
+        self, name: str, given: Sequence[Mapping[str, Tensor]], rows: int, loss_fn: Any
+    ) -> list[Tensor]:
         key = len(given), rows
         if key not in self._schedules:
             self._schedules[key] = self._make(name, len(given), rows, loss_fn)
@@ -80,7 +97,9 @@ class Pipeline:
         for stage in stages:
             stage.begin(loss_fn is not None)
         # what `step` does, but for splitting inputs: ours are split already, and some have no batch dim
-        schedule._step_microbatches(kwarg_mbs=[dict(g) for g in given], target_mbs=[None] * len(given), return_outputs=False)
+        schedule._step_microbatches(
+            kwarg_mbs=[dict(g) for g in given], target_mbs=[None] * len(given), return_outputs=False
+        )
         for stage in stages:
             stage.end()
             stage.submod.give_back()
@@ -90,16 +109,31 @@ class Pipeline:
         stages, travelling = [], None if name in LOOPS else []
         for stage in self.program.stages:
             described = partial(self._described, rows=rows)
-            received, sent = tuple(map(described, stage.received)), tuple(map(described, stage.sent))
+            received, sent = (
+                tuple(map(described, stage.received)),
+                tuple(map(described, stage.sent)),
+            )
             loss = torch.empty((), dtype=self.program.loss.dtype, device="meta", requires_grad=True)
             module = _StageModule(stage, self.losses, self.program)
             stages.append(
-                _Stage(module, stage.stage.index, self.num_stages, self.device, input_args=received, output_args=sent or (loss,),
-                       group=self.group)  # fmt: skip
+                _Stage(
+                    module,
+                    stage.stage.index,
+                    self.num_stages,
+                    self.device,
+                    input_args=received,
+                    output_args=sent or (loss,),
+                    group=self.group,
+                )  # fmt: skip
             )
             stages[-1].gradients = travelling
-            stages[-1].steady = tuple(v.steady for v in stage.received), tuple(v.steady for v in stage.sent)
-            if name == "zero_bubble" and stage.stage.index:  # torch runs the backward of the first in one
+            stages[-1].steady = (
+                tuple(v.steady for v in stage.received),
+                tuple(v.steady for v in stage.sent),
+            )
+            if (
+                name == "zero_bubble" and stage.stage.index
+            ):  # torch runs the backward of the first in one
                 stages[-1].parted = PartedBackward()
         if name in LOOPS:
             return LOOPS[name](stages[0], number, loss_fn=loss_fn, scale_grads=False), stages
@@ -108,7 +142,9 @@ class Pipeline:
     def _described(self, value: Value, rows: int) -> Tensor:
         """A meta tensor like this rank's part of a value that crosses a boundary."""
         shape = local_shape(self.program.mesh, self.program.rank, value.whole, value.layouts, rows)
-        return torch.empty(shape, dtype=value.whole.dtype, device="meta", requires_grad=value.has_gradient)
+        return torch.empty(
+            shape, dtype=value.whole.dtype, device="meta", requires_grad=value.has_gradient
+        )
 
 
 class _Stage(PipelineStage):
@@ -138,7 +174,9 @@ class _Stage(PipelineStage):
             found = super()._prepare_forward_infra(*args, **kwargs)
         first = self.args_recv_info[0]
         for number, infos in self.args_recv_info.items():
-            self.args_recv_info[number] = tuple(a if same else b for a, b, same in zip(first, infos, self.steady[0], strict=True))
+            self.args_recv_info[number] = tuple(
+                a if same else b for a, b, same in zip(first, infos, self.steady[0], strict=True)
+            )
         return found
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +193,11 @@ class _Stage(PipelineStage):
 
     def _passing(self, micro_batch: int) -> list[Any]:
         """What comes with this micro-batch, steady values aside."""
-        return [info for info, steady in zip(self.args_recv_info[micro_batch], self.steady[0], strict=True) if not steady]
+        return [
+            info
+            for info, steady in zip(self.args_recv_info[micro_batch], self.steady[0], strict=True)
+            if not steady
+        ]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         infos = self._passing(fwd_chunk_id) if fwd_chunk_id else self.args_recv_info[0]
@@ -189,7 +231,9 @@ class _Stage(PipelineStage):
         self.has_backward = trains
         self.clear_runtime_states()
         self._left.clear()
-        for part in self.submod.body.children() if self.parted else ():  # which several schedules have
+        for part in (
+            self.submod.body.children() if self.parted else ()
+        ):  # which several schedules have
             if isinstance(part, Recomputed):
                 part.run_again_by(self.parted.again)
 
@@ -202,20 +246,34 @@ class _Stage(PipelineStage):
         _arrive(self.gradients or [])
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        keeping = self.parted.forward(fwd_chunk_id) if self.parted and self.has_backward else contextlib.nullcontext()
+        keeping = (
+            self.parted.forward(fwd_chunk_id)
+            if self.parted and self.has_backward
+            else contextlib.nullcontext()
+        )
         with named("stage", self.stage_index, "forward of micro-batch", fwd_chunk_id), keeping:
             result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._move_buffers(self._passing(fwd_chunk_id), torch.device("meta"))  # who needs it for backward has it
+        self._move_buffers(
+            self._passing(fwd_chunk_id), torch.device("meta")
+        )  # who needs it for backward has it
         return result
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
         _arrive(self._forwards.pop(bwd_chunk_id, []))  # it did, since its gradient is here
         with named("stage", self.stage_index, "backward of micro-batch", bwd_chunk_id):
             if self.parted and self.has_backward and not full_backward:
                 self._first_part(bwd_chunk_id, loss)
             else:
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if loss is not None and self.has_backward:  # torch keeps the losses of a step, and with them what their graphs lead to
+        if (
+            loss is not None and self.has_backward
+        ):  # torch keeps the losses of a step, and with them what their graphs lead to
             loss.detach_()
         if self.has_backward and not self.is_last:
             self._move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
@@ -223,14 +281,20 @@ class _Stage(PipelineStage):
     def _first_part(self, micro_batch: int, loss: Tensor | None) -> None:
         """Gradients of what it received; those of weights wait."""
         sent, received = self.fwd_cache.pop(micro_batch)
-        results, gradients = (sent, self._retrieve_recv_grads(micro_batch)) if loss is None else ([loss], None)
-        found, self._left[micro_batch] = self.parted.first(micro_batch, results, gradients, received)
+        results, gradients = (
+            (sent, self._retrieve_recv_grads(micro_batch)) if loss is None else ([loss], None)
+        )
+        found, self._left[micro_batch] = self.parted.first(
+            micro_batch, results, gradients, received
+        )
         self.bwd_cache[micro_batch] = found[: len(self.steady[0])]
         for x in (*sent, *results):
             x.detach_()
         for x in received:
             if isinstance(x, Tensor) and x.requires_grad:
-                x.data = x.new_empty(0)  # the graph holds the tensor, and who reads its values has them
+                x.data = x.new_empty(
+                    0
+                )  # the graph holds the tensor, and who reads its values has them
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with named("stage", self.stage_index, "weight gradients of micro-batch", bwd_chunk_id):
@@ -268,7 +332,11 @@ class _StageModule(nn.Module):
         self.body = stage.module
         self.stage, self.losses = stage, losses
         self.takes = (*stage.stage.inputs, *((NOISE,) if stage.draws else ()))
-        slots = [(getattr(stage.module, p.module), p) for p in program.parameters if p.spec.name in stage.updates]
+        slots = [
+            (getattr(stage.module, p.module), p)
+            for p in program.parameters
+            if p.spec.name in stage.updates
+        ]
         self.slots = [(segment_of(module), p.attribute, p.spec.name) for module, p in slots]
         self.buffers_before: dict[str, Tensor] = {}
 
@@ -279,14 +347,18 @@ class _StageModule(nn.Module):
         sent = self.stage.sent
         self._renew(results[len(sent) or 1 :])
         if sent:
-            return tuple(self._ready(value, x) for value, x in zip(sent, results[: len(sent)], strict=True))
+            return tuple(
+                self._ready(value, x) for value, x in zip(sent, results[: len(sent)], strict=True)
+            )
         self.losses.append(results[0].detach())
         return _no_view(results[0])
 
     def _ready(self, value: Value, x: Tensor) -> Tensor:
         """A value as it can be sent: contiguous, and no view."""
         if x.requires_grad and not value.has_gradient:
-            raise RuntimeError(f"a gradient flows back through {value.name}, which the program says has none: a bug in autopar")
+            raise RuntimeError(
+                f"a gradient flows back through {value.name}, which the program says has none: a bug in autopar"
+            )
         return _no_view(x.contiguous())
 
     def _renew(self, values: Sequence[Tensor]) -> None:

@@ -22,7 +22,9 @@ LISTS = {
 
 
 @lru_cache(maxsize=4)  # each rank asks
-def schedule_actions(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+def schedule_actions(
+    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
+) -> tuple[tuple[Action, ...], ...]:
     """The actions of each rank; virtual stage s is on rank s % `ranks`.  AutoparError for a combination that torch cannot run."""
     try:
         check_schedule(schedule, ranks, stages_per_rank, micro_batches)
@@ -63,15 +65,28 @@ class _RecordingStage:
 def _record(schedule: str, rank: int, ranks: int, micro_batches: int) -> tuple[Action, ...]:
     stage = _RecordingStage(rank, ranks, ranks)
     loop = LOOPS[schedule](stage, micro_batches)
-    loop._initialize_stage = lambda *_args, **_kwargs: None  # it would exchange the shapes of messages with other ranks
+    loop._initialize_stage = lambda *_args, **_kwargs: (
+        None
+    )  # it would exchange the shapes of messages with other ranks
     loop._step_microbatches()
     return tuple(stage.actions)
 
 
-def _read(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    stages = [_RecordingStage(ranks * chunk, ranks * stages_per_rank, ranks) for chunk in range(stages_per_rank)]
-    order = LISTS[schedule](stages, micro_batches).pipeline_order  # None: a step that the rank sits out
+def _read(
+    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
+) -> tuple[tuple[Action, ...], ...]:
+    stages = [
+        _RecordingStage(ranks * chunk, ranks * stages_per_rank, ranks)
+        for chunk in range(stages_per_rank)
+    ]
+    order = LISTS[schedule](
+        stages, micro_batches
+    ).pipeline_order  # None: a step that the rank sits out
     return tuple(
-        tuple(Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in order[rank] if a is not None)
+        tuple(
+            Action(a.computation_type.value, a.stage_index, a.microbatch_index)
+            for a in order[rank]
+            if a is not None
+        )
         for rank in range(ranks)
     )

@@ -55,12 +55,21 @@ class _Again:
         """Run again, unless that has been."""
         if self.inputs is None:
             return
-        inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in self.inputs]
+        inputs = [
+            x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+            for x in self.inputs
+        ]
         self.inputs = None
-        with contextlib.suppress(_Made), torch.enable_grad(), saved_tensors_hooks(self._fill, lambda x: x):
+        with (
+            contextlib.suppress(_Made),
+            torch.enable_grad(),
+            saved_tensors_hooks(self._fill, lambda x: x),
+        ):
             self.run(*inputs)
         if self.filled != len(self.slots):
-            raise RuntimeError(f"a segment kept {len(self.slots)} tensors, and {self.filled} when it ran again: a bug in autopar")
+            raise RuntimeError(
+                f"a segment kept {len(self.slots)} tensors, and {self.filled} when it ran again: a bug in autopar"
+            )
 
     def _fill(self, tensor: Tensor) -> None:
         """Put a tensor into its slot, and nothing into the graph, which goes as soon as it is made."""
@@ -77,7 +86,9 @@ class PartedBackward:
     def __init__(self) -> None:
         self._number = 0
         self._counts: dict[int, int] = {}  # micro-batch -> how many tensors its forward has kept
-        self._stay: dict[int, frozenset[int]] = {}  # how many are kept -> which of them the second part reads
+        self._stay: dict[
+            int, frozenset[int]
+        ] = {}  # how many are kept -> which of them the second part reads
         self._read: set[int] | None = None  # numbers of what is being read, where that is asked
         self._gives_back: frozenset[int] | None = None  # in the first part: what stays
 
@@ -90,14 +101,20 @@ class PartedBackward:
         self._counts[micro_batch] = self._number
 
     def first(
-        self, micro_batch: int, results: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, received: Sequence[Any]
+        self,
+        micro_batch: int,
+        results: Sequence[Tensor],
+        gradients: Sequence[Tensor | None] | None,
+        received: Sequence[Any],
     ) -> tuple[tuple[Tensor | None, ...], Left]:
         """The first part of its backward: gradients of what the stage `received`, None where there is none, and what the second part needs.
 
         `gradients` are those of the `results`; None for a loss.
         """
         given = map(torch.ones_like, results) if gradients is None else gradients
-        ways = _Ways([(x, grad) for x, grad in zip(results, given, strict=True) if x.requires_grad], received)
+        ways = _Ways(
+            [(x, grad) for x, grad in zip(results, given, strict=True) if x.requires_grad], received
+        )
         count = self._counts.pop(micro_batch)
         if count not in self._stay:
             self._stay[count] = self._read_by(ways.waiting)
@@ -132,7 +149,9 @@ class PartedBackward:
             slot.again.make()
         tensor = slot.tensor
         if tensor is None:
-            raise RuntimeError(f"a backward in two parts reads kept tensor {slot.number} after it was given back: a bug in autopar")
+            raise RuntimeError(
+                f"a backward in two parts reads kept tensor {slot.number} after it was given back: a bug in autopar"
+            )
         if self._gives_back is not None and slot.number not in self._gives_back:
             slot.tensor = None
         return tensor
@@ -143,7 +162,9 @@ class PartedBackward:
         try:
             for node in nodes:
                 for name in dir(node):
-                    if name.startswith("_saved_") or name == "saved_tensors":  # of an op of torch, or of a Function
+                    if (
+                        name.startswith("_saved_") or name == "saved_tensors"
+                    ):  # of an op of torch, or of a Function
                         getattr(node, name)
         finally:
             self._read = None
@@ -155,7 +176,9 @@ class Left:
     """What the first part of a micro-batch's backward leaves for the second: sets of edges with their gradients, each with the edges to
     weights that they lead to, and a Python function that is to compute for these alone."""
 
-    work: list[tuple[list[GradientEdge], list[Tensor], list[GradientEdge], Callable[[], None]]] = field(default_factory=list)
+    work: list[tuple[list[GradientEdge], list[Tensor], list[GradientEdge], Callable[[], None]]] = (
+        field(default_factory=list)
+    )
 
     def second(self) -> None:
         """The second part: add to the gradients of the weights."""
@@ -180,12 +203,19 @@ class _Parts:
 
 
 @lru_cache(maxsize=256)
-def _parts(following: tuple[tuple[int, ...], ...], ends: tuple[int, ...], roots: frozenset[int], weights: frozenset[int]) -> _Parts:
+def _parts(
+    following: tuple[tuple[int, ...], ...],
+    ends: tuple[int, ...],
+    roots: frozenset[int],
+    weights: frozenset[int],
+) -> _Parts:
     """The parts of a graph whose node n leads to `following[n]`: micro-batches of a stage have the same, with other nodes.
 
     `ends` are where gradients of what the stage received arrive, `roots` those of its results.
     """
-    graph = nx.DiGraph((node, after) for node, all_after in enumerate(following) for after in all_after)
+    graph = nx.DiGraph(
+        (node, after) for node, all_after in enumerate(following) for after in all_after
+    )
     graph.add_nodes_from(range(len(following)))
     first = set(ends).union(*(nx.ancestors(graph, node) for node in ends))
     alone = nx.Graph((a, b) for a in graph if a not in first for b in graph.successors(a))
@@ -194,14 +224,21 @@ def _parts(following: tuple[tuple[int, ...], ...], ends: tuple[int, ...], roots:
     later: dict[int | None, list[int]] = {}
     shared: list[int] = []
     for group in nx.connected_components(alone):
-        led: set[int | None] = {before for node in group for before in graph.predecessors(node) if before in first}
+        led: set[int | None] = {
+            before for node in group for before in graph.predecessors(node) if before in first
+        }
         led |= {None} if group & roots else set()
         if len(led) > 1:
             shared += sorted(group & weights)
         else:
             waiting |= group | led - {None}
             later.setdefault(*led, []).extend(sorted(group & weights))
-    return _Parts(frozenset(first), frozenset(waiting), tuple((node, tuple(of)) for node, of in later.items()), tuple(shared))
+    return _Parts(
+        frozenset(first),
+        frozenset(waiting),
+        tuple((node, tuple(of)) for node, of in later.items()),
+        tuple(shared),
+    )
 
 
 class _Ways:
@@ -210,7 +247,10 @@ class _Ways:
     def __init__(self, results: Sequence[tuple[Tensor, Tensor]], received: Sequence[Any]) -> None:
         self.received = received
         self.results = [(get_gradient_edge(x), grad) for x, grad in results]
-        self.numbers = {node: number for number, node in enumerate(dict.fromkeys(edge.node for edge, _ in self.results))}
+        self.numbers = {
+            node: number
+            for number, node in enumerate(dict.fromkeys(edge.node for edge, _ in self.results))
+        }
         roots = frozenset(self.numbers.values())
         self.nodes = list(self.numbers)
         self.following: list[tuple[int, ...]] = []
@@ -221,8 +261,16 @@ class _Ways:
                     self.numbers[other] = len(self.nodes)
                     self.nodes.append(other)
             self.following.append(tuple(self.numbers[other] for other in after))
-        ends = [self.numbers[node] for node in (get_gradient_edge(x).node for x in received if _trains(x)) if node in self.numbers]
-        weights = frozenset(n for n, after in enumerate(self.following) if not after and hasattr(self.nodes[n], "variable"))
+        ends = [
+            self.numbers[node]
+            for node in (get_gradient_edge(x).node for x in received if _trains(x))
+            if node in self.numbers
+        ]
+        weights = frozenset(
+            n
+            for n, after in enumerate(self.following)
+            if not after and hasattr(self.nodes[n], "variable")
+        )
         self.parts = _parts(tuple(self.following), tuple(ends), roots, weights)
 
     @property
@@ -236,19 +284,29 @@ class _Ways:
         now, then = [], []
         for edge, grad in self.results:
             number = self.numbers[edge.node]
-            (then if number in self.parts.waiting and number not in self.parts.first else now).append((edge, grad))
+            (
+                then if number in self.parts.waiting and number not in self.parts.first else now
+            ).append((edge, grad))
         later = {node: self._edges(weights) for node, weights in self.parts.later}
         of_results = later.pop(None, [])
         if then:
-            left.work.append(([edge for edge, _ in then], [grad for _, grad in then], of_results, lambda: None))
+            left.work.append(
+                ([edge for edge, _ in then], [grad for _, grad in then], of_results, lambda: None)
+            )
 
         def keep(number: int, weights: list[GradientEdge]) -> Callable:
             node = self.nodes[number]
             narrow = self._narrowed(number)
 
             def hook(given: tuple[Tensor | None, ...]) -> None:
-                of = [(GradientEdge(node, number), grad) for number, grad in enumerate(given) if grad is not None]
-                left.work.append(([edge for edge, _ in of], [grad for _, grad in of], weights, narrow))
+                of = [
+                    (GradientEdge(node, number), grad)
+                    for number, grad in enumerate(given)
+                    if grad is not None
+                ]
+                left.work.append(
+                    ([edge for edge, _ in of], [grad for _, grad in of], weights, narrow)
+                )
 
             return hook
 
@@ -256,7 +314,10 @@ class _Ways:
         shared = self._edges(self.parts.shared)
         found = [None] * len(inputs)
         if now:
-            handles = [self.nodes[number].register_prehook(keep(number, weights)) for number, weights in later.items()]
+            handles = [
+                self.nodes[number].register_prehook(keep(number, weights))
+                for number, weights in later.items()
+            ]
             try:
                 found = torch.autograd.grad([edge for edge, _ in now], [*inputs, *shared], [grad for _, grad in now],
                                             retain_graph=True, allow_unused=True)  # fmt: skip
@@ -264,7 +325,9 @@ class _Ways:
                 for handle in handles:
                     handle.remove()
             found, of_weights = found[: len(inputs)], list(found[len(inputs) :])
-            for edge in reversed(shared):  # one after the other, since each is copied where it adds up
+            for edge in reversed(
+                shared
+            ):  # one after the other, since each is copied where it adds up
                 if (grad := of_weights.pop()) is not None:
                     torch.autograd.backward([edge], [grad])
         of_inputs = iter(found)
@@ -283,9 +346,16 @@ class _Ways:
         needs = tuple(getattr(node, "needs_input_grad", ()))
         if sum(needs) != len(self.following[number]):
             return lambda: None
-        waits = iter([after in self.parts.waiting and after not in self.parts.first for after in self.following[number]])
+        waits = iter(
+            [
+                after in self.parts.waiting and after not in self.parts.first
+                for after in self.following[number]
+            ]
+        )
         second = tuple(needed and next(waits) for needed in needs)
-        node.needs_input_grad = tuple(needed and not waits for needed, waits in zip(needs, second, strict=True))
+        node.needs_input_grad = tuple(
+            needed and not waits for needed, waits in zip(needs, second, strict=True)
+        )
 
         def narrow() -> None:
             node.needs_input_grad = second

@@ -30,7 +30,11 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.errors import AutoparError, shown
 from autopar.ir.plan import Plan
 from autopar.rewrite.lowerings.late_gradients import late_linear
-from autopar.rewrite.lowerings.vocabulary_parallel import in_training, own_key_heads, vocab_parallel_embedding
+from autopar.rewrite.lowerings.vocabulary_parallel import (
+    in_training,
+    own_key_heads,
+    vocab_parallel_embedding,
+)
 from autopar.rewrite.overlap import is_view
 from autopar.rewrite.program import Program
 from autopar.rewrite.shard import local_shard
@@ -41,12 +45,18 @@ OPTIONS = ("backend", "mode", "options", "dynamic")
 
 _LOCAL = (in_training, own_key_heads, vocab_parallel_embedding)
 """Functions of ours that only compute."""
-_AS_THEY_ARE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_AS_THEY_ARE = {
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+}
 """Ops that a compiler may not have: its random numbers are others, and what depends on data breaks its graphs."""
 _YET = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.index.Tensor)
 """Tagged for what programs never ask of them: dropout is an op of its own, and a mask as an index does not export."""
 
-_PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("linear", "addmm", "mm", "matmul"))
+_PRODUCTS = tuple(
+    getattr(torch.ops.aten, name).default for name in ("linear", "addmm", "mm", "matmul")
+)
 
 
 def check_compiles(plan: Plan) -> None:
@@ -80,15 +90,21 @@ class Compiler:
     def __init__(self, given: Mapping[str, Any] | bool) -> None:
         """`given`: True for torch's defaults, False for nothing.  Raises AutoparError for options that torch.compile does not take."""
         self.on, options = given is not False, {} if isinstance(given, bool) else given
-        if not isinstance(options, Mapping) or (unknown := [name for name in options if name not in OPTIONS]):
+        if not isinstance(options, Mapping) or (
+            unknown := [name for name in options if name not in OPTIONS]
+        ):
             what = shown(given if not isinstance(options, Mapping) else unknown[0])
-            raise AutoparError(f"compile={what} is not known; True, False, or a dict of {', '.join(OPTIONS)}, as torch.compile takes them")
+            raise AutoparError(
+                f"compile={what} is not known; True, False, or a dict of {', '.join(OPTIONS)}, as torch.compile takes them"
+            )
         self.options = dict(options)
         try:
             if self.on:
                 torch.compile(nn.Identity(), **self.options)
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-            raise AutoparError(f"torch.compile does not take {self.options}: {str(error).strip().splitlines()[0]}") from error
+            raise AutoparError(
+                f"torch.compile does not take {self.options}: {str(error).strip().splitlines()[0]}"
+            ) from error
         self._functions: dict[tuple, nn.Module] = {}
         self._calls = self._ops = 0
         self._others: Counter[str] = Counter()
@@ -96,16 +112,24 @@ class Compiler:
     @property
     def coverage(self) -> Coverage | None:
         """None if nothing is to be compiled."""
-        return None if not self.on else Coverage(self._calls, len(self._functions), self._ops, dict(self._others))
+        return (
+            None
+            if not self.on
+            else Coverage(self._calls, len(self._functions), self._ops, dict(self._others))
+        )
 
     def compile(self, program: Program) -> Program:
         """The same program, whose segments call compiled functions; those that do so already stay."""
-        for segment in (child for stage in program.stages for child in stage.module.children() if self.on):
+        for segment in (
+            child for stage in program.stages for child in stage.module.children() if self.on
+        ):
             again = isinstance(segment, Recomputed) and segment.whole
             run = segment.run if isinstance(segment, Recomputed) else segment
             for part in list(run.modules()):  # attention cores that run again are modules in it
                 if isinstance(part, GraphModule) and "forward" not in vars(part):
-                    part.forward = self._compiled(part, _tail(part.graph) if again else frozenset()).forward
+                    part.forward = self._compiled(
+                        part, _tail(part.graph) if again else frozenset()
+                    ).forward
         return program
 
     @contextlib.contextmanager
@@ -127,7 +151,9 @@ class Compiler:
             again = isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
             remedy = ("give batches of fewer shapes, compile={'dynamic': True}, or raise torch._dynamo.config.recompile_limit" if again
                       else "try compile={'backend': 'aot_eager'}, which makes no machine code, or leave compile=False")  # fmt: skip
-            raise AutoparError(f"torch.compile failed on a part of the program; {remedy}.  ({type(error).__name__}: {text})") from error
+            raise AutoparError(
+                f"torch.compile failed on a part of the program; {remedy}.  ({type(error).__name__}: {text})"
+            ) from error
 
     def _compiled(self, body: GraphModule, apart: Collection[Node] = ()) -> GraphModule:
         """A module that computes what `body` does, with its parameters and submodules, in regions without the nodes `apart`."""
@@ -151,7 +177,9 @@ class Compiler:
 
         for node in body.graph.nodes:
             reads = not set(region).isdisjoint(node.all_input_nodes)
-            if not reads and (_is_free(node) or node.target is late_linear):  # a product beside the region does not end it
+            if not reads and (
+                _is_free(node) or node.target is late_linear
+            ):  # a product beside the region does not end it
                 self._note(node)
                 copy(node)
             elif node not in apart and (_only_computes(node) or _is_free(node)):
@@ -161,7 +189,10 @@ class Compiler:
                 self._note(node)
                 copy(node)
         made = GraphModule(root, graph, class_name=type(body).__name__)
-        made._parameters, made._buffers = body._parameters, body._buffers  # what is put into the segment later, both have
+        made._parameters, made._buffers = (
+            body._parameters,
+            body._buffers,
+        )  # what is put into the segment later, both have
         return made
 
     def _note(self, node: Node) -> None:
@@ -169,9 +200,13 @@ class Compiler:
         if _works(node):
             self._others[getattr(node.target, "_opname", node.target.__name__)] += 1
 
-    def _call(self, graph: Graph, root: nn.Module, region: list[Node], values: dict[Node, Node]) -> None:
+    def _call(
+        self, graph: Graph, root: nn.Module, region: list[Node], values: dict[Node, Node]
+    ) -> None:
         """Append a call of the function that computes a region, and its results."""
-        inputs = list(dict.fromkeys(x for node in region for x in node.all_input_nodes if x not in region))
+        inputs = list(
+            dict.fromkeys(x for node in region for x in node.all_input_nodes if x not in region)
+        )
         results = [node for node in region if not set(region).issuperset(node.users)]
         inner, own = Graph(), {}
         for k, node in enumerate([*inputs, *region]):
@@ -196,7 +231,9 @@ class Compiler:
         Inputs of another shape would have it compiled again, for any shape."""
         key = tuple(node.target for node in graph.nodes), str(graph), inputs
         if key not in self._functions:
-            self._functions[key] = torch.compile(GraphModule(nn.Module(), graph, class_name="Region"), **self.options)
+            self._functions[key] = torch.compile(
+                GraphModule(nn.Module(), graph, class_name="Region"), **self.options
+            )
         return self._functions[key]
 
 
@@ -205,7 +242,10 @@ def _tail(graph: Graph) -> frozenset[Node]:
     within a compiled function it cannot."""
     nodes = list(graph.nodes)
     last = max((k for k, node in enumerate(nodes) if node.target in _PRODUCTS), default=len(nodes))
-    more = any(_works(node) and _only_computes(node) and node.target is not torch.ops.aten.add.Tensor for node in nodes[last + 1 :])
+    more = any(
+        _works(node) and _only_computes(node) and node.target is not torch.ops.aten.add.Tensor
+        for node in nodes[last + 1 :]
+    )
     return frozenset(() if more else nodes[last:])
 
 
@@ -229,5 +269,8 @@ def _works(node: Node) -> bool:
 
 def _is_free(node: Node) -> bool:
     """Whether a node runs nothing on the device: an input, a parameter, a number, a part of a result."""
-    number = node.target is torch.ops.aten.sym_size.int or getattr(node.target, "__module__", "") == "_operator"
+    number = (
+        node.target is torch.ops.aten.sym_size.int
+        or getattr(node.target, "__module__", "") == "_operator"
+    )
     return node.op in ("placeholder", "get_attr") or node.target is local_shard or number

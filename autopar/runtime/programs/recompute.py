@@ -1,8 +1,8 @@
 """Recompute: segments that do not keep all activations, as the plan says for each.
 
-    full        a segment is checkpointed: backward runs its forward again
-    op          the same, but the results of dear ops, and sums over an axis, are kept (a selective policy of torch.utils.checkpoint)
-    selective   the attention core alone is checkpointed, everything else keeps what autograd keeps
+full        a segment is checkpointed: backward runs its forward again
+op          the same, but the results of dear ops, and sums over an axis, are kept (a selective policy of torch.utils.checkpoint)
+selective   the attention core alone is checkpointed, everything else keeps what autograd keeps
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from autopar.ir.plan import Plan
 from autopar.ir.traced import BlockClass, TracedModel
@@ -37,19 +41,35 @@ class Recomputed(nn.Module):
     """
 
     def __init__(
-        self, body: GraphModule, run: GraphModule, whole: bool, contexts: Callable | None = None, changing: tuple[str, ...] = ()
+        self,
+        body: GraphModule,
+        run: GraphModule,
+        whole: bool,
+        contexts: Callable | None = None,
+        changing: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         self.body, self.changing, self.whole = body, changing, whole
-        self.again = partial(checkpoint, use_reentrant=False, **({} if contexts is None else {"context_fn": contexts}))
+        self.again = partial(
+            checkpoint,
+            use_reentrant=False,
+            **({} if contexts is None else {"context_fn": contexts}),
+        )
         if run is not body:  # one dict: what is put into the segment later, both have
             run._parameters, run._buffers = body._parameters, body._buffers
-            run._forward_pre_hooks, run._forward_hooks = body._forward_pre_hooks, body._forward_hooks  # which gather under ZeRO 3
+            run._forward_pre_hooks, run._forward_hooks = (
+                body._forward_pre_hooks,
+                body._forward_hooks,
+            )  # which gather under ZeRO 3
         self.__dict__["run"] = run  # not a child, which would list the parameters twice
 
     def run_again_by(self, again: Callable) -> None:
         """Have what is checkpointed run by `again`, which is called with what runs and its inputs."""
-        for part in (self,) if self.whole else (m for m in self.run.children() if isinstance(m, _Checkpointed)):
+        for part in (
+            (self,)
+            if self.whole
+            else (m for m in self.run.children() if isinstance(m, _Checkpointed))
+        ):
             part.again = again
 
     def forward(self, *inputs: torch.Tensor) -> Any:
@@ -79,19 +99,29 @@ def wrap_recomputed(program: Program, plan: Plan, traced: TracedModel) -> None:
         body = getattr(program.module, name, None)  # none: of another rank's stage
         if body is None:
             continue
-        changing = tuple(p.attribute for p in program.parameters if p.module == name and p.spec.name in program.updates)
-        wrapped = recomputed(body, traced.classes[segment.class_index], modes[segment.name], changing)
+        changing = tuple(
+            p.attribute
+            for p in program.parameters
+            if p.module == name and p.spec.name in program.updates
+        )
+        wrapped = recomputed(
+            body, traced.classes[segment.class_index], modes[segment.name], changing
+        )
         for holder in (program.module, *(stage.module for stage in program.stages)):
             if hasattr(holder, name):
                 setattr(holder, name, wrapped)
 
 
-def recomputed(body: GraphModule, block: BlockClass, mode: str, changing: tuple[str, ...]) -> nn.Module:
+def recomputed(
+    body: GraphModule, block: BlockClass, mode: str, changing: tuple[str, ...]
+) -> nn.Module:
     """A segment under a recompute mode: itself, if that has nothing to run again."""
     if mode == "full":
         return Recomputed(body, body, True, None, changing)
     if mode == "op" and block.is_layer:
-        return Recomputed(body, _keeping(body, dear_ops(block.graph)), True, _kept_contexts, changing)
+        return Recomputed(
+            body, _keeping(body, dear_ops(block.graph)), True, _kept_contexts, changing
+        )
     if mode == "selective" and (core := attention_core(block.graph)):
         run = _copy(body)
         parts = core_parts(run.graph, core)
@@ -134,7 +164,11 @@ def _keep() -> Iterator[None]:
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep what ops within `_keep` compute.  Views cost nothing, and keeping one would keep all that it is a view of."""
     views = any(result.alias_info is not None for result in op._schema.returns)
-    return CheckpointPolicy.MUST_SAVE if getattr(_kept, "on", False) and not views else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if getattr(_kept, "on", False) and not views
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 _kept_contexts = partial(create_selective_checkpoint_contexts, _policy)
@@ -144,7 +178,9 @@ def _keeping(body: GraphModule, dear: Collection[str]) -> GraphModule:
     """The segment with its dear ops and its sums over axes called within `_keep`."""
     run = _copy(body)
     for node in run.graph.nodes:
-        if node.op == "call_function" and (node.meta.get("op") in dear or node.target in (all_reduce, reduce_scatter)):
+        if node.op == "call_function" and (
+            node.meta.get("op") in dear or node.target in (all_reduce, reduce_scatter)
+        ):
             node.target = _called_within_keep(node.target)
     run.recompile()
     return run
@@ -169,15 +205,24 @@ def core_parts(graph: Graph, core: Collection[str]) -> list[set[Node]]:
     """
     calls = [node for node in graph.nodes if node.op == "call_function"]
     inside = {node for node in calls if node.meta.get("op") in core}
-    outside = {node for node in calls if any(n.op == "get_attr" or n.target is local_shard for n in node.all_input_nodes)} - inside
+    outside = {
+        node
+        for node in calls
+        if any(n.op == "get_attr" or n.target is local_shard for n in node.all_input_nodes)
+    } - inside
     between = _descendants(calls, inside, outside) & _ancestors(calls, inside, outside)
     parts: list[set[Node]] = []
     for node in calls:
         if node in inside | between:
             near = [part for part in parts if part & set(node.all_input_nodes)]
             parts = [part for part in parts if part not in near] + [set().union({node}, *near)]
-    parts = [part | (_descendants(calls, part, set()) & _ancestors(calls, part, set())) for part in parts]
-    return [part | {user for node in part for user in node.users if user.target.__name__ == "getitem"} for part in parts]
+    parts = [
+        part | (_descendants(calls, part, set()) & _ancestors(calls, part, set())) for part in parts
+    ]
+    return [
+        part | {user for node in part for user in node.users if user.target.__name__ == "getitem"}
+        for part in parts
+    ]
 
 
 def _descendants(calls: list[Node], sources: set[Node], barred: set[Node]) -> set[Node]:
@@ -194,4 +239,3 @@ def _ancestors(calls: list[Node], targets: set[Node], barred: set[Node]) -> set[
         if node not in barred and any(n in targets or n in found for n in node.users):
             found.add(node)
     return found
-

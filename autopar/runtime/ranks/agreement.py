@@ -46,7 +46,11 @@ def from_all(group: dist.ProcessGroup | None, function: Callable[[], T]) -> list
     dist.all_gather_object(found, _outcome(function), group=group)
     for rank, (_, mistake) in enumerate(found):
         if mistake:
-            raise AutoparError(mistake if all(other == mistake for _, other in found) else f"rank {rank}: {mistake}")
+            raise AutoparError(
+                mistake
+                if all(other == mistake for _, other in found)
+                else f"rank {rank}: {mistake}"
+            )
     return [value for value, _ in found]
 
 
@@ -59,7 +63,11 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, str]:
 
 def lost_contact(error: BaseException) -> bool:
     """Whether an error is one of gloo, NCCL or the store."""
-    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
+    return (
+        isinstance(error, dist.DistError)
+        or isinstance(error, RuntimeError)
+        and "gloo" in str(error)
+    )
 
 
 @contextlib.contextmanager

@@ -48,7 +48,9 @@ class WorkerError(RuntimeError):
         self.rank = rank
 
 
-def run_workers(function: Callable[..., Any], nproc: int, args: tuple = (), timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+def run_workers(
+    function: Callable[..., Any], nproc: int, args: tuple = (), timeout_s: float = DEFAULT_TIMEOUT_S
+) -> list[Any]:
     """[function(rank, *args) for each rank], run by `nproc` new processes joined in a gloo process group.
 
     The function may be a closure where processes can be forked (Linux, CUDA and torch.distributed not initialized here).  Raises
@@ -72,7 +74,9 @@ class WorkerPool:
         self.nproc, self.start_method = nproc, start_method
         self._workers: _Workers | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> list[Any]:
         """[function(rank, *args) for each rank].  The function is sent by reference: one defined at the top level of a module."""
         task = pickle.dumps((function, args))
         if self._workers is not None and not self._workers.alive():
@@ -103,7 +107,11 @@ class _Workers:
     """Processes of one gloo world, one pipe to each."""
 
     def __init__(
-        self, nproc: int, task: tuple[Callable[..., Any], tuple] | None, timeout_s: float, start_method: str | None = None
+        self,
+        nproc: int,
+        task: tuple[Callable[..., Any], tuple] | None,
+        timeout_s: float,
+        start_method: str | None = None,
     ) -> None:
         if nproc < 1:
             raise AutoparError(f"nproc={nproc} must be at least 1")
@@ -143,12 +151,15 @@ class _Workers:
         deadline_s = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         while len(results) < len(self.pipes):
-            waiting = {self.pipes[rank]: rank for rank in range(len(self.pipes)) if rank not in results}
+            waiting = {
+                self.pipes[rank]: rank for rank in range(len(self.pipes)) if rank not in results
+            }
             ready = wait(list(waiting), max(0.0, deadline_s - time.monotonic()))
             if not ready:
                 late = sorted(waiting.values())
                 raise WorkerError(
-                    f"rank(s) {', '.join(map(str, late))} of {len(self.pipes)} did not finish within {timeout_s:g} s", late[0]
+                    f"rank(s) {', '.join(map(str, late))} of {len(self.pipes)} did not finish within {timeout_s:g} s",
+                    late[0],
                 )
             for pipe in ready:
                 rank = waiting[pipe]
@@ -177,7 +188,11 @@ class _Workers:
         process = self.processes[rank]
         process.join(10.0)
         code = process.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"ended with exit code {code}"
+        )
         words = f"rank {rank} of {len(self.pipes)} {how} before it returned a result"
         with contextlib.suppress(OSError):  # it died before it could make the file
             crash = _crash_file(self.directory.name, rank).read_text(errors="replace")
@@ -191,7 +206,9 @@ class _Workers:
             error = AutoparError(message)
             error.__cause__ = failure
             return error
-        ended = wait([process.sentinel for process in self.processes], _GRACE_S)  # a moment before there is an exit code
+        ended = wait(
+            [process.sentinel for process in self.processes], _GRACE_S
+        )  # a moment before there is an exit code
         for other, process in enumerate(self.processes):
             if process.sentinel in ended:
                 death = self._death(other)
@@ -211,9 +228,13 @@ def _crash_file(directory: str, rank: int) -> Path:
     return Path(directory, f"rank-{rank}.crash")
 
 
-def _worker(rank: int, nproc: int, directory: str, pipe: Connection, task: tuple | None, timeout_s: float) -> None:
+def _worker(
+    rank: int, nproc: int, directory: str, pipe: Connection, task: tuple | None, timeout_s: float
+) -> None:
     """One rank: run the given task, then each that comes through the pipe, until the pipe ends or something fails."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of the terminal; the parent ends its workers itself
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of the terminal; the parent ends its workers itself
     crash = _crash_file(directory, rank).open("w")
     faulthandler.enable(crash)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -225,15 +246,34 @@ def _worker(rank: int, nproc: int, directory: str, pipe: Connection, task: tuple
         if sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(os.path.join(directory, "store"), nproc)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=nproc, timeout=timedelta(seconds=timeout_s + 60))
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=nproc,
+            timeout=timedelta(seconds=timeout_s + 60),
+        )
         while True:
             function, args = task if task is not None else pickle.loads(_receive(pipe))
             task = None
             pipe.send_bytes(pickle.dumps(("result", function(rank, *args))))
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
         trace = "".join(traceback.format_exception(error))
-        pipe.send_bytes(pickle.dumps(("error", (isinstance(error, AutoparError) and not isinstance(error, LostRanks), str(error), trace))))
-        _receive(pipe)  # stay until killed: closed sockets would fail the other ranks too and hide the cause
+        pipe.send_bytes(
+            pickle.dumps(
+                (
+                    "error",
+                    (
+                        isinstance(error, AutoparError) and not isinstance(error, LostRanks),
+                        str(error),
+                        trace,
+                    ),
+                )
+            )
+        )
+        _receive(
+            pipe
+        )  # stay until killed: closed sockets would fail the other ranks too and hide the cause
 
 
 def _keep_freed_memory() -> None:

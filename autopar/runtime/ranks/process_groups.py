@@ -15,7 +15,9 @@ from autopar.ir.mesh import AXES, COPIES, MeshShape
 from autopar.rewrite.collectives.axes import AxisGroup
 
 
-def mesh_axes(shape: MeshShape, device_type: str = "cpu", shard: int = 0) -> tuple[DeviceMesh | None, dict[str, AxisGroup]]:
+def mesh_axes(
+    shape: MeshShape, device_type: str = "cpu", shard: int = 0
+) -> tuple[DeviceMesh | None, dict[str, AxisGroup]]:
     """The DeviceMesh with the dims of `AXES` (also those of size 1), and each axis' group for this rank.  Where groups of `shard`
     data-parallel ranks share out what ZeRO does, dp is in two: `COPIES` from group to group, and `dp` inside one.
 
@@ -24,7 +26,11 @@ def mesh_axes(shape: MeshShape, device_type: str = "cpu", shard: int = 0) -> tup
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != shape.num_devices:
-        how = f"the process group has {world_size} rank(s)" if dist.is_initialized() else "no process group is initialized"
+        how = (
+            f"the process group has {world_size} rank(s)"
+            if dist.is_initialized()
+            else "no process group is initialized"
+        )
         raise AutoparError(
             f"the mesh ({shape}) has {shape.num_devices} device(s), but {how}; "
             f"start {shape.num_devices} process(es) (torchrun --nproc-per-node=...) or plan for {world_size} device(s)"
@@ -34,12 +40,19 @@ def mesh_axes(shape: MeshShape, device_type: str = "cpu", shard: int = 0) -> tup
     whole, mesh = _device_mesh(shape, device_type), _device_mesh(shape, device_type, shard)
     axes = {}
     for place, axis in enumerate(mesh.mesh_dim_names):
-        of, size = mesh if axis in (COPIES, "dp") else whole, mesh.size(place)  # groups of the others are those of the program
-        axes[axis] = AxisGroup(axis, size, of.get_local_rank(axis), of.get_group(axis).group_name if size > 1 else None)
+        of, size = (
+            mesh if axis in (COPIES, "dp") else whole,
+            mesh.size(place),
+        )  # groups of the others are those of the program
+        axes[axis] = AxisGroup(
+            axis, size, of.get_local_rank(axis), of.get_group(axis).group_name if size > 1 else None
+        )
     return mesh, axes
 
 
-def pp_subgroup(shape: MeshShape, rank: int, coordinates: tuple[int, ...], pp: AxisGroup) -> AxisGroup | None:
+def pp_subgroup(
+    shape: MeshShape, rank: int, coordinates: tuple[int, ...], pp: AxisGroup
+) -> AxisGroup | None:
     """The group of the ranks with these pp coordinates and the other coordinates of `rank`; None if `rank` is not among them.
 
     Every rank of the world must call, with the same `coordinates`.
@@ -51,7 +64,9 @@ def pp_subgroup(shape: MeshShape, rank: int, coordinates: tuple[int, ...], pp: A
     groups = {first: _group(tuple(first + c * stride for c in coordinates)) for first in firsts}
     if place not in coordinates:
         return None
-    return AxisGroup("pp", len(coordinates), coordinates.index(place), groups[rank - place * stride].group_name)
+    return AxisGroup(
+        "pp", len(coordinates), coordinates.index(place), groups[rank - place * stride].group_name
+    )
 
 
 _meshes: tuple[Any, dict[tuple, Any]] = (None, {})
@@ -76,7 +91,9 @@ def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 def ranks_of(shape: MeshShape) -> torch.Tensor:
     """The rank at each coordinate of `AXES`."""
     placed = shape.placed
-    ranks = torch.arange(shape.num_devices, dtype=torch.int).view([shape.size(axis) for axis in placed])
+    ranks = torch.arange(shape.num_devices, dtype=torch.int).view(
+        [shape.size(axis) for axis in placed]
+    )
     return ranks.permute([placed.index(axis) for axis in AXES])
 
 
@@ -87,10 +104,18 @@ def _device_mesh(shape: MeshShape, device_type: str, shard: int = 0) -> DeviceMe
         ranks, names = ranks_of(shape), AXES
         if shard:
             place = AXES.index("dp")
-            ranks, names = ranks.unflatten(place, (-1, shape.sharing_dp(shard))), (*AXES[:place], COPIES, *AXES[place:])
-        reached = torch.device(device_type) in dist.group.WORLD._device_types  # NCCL does not reach what is offloaded to the host
+            ranks, names = (
+                ranks.unflatten(place, (-1, shape.sharing_dp(shard))),
+                (*AXES[:place], COPIES, *AXES[place:]),
+            )
+        reached = (
+            torch.device(device_type) in dist.group.WORLD._device_types
+        )  # NCCL does not reach what is offloaded to the host
         known[key] = mesh = DeviceMesh(
-            device_type, ranks, mesh_dim_names=names, backend_override=None if reached else (("gloo", None),) * len(names)
+            device_type,
+            ranks,
+            mesh_dim_names=names,
+            backend_override=None if reached else (("gloo", None),) * len(names),
         )
         for axis in names:  # torch gives new groups its own default, half an hour over gloo
             set_time_limit(mesh.get_group(axis), time_limit())
@@ -105,7 +130,13 @@ def join_process_group(backend: str, limit: timedelta) -> None:
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
     start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {world_size} ranks"
-    dist.init_process_group(backend, store=dist.PrefixStore(start, store), rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(start, store),
+        rank=rank,
+        world_size=world_size,
+        timeout=limit,
+    )
 
 
 def time_limit() -> timedelta:

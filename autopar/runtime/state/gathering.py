@@ -33,9 +33,13 @@ class Gathering:
         self._present: set[str] = set()
         self._travelling: tuple[list[str], Moving] | None = None
         self.segment_of: dict[str, str] = {}
-        self._shown: set[str] = set()  # those of which a segment has given out a view: they stay until backward
+        self._shown: set[str] = (
+            set()
+        )  # those of which a segment has given out a view: they stay until backward
 
-    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    def empty(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> nn.Parameter:
         """A leaf without memory."""
         leaf = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         leaf.untyped_storage().resize_(0)
@@ -47,7 +51,9 @@ class Gathering:
         segments = []
         names = {id(leaf): name for name, leaf in self._leaves.items()}
         for path, module in root.named_modules():
-            own = list(dict.fromkeys(names[id(p)] for p in module._parameters.values() if id(p) in names))
+            own = list(
+                dict.fromkeys(names[id(p)] for p in module._parameters.values() if id(p) in names)
+            )
             if own:
                 segments.append((module, own))
                 for name in own:
@@ -79,7 +85,9 @@ class Gathering:
         for name, whole in zip(names, moving.wait(), strict=True):
             leaf = self._leaves[name]
             leaf.untyped_storage().resize_(leaf.numel() * leaf.element_size())
-            with torch.autograd._unsafe_preserve_version_counter(leaf):  # what backward has kept is the same as before
+            with torch.autograd._unsafe_preserve_version_counter(
+                leaf
+            ):  # what backward has kept is the same as before
                 copied(leaf.detach(), whole)
         self._present.update(names)
 
@@ -103,11 +111,21 @@ class Gathering:
         finally:
             self.free()
 
-    def _before(self, names: list[str], following: list[str], module: nn.Module, inputs: Any) -> None:
+    def _before(
+        self, names: list[str], following: list[str], module: nn.Module, inputs: Any
+    ) -> None:
         recomputes = torch._C._current_graph_task_id() != -1
         self.fill(names, () if recomputes else following)
 
-    def _after(self, names: list[str], following: list[str], last: bool, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _after(
+        self,
+        names: list[str],
+        following: list[str],
+        last: bool,
+        module: nn.Module,
+        inputs: Any,
+        outputs: Any,
+    ) -> None:
         if torch._C._current_graph_task_id() != -1:  # recomputed: its backward comes next
             return
         given = {id(x) for x in tree_leaves(inputs)}
@@ -117,8 +135,12 @@ class Gathering:
                 x.register_hook(partial(self._before_backward, names, following))
         if last and torch.is_grad_enabled():  # its backward comes next
             return
-        shown = {x.untyped_storage()._cdata for x in results}  # a result may be a view of a parameter: it is freed after backward
-        self._shown.update(name for name in names if self._leaves[name].untyped_storage()._cdata in shown)
+        shown = {
+            x.untyped_storage()._cdata for x in results
+        }  # a result may be a view of a parameter: it is freed after backward
+        self._shown.update(
+            name for name in names if self._leaves[name].untyped_storage()._cdata in shown
+        )
         self.free([name for name in names if name not in self._shown])
 
     def _before_backward(self, names: list[str], following: list[str], grad: Tensor) -> None:

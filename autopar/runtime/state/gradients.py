@@ -24,7 +24,10 @@ def partial_axes(layouts: Mapping[str, Layout]) -> tuple[str, ...]:
 
 
 def add_up(
-    grads: dict[str, torch.Tensor], layouts: Layouts, axes: Mapping[str, AxisGroup], put: Callable[[str, torch.Tensor], None]
+    grads: dict[str, torch.Tensor],
+    layouts: Layouts,
+    axes: Mapping[str, AxisGroup],
+    put: Callable[[str, torch.Tensor], None],
 ) -> None:
     """Add up partial gradients, in buckets of those that are partial over the same axis.
 
@@ -37,12 +40,19 @@ def add_up(
     for (axis, _), names in members.items():
         for bucket in buckets(names, lambda name: grads[name].nbytes, BUCKET_BYTES):
             flat = sum_in_place(torch.cat([grads[name].reshape(-1) for name in bucket]), axes[axis])
-            for name, total in zip(bucket, flat.split([grads[name].numel() for name in bucket]), strict=True):
+            for name, total in zip(
+                bucket, flat.split([grads[name].numel() for name in bucket]), strict=True
+            ):
                 grads[name] = total.view(grads[name].shape)
                 put(name, grads[name])
 
 
-def global_norm(grads: Mapping[str, torch.Tensor], layouts: Layouts, axes: Mapping[str, AxisGroup], device: torch.device) -> torch.Tensor:
+def global_norm(
+    grads: Mapping[str, torch.Tensor],
+    layouts: Layouts,
+    axes: Mapping[str, AxisGroup],
+    device: torch.device,
+) -> torch.Tensor:
     """The 2-norm of all gradients together: squares of shards are added up over the axes that shard them."""
     squares: dict[tuple[str, ...], torch.Tensor] = {(): torch.zeros((), device=device)}
     for name, grad in grads.items():
@@ -50,5 +60,7 @@ def global_norm(grads: Mapping[str, torch.Tensor], layouts: Layouts, axes: Mappi
         squares[sharded] = squares.get(sharded, 0.0) + grad.pow(2).sum()
     for sharded in squares:
         for axis in sharded:
-            squares[sharded] = apply_primitive("all_reduce", squares[sharded], axes[axis], None, None)
+            squares[sharded] = apply_primitive(
+                "all_reduce", squares[sharded], axes[axis], None, None
+            )
     return sum(squares.values()).sqrt()

@@ -49,18 +49,24 @@ def materialize(
     def keep(name: str, whole: torch.Tensor) -> torch.Tensor:
         spec = specs[name]
         if tuple(whole.shape) != spec.shape:
-            raise AutoparError(f"{name} has shape {tuple(whole.shape)} in the weights; the model has {spec.shape}")
+            raise AutoparError(
+                f"{name} has shape {tuple(whole.shape)} in the weights; the model has {spec.shape}"
+            )
         target = dtype(name) if whole.is_floating_point() else whole.dtype
         with torch.no_grad():
             shard = kept(name, shard_of(whole, layouts.get(name, {}), program.mesh, program.rank))
-            return shard.to(device=home(name), dtype=target, copy=True, memory_format=torch.contiguous_format)
+            return shard.to(
+                device=home(name), dtype=target, copy=True, memory_format=torch.contiguous_format
+            )
 
     if weights is not None:
         reader = open_weights(weights)
         found = {}
         for name in held:
             spec = specs[name]
-            tensor = next((reader(alias) for alias in (name, *spec.aliases) if reader.has(alias)), None)
+            tensor = next(
+                (reader(alias) for alias in (name, *spec.aliases) if reader.has(alias)), None
+            )
             if tensor is not None:
                 found[name] = keep(name, tensor)
             elif not spec.buffer:
@@ -138,12 +144,20 @@ def _initialize_module(model: nn.Module, module: nn.Module, prefix: str) -> nn.M
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None)
+    return (
+        (n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None
+    )
 
 
 def _left(model: nn.Module, module: nn.Module, name: str) -> AutoparError:
-    whose = type(model).__name__ + "._init_weights" if hasattr(model, "_init_weights") else type(module).__name__ + ".reset_parameters"
-    return AutoparError(f"{whose} left {name.lstrip('.')} uninitialized; set it there, pass weights=, or build the model on a real device")
+    whose = (
+        type(model).__name__ + "._init_weights"
+        if hasattr(model, "_init_weights")
+        else type(module).__name__ + ".reset_parameters"
+    )
+    return AutoparError(
+        f"{whose} left {name.lstrip('.')} uninitialized; set it there, pass weights=, or build the model on a real device"
+    )
 
 
 def _initialized_over(model: nn.Module, module: nn.Module, prefix: str, number: int) -> nn.Module:
@@ -158,7 +172,9 @@ def _initialized_over(model: nn.Module, module: nn.Module, prefix: str, number: 
     with torch.no_grad():
         for _, tensor in _held(real):
             tensor.fill_(torch.nan if tensor.is_floating_point() else number)
-        if hasattr(model, "_init_weights"):  # Hugging Face: one method of the model initializes any of its modules, buffers included
+        if hasattr(
+            model, "_init_weights"
+        ):  # Hugging Face: one method of the model initializes any of its modules, buffers included
             if hasattr(real, "reset_parameters"):
                 real.reset_parameters()
             model._init_weights(real)
@@ -183,24 +199,33 @@ class open_weights:  # noqa: N801  (reads like a function)
         self._loaded: dict[str, torch.Tensor] = {}
         try:
             if not path.exists():
-                raise AutoparError(f"weights {path} do not exist; give a .safetensors file, a directory of them, or a torch checkpoint")
+                raise AutoparError(
+                    f"weights {path} do not exist; give a .safetensors file, a directory of them, or a torch checkpoint"
+                )
             if path.is_dir() or path.suffix == ".safetensors":
                 self._index(path)
             else:
                 state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
                 found = state.get("state_dict", state) if isinstance(state, dict) else {}
-                self._loaded = {name: t for name, t in dict(found).items() if isinstance(t, torch.Tensor)}
+                self._loaded = {
+                    name: t for name, t in dict(found).items() if isinstance(t, torch.Tensor)
+                }
         except AutoparError:
             raise
         except Exception as error:  # corrupt files raise many types
-            raise AutoparError(f"cannot read weights {path}: {type(error).__name__}: {str(error)[:200]}") from error
+            raise AutoparError(
+                f"cannot read weights {path}: {type(error).__name__}: {str(error)[:200]}"
+            ) from error
 
     def _index(self, path: Path) -> None:
         from safetensors import safe_open
 
         index = path / "model.safetensors.index.json"
         if path.is_dir() and index.exists():
-            self._files = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            self._files = {
+                name: path / file
+                for name, file in json.loads(index.read_text())["weight_map"].items()
+            }
             return
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files:
@@ -225,4 +250,6 @@ class open_weights:  # noqa: N801  (reads like a function)
             with safe_open(self._files[name], framework="pt") as reader:
                 return reader.get_tensor(name)
         except Exception as error:  # corrupt files raise many types
-            raise AutoparError(f"cannot read weights {name} in {self._files[name]}: {type(error).__name__}: {str(error)[:200]}") from error
+            raise AutoparError(
+                f"cannot read weights {name} in {self._files[name]}: {type(error).__name__}: {str(error)[:200]}"
+            ) from error

@@ -38,13 +38,19 @@ ELEMENTWISE = (
 class Summed(TorchFunctionMode):
     """Within the block, a DTensor result that is a pending sum over some axes is added up."""
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         placements = getattr(result, "placements", ())
         if any(placement.is_partial() for placement in placements):
             from torch.distributed.tensor import Replicate
 
-            return result.redistribute(placements=[Replicate() if placement.is_partial() else placement for placement in placements])
+            return result.redistribute(
+                placements=[
+                    Replicate() if placement.is_partial() else placement for placement in placements
+                ]
+            )
         return result
 
 
@@ -69,18 +75,28 @@ def make_optimizer(factory: Factory, parameters: Parameters, plan: Plan) -> torc
             f"this is a {type(factory).__name__}, built over tensors that the engine does not train"
         )
     optimizer = _built(factory, parameters)
-    if plan.mesh.num_devices == 1 or is_elementwise(optimizer) or (_is_adafactor(optimizer) and plan.offload == "none"):
+    if (
+        plan.mesh.num_devices == 1
+        or is_elementwise(optimizer)
+        or (_is_adafactor(optimizer) and plan.offload == "none")
+    ):
         return optimizer
-    cut = parameters.cut({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
+    cut = parameters.cut(
+        {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    )
     everywhere = _couples(optimizer, bool(cut), plan)
     before = list(parameters.masters.values())
     parameters.update_whole(cut, everywhere)
-    if any(master is not old for master, old in zip(parameters.masters.values(), before, strict=True)):
+    if any(
+        master is not old for master, old in zip(parameters.masters.values(), before, strict=True)
+    ):
         optimizer = _built(factory, parameters)
     if cut:
         _keep_owned(optimizer, parameters)
         whole = parameters.wholes.most_elements() * parameters.master_dtype.itemsize / 2**20
-        where = "on every rank, as it looks at several at once" if everywhere else "each on one rank"
+        where = (
+            "on every rank, as it looks at several at once" if everywhere else "each on one rank"
+        )
         say(f"{type(optimizer).__name__} is given whole parameters: the {len(cut)} that ranks hold in parts are gathered for the update, "
             f"{where}, which holds the weights ({whole:,.1f} MiB at most) and their gradients and optimizer state whole; the plan does not "
             "count them")  # fmt: skip
@@ -92,7 +108,9 @@ def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _built(factory: Factory, parameters: Parameters) -> torch.optim.Optimizer:
-    trained = list(parameters.masters.values()) or [nn.Parameter(torch.zeros(0, 0, device=parameters.device))]  # torch wants one at least
+    trained = list(parameters.masters.values()) or [
+        nn.Parameter(torch.zeros(0, 0, device=parameters.device))
+    ]  # torch wants one at least
     optimizer = factory(trained)
     check_step(optimizer)
     own = {id(master) for master in trained}
@@ -108,11 +126,16 @@ def _built(factory: Factory, parameters: Parameters) -> torch.optim.Optimizer:
 def _couples(optimizer: torch.optim.Optimizer, cut: bool, plan: Plan) -> bool:
     """Whether the optimizer couples parameters.  AutoparError if the plan parts what it must see together; `cut`: whether the plan cuts
     parameters of this rank."""
-    ranks = from_all(file_group(), lambda: (habits_of(optimizer), cut))  # stages of a pipeline hold, and try, different parameters
+    ranks = from_all(
+        file_group(), lambda: (habits_of(optimizer), cut)
+    )  # stages of a pipeline hold, and try, different parameters
     couples = any(habits.couples for habits, _ in ranks)
     obstacle = next((habits.obstacle for habits, _ in ranks if habits.obstacle), "")
     if couples and plan.mesh.pp > 1:
-        obstacle = obstacle or "updates a parameter by what it knows of others, which are in other stages of the pipeline"
+        obstacle = (
+            obstacle
+            or "updates a parameter by what it knows of others, which are in other stages of the pipeline"
+        )
     if obstacle and (plan.mesh.pp > 1 or any(cut for _, cut in ranks)):
         mesh = plan.mesh
         raise AutoparError(
@@ -125,12 +148,16 @@ def _couples(optimizer: torch.optim.Optimizer, cut: bool, plan: Plan) -> bool:
 
 def _keep_owned(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
     """Take out of the optimizer what other ranks update."""
-    others = {id(master) for name, master in parameters.masters.items() if not parameters.has_master(name)}
+    others = {
+        id(master) for name, master in parameters.masters.items() if not parameters.has_master(name)
+    }
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) in others:
                 optimizer.state.pop(parameter, None)  # made by the constructor
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in others]
+        group["params"] = [
+            parameter for parameter in group["params"] if id(parameter) not in others
+        ]
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
@@ -139,7 +166,11 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
         raise AutoparError(f"the optimizer factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass, for example, "
                            "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)")  # fmt: skip
     parameters = inspect.signature(optimizer.step).parameters.values()
-    if needed := [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
+    if needed := [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]:
         raise AutoparError(f"{type(optimizer).__name__}.step needs {needed[0]}: it runs the model several times a step, which the engine "
                            "does once; use an optimizer that steps on gradients alone, such as AdamW")  # fmt: skip
 
@@ -152,6 +183,9 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     except RuntimeError as error:  # NotImplementedError is one
         if "sharding strategy" not in str(error):
             raise
-        kind, op = type(optimizer).__name__, next((word for word in str(error).split() if word.startswith("aten.")), "an op")
+        kind, op = (
+            type(optimizer).__name__,
+            next((word for word in str(error).split() if word.startswith("aten.")), "an op"),
+        )
         raise AutoparError(f"{kind} steps by {op}, which torch {torch.__version__} has for whole parameters alone, and these are sharded: "
                            f"use {kind} without fused=True, or another optimizer") from error  # fmt: skip

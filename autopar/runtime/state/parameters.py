@@ -41,7 +41,16 @@ from autopar.runtime.state.gathering import Gathering
 from autopar.runtime.state.gradients import BUCKET_BYTES, add_up
 from autopar.runtime.state.precision import PRECISIONS, master_dtype
 from autopar.runtime.state.whole_matrices import Cutting, WholeMatrices
-from autopar.runtime.state.zero import SHARING_AXES, Moving, Share, buckets, copied, gather, scatter, share_of
+from autopar.runtime.state.zero import (
+    SHARING_AXES,
+    Moving,
+    Share,
+    buckets,
+    copied,
+    gather,
+    scatter,
+    share_of,
+)
 
 HOST = torch.device("cpu")
 """Where offloaded tensors are."""
@@ -90,9 +99,13 @@ class Parameters:
         self._fetched = plan.offload == "parameters"
         self._copied = self.half or plan.offload == "optimizer"  # whether masters are copies
         self._each_backward = plan.zero >= 2 and self.by_pass
-        self._by_segment = self._fetched or (plan.zero == 3 and self.by_pass)  # whether leaves have memory while a segment runs
+        self._by_segment = self._fetched or (
+            plan.zero == 3 and self.by_pass
+        )  # whether leaves have memory while a segment runs
         self._shares = {
-            name: share_of(self._local_shape(name), layouts.get(name, {}), axes) if spec.trainable and plan.zero else Share()
+            name: share_of(self._local_shape(name), layouts.get(name, {}), axes)
+            if spec.trainable and plan.zero
+            else Share()
             for name, spec in specs.items()
         }
         self.wholes = WholeMatrices(axes)
@@ -101,7 +114,9 @@ class Parameters:
         self._ready: list[str] = []
         self._ready_bytes = 0
         self._travelling: tuple[list[str], Moving] | None = None
-        self.gathering = Gathering(self._gather, ahead=device.type != "cpu")  # on CPU a collective is waited for at once
+        self.gathering = Gathering(
+            self._gather, ahead=device.type != "cpu"
+        )  # on CPU a collective is waited for at once
 
     @property
     def by_pass(self) -> bool:
@@ -116,7 +131,9 @@ class Parameters:
         shape = list(self.specs[name].shape)
         for axis, layout in self._layouts.get(name, {}).items():
             if layout.is_shard:
-                shape[layout.dim] = local_extent(shape[layout.dim], self.axes[axis].size, self.axes[axis].index, layout.pattern)
+                shape[layout.dim] = local_extent(
+                    shape[layout.dim], self.axes[axis].size, self.axes[axis].index, layout.pattern
+                )
         return tuple(shape)
 
     def splits(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
@@ -126,14 +143,19 @@ class Parameters:
             if layout.is_shard:
                 group = self.axes[axis]
                 found.append((group, Split(layout.dim, shape[layout.dim], layout.pattern)))
-                shape[layout.dim] = local_extent(shape[layout.dim], group.size, group.index, layout.pattern)
+                shape[layout.dim] = local_extent(
+                    shape[layout.dim], group.size, group.index, layout.pattern
+                )
         return tuple(found)
 
     def cuts(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
         """The groups over which a master is cut, outermost first, and what each cuts: tp and ep, and then those of ZeRO."""
         if name in self.wholes:
             return ()
-        return (*self.splits(name), *((self.axes[axis], split) for axis, split in self._shares[name].cuts))
+        return (
+            *self.splits(name),
+            *((self.axes[axis], split) for axis, split in self._shares[name].cuts),
+        )
 
     def has_master(self, name: str) -> bool:
         """Whether this rank holds what the optimizer updates of a trained parameter: its own part, or the whole that it owns."""
@@ -157,7 +179,11 @@ class Parameters:
             one = self.trained[name]
             whole = self.wholes.joined(name, one.local.to(self.device))
             owned = self._on_host(whole) if self.host is not None else whole
-            one.master = nn.Parameter(owned) if self.wholes.owns(name) else self.wholes.placeholder(name, owned)
+            one.master = (
+                nn.Parameter(owned)
+                if self.wholes.owns(name)
+                else self.wholes.placeholder(name, owned)
+            )
 
     # ----------------------------------------------------------------------------------------------------------------- set up
 
@@ -176,11 +202,17 @@ class Parameters:
         """What this rank keeps of the tensor that its graphs read."""
         return self._shares[name].part(whole, self.axes) if self.plan.zero == 3 else whole
 
-    def install(self, program: Program, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def install(
+        self, program: Program, tensors: Mapping[str, Tensor], device: torch.device
+    ) -> None:
         """Put local tensors, of which `kept` says which part, in place of the program's meta parameters.  Tied slots share one tensor."""
         for name, spec in self.specs.items():
             if not spec.trainable:
-                self.leaves[name] = tensors[name] if spec.buffer else nn.Parameter(tensors[name], requires_grad=False)
+                self.leaves[name] = (
+                    tensors[name]
+                    if spec.buffer
+                    else nn.Parameter(tensors[name], requires_grad=False)
+                )
             else:
                 self.leaves[name] = self._train(name, tensors[name])
         self.give(program, device)
@@ -189,7 +221,9 @@ class Parameters:
         """Let a program read the installed tensors."""
         for parameter in program.parameters:
             holder = getattr(program.module, parameter.module)
-            (holder._buffers if parameter.spec.buffer else holder._parameters)[parameter.attribute] = self.leaves[parameter.spec.name]
+            (holder._buffers if parameter.spec.buffer else holder._parameters)[
+                parameter.attribute
+            ] = self.leaves[parameter.spec.name]
         for module in program.module.children():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.device != device:
@@ -205,7 +239,11 @@ class Parameters:
         """The leaf of a parameter, of which `tensor` is what `kept` keeps, at its `home`."""
         share, own = self._shares[name], tensor.to(self.dtype)
         gathers = self._fetched or (self.plan.zero == 3 and share.cuts)
-        leaf = self.gathering.empty(name, self._local_shape(name), self.dtype, self.device) if gathers else nn.Parameter(own)
+        leaf = (
+            self.gathering.empty(name, self._local_shape(name), self.dtype, self.device)
+            if gathers
+            else nn.Parameter(own)
+        )
         master = leaf
         if gathers:
             master = nn.Parameter(tensor)
@@ -213,46 +251,76 @@ class Parameters:
             own = share.part(leaf.detach(), self.axes)
             master = nn.Parameter(own)
         if self.host is not None:
-            master = nn.Parameter(self._on_host(tensor if gathers else share.part(tensor, self.axes)))
+            master = nn.Parameter(
+                self._on_host(tensor if gathers else share.part(tensor, self.axes))
+            )
             if self._fetched:
                 own = self._on_host(own) if self.half else master.detach()
         elif self.half and not gathers:
-            master = nn.Parameter(share.part(tensor, self.axes).clone(memory_format=torch.contiguous_format))
+            master = nn.Parameter(
+                share.part(tensor, self.axes).clone(memory_format=torch.contiguous_format)
+            )
         self.trained[name] = Trained(leaf, share, own, self._distributed(name, master))
         if self.half or self._each_backward or self._by_segment:
-            take = WeakMethod(self._take)  # autograd holds its hooks where no collector of garbage looks
-            leaf.register_post_accumulate_grad_hook(lambda leaf: (own := take()) and own(name, leaf))
+            take = WeakMethod(
+                self._take
+            )  # autograd holds its hooks where no collector of garbage looks
+            leaf.register_post_accumulate_grad_hook(
+                lambda leaf: (own := take()) and own(name, leaf)
+            )
         return leaf
 
     def _on_host(self, tensor: Tensor) -> Tensor:
         """A copy in host memory, pinned where that makes transfers faster."""
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.host, pin_memory=self.device.type == "cuda")
+        copy = torch.empty(
+            tensor.shape,
+            dtype=tensor.dtype,
+            device=self.host,
+            pin_memory=self.device.type == "cuda",
+        )
         return copy.copy_(tensor.detach())
 
     def _distributed(self, name: str, local: nn.Parameter) -> nn.Parameter:
         """What the optimizer sees: a DTensor that shares storage with `local`, over ep and tp, and over the axes that ZeRO shares out."""
         sharing = (COPIES, *SHARING_AXES) if self.plan.zero else ("ep",)
-        axes = tuple(axis for axis in (*sharing, "tp") if axis in self.axes and self.axes[axis].size > 1)
+        axes = tuple(
+            axis for axis in (*sharing, "tp") if axis in self.axes and self.axes[axis].size > 1
+        )
         if self.device_mesh is None or not axes:
             return local
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         layouts = self.effective_layouts({name: self._layouts.get(name, {})})[name]
-        placements = [Shard(layouts[axis].dim) if axis in layouts and layouts[axis].is_shard else Replicate() for axis in axes]
+        placements = [
+            Shard(layouts[axis].dim) if axis in layouts and layouts[axis].is_shard else Replicate()
+            for axis in axes
+        ]
         shape = torch.Size(self.specs[name].shape)
         stride = torch.empty(shape, device="meta").stride()
         mesh = self.device_mesh[axes if len(axes) > 1 else axes[0]]
-        return nn.Parameter(DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride))
+        return nn.Parameter(
+            DTensor.from_local(
+                local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride
+            )
+        )
 
-    def effective_layouts(self, layouts: Mapping[str, Mapping[str, Layout]]) -> dict[str, dict[str, Layout]]:
+    def effective_layouts(
+        self, layouts: Mapping[str, Mapping[str, Layout]]
+    ) -> dict[str, dict[str, Layout]]:
         """The layouts of masters and their gradients: as the graphs', but sharded over the axes that ZeRO shares out, and from group to
         group as over all of dp."""
         found = {
-            name: {axis: S(self._shares[name].dim) if axis in self._shares[name].axes else layout for axis, layout in own.items()}
+            name: {
+                axis: S(self._shares[name].dim) if axis in self._shares[name].axes else layout
+                for axis, layout in own.items()
+            }
             for name, own in layouts.items()
         }
         if COPIES in self.axes:
-            found = {name: own | ({COPIES: layouts[name]["dp"]} if "dp" in own else {}) for name, own in found.items()}
+            found = {
+                name: own | ({COPIES: layouts[name]["dp"]} if "dp" in own else {})
+                for name, own in found.items()
+            }
         return found
 
     # -------------------------------------------------------------------------------------------------------------- gradients
@@ -267,7 +335,11 @@ class Parameters:
                 leaf.grad = None
             return
         segment = self.gathering.segment_of.get(name)
-        if self._ready and self.plan.zero == 3 and self.gathering.segment_of.get(self._ready[-1]) != segment:
+        if (
+            self._ready
+            and self.plan.zero == 3
+            and self.gathering.segment_of.get(self._ready[-1]) != segment
+        ):
             self._flush()  # of the segment before
         self._ready.append(name)
         self._ready_bytes += leaf.grad.numel() * self.master_dtype.itemsize
@@ -291,7 +363,10 @@ class Parameters:
 
     def _scatter(self, names: Sequence[str], grads: Sequence[Tensor]) -> Moving:
         wide = [grad.to(self.master_dtype) for grad in grads]
-        shares, layouts = [self._shares[name] for name in names], [self._layouts.get(name, {}) for name in names]
+        shares, layouts = (
+            [self._shares[name] for name in names],
+            [self._layouts.get(name, {}) for name in names],
+        )
         return Moving(scatter(wide, shares, layouts, self.axes))
 
     def _add(self, name: str, grad: Tensor) -> None:
@@ -311,14 +386,20 @@ class Parameters:
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients so far by name, of parameters that have one; after `reduce` those that the optimizer is given."""
-        found = {name: one.leaf.grad if one.total is None else one.total for name, one in self.trained.items()}
+        found = {
+            name: one.leaf.grad if one.total is None else one.total
+            for name, one in self.trained.items()
+        }
         return {name: grad for name, grad in found.items() if grad is not None}
 
     def change_gradient(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
         """Put what `change` makes of a gradient so far, or of zeros if there is none, in its place."""
         one = self.trained[name]
         grad = one.leaf.grad if one.total is None else one.total
-        self._put(name, change(torch.zeros_like(one.leaf, dtype=self.master_dtype) if grad is None else grad))
+        self._put(
+            name,
+            change(torch.zeros_like(one.leaf, dtype=self.master_dtype) if grad is None else grad),
+        )
 
     def _put(self, name: str, grad: Tensor) -> None:
         """Make this the gradient so far."""
@@ -333,8 +414,12 @@ class Parameters:
         grads = self.gradients()
         if self.plan.zero and not self._each_backward:
             cut = [name for name in grads if self._shares[name].cuts]
-            for names in buckets(cut, lambda name: grads[name].numel() * self.master_dtype.itemsize, BUCKET_BYTES):
-                for name, part in zip(names, self._scatter(names, [grads[name] for name in names]).wait(), strict=True):
+            for names in buckets(
+                cut, lambda name: grads[name].numel() * self.master_dtype.itemsize, BUCKET_BYTES
+            ):
+                for name, part in zip(
+                    names, self._scatter(names, [grads[name] for name in names]).wait(), strict=True
+                ):
                     self.trained[name].total, self.leaves[name].grad = part, None
             grads = self.gradients()
         add_up(grads, self.effective_layouts(layouts), self.axes, self._put)
@@ -353,7 +438,9 @@ class Parameters:
                 continue
             if self.host is not None:
                 grad = self._on_host(grad)
-                self.trained[name].total = self.leaves[name].grad = None  # the device needs it no more
+                self.trained[name].total = self.leaves[name].grad = (
+                    None  # the device needs it no more
+                )
             if hasattr(master, "device_mesh"):
                 from torch.distributed.tensor import DTensor
 
@@ -407,5 +494,9 @@ class Parameters:
             part = self._part(name, self.master_dtype)
             return Moving(gather([part], [one.share], self.axes)).wait()[0].reshape(one.leaf.shape)
         if one.share.cuts and (self.plan.zero == 3 or self.half):
-            return Moving(gather([one.local.to(self.device)], [one.share], self.axes)).wait()[0].reshape(one.leaf.shape)
+            return (
+                Moving(gather([one.local.to(self.device)], [one.share], self.axes))
+                .wait()[0]
+                .reshape(one.leaf.shape)
+            )
         return one.local.to(self.device) if self.half or self._fetched else one.leaf.detach()

@@ -23,8 +23,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from autopar.ir.sharding import CONTIGUOUS, Pattern
@@ -89,7 +100,9 @@ class Pieces:
 
     def __post_init__(self) -> None:
         if tuple(self.local.shape) != tuple(len(p) for p in self.positions):
-            raise ValueError(f"a local tensor of {tuple(self.local.shape)} does not have {[len(p) for p in self.positions]} positions")
+            raise ValueError(
+                f"a local tensor of {tuple(self.local.shape)} does not have {[len(p) for p in self.positions]} positions"
+            )
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """(offset in the whole tensor, view of the local tensor) of each piece."""
@@ -114,7 +127,10 @@ def whole(tensor: Tensor) -> Pieces:
 def _runs(positions: Tensor) -> list[tuple[int, int, int]]:
     """(first position, its place here, length) of each run of consecutive positions."""
     starts = [0, *((positions.diff() != 1).nonzero().flatten() + 1).tolist(), len(positions)]
-    return [(int(positions[start]), start, end - start) for start, end in zip(starts, starts[1:], strict=False)]
+    return [
+        (int(positions[start]), start, end - start)
+        for start, end in zip(starts, starts[1:], strict=False)
+    ]
 
 
 class PieceWriter(DefaultSavePlanner):
@@ -131,7 +147,12 @@ class PieceWriter(DefaultSavePlanner):
                 chunk = ChunkStorageMetadata(torch.Size(offset), view.shape)
                 self._views[index] = view
                 self._items.append(
-                    WriteItem(index, WriteItemType.SHARD, None, TensorWriteData(chunk, properties, torch.Size(pieces.shape)))
+                    WriteItem(
+                        index,
+                        WriteItemType.SHARD,
+                        None,
+                        TensorWriteData(chunk, properties, torch.Size(pieces.shape)),
+                    )
                 )
 
     def create_local_plan(self) -> SavePlan:
@@ -150,7 +171,9 @@ class PieceReader(DefaultLoadPlanner):
         self._tensors = tensors
         self._views: dict[tuple[str, torch.Size], Tensor] = {}
 
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False
+    ) -> None:
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
@@ -159,8 +182,12 @@ class PieceReader(DefaultLoadPlanner):
             saved: TensorStorageMetadata = self.metadata.state_dict_metadata[name]
             views = {torch.Size(offset): view for offset, view in pieces.boxes()}
             self._views.update(((name, offset), view) for offset, view in views.items())
-            found = create_read_items_for_chunk_list(name, saved, [ChunkStorageMetadata(o, v.shape) for o, v in views.items()])
-            if sum(prod(item.lengths) for item in found) != sum(view.numel() for view in views.values()):
+            found = create_read_items_for_chunk_list(
+                name, saved, [ChunkStorageMetadata(o, v.shape) for o, v in views.items()]
+            )
+            if sum(prod(item.lengths) for item in found) != sum(
+                view.numel() for view in views.values()
+            ):
                 raise ValueError(f"the checkpoint does not hold all of {name}")
             items += found
         return LoadPlan(items)
@@ -172,19 +199,33 @@ class PieceReader(DefaultLoadPlanner):
 def write_pieces(path: Path, tensors: dict[str, Pieces], group: dist.ProcessGroup | None) -> None:
     """Write the pieces of all ranks of the group (None: of this rank) into a directory, each once."""
     with _no_warning(group):
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(path), planner=PieceWriter(tensors), process_group=group, no_dist=group is None)
+        dcp.save(
+            {},
+            storage_writer=dcp.FileSystemWriter(path),
+            planner=PieceWriter(tensors),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 def read_pieces(path: Path, tensors: dict[str, Pieces], group: dist.ProcessGroup | None) -> None:
     """Fill the pieces of every rank of the group (None: of this rank) from a directory."""
     with _no_warning(group):
-        dcp.load({}, storage_reader=dcp.FileSystemReader(path), planner=PieceReader(tensors), process_group=group, no_dist=group is None)
+        dcp.load(
+            {},
+            storage_reader=dcp.FileSystemReader(path),
+            planner=PieceReader(tensors),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 @contextlib.contextmanager
 def _no_warning(group: dist.ProcessGroup | None) -> Iterator[None]:
     """torch warns where one process works alone, which is meant here."""
-    if group is not None:  # and then this may be the thread of a save, while warnings belong to all threads
+    if (
+        group is not None
+    ):  # and then this may be the thread of a save, while warnings belong to all threads
         yield
         return
     with warnings.catch_warnings():

@@ -21,7 +21,12 @@ from autopar.errors import AutoparError
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.primitives import apply_primitive
 
-PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 """Precisions that the engine runs, and the dtype of forward and backward."""
 
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
@@ -54,7 +59,9 @@ def default_precision(model: nn.Module, device_type: str) -> str:
     return "bf16" if main == torch.float32 and device_type != "cpu" else NAMES[main]
 
 
-def precision_note(model: nn.Module, inputs: Mapping[str, Tensor], precision: str, kept: Collection[str] = ()) -> str:
+def precision_note(
+    model: nn.Module, inputs: Mapping[str, Tensor], precision: str, kept: Collection[str] = ()
+) -> str:
     """What a default precision means for this model: the dtype that it leaves, and the tensors of other dtypes that are cast.
 
     `kept`: buffers that stay as they are.  Returns '' where every tensor keeps its dtype.  Inputs are named where they lose digits.
@@ -71,7 +78,9 @@ def precision_note(model: nn.Module, inputs: Mapping[str, Tensor], precision: st
              if t.is_floating_point() and t.dtype.itemsize > main.itemsize]  # fmt: skip
     if cast:
         more = f" and {len(cast) - 3} more" if len(cast) > 3 else ""
-        found.append(f"tensors of other dtypes are cast to {precision}: {', '.join(cast[:3])}{more}; precision= chooses another dtype")
+        found.append(
+            f"tensors of other dtypes are cast to {precision}: {', '.join(cast[:3])}{more}; precision= chooses another dtype"
+        )
     return "; ".join(found)
 
 
@@ -106,7 +115,9 @@ class LossScale:
     def of(cls, precision: str) -> LossScale:
         return cls(FIRST_SCALE, True) if precision == "fp16" else cls()
 
-    def unscale(self, grads: Mapping[str, torch.Tensor], axes: Iterable[AxisGroup], device: torch.device) -> bool:
+    def unscale(
+        self, grads: Mapping[str, torch.Tensor], axes: Iterable[AxisGroup], device: torch.device
+    ) -> bool:
         """Divide the gradients by the scale.  Whether the step counts: whether all are finite, on every rank of the axes."""
         if not self.dynamic:
             return True

@@ -21,7 +21,9 @@ class StageParameters:
 
     def __init__(self, program: Program, pp: AxisGroup, group: dist.ProcessGroup | None) -> None:
         self.holders, self.pp, self.group = program.holders, pp, group
-        shared = sorted({held for held in self.holders.values() if len(held) > 1})  # one order on all ranks
+        shared = sorted(
+            {held for held in self.holders.values() if len(held) > 1}
+        )  # one order on all ranks
         self._groups = {held: pp_subgroup(program.mesh, program.rank, held, pp) for held in shared}
 
     def holds(self, name: str) -> bool:
@@ -36,23 +38,33 @@ class StageParameters:
         for held, group in self._groups.items():
             for name in parameters.trained if self.pp.index in held else ():
                 if self.holders[name] == held:
-                    parameters.change_gradient(name, partial(apply_primitive, "all_reduce", group=group))
+                    parameters.change_gradient(
+                        name, partial(apply_primitive, "all_reduce", group=group)
+                    )
 
     def over_stages(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of a value over pp."""
         return apply_primitive("all_reduce", value, self.pp, None, None)
 
-    def everywhere(self, state: dict[str, torch.Tensor], specs: Mapping[str, ParameterSpec]) -> dict[str, torch.Tensor]:
+    def everywhere(
+        self, state: dict[str, torch.Tensor], specs: Mapping[str, ParameterSpec]
+    ) -> dict[str, torch.Tensor]:
         """What each rank holds of whole tensors by name -> all of them, on every rank, in the order of `specs`."""
         if self.group is None:
             return state
         dtypes: list[dict[str, torch.dtype]] = [{} for _ in range(self.pp.size)]
-        dist.all_gather_object(dtypes, {name: tensor.dtype for name, tensor in state.items()}, group=self.group)
+        dist.all_gather_object(
+            dtypes, {name: tensor.dtype for name, tensor in state.items()}, group=self.group
+        )
         device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
         found = {}
         for name, spec in specs.items():
             owner = self.holders[name][0]
             mine = state[name].contiguous() if owner == self.pp.index else None
-            found[name] = mine if mine is not None else torch.empty(spec.shape, dtype=dtypes[owner][name], device=device)
+            found[name] = (
+                mine
+                if mine is not None
+                else torch.empty(spec.shape, dtype=dtypes[owner][name], device=device)
+            )
             dist.broadcast(found[name], group=self.group, group_src=owner)
         return found

@@ -43,7 +43,10 @@ class WholeMatrices:
     """The parameters that are updated whole, by name, and which rank owns each.  `axes` are those that ZeRO shares out over."""
 
     def __init__(self, axes: Mapping[str, AxisGroup]) -> None:
-        self._axes, self._along = axes, [axes[axis] for axis in (*SHARING_AXES, "tp") if axes[axis].size > 1]
+        self._axes, self._along = (
+            axes,
+            [axes[axis] for axis in (*SHARING_AXES, "tp") if axes[axis].size > 1],
+        )
         self.rank = 0
         for group in self._along:
             self.rank = self.rank * group.size + group.index
@@ -74,21 +77,33 @@ class WholeMatrices:
 
     def placeholder(self, name: str, like: Tensor) -> nn.Parameter:
         """What stands for a parameter in groups of an optimizer until it is taken out: its shape, without its memory."""
-        return nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device).expand(self._cuttings[name].shape))
+        return nn.Parameter(
+            torch.zeros((), dtype=like.dtype, device=like.device).expand(self._cuttings[name].shape)
+        )
 
     def joined(self, name: str, part: Tensor) -> Tensor:
         """The whole from every rank's part of a parameter or gradient; every rank of the group must call."""
         cutting = self._cuttings[name]
         if cutting.share.cuts:
-            part = Moving(gather([part], [cutting.share], self._axes)).wait()[0].reshape(cutting.local_shape)
+            part = (
+                Moving(gather([part], [cutting.share], self._axes))
+                .wait()[0]
+                .reshape(cutting.local_shape)
+            )
         for group, split in reversed(cutting.splits):
             part = apply_primitive("all_gather", part, group, split, None)
         return part
 
-    def part(self, name: str, whole: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def part(
+        self, name: str, whole: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """This rank's part of what the owner holds (`whole`; None on other ranks); every rank of the group must call."""
         cutting = self._cuttings[name]
-        found = torch.zeros(cutting.shape, dtype=dtype, device=device) if whole is None else whole.to(device, dtype)
+        found = (
+            torch.zeros(cutting.shape, dtype=dtype, device=device)
+            if whole is None
+            else whole.to(device, dtype)
+        )
         if self._owner[name] == EVERY_RANK:
             for group, split in cutting.splits:
                 found = pick(found, split, group.size, group.index)
@@ -96,7 +111,11 @@ class WholeMatrices:
         for group, split in cutting.splits:
             found = apply_primitive("reduce_scatter", found, group, None, split)
         if cutting.share.cuts:
-            [found] = Moving(scatter([found], [cutting.share], [dict.fromkeys(cutting.share.axes, RP)], self._axes)).wait()
+            [found] = Moving(
+                scatter(
+                    [found], [cutting.share], [dict.fromkeys(cutting.share.axes, RP)], self._axes
+                )
+            ).wait()
         cut = {*cutting.share.axes, *(group.name for group, _ in cutting.splits)}
         for group in self._along:
             if group.name not in cut:

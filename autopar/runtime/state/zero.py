@@ -54,13 +54,19 @@ class Share:
         return whole
 
 
-def share_of(shape: Sequence[int], layouts: Mapping[str, Layout], axes: Mapping[str, AxisGroup]) -> Share:
+def share_of(
+    shape: Sequence[int], layouts: Mapping[str, Layout], axes: Mapping[str, AxisGroup]
+) -> Share:
     """The share of a parameter whose whole has this shape: of its dims the one whose largest part is smallest, the first of several.
 
     Dims that tp or ep shard are left alone, so that a part is what torch's DTensor calls Shard on each axis; so are dims with fewer
     elements than ranks, which DTensor cannot update in place.  A tensor without another dim (a scalar, a bias that tp shards) stays whole.
     """
-    copies = tuple(axis for axis in SHARING_AXES if axes[axis].size > 1 and axis in layouts and not layouts[axis].is_shard)
+    copies = tuple(
+        axis
+        for axis in SHARING_AXES
+        if axes[axis].size > 1 and axis in layouts and not layouts[axis].is_shard
+    )
     taken = {layout.dim for layout in layouts.values()}
     parts = prod(axes[axis].size for axis in copies)
     free = [dim for dim, size in enumerate(shape) if dim not in taken and size >= parts]
@@ -99,7 +105,10 @@ class Moving:
 
 
 def scatter(
-    wholes: Sequence[Tensor], shares: Sequence[Share], layouts: Sequence[Mapping[str, Layout]], axes: Mapping[str, AxisGroup]
+    wholes: Sequence[Tensor],
+    shares: Sequence[Share],
+    layouts: Sequence[Mapping[str, Layout]],
+    axes: Mapping[str, AxisGroup],
 ) -> Steps:
     """This rank's parts of gradients, added up over the axes that cut them where the layouts say that they are partial sums."""
     found = list(wholes)
@@ -110,18 +119,24 @@ def scatter(
                 partial.append(k)
             elif axis in share.axes:
                 found[k] = pick(found[k], share.split(axis), group.size, group.index).contiguous()
-        parts = yield from _reduce_scatter([(found[k], shares[k].split(axis)) for k in partial], group)
+        parts = yield from _reduce_scatter(
+            [(found[k], shares[k].split(axis)) for k in partial], group
+        )
         for k, part in zip(partial, parts, strict=True):
             found[k] = part
     return found
 
 
-def gather(parts: Sequence[Tensor], shares: Sequence[Share], axes: Mapping[str, AxisGroup]) -> Steps:
+def gather(
+    parts: Sequence[Tensor], shares: Sequence[Share], axes: Mapping[str, AxisGroup]
+) -> Steps:
     """Wholes from every rank's parts, to be read by `copied`: the dim that is cut may be two, ranks and what each has."""
     found = list(parts)
     for axis in reversed(SHARING_AXES):
         places = [k for k, share in enumerate(shares) if axis in share.axes]
-        wholes = yield from _all_gather([(found[k], shares[k].split(axis)) for k in places], axes[axis])
+        wholes = yield from _all_gather(
+            [(found[k], shares[k].split(axis)) for k in places], axes[axis]
+        )
         for k, whole in zip(places, wholes, strict=True):
             in_two = whole.dim() > parts[k].dim() and axis != shares[k].axes[0]  # more axes follow
             found[k] = whole.flatten(shares[k].dim, shares[k].dim + 1) if in_two else whole
@@ -138,15 +153,25 @@ def _reduce_scatter(members: list[tuple[Tensor, Split]], group: AxisGroup) -> St
     if not members:
         return []
     rows = [_by_rank(x, split, group.size) for x, split in members]
-    lengths, shapes = [row.shape[1] for row in rows], [_padded(x.shape, split, group.size) for x, split in members]
-    started, splits = start_primitive("reduce_scatter", torch.cat(rows, 1), group, None, Split(0, group.size)), [s for _, s in members]
+    lengths, shapes = (
+        [row.shape[1] for row in rows],
+        [_padded(x.shape, split, group.size) for x, split in members],
+    )
+    started, splits = (
+        start_primitive("reduce_scatter", torch.cat(rows, 1), group, None, Split(0, group.size)),
+        [s for _, s in members],
+    )
     yield
     found = []
     for split, shape, flat in zip(splits, shapes, started.wait()[0].split(lengths), strict=True):
         chunk = flat.view(shape)
         extent = split.extent(group.size, group.index)
         padded = extent < shape[split.dim]
-        found.append(chunk.narrow(split.dim, 0, extent).clone(memory_format=torch.contiguous_format) if padded else chunk)
+        found.append(
+            chunk.narrow(split.dim, 0, extent).clone(memory_format=torch.contiguous_format)
+            if padded
+            else chunk
+        )
     return found
 
 
@@ -159,7 +184,9 @@ def _all_gather(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
     started = start_primitive("all_gather", rows, group, Split(0, group.size), None)
     yield
     found = []
-    for (_, split), x, flat in zip(members, padded, started.wait().split([x.numel() for x in padded], 1), strict=True):
+    for (_, split), x, flat in zip(
+        members, padded, started.wait().split([x.numel() for x in padded], 1), strict=True
+    ):
         whole = flat.reshape(group.size, *x.shape).movedim(0, split.dim)
         if group.size * x.shape[split.dim] != split.size:  # padding at the end
             whole = whole.flatten(split.dim, split.dim + 1).narrow(split.dim, 0, split.size)
@@ -175,7 +202,9 @@ def _by_rank(x: Tensor, split: Split, ranks: int) -> Tensor:
 
 
 def _padded(shape: Sequence[int], split: Split, ranks: int) -> list[int]:
-    return [ceil(split.size / ranks) if dim == split.dim else size for dim, size in enumerate(shape)]
+    return [
+        ceil(split.size / ranks) if dim == split.dim else size for dim, size in enumerate(shape)
+    ]
 
 
 def _lengthened(x: Tensor, dim: int, length: int) -> Tensor:
@@ -187,7 +216,9 @@ def _lengthened(x: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
-def buckets(names: Iterable[str], size_bytes: Callable[[str], int], limit_bytes: int) -> Iterable[list[str]]:
+def buckets(
+    names: Iterable[str], size_bytes: Callable[[str], int], limit_bytes: int
+) -> Iterable[list[str]]:
     """Names in groups of at least `limit_bytes`, but for the last."""
     bucket, total = [], 0
     for name in names:

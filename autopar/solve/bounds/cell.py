@@ -57,7 +57,10 @@ class Cell:
     @cached_property
     def prices(self) -> tuple[float, ...]:
         """Prices of a byte, in seconds, that a bound looks at."""
-        work_s = sum(block.count * sum(pair) for block, pair in zip(self.first.classes, cheapest_s(self.first), strict=True))
+        work_s = sum(
+            block.count * sum(pair)
+            for block, pair in zip(self.first.classes, cheapest_s(self.first), strict=True)
+        )
         kept = sum(block.count * least_saved(block) for block in self.first.classes)
         return tuple(share * work_s / max(kept, 1) for share in _SHARES)
 
@@ -70,24 +73,35 @@ class Cell:
     def moment_bytes(self) -> int:
         """What one block keeps and needs for its backward at least, in whichever mode."""
         blocks = {self.first.segments[number] for number in blocks_of(self.first)}
-        return min(_least_moment(model.classes[index]) for model in self.models.values() for index in blocks)
+        return min(
+            _least_moment(model.classes[index])
+            for model in self.models.values()
+            for index in blocks
+        )
 
     def single(self, index: int, closed: bool) -> Tables:
         """One segment of a class as a model of its own (`alone`), in all modes."""
         if (index, closed) not in self.singles:
-            self.singles[index, closed] = Tables({mode: alone(model, index, closed) for mode, model in self.models.items()}, True)
+            self.singles[index, closed] = Tables(
+                {mode: alone(model, index, closed) for mode, model in self.models.items()}, True
+            )
         return self.singles[index, closed]
 
     def unit(self, numbers: tuple[int, ...]) -> Tables:
         """Some segments as a model of their own (`together`), in all modes."""
         if numbers not in self.units:
-            self.units[numbers] = Tables({mode: together(model, numbers) for mode, model in self.models.items()}, True)
+            self.units[numbers] = Tables(
+                {mode: together(model, numbers) for mode, model in self.models.items()}, True
+            )
         return self.units[numbers]
 
     @cached_property
     def keys(self) -> list[tuple[int, bool]]:
         """Of each segment its class, and whether it reads another of that (`is_closed`)."""
-        return [(index, is_closed(self.first, number)) for number, index in enumerate(self.first.segments)]
+        return [
+            (index, is_closed(self.first, number))
+            for number, index in enumerate(self.first.segments)
+        ]
 
     @cached_property
     def minima(self) -> list[tuple[float, float]]:
@@ -102,7 +116,10 @@ class Cell:
 
     def glance_s(self, schedule: Schedule, micro_batches: int) -> float:
         """Seconds that no step goes below in whatever memory, where schedules with whole backwards do not differ."""
-        key = replace(schedule, name="1f1b") if schedule.name == "gpipe" else schedule, micro_batches
+        key = (
+            replace(schedule, name="1f1b") if schedule.name == "gpipe" else schedule,
+            micro_batches,
+        )
         if key not in self.glanced:
             self.glanced[key] = self.glance.bound_s(*key)
         return self.glanced[key]
@@ -111,31 +128,47 @@ class Cell:
     def sketch(self) -> Sketch:
         """`glance` with what blocks keep, in whichever mode, at `prices` of a byte."""
         prices = self.prices[1:]
-        lines_s = [[self._priced[key][number] for key in self.keys] for number in range(len(prices))]
-        return replace(self.glance, lines_s=np.array([sums(self.by_unit(line_s)) for line_s in lines_s]), prices=np.array(prices))
+        lines_s = [
+            [self._priced[key][number] for key in self.keys] for number in range(len(prices))
+        ]
+        return replace(
+            self.glance,
+            lines_s=np.array([sums(self.by_unit(line_s)) for line_s in lines_s]),
+            prices=np.array(prices),
+        )
 
     @cached_property
     def _at_once(self) -> dict[tuple[int, bool], tuple[float, float, float]]:
         """Seconds of forward, of backward and of both together that no placement of a segment goes below, in the first mode."""
         found = {}
         for index, closed in dict.fromkeys(self.keys):
-            if not closed and (index, True) in self.keys:  # one of many: what its ops take at least, without eliminating
+            if (
+                not closed and (index, True) in self.keys
+            ):  # one of many: what its ops take at least, without eliminating
                 forward_s, backward_s = cheapest_s(self.first)[index]
                 found[index, closed] = forward_s, backward_s, forward_s + backward_s
             else:
                 asked = [Question(backward=0.0), Question(forward=0.0), Question()]
-                found[index, closed] = self._least_of(Tables({"": alone(self.first, index, closed)}, ways_alone=True), asked)
+                found[index, closed] = self._least_of(
+                    Tables({"": alone(self.first, index, closed)}, ways_alone=True), asked
+                )
         return found
 
     @cached_property
     def _priced(self) -> dict[tuple[int, bool], tuple[float, ...]]:
         """For each price above nothing: what a segment takes at least with the bytes that it keeps, if it is a block's."""
-        layers, prices, found = {self.first.segments[number] for number in blocks_of(self.first)} - {self.first.last}, self.prices[1:], {}
+        layers, prices, found = (
+            {self.first.segments[number] for number in blocks_of(self.first)} - {self.first.last},
+            self.prices[1:],
+            {},
+        )
         for index, closed in dict.fromkeys(self.keys):
             if index not in layers or (not closed and (index, True) in self.keys):
                 found[index, closed] = (self._at_once[index, closed][2],) * len(prices)
             else:
-                found[index, closed] = self._least_of(self.single(index, closed), [Question(kept=price) for price in prices])
+                found[index, closed] = self._least_of(
+                    self.single(index, closed), [Question(kept=price) for price in prices]
+                )
         return found
 
     @staticmethod
@@ -160,17 +193,35 @@ def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
 def together(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
     """A block and segments of other classes as a model of their own (`alone`), with what changes on the way from one to another."""
     own = [model.segments[number] for number in numbers]
-    parts, edges = [alone(model, index, is_closed(model, number)) for index, number in zip(own, numbers, strict=True)], []
+    parts, edges = (
+        [
+            alone(model, index, is_closed(model, number))
+            for index, number in zip(own, numbers, strict=True)
+        ],
+        [],
+    )
     for target, (number, part) in enumerate(zip(numbers, parts, strict=True)):
         edges += [replace(edge, source=target, target=target) for edge in part.edges]
-        read = {(model.segments[s], output, place) for place, (s, output) in enumerate(model.reads[number]) if s >= 0}
+        read = {
+            (model.segments[s], output, place)
+            for place, (s, output) in enumerate(model.reads[number])
+            if s >= 0
+        }
         edges += [
             replace(edge, source=own.index(edge.source), target=target, count=1) for edge in model.edges
             if edge.target == own[target] != edge.source and edge.source in own
             and (edge.source, edge.source_output, edge.target_input) in read
         ]  # fmt: skip
-    blocks = [place for place, number in enumerate(numbers) if number in blocks_of(model)]  # there twice, so that they are blocks here too
-    return AnnotatedModel(tuple(part.classes[0] for part in parts), tuple(edges), (), 1, segments=(*range(len(own)), *blocks))
+    blocks = [
+        place for place, number in enumerate(numbers) if number in blocks_of(model)
+    ]  # there twice, so that they are blocks here too
+    return AnnotatedModel(
+        tuple(part.classes[0] for part in parts),
+        tuple(edges),
+        (),
+        1,
+        segments=(*range(len(own)), *blocks),
+    )
 
 
 def _always_read(model: AnnotatedModel, index: int) -> set[tuple[int, int]]:
@@ -178,14 +229,21 @@ def _always_read(model: AnnotatedModel, index: int) -> set[tuple[int, int]]:
     found: set[tuple[int, int]] | None = None
     for number, own in enumerate(model.segments):
         if own == index and is_closed(model, number):
-            here = {(o, place) for place, (s, o) in enumerate(model.reads[number]) if s >= 0 and model.segments[s] == index}
+            here = {
+                (o, place)
+                for place, (s, o) in enumerate(model.reads[number])
+                if s >= 0 and model.segments[s] == index
+            }
             found = here if found is None else found & here
     return found or set()
 
 
 def is_closed(model: AnnotatedModel, number: int) -> bool:
     """Whether a segment reads another of its class."""
-    return any(source >= 0 and model.segments[source] == model.segments[number] for source, _ in model.reads[number])
+    return any(
+        source >= 0 and model.segments[source] == model.segments[number]
+        for source, _ in model.reads[number]
+    )
 
 
 def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
@@ -214,7 +272,11 @@ def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> Se
         for op, other in zip(block.ops, first.classes[index].ops, strict=True) if not op.follows_dp
     ]  # fmt: skip
     entries = [op for op in block.ops if op.name in block.inputs]
-    inputs = sum(min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in entries) if block.recompute else 0
+    inputs = (
+        sum(min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in entries)
+        if block.recompute
+        else 0
+    )
     saved = least_saved(block, block.inputs if block.recompute else ())
     following = [op for op in block.ops if op.follows_dp]
     return SegmentCost(
@@ -235,11 +297,20 @@ def cheapest_s(model: AnnotatedModel) -> list[tuple[float, float]]:
     found = []
     for block in model.classes:
         calls = [op.strategies for op in block.ops if not op.follows_dp]
-        found.append((fsum(min(s.forward_s for s in of) for of in calls), fsum(min(s.backward_s - s.rerun_s for s in of) for of in calls)))
+        found.append(
+            (
+                fsum(min(s.forward_s for s in of) for of in calls),
+                fsum(min(s.backward_s - s.rerun_s for s in of) for of in calls),
+            )
+        )
     return found
 
 
 def _least_moment(block: AnnotatedBlock) -> int:
     """Bytes that one segment keeps and needs for its backward at least, but for what depends on ZeRO and on pipelines (workspace)."""
-    inputs = sum(min(block.input_bytes[name].values()) for name in block.inputs) if block.recompute else 0
+    inputs = (
+        sum(min(block.input_bytes[name].values()) for name in block.inputs)
+        if block.recompute
+        else 0
+    )
     return inputs + least_saved(block, block.inputs if block.recompute else ())

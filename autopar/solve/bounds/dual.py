@@ -28,7 +28,11 @@ class Dual:
     def turning_price(self) -> float | None:
         """The best price, if it is above nothing and the function is known to rise and to fall."""
         slopes = [slope for *_, slope in self.known]
-        return self.best_price or None if self.best_s < inf and max(slopes, default=0.0) > 0 > min(slopes) else None
+        return (
+            self.best_price or None
+            if self.best_s < inf and max(slopes, default=0.0) > 0 > min(slopes)
+            else None
+        )
 
     def next_prices(self, likely: float, most: float) -> tuple[float, ...]:
         """Where the function may be largest: first at nothing and at the `likely` price, behind what rises at `most` or beyond; none if it

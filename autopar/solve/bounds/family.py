@@ -23,12 +23,20 @@ class Part:
     forward_s: tuple[float, float] = (0.0, inf)
     once_s: tuple[float, float] = (0.0, inf)
 
-    def halves(self, least_s: tuple[float, float], slack_s: tuple[float, float]) -> tuple[Part, Part] | None:
+    def halves(
+        self, least_s: tuple[float, float], slack_s: tuple[float, float]
+    ) -> tuple[Part, Part] | None:
         """Two parts that have the same placements together, parted where this one is widest: no placement takes less than `least_s` of
         either, and nothing is gained beyond `slack_s` more.  None if it is too narrow to be parted."""
         ends = self.forward_s, self.once_s
-        inside = [(max(low, least), min(high, least + slack)) for (low, high), least, slack in zip(ends, least_s, slack_s, strict=True)]
-        widths = [(high - low) / slack if slack else 0.0 for (low, high), slack in zip(inside, slack_s, strict=True)]
+        inside = [
+            (max(low, least), min(high, least + slack))
+            for (low, high), least, slack in zip(ends, least_s, slack_s, strict=True)
+        ]
+        widths = [
+            (high - low) / slack if slack else 0.0
+            for (low, high), slack in zip(inside, slack_s, strict=True)
+        ]
         which = widths.index(max(widths))
         if widths[which] <= _NARROWEST:
             return None
@@ -54,7 +62,9 @@ class Family:
     def by_op(self, classes: Sequence[int] | None = None) -> dict[tuple[int, int], tuple[int, ...]]:
         """(place, op) -> strategies, of these classes in their order, or of all."""
         own = range(len(self.allowed)) if classes is None else classes
-        return {(place, op): left for place, c in enumerate(own) for op, left in self.allowed[c].items()}
+        return {
+            (place, op): left for place, c in enumerate(own) for op, left in self.allowed[c].items()
+        }
 
     def within(self, other: Family) -> Family | None:
         """This family without strategies that the other does not leave: itself if it has none, None if an op is left none."""

@@ -1,13 +1,13 @@
 """What no placement of a candidate goes below: formulas for all ways to cut, recompute and place at once.
 
-    total   a step takes at least `Shape.each` times what all segments take for a micro-batch, however they are cut.  Rank r holds what its
-            segments keep `held[r]` times, so that for any price u of a byte
+total   a step takes at least `Shape.each` times what all segments take for a micro-batch, however they are cut.  Rank r holds what its
+        segments keep `held[r]` times, so that for any price u of a byte
 
-                seconds >= least (seconds + u x kept + u / held[0] x static) - u x sum over ranks (bytes of a rank / held[r])
+            seconds >= least (seconds + u x kept + u / held[0] x static) - u x sum over ranks (bytes of a rank / held[r])
 
-            since what fits has no more bytes than there are (a Lagrangian bound; `Dual` looks for the price that makes it largest);
-            what ends keep counts for the part of it that micro-batches still hold which wait for gradients of parameters
-    sketch  whole blocks, waiting and memory at once, of what segments take at least (`sketch.py`)
+        since what fits has no more bytes than there are (a Lagrangian bound; `Dual` looks for the price that makes it largest);
+        what ends keep counts for the part of it that micro-batches still hold which wait for gradients of parameters
+sketch  whole blocks, waiting and memory at once, of what segments take at least (`sketch.py`)
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from autopar.solve.staging.interleaved import dealt_sizes, least_held
 
 _ROUNDS = 5
 """How often a dual looks for a better price."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -64,7 +65,9 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
         for rank, of in enumerate(moments)
     )  # fmt: skip
     waiting = 0 if chunks > 1 else late_moments(schedule.name, ranks, 1, micro_batches)[-1][0][0][0]
-    by_ends = 0.0 if chunks > 1 else 1 - max(waiting - 1, 0) / held[-1]  # of several stages a rank not all are held alike
+    by_ends = (
+        0.0 if chunks > 1 else 1 - max(waiting - 1, 0) / held[-1]
+    )  # of several stages a rank not all are held alike
     return Shape(each * (1 - 1e-12), held, by_ends)
 
 
@@ -78,8 +81,13 @@ class Total:
 
     def question(self, price: float) -> Question:
         """What the bound asks for at a price of a byte."""
-        each_step, each_rank = 1 / len(self.shape.held) / self.shape.each, price / max(self.shape.held)
-        return Question(step=each_step, kept=price, kept_by_ends=price * self.shape.by_ends, static=each_rank)
+        each_step, each_rank = (
+            1 / len(self.shape.held) / self.shape.each,
+            price / max(self.shape.held),
+        )
+        return Question(
+            step=each_step, kept=price, kept_by_ends=price * self.shape.by_ends, static=each_rank
+        )
 
     def bound_s(self, cost_s: float | np.ndarray, price: float, room: float) -> float | np.ndarray:
         """Seconds of a step at least where that costs at least `cost_s` and a rank has `room` bytes."""
@@ -87,7 +95,12 @@ class Total:
 
 
 def raise_totals(
-    cell: Cell, models: Models, parameters: Sequence[Stack], totals: Sequence[Total], capacity_bytes: int | None, upper_bound_s: float
+    cell: Cell,
+    models: Models,
+    parameters: Sequence[Stack],
+    totals: Sequence[Total],
+    capacity_bytes: int | None,
+    upper_bound_s: float,
 ) -> None:
     """Look for the best price of a byte for each schedule, until its bound reaches `upper_bound_s` or rises no more.
 
@@ -109,18 +122,27 @@ def raise_totals(
             for total, _ in asked:
                 total.dual.known.append((0.0, inf, 0.0))
             return
-        held = np.stack([found.counted(name) for name in ("kept", "kept_by_ends", "static")], axis=1).tolist()
-        placements = [_consistent(models, found.decode(number)[0], found.is_exact) for number in range(len(questions))]
+        held = np.stack(
+            [found.counted(name) for name in ("kept", "kept_by_ends", "static")], axis=1
+        ).tolist()
+        placements = [
+            _consistent(models, found.decode(number)[0], found.is_exact)
+            for number in range(len(questions))
+        ]
         for total, price in asked:
             number = questions.index(total.question(price))
             (kept, of_ends, static), choices = held[number], placements[number]
             kept += of_ends * total.shape.by_ends
             value = total.bound_s(float(found.cost_s[number]), price, room)
-            slope = total.shape.each * (kept + static / max(total.shape.held) - room * total.shape.room)
+            slope = total.shape.each * (
+                kept + static / max(total.shape.held) - room * total.shape.room
+            )
             total.dual.known.append((price, value, slope if is_limited else 0.0))
             if choices and choices not in total.placements:
                 total.placements.append(choices)
-        cell.likely_price = next(filter(None, (total.dual.turning_price for total in totals)), cell.likely_price)
+        cell.likely_price = next(
+            filter(None, (total.dual.turning_price for total in totals)), cell.likely_price
+        )
 
 
 def _consistent(models: Models, choices: Choices, is_exact: bool) -> Choices | None:
@@ -135,7 +157,9 @@ def _consistent(models: Models, choices: Choices, is_exact: bool) -> Choices | N
 
 def leanest(tables: Tables, parameters: Sequence[Stack]) -> Choices | None:
     """The placement that keeps and holds least, whatever it takes; None if none is consistent."""
-    found = tables.least([Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)], parameters)
+    found = tables.least(
+        [Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)], parameters
+    )
     return None if found is None else found.decode(0)[0]
 
 
@@ -155,4 +179,3 @@ def parameters_s(models: Models) -> list[tuple[float, float, float]]:
             min(fsum(min(s.step_s for s in of) for of in own) for own in whole),
         ))  # fmt: skip
     return found
-

@@ -43,7 +43,9 @@ class Sketch:
         none = np.zeros((0, len(work_s) + 1))
         return Sketch(sums(forward_s), sums(work_s), none.sum(axis=0), none, np.zeros(0))
 
-    def with_parameters(self, forward_s: Sequence[float], work_s: Sequence[float], once_s: Sequence[float]) -> Sketch:
+    def with_parameters(
+        self, forward_s: Sequence[float], work_s: Sequence[float], once_s: Sequence[float]
+    ) -> Sketch:
         """The same with what parameters of each unit take besides, in whichever mode."""
         more_s = sums(work_s)
         return replace(self, forward_s=self.forward_s + sums(forward_s), work_s=self.work_s + more_s, once_s=sums(once_s),
@@ -64,20 +66,34 @@ class Sketch:
         static = np.zeros(self.units + 1) if static is None else static
         waits_s = self.forward_s if schedule.name == "zero_bubble" else self.work_s
         least_s = self._of_cuts_s if schedule.stages_per_rank == 1 else self._of_deals_s
-        return float(least_s(schedule, micro_batches, np.array(held, float), room_bytes, static, waits_s)) * (1 - _ROUNDING)
+        return float(
+            least_s(schedule, micro_batches, np.array(held, float), room_bytes, static, waits_s)
+        ) * (1 - _ROUNDING)
 
-    def _taken_s(self, line_s: np.ndarray, work_s: np.ndarray, room: np.ndarray, held: np.ndarray) -> np.ndarray:
+    def _taken_s(
+        self, line_s: np.ndarray, work_s: np.ndarray, room: np.ndarray, held: np.ndarray
+    ) -> np.ndarray:
         """What ranks take for a micro-batch at least: `line_s` (by price first) and `work_s` of their units, with `room` bytes."""
         prices = self.prices.reshape(-1, *(1 for _ in work_s.shape))
         took_s = np.maximum(work_s, (line_s - prices * (room / held)).max(axis=0, initial=0.0))
         return np.where(room < 0, np.inf, took_s)
 
     def _of_cuts_s(
-        self, schedule: Schedule, micro_batches: int, held: np.ndarray, room_bytes: float, static: np.ndarray, waits_s: np.ndarray
+        self,
+        schedule: Schedule,
+        micro_batches: int,
+        held: np.ndarray,
+        room_bytes: float,
+        static: np.ndarray,
+        waits_s: np.ndarray,
     ) -> float:
         """The best of all cuts: by how many units the ranks so far have, the longest that one of them takes with what it waits."""
         work_s, once_s = _between(self.work_s), _between(self.once_s)
-        limits = (_between(self.lines_s), work_s, room_bytes - _between(static)) if room_bytes < np.inf else None
+        limits = (
+            (_between(self.lines_s), work_s, room_bytes - _between(static))
+            if room_bytes < np.inf
+            else None
+        )
         later = np.tri(self.units + 1, k=-1, dtype=bool).T  # a rank has a unit at least
 
         @cache
@@ -91,7 +107,13 @@ class Sketch:
         return ends_s[-1]
 
     def _of_deals_s(
-        self, schedule: Schedule, micro_batches: int, held: np.ndarray, room_bytes: float, static: np.ndarray, waits_s: np.ndarray
+        self,
+        schedule: Schedule,
+        micro_batches: int,
+        held: np.ndarray,
+        room_bytes: float,
+        static: np.ndarray,
+        waits_s: np.ndarray,
     ) -> float:
         """The best of the deals."""
         ends = ends_of(self.units, schedule.ranks * schedule.stages_per_rank)
@@ -100,19 +122,35 @@ class Sketch:
         of_ranks = partial(sums_of_ranks, schedule, ends)
         took_s = of_ranks(self.work_s)
         if room_bytes < np.inf:
-            took_s = self._taken_s(of_ranks(self.lines_s), took_s, room_bytes - of_ranks(static), held)
+            took_s = self._taken_s(
+                of_ranks(self.lines_s), took_s, room_bytes - of_ranks(static), held
+            )
         step_s = (waits_s[ends[:, : schedule.ranks]] + micro_batches * took_s).max(axis=1)
         return (step_s + of_ranks(self.once_s).max(axis=1)).min()
 
-    def likely_s(self, schedule: Schedule, micro_batches: int, held: Sequence[float], room_bytes: float, static_bytes: int) -> float:
+    def likely_s(
+        self,
+        schedule: Schedule,
+        micro_batches: int,
+        held: Sequence[float],
+        room_bytes: float,
+        static_bytes: int,
+    ) -> float:
         """About what a step takes if all ranks have as much to do: what the one does that must keep least.  `static_bytes`: of all ranks.
         No bound."""
         ranks, held_most = schedule.ranks, max(held)
-        room, each_s = (room_bytes - static_bytes / ranks) / held_most, float(self.work_s[-1]) / ranks
+        room, each_s = (
+            (room_bytes - static_bytes / ranks) / held_most,
+            float(self.work_s[-1]) / ranks,
+        )
         if room < np.inf:
             lines = zip(self.prices.tolist(), self.lines_s[:, -1].tolist(), strict=True)
             each_s = max([each_s, *(line_s / ranks - price * room for price, line_s in lines)])
-        waiting = (ranks - 1) / schedule.stages_per_rank * (_WAITING_OF_ZERO_BUBBLE if schedule.name == "zero_bubble" else 1.0)
+        waiting = (
+            (ranks - 1)
+            / schedule.stages_per_rank
+            * (_WAITING_OF_ZERO_BUBBLE if schedule.name == "zero_bubble" else 1.0)
+        )
         return (micro_batches + waiting) * each_s + float(self.once_s[-1]) / ranks
 
 

@@ -27,19 +27,29 @@ class Weighted:
     memory: dict[tuple, tuple[np.ndarray, float]] = field(default_factory=dict)
     works: dict[int, list[tuple[float, np.ndarray]] | None] = field(default_factory=dict)  # by cell
 
-    def least_s(self, candidate: Candidate, alike: Candidate, cells: Sequence[Cell], schedule: Schedule) -> float:
+    def least_s(
+        self, candidate: Candidate, alike: Candidate, cells: Sequence[Cell], schedule: Schedule
+    ) -> float:
         """`weighted_bound_s` at the best of some prices of a byte that forward keeps."""
-        micro, deal, blocks = candidate.num_microbatches, candidate.mesh.groups, blocks_of(cells[0].first)
+        micro, deal, blocks = (
+            candidate.num_microbatches,
+            candidate.mesh.groups,
+            blocks_of(cells[0].first),
+        )
         held = shape_of(schedule, micro, len(blocks), cells[0].alike).held
         works, found = [self._works(cell) for cell in cells], [0.0]
         if None in works:
             return inf
-        statics, rooms = zip(*(self._memory(alike, group) for group in range(len(cells))), strict=True)
+        statics, rooms = zip(
+            *(self._memory(alike, group) for group in range(len(cells))), strict=True
+        )
         for number in range(len(works[0])):
             work_s, worth_s = [], []
             for group, often in zip(deal, held, strict=True):
                 price, priced_s = works[group][number]
-                if schedule.name == "zero_bubble":  # the last segment holds less while micro-batches wait for gradients of parameters
+                if (
+                    schedule.name == "zero_bubble"
+                ):  # the last segment holds less while micro-batches wait for gradients of parameters
                     priced_s = np.append(priced_s[:-1], works[group][0][1][-1])
                 work_s.append(priced_s + price / often * statics[group])
                 worth_s.append(price * rooms[group] / often if price else 0.0)
@@ -50,7 +60,10 @@ class Weighted:
         """(static bytes of each segment at least, bytes of a device besides what is fixed) on a group."""
         kind = alike.holds, group
         if kind not in self.memory:
-            model, capacity = self.annotate(replace(alike, recompute=alike.modes[0]), group), self.capacities[group]
+            model, capacity = (
+                self.annotate(replace(alike, recompute=alike.modes[0]), group),
+                self.capacities[group],
+            )
             static = np.array(least_static_by_class(model))[list(model.segments)]
             self.memory[kind] = static, inf if capacity is None else capacity - model.fixed_bytes
         return self.memory[kind]
@@ -67,7 +80,11 @@ class Weighted:
 
 
 def weighted_bound_s(
-    work_s: Sequence[Sequence[float]], blocks: Sequence[int], schedule: Schedule, micro_batches: int, worth_s: Sequence[float] = ()
+    work_s: Sequence[Sequence[float]],
+    blocks: Sequence[int],
+    schedule: Schedule,
+    micro_batches: int,
+    worth_s: Sequence[float] = (),
 ) -> float:
     """Seconds that no step goes below whose segments take at least `work_s[rank][segment]` for a micro-batch.
 
@@ -87,6 +104,9 @@ def weighted_bound_s(
         later += share
     weights = [share / later for share in reversed(shares)]
     weighted_s = np.array(weights)[:, None] * np.array(work_s)
-    found = weighted_s[0, : blocks[0]].sum() + weighted_s[:, blocks[0] : blocks[-1] + 1].min(axis=0).sum()
+    found = (
+        weighted_s[0, : blocks[0]].sum()
+        + weighted_s[:, blocks[0] : blocks[-1] + 1].min(axis=0).sum()
+    )
     found += weighted_s[-1, blocks[-1] + 1 :].sum() - (np.dot(weights, worth_s) if worth_s else 0.0)
     return max(float(found), 0.0) * (1 - 1e-9)

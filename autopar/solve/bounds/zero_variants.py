@@ -12,7 +12,16 @@ from dataclasses import replace
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Strategy
 from autopar.solve.costs.recompute_mix import Models
 
-_LEAST = ("forward_s", "backward_s", "step_s", "static_bytes", "gradient_bytes", "optimizer_bytes", "host_bytes", "rerun_s")
+_LEAST = (
+    "forward_s",
+    "backward_s",
+    "step_s",
+    "static_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "host_bytes",
+    "rerun_s",
+)
 _SAME = ("name", "inputs", "outputs", "saved", "late")
 
 
@@ -21,17 +30,27 @@ def least_of(models: Sequence[AnnotatedModel]) -> AnnotatedModel:
     if len(models) == 1:
         return models[0]
     classes = tuple(map(_least_block, zip(*(model.classes for model in models), strict=True)))
-    fixed_s, fixed_bytes = (min(getattr(model, part) for model in models) for part in ("fixed_s", "fixed_bytes"))
+    fixed_s, fixed_bytes = (
+        min(getattr(model, part) for model in models) for part in ("fixed_s", "fixed_bytes")
+    )
     return replace(models[0], classes=classes, fixed_s=fixed_s, fixed_bytes=fixed_bytes)
 
 
 def _least_block(blocks: Sequence[AnnotatedBlock]) -> AnnotatedBlock:
-    ops = tuple(_least_op(of) if of[0].follows_dp else of[0] for of in zip(*(block.ops for block in blocks), strict=True))
-    return replace(blocks[0], ops=ops, workspace_bytes=min(block.workspace_bytes for block in blocks))
+    ops = tuple(
+        _least_op(of) if of[0].follows_dp else of[0]
+        for of in zip(*(block.ops for block in blocks), strict=True)
+    )
+    return replace(
+        blocks[0], ops=ops, workspace_bytes=min(block.workspace_bytes for block in blocks)
+    )
 
 
 def _least_op(of: Sequence[AnnotatedOp]) -> AnnotatedOp:
-    return replace(of[0], strategies=tuple(map(_least_strategy, zip(*(op.strategies for op in of), strict=True))))
+    return replace(
+        of[0],
+        strategies=tuple(map(_least_strategy, zip(*(op.strategies for op in of), strict=True))),
+    )
 
 
 def _least_strategy(of: Sequence[Strategy]) -> Strategy:
@@ -40,13 +59,23 @@ def _least_strategy(of: Sequence[Strategy]) -> Strategy:
             raise ValueError(f"strategy {of[0].name} has another {name} under another ZeRO stage")
     least = {name: min(getattr(one, name) for one in of) for name in _LEAST}
     weight_s = min(max(one.backward_weight_s for one in of), least["backward_s"])
-    return replace(of[0], **least, backward_weight_s=weight_s, forward_comm_s=0.0, backward_comm_s=0.0, step_comm_s=0.0)
+    return replace(
+        of[0],
+        **least,
+        backward_weight_s=weight_s,
+        forward_comm_s=0.0,
+        backward_comm_s=0.0,
+        step_comm_s=0.0,
+    )
 
 
 def undominated(of: Sequence[Models]) -> list[int]:
     """The numbers of those than which no other takes and holds no more, whatever is placed how; of equal ones the first."""
     numbers = [_numbers(models) for models in of]
-    beats = [[all(a <= b for a, b in zip(one, other, strict=True)) for other in numbers] for one in numbers]
+    beats = [
+        [all(a <= b for a, b in zip(one, other, strict=True)) for other in numbers]
+        for one in numbers
+    ]
     return [
         n for n in range(len(of))
         if not any(beats[other][n] and (other < n or not beats[n][other]) for other in range(len(of)) if other != n)

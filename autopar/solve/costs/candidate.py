@@ -26,9 +26,13 @@ class Candidate:
     recompute: str  # a recompute mode for all blocks, or `MIXED`
     stages_per_rank: int = 1
     schedule: str = "none"  # of a pipeline
-    schedules: tuple[tuple[str, int], ...] = ()  # if stages are to be found: schedules to choose from, with their stages a rank
+    schedules: tuple[
+        tuple[str, int], ...
+    ] = ()  # if stages are to be found: schedules to choose from, with their stages a rank
     offload: str = "none"  # what is in host memory; one for all candidates of a search
-    shard: int = 0  # data-parallel ranks that share out what ZeRO does, of which groups hold copies; 0: all
+    shard: int = (
+        0  # data-parallel ranks that share out what ZeRO does, of which groups hold copies; 0: all
+    )
 
     @property
     def parameters(self) -> tuple[MeshShape, int, int]:
@@ -52,8 +56,10 @@ class Candidate:
         return MODES if self.recompute == MIXED else (self.recompute,)
 
     def __str__(self) -> str:
-        choices = [f"{name} of {count} stages a rank" for name, count in self.schedules or ((self.schedule, self.stages_per_rank),)]
+        choices = [
+            f"{name} of {count} stages a rank"
+            for name, count in self.schedules or ((self.schedule, self.stages_per_rank),)
+        ]
         stages = ", " + " or ".join(choices) if self.mesh.pp > 1 else ""
         zero = f"{self.zero}" + (f" over {self.shard} ranks" if self.shard else "")
         return f"{self.mesh}, micro-batch {self.micro_batch}, zero {zero}, recompute {self.recompute}{stages}"
-

@@ -25,7 +25,13 @@ from itertools import pairwise
 from autopar_cost_models import StageTimes, late_moments, peak_held, pipeline_time
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, PipelineSetting, Strategy
-from autopar.solve.costs.placement_cost import Choices, SegmentCost, arrivals, class_costs, static_parts
+from autopar.solve.costs.placement_cost import (
+    Choices,
+    SegmentCost,
+    arrivals,
+    class_costs,
+    static_parts,
+)
 
 Stages = tuple[tuple[int, ...], ...]
 """The segments of each virtual stage, first to last."""
@@ -42,7 +48,9 @@ class Pipelined:
     memory_parts: dict[str, int]
 
 
-def pipelined(model: AnnotatedModel | Sequence[AnnotatedModel], choices: Choices, stages: Stages | None = None) -> Pipelined:
+def pipelined(
+    model: AnnotatedModel | Sequence[AnnotatedModel], choices: Choices, stages: Stages | None = None
+) -> Pipelined:
     """Price a step of a placement in `stages`, by default those of `cut`.  `model`: that of all ranks, or of each."""
     models = [model] * model.pipeline.ranks if isinstance(model, AnnotatedModel) else model
     different = {id(one): one for one in models}
@@ -50,27 +58,49 @@ def pipelined(model: AnnotatedModel | Sequence[AnnotatedModel], choices: Choices
     model, costs = models[0], [costs_of[id(one)] for one in models]
     setting, work_s = model.pipeline, [c.forward_s + c.backward_s for c in costs[0]]
     stages = stages or cut(setting.ranks * setting.stages_per_rank, blocks_of(model), work_s)
-    times = [_stage_times(stage, costs[number % setting.ranks]) for number, stage in enumerate(stages)]
-    times[0] = replace(times[0], weight_s=times[0].backward_s)  # nobody waits for the gradient of the model's input: torch runs it all late
+    times = [
+        _stage_times(stage, costs[number % setting.ranks]) for number, stage in enumerate(stages)
+    ]
+    times[0] = replace(
+        times[0], weight_s=times[0].backward_s
+    )  # nobody waits for the gradient of the model's input: torch runs it all late
     crossing = messages_bytes(model, choices)
     sent = [crossing[stage[0]] if stage else 0 for stage in stages[1:]] + [0]  # by each stage
     hop_s = longest_hop_s(different.values(), sent)
     took = pipeline_time(setting.schedule, times, setting.ranks, model.num_microbatches, hop_s)
-    of_rank = [[segment for stage in stages[rank :: setting.ranks] for segment in stage] for rank in range(setting.ranks)]
-    shared = [borrowed(one, choices, segments) for one, segments in zip(models, of_rank, strict=True)]
+    of_rank = [
+        [segment for stage in stages[rank :: setting.ranks] for segment in stage]
+        for rank in range(setting.ranks)
+    ]
+    shared = [
+        borrowed(one, choices, segments) for one, segments in zip(models, of_rank, strict=True)
+    ]
     step_s = [sum(own[s].step_s for s in mine) + sum(t.step_s for t in also)
               for own, mine, also in zip(costs, of_rank, shared, strict=True)]  # fmt: skip
     kept = [sum(costs[number % setting.ranks][s].kept_bytes for s in stage) + (size if setting.keeps_outputs else 0)
             for number, (stage, size) in enumerate(zip(stages, sent, strict=True))]  # fmt: skip
-    most, others = (peak_held(setting.schedule, sizes, setting.ranks, model.num_microbatches) for sizes in (kept, [*kept[:-1], 0]))
+    most, others = (
+        peak_held(setting.schedule, sizes, setting.ranks, model.num_microbatches)
+        for sizes in (kept, [*kept[:-1], 0])
+    )
     passing = passing_bytes(setting, sent)
     held = [_memory(models[rank], choices, stages, rank, costs[rank], (most[rank] + more, others[rank] + more))
             for rank, more in enumerate(passing)]  # fmt: skip
-    work_s = max(sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks)) for rank in range(setting.ranks))
+    work_s = max(
+        sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks))
+        for rank in range(setting.ranks)
+    )
     busy_s = model.num_microbatches * work_s
-    parts = {"stages": busy_s, "bubble": took.time_s - busy_s, "step": max(step_s), "fixed": model.fixed_s}
+    parts = {
+        "stages": busy_s,
+        "bubble": took.time_s - busy_s,
+        "step": max(step_s),
+        "fixed": model.fixed_s,
+    }
     fullest = max(held, key=lambda parts: sum(parts.values()))
-    return Pipelined(sum(parts.values()), stages, tuple(sum(parts.values()) for parts in held), parts, fullest)
+    return Pipelined(
+        sum(parts.values()), stages, tuple(sum(parts.values()) for parts in held), parts, fullest
+    )
 
 
 def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
@@ -78,14 +108,19 @@ def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
     room for one before it is needed, and a gradient is held until the next one goes."""
     if setting.stages_per_rank == 1 or not setting.keeps_outputs:
         return [0] * setting.ranks
-    meets = [max(pair) for pair in zip((0, *sent[:-1]), sent, strict=True)]  # what comes into a stage, or leaves it
+    meets = [
+        max(pair) for pair in zip((0, *sent[:-1]), sent, strict=True)
+    ]  # what comes into a stage, or leaves it
     return [2 * max(meets[rank :: setting.ranks]) for rank in range(setting.ranks)]
 
 
 def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
     """Seconds of the longest message, over the slowest of the links that the ranks have."""
     settings = [model.pipeline for model in models]
-    return max((s.hop_latency_s + size * s.hop_s_per_byte for size in sent if size for s in settings), default=0.0)
+    return max(
+        (s.hop_latency_s + size * s.hop_s_per_byte for size in sent if size for s in settings),
+        default=0.0,
+    )
 
 
 def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:
@@ -93,12 +128,18 @@ def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:
     own, sent_s = class_costs(model, choices), arrivals(model, choices)
     found = []
     for index, sources in zip(model.segments, model.reads, strict=True):
-        edges = [(model.segments[s], output, index, place) for place, (s, output) in enumerate(sources) if s >= 0]
+        edges = [
+            (model.segments[s], output, index, place)
+            for place, (s, output) in enumerate(sources)
+            if s >= 0
+        ]
         more_s = [sent_s[edge] for edge in edges if edge in sent_s]
         cost = own[index]
         if more_s:
             forward_s, backward_s = (sum(seconds) for seconds in zip(*more_s, strict=True))
-            cost = replace(cost, forward_s=cost.forward_s + forward_s, backward_s=cost.backward_s + backward_s)
+            cost = replace(
+                cost, forward_s=cost.forward_s + forward_s, backward_s=cost.backward_s + backward_s
+            )
         found.append(cost)
     return found
 
@@ -106,7 +147,11 @@ def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:
 def blocks_of(model: AnnotatedModel) -> list[int]:
     """The segments that are dealt to stages: those of the classes that repeat or are of layers, or all if none is."""
     counts = Counter(model.segments)
-    found = [number for number, index in enumerate(model.segments) if counts[index] > 1 or model.classes[index].is_layer]
+    found = [
+        number
+        for number, index in enumerate(model.segments)
+        if counts[index] > 1 or model.classes[index].is_layer
+    ]
     return found or list(range(len(model.segments)))
 
 
@@ -121,7 +166,9 @@ def cut(count: int, blocks: Sequence[int], total_s: Sequence[float]) -> Stages:
     each, more = divmod(len(blocks), count)
     extra = [before if stage == 0 else 0.0 for stage in range(count)]
     extra[-1] += after
-    full = set(nsmallest(more, range(count), key=lambda stage: (extra[stage], stage)))  # the stages with the least besides get one more
+    full = set(
+        nsmallest(more, range(count), key=lambda stage: (extra[stage], stage))
+    )  # the stages with the least besides get one more
     return stages_of([each + (stage in full) for stage in range(count)], blocks, len(total_s))
 
 
@@ -131,12 +178,16 @@ def stages_of(sizes: Sequence[int], blocks: Sequence[int], segments: int) -> Sta
     for size in sizes[:-1]:
         taken += size
         firsts.append(blocks[taken] if taken < len(blocks) else blocks[-1] + 1)
-    return tuple(tuple(range(first, end)) for first, end in zip(firsts, [*firsts[1:], segments], strict=True))
+    return tuple(
+        tuple(range(first, end)) for first, end in zip(firsts, [*firsts[1:], segments], strict=True)
+    )
 
 
 def _stage_times(stage: Sequence[int], costs: Sequence[SegmentCost]) -> StageTimes:
     of = [costs[segment] for segment in stage]
-    return StageTimes(sum(c.forward_s for c in of), sum(c.backward_s for c in of), sum(c.weight_s for c in of))
+    return StageTimes(
+        sum(c.forward_s for c in of), sum(c.backward_s for c in of), sum(c.weight_s for c in of)
+    )
 
 
 def messages_bytes(model: AnnotatedModel, choices: Choices) -> list[int]:
@@ -169,21 +220,42 @@ def _message_bytes(block: AnnotatedBlock, name: str, choice: Mapping[str, str]) 
 
 
 def _memory(
-    model: AnnotatedModel, choices: Choices, stages: Stages, rank: int, costs: Sequence[SegmentCost], kept_bytes: tuple[int, int]
+    model: AnnotatedModel,
+    choices: Choices,
+    stages: Stages,
+    rank: int,
+    costs: Sequence[SegmentCost],
+    kept_bytes: tuple[int, int],
 ) -> dict[str, int]:
     """What a rank holds, by part; `kept_bytes` of what forward keeps, with and without the last stage of all."""
     setting, mine = model.pipeline, range(rank, len(stages), model.pipeline.ranks)
     parted = [is_parted(setting.schedule, number) for number in mine]
-    moments = [_moment_bytes(model, stages[number], costs, two) for number, two in zip(mine, parted, strict=True)]
-    late = [_late_bytes(stages[number], costs, two) for number, two in zip(mine, parted, strict=True)]
-    turns = late_moments(setting.schedule, setting.ranks, setting.stages_per_rank, model.num_microbatches)[rank]
-    kept, transient = fullest_of(*kept_bytes, moments, late, turns, mine[-1] == len(stages) - 1 and not parted[-1])
-    if len(mine) == 1 and parted[0]:  # it holds most when most wait; the one whose turn it is has its own in `moments`
+    moments = [
+        _moment_bytes(model, stages[number], costs, two)
+        for number, two in zip(mine, parted, strict=True)
+    ]
+    late = [
+        _late_bytes(stages[number], costs, two) for number, two in zip(mine, parted, strict=True)
+    ]
+    turns = late_moments(
+        setting.schedule, setting.ranks, setting.stages_per_rank, model.num_microbatches
+    )[rank]
+    kept, transient = fullest_of(
+        *kept_bytes, moments, late, turns, mine[-1] == len(stages) - 1 and not parted[-1]
+    )
+    if (
+        len(mine) == 1 and parted[0]
+    ):  # it holds most when most wait; the one whose turn it is has its own in `moments`
         (((waiting,), _),) = turns
         kept -= (waiting - 1) * _given_back(model, stages[rank], costs, True)
     segments = [segment for number in mine for segment in stages[number]]
     owned = [*(costs[s] for s in segments), *borrowed(model, choices, segments)]
-    static = static_parts(*(sum(getattr(c, name) for c in owned) for name in ("static_bytes", "gradient_bytes", "optimizer_bytes")))
+    static = static_parts(
+        *(
+            sum(getattr(c, name) for c in owned)
+            for name in ("static_bytes", "gradient_bytes", "optimizer_bytes")
+        )
+    )
     return static | {"kept": kept, "transient": transient, "fixed": model.fixed_bytes}
 
 
@@ -193,7 +265,12 @@ def is_parted(schedule: str, stage: int) -> bool:
 
 
 def fullest_of(
-    kept: int, without: int, moments: Sequence[int], late: Sequence[int], turns: Sequence[tuple[Sequence[int], int]], ends: bool
+    kept: int,
+    without: int,
+    moments: Sequence[int],
+    late: Sequence[int],
+    turns: Sequence[tuple[Sequence[int], int]],
+    ends: bool,
 ) -> tuple[int, int]:
     """(bytes kept, bytes of a moment of backward) of a rank where both are most.
 
@@ -202,7 +279,10 @@ def fullest_of(
     the pipeline by a backward in one part, that follows its forward at once: other stages have theirs while the last keeps nothing.
     """
     if len(moments) == 1 or not ends:
-        waiting = ((sum(n * size for n, size in zip(counts, late, strict=True)), moments[chunk]) for counts, chunk in turns)
+        waiting = (
+            (sum(n * size for n, size in zip(counts, late, strict=True)), moments[chunk])
+            for counts, chunk in turns
+        )
         more, transient = max(waiting, key=sum)
         return kept + more, transient
     return max((kept, moments[-1]), (without, max(moments[:-1])), key=sum)
@@ -213,17 +293,31 @@ def freed_bytes(last: SegmentCost, parted: bool) -> int:
     return max(-last.late_bytes, 0) if parted else last.kept_bytes
 
 
-def _given_back(model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool) -> int:
+def _given_back(
+    model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool
+) -> int:
     """`freed_bytes` of a stage that has the model's last segment; 0 of others."""
     return sum(freed_bytes(costs[s], parted) for s in stage if model.segments[s] == model.last)
 
 
-def _moment_bytes(model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool) -> int:
+def _moment_bytes(
+    model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool
+) -> int:
     """The fullest moment of backward of a stage, besides what its micro-batches hold when it is over: in two parts, the model's last
     segment has it before anything waits of the others."""
     freed, late = _given_back(model, stage, costs, parted), _late_bytes(stage, costs, parted)
-    needed = [costs[s].parted_transient_bytes if parted else costs[s].transient_bytes for s in stage]
-    return max([0, *(size - (late if model.segments[s] == model.last else freed) for s, size in zip(stage, needed, strict=True))])
+    needed = [
+        costs[s].parted_transient_bytes if parted else costs[s].transient_bytes for s in stage
+    ]
+    return max(
+        [
+            0,
+            *(
+                size - (late if model.segments[s] == model.last else freed)
+                for s, size in zip(stage, needed, strict=True)
+            ),
+        ]
+    )
 
 
 def _late_bytes(stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool) -> int:
@@ -236,7 +330,15 @@ def host_bytes(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: i
     costs, found = class_costs(model, choices), []
     for rank in range(ranks):
         numbers = [segment for stage in stages[rank::ranks] for segment in stage]
-        found.append(sum(part.host_bytes for part in (*(costs[model.segments[s]] for s in numbers), *borrowed(model, choices, numbers))))
+        found.append(
+            sum(
+                part.host_bytes
+                for part in (
+                    *(costs[model.segments[s]] for s in numbers),
+                    *borrowed(model, choices, numbers),
+                )
+            )
+        )
     return max(found)
 
 
@@ -247,5 +349,9 @@ def borrowed(model: AnnotatedModel, choices: Choices, segments: Iterable[int]) -
         (number, name), *_ = shared.paying
         if any(s in own for s, _ in shared.reading) and not any(s in own for s, _ in shared.paying):
             index = model.segments[number]
-            found.append(next(op for op in model.classes[index].ops if op.name == name).strategy(choices[index][name]))
+            found.append(
+                next(op for op in model.classes[index].ops if op.name == name).strategy(
+                    choices[index][name]
+                )
+            )
     return found

@@ -16,7 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, Conversion, Saved, Strategy
+from autopar.ir.annotated import (
+    AnnotatedBlock,
+    AnnotatedModel,
+    BoundaryEdge,
+    Conversion,
+    Saved,
+    Strategy,
+)
 from autopar.ir.sharding import Layout
 
 Choices = tuple[dict[str, str], ...]
@@ -45,7 +52,9 @@ class Priced:
     transient_bytes: int
     fixed_bytes: int
     communication_s: float = 0.0  # of all parts but `fixed_s`: what is communication
-    dispatch_s: float = 0.0  # what the host needs to issue the kernels, recomputation included; no part of `time_s`
+    dispatch_s: float = (
+        0.0  # what the host needs to issue the kernels, recomputation included; no part of `time_s`
+    )
     gradient_bytes: int = 0  # of `static_bytes`
     optimizer_bytes: int = 0  # of `static_bytes`
 
@@ -85,27 +94,48 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
         conversions = list(_conversions(block, strategies))
         forward += [micro * block.count * s.forward_s for s in strategies.values()]
         backward += [micro * block.count * (s.backward_s - s.rerun_s) for s in strategies.values()]
-        conversion += [micro * block.count * (c.forward_s + c.backward_s - c.rerun_s) for c in conversions]
+        conversion += [
+            micro * block.count * (c.forward_s + c.backward_s - c.rerun_s) for c in conversions
+        ]
         recompute += [micro * block.count * c.rerun_s for c in (*strategies.values(), *conversions)]
         step += [block.count * s.step_s for s in strategies.values()]
         static += block.count * sum(s.static_bytes for s in strategies.values())
         gradients += block.count * sum(s.gradient_bytes for s in strategies.values())
         optimizer += block.count * sum(s.optimizer_bytes for s in strategies.values())
         times = micro * block.count
-        communication += [times * (c.forward_comm_s + c.backward_comm_s) for c in (*strategies.values(), *conversions)]
+        communication += [
+            times * (c.forward_comm_s + c.backward_comm_s)
+            for c in (*strategies.values(), *conversions)
+        ]
         communication += [block.count * s.step_comm_s for s in strategies.values()]
-        dispatch += [times * (s.forward_dispatch_s + s.backward_dispatch_s) for s in strategies.values()]
+        dispatch += [
+            times * (s.forward_dispatch_s + s.backward_dispatch_s) for s in strategies.values()
+        ]
         kept += block.count * _kept_bytes(block, strategies)
     freed = 0 if model.last is None else _kept_bytes(model.classes[model.last], chosen[model.last])
     for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
-        transient = max(transient, transient_bytes(block, strategies.values()) - (freed if index != model.last else 0))
+        transient = max(
+            transient,
+            transient_bytes(block, strategies.values()) - (freed if index != model.last else 0),
+        )
     crossed = list(_edge_conversions(model, chosen))
     edge = [micro * e.count * (c.forward_s + c.backward_s) for e, c in crossed]
     communication += [micro * e.count * (c.forward_comm_s + c.backward_comm_s) for e, c in crossed]
-    seconds = [fsum(part) for part in (forward, backward, recompute, conversion, edge, step)] + [model.fixed_s]
+    seconds = [fsum(part) for part in (forward, backward, recompute, conversion, edge, step)] + [
+        model.fixed_s
+    ]
     memory_bytes = static + kept + transient + model.fixed_bytes
     parts = static, kept, transient, model.fixed_bytes
-    return Priced(fsum(seconds), memory_bytes, *seconds, *parts, fsum(communication), fsum(dispatch), gradients, optimizer)
+    return Priced(
+        fsum(seconds),
+        memory_bytes,
+        *seconds,
+        *parts,
+        fsum(communication),
+        fsum(dispatch),
+        gradients,
+        optimizer,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +181,16 @@ def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> 
     return found
 
 
-def arrivals(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> dict[tuple[int, int, int, int], tuple[float, float]]:
+def arrivals(
+    model: AnnotatedModel, choices: Sequence[Mapping[str, str]]
+) -> dict[tuple[int, int, int, int], tuple[float, float]]:
     """Seconds (forward, backward) of each change of layout on the way from (class, its output) to (class, its input)."""
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
     return {
-        (edge.source, edge.source_output, edge.target, edge.target_input): (conversion.forward_s, conversion.backward_s)
+        (edge.source, edge.source_output, edge.target, edge.target_input): (
+            conversion.forward_s,
+            conversion.backward_s,
+        )
         for edge, conversion in _edge_conversions(model, chosen)
     }
 
@@ -186,7 +221,9 @@ def _kept_bytes(block: AnnotatedBlock, strategies: Mapping[str, Strategy]) -> in
 def saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:
     """Bytes that autograd keeps for one segment: each key once, at the largest size that a chosen strategy gives it.  Keys of the values
     `without` are left out."""
-    return _bytes_of(saved for strategy in strategies for saved in strategy.saved if saved.value not in without)
+    return _bytes_of(
+        saved for strategy in strategies for saved in strategy.saved if saved.value not in without
+    )
 
 
 def _bytes_of(tensors: Iterable[Saved]) -> int:
@@ -201,14 +238,18 @@ def input_bytes(block: AnnotatedBlock, name: str, layout: Layout) -> int:
     try:
         return block.input_bytes[name][layout]
     except KeyError:
-        raise ValueError(f"block {block.name} recomputes, but input_bytes has no size for input {name} in layout {layout}") from None
+        raise ValueError(
+            f"block {block.name} recomputes, but input_bytes has no size for input {name} in layout {layout}"
+        ) from None
 
 
 def _chosen(block: AnnotatedBlock, choice: Mapping[str, str]) -> dict[str, Strategy]:
     names = [op.name for op in block.ops]
     if sorted(names) != sorted(choice):
         odd = sorted(set(names) ^ set(choice))
-        raise InconsistentPlacement(f"block {block.name} has {len(names)} ops and {len(choice)} choices; only in one of them: {odd}")
+        raise InconsistentPlacement(
+            f"block {block.name} has {len(names)} ops and {len(choice)} choices; only in one of them: {odd}"
+        )
     return {op.name: op.strategy(choice[op.name]) for op in block.ops}
 
 
@@ -216,20 +257,36 @@ def _check_ties(model: AnnotatedModel, chosen: list[dict[str, Strategy]]) -> Non
     for group in model.ties:
         placements = {str(chosen[index][name].outputs[0].value) for index, name in group}
         if len(placements) > 1:
-            raise InconsistentPlacement(f"tied parameters {group} are one tensor but are placed {sorted(placements)}")
+            raise InconsistentPlacement(
+                f"tied parameters {group} are one tensor but are placed {sorted(placements)}"
+            )
 
 
 def _conversions(block: AnnotatedBlock, strategies: dict[str, Strategy]) -> Iterator[Conversion]:
     """The conversions one segment makes: one per value and needed layout."""
-    have = {value: layout for op in block.ops for value, layout in zip(op.outputs, strategies[op.name].outputs, strict=True)}
-    need = {(value, layout): op.name
-            for op in block.ops for value, layout in zip(op.inputs, strategies[op.name].inputs, strict=True)}
+    have = {
+        value: layout
+        for op in block.ops
+        for value, layout in zip(op.outputs, strategies[op.name].outputs, strict=True)
+    }
+    need = {
+        (value, layout): op.name
+        for op in block.ops
+        for value, layout in zip(op.inputs, strategies[op.name].inputs, strict=True)
+    }
     for (value, layout), reader in need.items():
         if have[value] != layout:
-            yield _lookup(block.values[value].conversions, have[value], layout, f"block {block.name}: value {value} read by {reader}")
+            yield _lookup(
+                block.values[value].conversions,
+                have[value],
+                layout,
+                f"block {block.name}: value {value} read by {reader}",
+            )
 
 
-def _edge_conversions(model: AnnotatedModel, chosen: list[dict[str, Strategy]]) -> Iterator[tuple[BoundaryEdge, Conversion]]:
+def _edge_conversions(
+    model: AnnotatedModel, chosen: list[dict[str, Strategy]]
+) -> Iterator[tuple[BoundaryEdge, Conversion]]:
     """Every edge whose ends disagree, with what that takes once."""
     for edge in model.edges:
         source, target = model.classes[edge.source], model.classes[edge.target]
@@ -240,7 +297,9 @@ def _edge_conversions(model: AnnotatedModel, chosen: list[dict[str, Strategy]]) 
             yield edge, _lookup(edge.conversions, have, need, where)
 
 
-def _lookup(conversions: dict[tuple[Layout, Layout], Conversion], have: Layout, need: Layout, where: str) -> Conversion:
+def _lookup(
+    conversions: dict[tuple[Layout, Layout], Conversion], have: Layout, need: Layout, where: str
+) -> Conversion:
     if (have, need) not in conversions:
         raise InconsistentPlacement(f"{where}: {have} cannot become {need}")
     return conversions[have, need]

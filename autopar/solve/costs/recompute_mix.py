@@ -58,18 +58,43 @@ def mixed(models: Models, modes: Sequence[str]) -> Mixed:
         parts_of.setdefault(index, []).append(number)
     classes = []
     for index, mode in origin:
-        block, again = models[mode].classes[index], models[mode].fixed_bytes - base.fixed_bytes  # buffers of what the mode makes again
+        block, again = (
+            models[mode].classes[index],
+            models[mode].fixed_bytes - base.fixed_bytes,
+        )  # buffers of what the mode makes again
         name = f"{block.name} ({mode})" if counts[index, mode] < block.count else block.name
-        classes.append(replace(block, name=name, count=counts[index, mode], workspace_bytes=block.workspace_bytes + again))
+        classes.append(
+            replace(
+                block,
+                name=name,
+                count=counts[index, mode],
+                workspace_bytes=block.workspace_bytes + again,
+            )
+        )
     times = Counter(
         (segments[source], output, segments[reader], entry)
         for reader, sources in enumerate(base.reads) for entry, (source, output) in enumerate(sources) if source >= 0
     )  # fmt: skip
-    conversions = {(e.source, e.source_output, e.target, e.target_input): e.conversions for e in base.edges}
+    conversions = {
+        (e.source, e.source_output, e.target, e.target_input): e.conversions for e in base.edges
+    }
     edges = tuple(
-        BoundaryEdge(source, output, target, entry, count, conversions[origin[source][0], output, origin[target][0], entry])
+        BoundaryEdge(
+            source,
+            output,
+            target,
+            entry,
+            count,
+            conversions[origin[source][0], output, origin[target][0], entry],
+        )
         for (source, output, target, entry), count in sorted(times.items())
     )
-    ties = tuple(tuple((number, name) for index, name in group for number in parts_of[index]) for group in base.ties)
+    ties = tuple(
+        tuple((number, name) for index, name in group for number in parts_of[index])
+        for group in base.ties
+    )
     last = None if base.last is None else parts_of[base.last][-1]
-    return Mixed(replace(base, classes=tuple(classes), edges=edges, ties=ties, last=last, segments=segments), origin)
+    return Mixed(
+        replace(base, classes=tuple(classes), edges=edges, ties=ties, last=last, segments=segments),
+        origin,
+    )

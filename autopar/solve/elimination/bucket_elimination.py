@@ -96,16 +96,24 @@ class _Step:
         """What each value of the choice that goes costs where the others are at `places`, by value and question."""
         total = np.zeros((1, 1))
         for number, order, axes in self.parts:
-            others = tuple(places[v] for v, axis in zip(self.left, axes[1:-1], strict=True) if axis is not None)
+            others = tuple(
+                places[v] for v, axis in zip(self.left, axes[1:-1], strict=True) if axis is not None
+            )
             table = asked[number].transpose(order)
             last = np.arange(table.shape[-1]) if others else slice(None)
             total = total + table[(slice(None), *others, last)]
         return total
 
-    def added(self, asked: Sequence[np.ndarray], without: int = -1, besides: Sequence[np.ndarray] = ()) -> np.ndarray:
+    def added(
+        self, asked: Sequence[np.ndarray], without: int = -1, besides: Sequence[np.ndarray] = ()
+    ) -> np.ndarray:
         """The sum of the parts, but for the table of one number, and of what is given besides.  Only what was made here is added to in
         place."""
-        parts = [asked[number].transpose(order)[axes] for number, order, axes in self.parts if number != without]
+        parts = [
+            asked[number].transpose(order)[axes]
+            for number, order, axes in self.parts
+            if number != without
+        ]
         total, *others = *parts, *besides
         is_own = False
         for part in others:
@@ -119,7 +127,9 @@ class _Step:
 @lru_cache(maxsize=64)
 def _plan(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> tuple[_Step, ...]:
     """In which order choices go; the same for all models of one structure."""
-    of: dict[int, set[int]] = {v: set() for v in range(len(sizes))}  # choice -> tables that it is in
+    of: dict[int, set[int]] = {
+        v: set() for v in range(len(sizes))
+    }  # choice -> tables that it is in
     known = list(scopes)
     for number, scope in enumerate(scopes):
         for v in scope:
@@ -143,7 +153,13 @@ def _step(variable: int, parts: Sequence[int], known: Sequence[Scope]) -> _Step:
     for number in sorted(parts, key=lambda number: -len(known[number])):
         own = known[number]
         order = tuple(own.index(v) for v in scope if v in own)
-        shaped.append((number, (*order, len(own)), (*(slice(None) if v in own else None for v in scope), slice(None))))
+        shaped.append(
+            (
+                number,
+                (*order, len(own)),
+                (*(slice(None) if v in own else None for v in scope), slice(None)),
+            )
+        )
     return _Step(scope, tuple(shaped))
 
 
@@ -160,14 +176,22 @@ def _order(scopes: Sequence[Scope], sizes: tuple[int, ...]) -> list[int]:
     """
     known: list[set[int]] = []
     for scope in sorted(set(scopes), key=lambda scope: (-len(scope), scope)):
-        if not any(other.issuperset(scope) for other in known):  # otherwise it says nothing about the order
+        if not any(
+            other.issuperset(scope) for other in known
+        ):  # otherwise it says nothing about the order
             known.append(set(scope))
     key = len(sizes), tuple(tuple(sorted(scope)) for scope in known)
     if key not in _orders:
         others = [found for (count, _), found in _orders.items() if count == len(sizes)]
         priced = [(order, _entries_of(order, key[1], sizes), entries) for order, entries in others]
-        good = [(order, entries) for order, entries, before in priced if entries * _AS_GOOD[1] <= before * _AS_GOOD[0]]
-        _orders[key] = min(good, key=lambda found: found[1]) if good else _found_order(key[1], sizes)
+        good = [
+            (order, entries)
+            for order, entries, before in priced
+            if entries * _AS_GOOD[1] <= before * _AS_GOOD[0]
+        ]
+        _orders[key] = (
+            min(good, key=lambda found: found[1]) if good else _found_order(key[1], sizes)
+        )
     return _orders[key][0]
 
 
@@ -176,7 +200,9 @@ def _found_order(scopes: Sequence[Scope], sizes: Sequence[int]) -> tuple[list[in
     min-fill), of several such orders with ties broken at random the one of the smallest tables."""
     order, entries = [], inf
     for attempt in range(_ATTEMPTS):
-        order, entries = _one_order(scopes, sizes, Random(attempt), float(attempt > 0), entries) or (order, entries)
+        order, entries = _one_order(
+            scopes, sizes, Random(attempt), float(attempt > 0), entries
+        ) or (order, entries)
     return order, entries
 
 
@@ -212,9 +238,13 @@ def _one_order(
     def score(v: int) -> float:
         own, joined = beside[v], 0  # each pair from both sides
         for a in own:
-            if len(apart := own - beside[a]) > 1:  # itself, and those that it does not stand with yet
+            if (
+                len(apart := own - beside[a]) > 1
+            ):  # itself, and those that it does not stand with yet
                 joined += sizes[a] * (sum([sizes[b] for b in apart]) - sizes[a])
-        return (joined + 2e-9 * prod([sizes[u] for u in own], start=1.0)) * (1 + noise * random.random())  # inf where no float is as large
+        return (joined + 2e-9 * prod([sizes[u] for u in own], start=1.0)) * (
+            1 + noise * random.random()
+        )  # inf where no float is as large
 
     scores, order, entries = {v: score(v) for v in beside}, [], 0
     while scores:
@@ -248,7 +278,12 @@ def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int]) -> list
 class Tables(CostTables):
     """Of a model, with the least that they add up to."""
 
-    def least(self, questions: Sequence[Question], parameters: Sequence[Stack] = (), allowed: Allowed | None = None) -> Least | None:
+    def least(
+        self,
+        questions: Sequence[Question],
+        parameters: Sequence[Stack] = (),
+        allowed: Allowed | None = None,
+    ) -> Least | None:
         """What a placement costs at least; None if none is consistent.
 
         `parameters`: what the parameters of a model with the same classes cost (`parameters`).  `allowed`: the strategies that some ops
@@ -268,7 +303,9 @@ class Tables(CostTables):
             lambda name: sum((stack.counted(name, places()) for stack in stacks if name in stack.counts), np.zeros(len(questions))),
         )  # fmt: skip
 
-    def _least_apart(self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed | None) -> Least | None:
+    def _least_apart(
+        self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed | None
+    ) -> Least | None:
         """`least` of each question by itself: of a table that was split one part alone would see which modes a question bars."""
         found = [self.least([question], parameters, allowed) for question in questions]
         if None in found:
@@ -281,7 +318,10 @@ class Tables(CostTables):
         )  # fmt: skip
 
     def least_with(
-        self, questions: Sequence[Question], parameters: Sequence[Stack] = (), allowed: Allowed | None = None
+        self,
+        questions: Sequence[Question],
+        parameters: Sequence[Stack] = (),
+        allowed: Allowed | None = None,
     ) -> dict[tuple[int, int], np.ndarray]:
         """(class, op) -> what placements in which the op runs a strategy cost at least, by question and strategy; for ops with a choice.
         Nothing is told where tables were split."""
@@ -292,11 +332,19 @@ class Tables(CostTables):
         for variable, cost_s in eliminated.least_with(op_of).items():
             size = self.sizes[variable]
             found[op_of[variable]] = np.full((len(questions), size), np.inf)
-            found[op_of[variable]][:, eliminated.left.get(variable, range(size))] = cost_s.T * (1 - _ROUNDING)
+            found[op_of[variable]][:, eliminated.left.get(variable, range(size))] = cost_s.T * (
+                1 - _ROUNDING
+            )
         return found
 
-    def _eliminated(self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed) -> _Eliminated:
-        left = {self.op_of[op]: list(strategies) for op, strategies in allowed.items() if self.op_of[op] >= 0}
+    def _eliminated(
+        self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed
+    ) -> _Eliminated:
+        left = {
+            self.op_of[op]: list(strategies)
+            for op, strategies in allowed.items()
+            if self.op_of[op] >= 0
+        }
         for view, (variable, kinds) in self.seen.items():
             if variable in left:
                 left[view] = np.unique(kinds[left[variable]]).tolist()
@@ -316,7 +364,12 @@ class Tables(CostTables):
                 (mode,) = wanted
                 left |= dict.fromkeys(variables, [self.modes.index(mode)])
             else:
-                other = np.array([[question.mode not in (None, mode) for question in questions] for mode in self.modes])
+                other = np.array(
+                    [
+                        [question.mode not in (None, mode) for question in questions]
+                        for mode in self.modes
+                    ]
+                )
                 scopes += [(variable,) for variable in variables]
                 asked += [np.where(other, np.inf, 0.0)] * len(variables)
         return _eliminated(scopes, asked, self.sizes, left)
@@ -327,7 +380,9 @@ class Tables(CostTables):
             {op.name: op.strategies[chosen.get(self.op_of[c, o], 0)].name for o, op in enumerate(block.ops)}
             for c, block in enumerate(self.base.classes)
         )  # fmt: skip
-        return choices, tuple(self.modes[chosen.get(self.mode_of.get(c, -1), 0)] for c in range(len(choices)))
+        return choices, tuple(
+            self.modes[chosen.get(self.mode_of.get(c, -1), 0)] for c in range(len(choices))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,25 +405,40 @@ class _Eliminated:
     def whole(self, without: int = -1) -> np.ndarray:
         """What is left in the end, by question; `without` the table of that number."""
         gone = {without, *(number for step in self.steps for number, *_ in step.parts)}
-        return sum((found.reshape(-1) for number, found in enumerate(self.asked) if number not in gone), np.zeros(1))
+        return sum(
+            (found.reshape(-1) for number, found in enumerate(self.asked) if number not in gone),
+            np.zeros(1),
+        )
 
     def chosen(self, questions: int) -> dict[int, np.ndarray]:
         """The value of each choice where that costs least, by question."""
         places: dict[int, np.ndarray] = {}
-        for _, steps in groupby(reversed(self.steps), key=attrgetter("variable")):  # of a table that was split, all parts
+        for _, steps in groupby(
+            reversed(self.steps), key=attrgetter("variable")
+        ):  # of a table that was split, all parts
             of = list(steps)
-            costs = sum((step.at(self.asked, places) for step in of[1:]), of[0].at(self.asked, places))
+            costs = sum(
+                (step.at(self.asked, places) for step in of[1:]), of[0].at(self.asked, places)
+            )
             found = np.argmin(costs, axis=0)
             places[of[0].variable] = found if len(found) == questions else found.repeat(questions)
-        first = {variable: np.full(questions, values[0]) for variable, values in self.left.items()}  # of what no table has
-        return first | {v: np.array(self.left[v])[at] if v in self.left else at for v, at in places.items()}
+        first = {
+            variable: np.full(questions, values[0]) for variable, values in self.left.items()
+        }  # of what no table has
+        return first | {
+            v: np.array(self.left[v])[at] if v in self.left else at for v, at in places.items()
+        }
 
     def least_with(self, wanted: Iterable[int]) -> dict[int, np.ndarray]:
         """Choice -> the least of all that has each of its values, by value and question.  What comes before a step is its table; what
         comes after is found from last to first."""
         first, found = len(self.asked) - len(self.steps), {}
-        reader = {number: place for place, step in enumerate(self.steps) for number, *_ in step.parts}
-        after: dict[int, np.ndarray] = {}  # of a step, by its choices but the one that goes: all that its table does not count
+        reader = {
+            number: place for place, step in enumerate(self.steps) for number, *_ in step.parts
+        }
+        after: dict[
+            int, np.ndarray
+        ] = {}  # of a step, by its choices but the one that goes: all that its table does not count
         for place in reversed(range(len(self.steps))):
             own, number = self.steps[place], first + place
             if number not in reader:
@@ -376,7 +446,9 @@ class _Eliminated:
             else:
                 later = self.steps[reader[number]]
                 total = later.added(self.asked, number, [after[reader[number]][None]])
-                total = np.broadcast_to(total, (*(self.sizes[v] for v in later.scope), total.shape[-1]))
+                total = np.broadcast_to(
+                    total, (*(self.sizes[v] for v in later.scope), total.shape[-1])
+                )
                 after[place] = _least_over(total, later.scope, own.left)
             if own.variable in wanted:
                 total = own.added(self.asked, besides=[after[place][None]])
@@ -394,7 +466,10 @@ def _least_over(total: np.ndarray, scope: Scope, left: Scope) -> np.ndarray:
 
 
 def _eliminated(
-    scopes: Sequence[Scope], asked: list[np.ndarray], all_sizes: Sequence[int], left: Mapping[int, list[int]]
+    scopes: Sequence[Scope],
+    asked: list[np.ndarray],
+    all_sizes: Sequence[int],
+    left: Mapping[int, list[int]],
 ) -> _Eliminated:
     """`all_sizes`: of all choices, and of all their values."""
     steps, sizes = _plan(tuple(scopes), tuple(all_sizes)), list(all_sizes)

@@ -16,7 +16,14 @@ from operator import attrgetter
 
 import numpy as np
 
-from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, BoundaryEdge, Conversion, Saved, Strategy
+from autopar.ir.annotated import (
+    AnnotatedBlock,
+    AnnotatedModel,
+    BoundaryEdge,
+    Conversion,
+    Saved,
+    Strategy,
+)
 from autopar.ir.sharding import Layout
 from autopar.solve.costs.pipeline_cost import blocks_of
 from autopar.solve.costs.placement_cost import input_bytes
@@ -31,7 +38,9 @@ Scope = tuple[int, ...]
 WAYS = ("forward", "backward")
 _BESIDES = ("weight", "step", "static")
 _HELD = (*WAYS, *_BESIDES)
-_parts_of = attrgetter("forward_s", "backward_s", "backward_weight_s", "step_s", "static_bytes")  # what `_HELD` counts
+_parts_of = attrgetter(
+    "forward_s", "backward_s", "backward_weight_s", "step_s", "static_bytes"
+)  # what `_HELD` counts
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,9 @@ class Stack:
         self.scopes = [table.scope for table in tables]
         self._shapes = [table.entries.shape[1:] for table in tables]
         self._ends = np.cumsum([prod(shape) for shape in self._shapes]).tolist()
-        self._entries = np.concatenate([table.entries.reshape(len(self.counts), -1) for table in tables], axis=1).T.copy()
+        self._entries = np.concatenate(
+            [table.entries.reshape(len(self.counts), -1) for table in tables], axis=1
+        ).T.copy()
         barred = np.isinf(self._entries).any(axis=1)
         self._barred = np.flatnonzero(barred)
         self._entries[barred] = 0.0
@@ -111,9 +122,17 @@ class CostTables:
         self.tables: list[Table] = []
         self.seen: dict[int, tuple[int, np.ndarray]] = {}
         self.is_exact = True
-        self.layers = {self.base.segments[number] for number in blocks_of(self.base)} if self.base.segments else set()
+        self.layers = (
+            {self.base.segments[number] for number in blocks_of(self.base)}
+            if self.base.segments
+            else set()
+        )
         several = len(models) > 1
-        self.mode_of = {c: self._choice(len(models)) for c in range(len(self.base.classes)) if several and c in self.layers}
+        self.mode_of = {
+            c: self._choice(len(models))
+            for c in range(len(self.base.classes))
+            if several and c in self.layers
+        }
         self.op_of = {
             (c, o): self._choice(len(op.strategies)) for c, block in enumerate(self.base.classes) for o, op in enumerate(block.ops)
         }  # fmt: skip
@@ -145,9 +164,13 @@ class CostTables:
 
     def _blocks(self, c: int) -> list[AnnotatedBlock]:
         """A class in each of its modes."""
-        return [model.classes[c] for model in (self.models if c in self.mode_of else self.models[:1])]
+        return [
+            model.classes[c] for model in (self.models if c in self.mode_of else self.models[:1])
+        ]
 
-    def _table(self, variables: Sequence[int], entries: np.ndarray, counts: tuple[str, ...]) -> Table:
+    def _table(
+        self, variables: Sequence[int], entries: np.ndarray, counts: tuple[str, ...]
+    ) -> Table:
         """A table over `variables` in any order (-1: no choice); `entries` have an axis of parts before them."""
         places = sorted(range(len(variables)), key=lambda place: variables[place])
         entries = entries.transpose(0, *(place + 1 for place in places))
@@ -161,14 +184,20 @@ class CostTables:
                 scope = scope[:place] + scope[place + 1 :]
         return Table(scope, entries, counts)
 
-    def _by_mode(self, c: int, entries: np.ndarray, variables: list[int], counts: tuple[str, ...]) -> list[Table]:
+    def _by_mode(
+        self, c: int, entries: np.ndarray, variables: list[int], counts: tuple[str, ...]
+    ) -> list[Table]:
         """The table of a class of which the first of `variables` is its mode, added before them; none if it is zero.  `entries`: part,
         mode, variables."""
         if not entries.any():
             return []
         if entries.shape[1] > 1 and bool(np.all(entries == entries[:, :1])):
             entries = entries[:, :1]
-        return [self._table([self.mode_of[c] if entries.shape[1] > 1 else -1, *variables], entries, counts)]
+        return [
+            self._table(
+                [self.mode_of[c] if entries.shape[1] > 1 else -1, *variables], entries, counts
+            )
+        ]
 
     def _add_class(self, c: int) -> None:
         blocks = self._blocks(c)
@@ -178,27 +207,46 @@ class CostTables:
         for o, op in enumerate(base.ops):
             for slot, value in enumerate(op.inputs):
                 readers[value].append((o, slot))
-        kept, late = [_kept(block) for block in blocks if not self.ways_alone], [_late(block) for block in blocks if self.with_late]
+        kept, late = (
+            [_kept(block) for block in blocks if not self.ways_alone],
+            [_late(block) for block in blocks if self.with_late],
+        )
         views = self._views(c, base, readers, [*kept, *late])
         whose = "" if c in self.layers and c != self.base.last else "_by_ends"
         self._add_bytes(c, base.count, kept, views, f"kept{whose}")
         self._add_bytes(c, base.count, late, views, f"late{whose}")
-        maker = {value: (o, slot) for o, op in enumerate(base.ops) for slot, value in enumerate(op.outputs)}
+        maker = {
+            value: (o, slot)
+            for o, op in enumerate(base.ops)
+            for slot, value in enumerate(op.outputs)
+        }
         for value, reading in readers.items():
             o, slot = maker[value]
             have = [s.outputs[slot] for s in base.ops[o].strategies]
             looks = [views.get((r, value), self._itself(c, r)) for r, _ in reading]
             needs = [
-                [base.ops[r].strategies[n].inputs[place] for n in look.strategies] for (r, place), look in zip(reading, looks, strict=True)
+                [base.ops[r].strategies[n].inputs[place] for n in look.strategies]
+                for (r, place), look in zip(reading, looks, strict=True)
             ]
             conversions = [block.values[value].conversions for block in blocks]
-            self._add_link(c, base.count, have, needs, conversions, [self.op_of[c, o], *(look.variable for look in looks)])
+            self._add_link(
+                c,
+                base.count,
+                have,
+                needs,
+                conversions,
+                [self.op_of[c, o], *(look.variable for look in looks)],
+            )
 
     def _itself(self, c: int, o: int) -> _View:
         return _View(self.op_of[c, o], range(len(self.base.classes[c].ops[o].strategies)))
 
     def _views(
-        self, c: int, base: AnnotatedBlock, readers: dict[str, list[tuple[int, int]]], kept: list[dict[str, dict[int, np.ndarray]]]
+        self,
+        c: int,
+        base: AnnotatedBlock,
+        readers: dict[str, list[tuple[int, int]]],
+        kept: list[dict[str, dict[int, np.ndarray]]],
     ) -> dict[tuple[int, str], _View]:
         """What others see of an op's choice through a value that several ops read or save: fewer choices than the op has strategies."""
         seen: dict[tuple[int, str], list[list]] = defaultdict(list)
@@ -218,7 +266,9 @@ class CostTables:
         found = {}
         for (o, value), parts in seen.items():
             kinds: dict[tuple, int] = {}
-            kind = np.array([kinds.setdefault(parts_of, len(kinds)) for parts_of in zip(*parts, strict=True)])
+            kind = np.array(
+                [kinds.setdefault(parts_of, len(kinds)) for parts_of in zip(*parts, strict=True)]
+            )
             if len(kinds) == len(kind):
                 continue
             choice = self._choice(len(kinds))
@@ -236,29 +286,51 @@ class CostTables:
                 entries = blocks[0].count * _entries([block.ops[o].strategies for block in blocks])
                 self.tables += self._by_mode(c, entries[: len(WAYS)], [self.op_of[c, o]], WAYS)
                 if not self.ways_alone:
-                    self.tables += self._by_mode(c, entries[len(WAYS) :], [self.op_of[c, o]], _BESIDES)
+                    self.tables += self._by_mode(
+                        c, entries[len(WAYS) :], [self.op_of[c, o]], _BESIDES
+                    )
 
     def _add_bytes(
-        self, c: int, count: int, kept: list[dict[str, dict[int, np.ndarray]]], views: dict[tuple[int, str], _View], counted: str
+        self,
+        c: int,
+        count: int,
+        kept: list[dict[str, dict[int, np.ndarray]]],
+        views: dict[tuple[int, str], _View],
+        counted: str,
     ) -> None:
         """What a class keeps, by mode: each tensor once."""
         by_scope: dict[tuple[int, ...], np.ndarray] = {}
         for mode, of_mode in enumerate(kept):
             for key, by_op in of_mode.items():
-                looks = {o: views.get((o, Saved(key, 0).value), self._itself(c, o)) for o in sorted(by_op)}
-                sizes = {look.variable if look.variable >= 0 else -1 - o: by_op[o][list(look.strategies)] for o, look in looks.items()}
+                looks = {
+                    o: views.get((o, Saved(key, 0).value), self._itself(c, o))
+                    for o in sorted(by_op)
+                }
+                sizes = {
+                    look.variable if look.variable >= 0 else -1 - o: by_op[o][list(look.strategies)]
+                    for o, look in looks.items()
+                }
                 parts = [tuple(sizes)]
-                if prod(map(len, sizes.values())) * len(kept) > LARGEST:  # no tensor is smaller than the mean of what ops save of it
+                if (
+                    prod(map(len, sizes.values())) * len(kept) > LARGEST
+                ):  # no tensor is smaller than the mean of what ops save of it
                     self.is_exact, parts = False, [(variable,) for variable in sizes]
                 for scope in parts:
                     shape = tuple(len(sizes[variable]) for variable in scope)
                     largest = np.zeros(shape)
                     for axis, variable in enumerate(scope):
-                        largest = np.maximum(largest, sizes[variable].reshape([-1 if a == axis else 1 for a in range(len(scope))]))
+                        largest = np.maximum(
+                            largest,
+                            sizes[variable].reshape(
+                                [-1 if a == axis else 1 for a in range(len(scope))]
+                            ),
+                        )
                     entries = by_scope.setdefault(scope, np.zeros((len(kept), *shape)))
                     entries[mode] += largest * count / len(parts)
         for scope, entries in by_scope.items():
-            self.tables += self._by_mode(c, entries[None], [max(variable, -1) for variable in scope], (counted,))
+            self.tables += self._by_mode(
+                c, entries[None], [max(variable, -1) for variable in scope], (counted,)
+            )
 
     def _add_edge(self, edge: BoundaryEdge) -> None:
         """What changes between segments."""
@@ -267,7 +339,14 @@ class CostTables:
         r = _place(target, target.inputs[edge.target_input])
         have = [s.inputs[0] for s in source.ops[o].strategies]
         needs = [[s.outputs[0] for s in target.ops[r].strategies]]
-        self._add_link(-1, edge.count, have, needs, [edge.conversions], [self.op_of[edge.source, o], self.op_of[edge.target, r]])
+        self._add_link(
+            -1,
+            edge.count,
+            have,
+            needs,
+            [edge.conversions],
+            [self.op_of[edge.source, o], self.op_of[edge.target, r]],
+        )
 
     def _add_link(
         self, c: int, count: int, have: list[Layout], needs: list[list[Layout]],
@@ -283,19 +362,31 @@ class CostTables:
         if len(prices) > 1 and bool(np.all(prices == prices[:1])):
             prices = prices[:1]
         prices = count * prices if count else np.where(np.isinf(prices), np.inf, 0.0)
-        prices = prices.transpose(2, 0, 1).reshape(len(WAYS), len(prices), len(link.made), -1)[:, :, link.rows]
+        prices = prices.transpose(2, 0, 1).reshape(len(WAYS), len(prices), len(link.made), -1)[
+            :, :, link.rows
+        ]
         mode = self.mode_of[c] if prices.shape[1] > 1 else -1
-        if prod([prices.shape[1], len(have), *map(len, needs)]) > LARGEST:  # all readers together pay at least the mean of what each pays
+        if (
+            prod([prices.shape[1], len(have), *map(len, needs)]) > LARGEST
+        ):  # all readers together pay at least the mean of what each pays
             self.is_exact = False
             for place, variable in zip(link.places, variables[1:], strict=True):
-                self.tables.append(self._table([mode, variables[0], variable], prices[:, :, :, place] / len(needs), WAYS))
+                self.tables.append(
+                    self._table(
+                        [mode, variables[0], variable], prices[:, :, :, place] / len(needs), WAYS
+                    )
+                )
             return
         if len(needs) == 1:
             total = prices[..., link.places[0]]
         else:  # each layout is paid for once
             total = np.zeros((*prices.shape[:3], *map(len, needs)))
             for number, needed in enumerate(link.needed):
-                total += np.where(needed, prices[:, :, :, number].reshape(*prices.shape[:3], *[1] * len(needs)), 0.0)
+                total += np.where(
+                    needed,
+                    prices[:, :, :, number].reshape(*prices.shape[:3], *[1] * len(needs)),
+                    0.0,
+                )
         if total.any():
             self.tables.append(self._table([mode, *variables], total, WAYS))
 
@@ -308,7 +399,9 @@ class CostTables:
             o = _place(self.base.classes[index], other)
             elsewhere = [s.outputs[0].value for s in self.base.classes[index].ops[o].strategies]
             same = np.array([[a == b for b in elsewhere] for a in placed])
-            self.tables.append(self._table([self.op_of[c, first], self.op_of[index, o]], _where(same), WAYS))
+            self.tables.append(
+                self._table([self.op_of[c, first], self.op_of[index, o]], _where(same), WAYS)
+            )
 
 
 def _entries(of_modes: Sequence[Sequence[Strategy]]) -> np.ndarray:
@@ -323,7 +416,9 @@ def _kept(block: AnnotatedBlock) -> dict[str, dict[int, np.ndarray]]:
     if block.recompute:
         for name in block.inputs:
             o = _place(block, name)
-            found[f"{name}:input"][o] = np.array([input_bytes(block, name, s.outputs[0]) for s in block.ops[o].strategies])
+            found[f"{name}:input"][o] = np.array(
+                [input_bytes(block, name, s.outputs[0]) for s in block.ops[o].strategies]
+            )
         return found
     return _by_key([[strategy.saved for strategy in op.strategies] for op in block.ops])
 
@@ -369,14 +464,19 @@ class _Link:
     @cached_property
     def needed(self) -> list[np.ndarray]:
         """By layout, where some reader needs it; an axis for each reader."""
-        return [np.logical_or.reduce(np.meshgrid(*(at == n for at in self.places), indexing="ij")) for n in range(len(self.wanted))]
+        return [
+            np.logical_or.reduce(np.meshgrid(*(at == n for at in self.places), indexing="ij"))
+            for n in range(len(self.wanted))
+        ]
 
     @property
     def is_free(self) -> bool:
         """Whether there is nothing to change."""
         return len(self.pairs) == 1 and self.pairs[0][0] is self.pairs[0][1]
 
-    def prices(self, conversions: dict[tuple[Layout, Layout], Conversion]) -> list[tuple[float, float]]:
+    def prices(
+        self, conversions: dict[tuple[Layout, Layout], Conversion]
+    ) -> list[tuple[float, float]]:
         """Seconds of forward and of backward of each of `pairs`; infinite where that is impossible."""
         found = []
         for pair in self.pairs:
@@ -384,7 +484,11 @@ class _Link:
             if pair[0] is pair[1]:
                 found.append((0.0, 0.0))
             else:
-                found.append((inf, inf) if conversion is None else (conversion.forward_s, conversion.backward_s))
+                found.append(
+                    (inf, inf)
+                    if conversion is None
+                    else (conversion.forward_s, conversion.backward_s)
+                )
         return found
 
 
@@ -398,4 +502,3 @@ def _link_of(have: tuple[Layout, ...], needs: tuple[tuple[Layout, ...], ...]) ->
 
 def _place(block: AnnotatedBlock, name: str) -> int:
     return next(o for o, op in enumerate(block.ops) if op.name == name)
-

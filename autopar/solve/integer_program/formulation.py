@@ -61,11 +61,17 @@ class Program:
     cost_s: list[float] = field(default_factory=list)  # per variable: seconds per step
     size_bytes: list[int] = field(default_factory=list)  # per variable
     exactly_one: list[Indicator] = field(default_factory=list)
-    implied: list[tuple[Indicator, int]] = field(default_factory=list)  # sum of the indicator <= variable
-    segments: list[Moment] = field(default_factory=list)  # of each class; each is at most the transient
+    implied: list[tuple[Indicator, int]] = field(
+        default_factory=list
+    )  # sum of the indicator <= variable
+    segments: list[Moment] = field(
+        default_factory=list
+    )  # of each class; each is at most the transient
     transient: int = -1
     transient_max: int = 0
-    strategy_of: dict[int, tuple[OpRef, int]] = field(default_factory=dict)  # x variable -> (op, strategy index)
+    strategy_of: dict[int, tuple[OpRef, int]] = field(
+        default_factory=dict
+    )  # x variable -> (op, strategy index)
     has_memory: bool = True  # whether size_bytes is complete; False where no capacity can bind
 
     def add(self, cost_s: float = 0.0, size_bytes: int = 0) -> int:
@@ -106,7 +112,9 @@ def formulate(model: AnnotatedModel, capacity_bytes: int | None) -> Program | Op
     _add_links(program, x, domains, links)
     for tie in ties:
         _add_ties(program, x, domains, tie)
-    program.has_memory = capacity_bytes is not None and _largest_memory(model, domains) > capacity_bytes
+    program.has_memory = (
+        capacity_bytes is not None and _largest_memory(model, domains) > capacity_bytes
+    )
     if program.has_memory:
         _add_memory(program, x, domains)
     return program
@@ -123,10 +131,15 @@ def formulate_between(model: AnnotatedModel, domains: Domains) -> Program:
     return program
 
 
-def formulate_segment(model: AnnotatedModel, index: int, domains: Domains) -> tuple[Program, dict[int, int], Moment]:
+def formulate_segment(
+    model: AnnotatedModel, index: int, domains: Domains
+) -> tuple[Program, dict[int, int], Moment]:
     """(one segment of class `index`, with what it has and keeps as `size_bytes`; what it keeps; what backward of it needs besides)."""
     classes = tuple(replace(block, count=1) for block in model.classes)
-    program, domains = Program(replace(model, classes=classes)), {ref: domain for ref, domain in domains.items() if ref[0] == index}
+    program, domains = (
+        Program(replace(model, classes=classes)),
+        {ref: domain for ref, domain in domains.items() if ref[0] == index},
+    )
     x = _add_strategies(program, domains)
     _add_links(program, x, domains, block_links(program.model, index))
     return program, *_add_bytes(program, x, domains, index)
@@ -158,7 +171,9 @@ def _add_strategies(program: Program, domains: Domains) -> dict[tuple[OpRef, int
     return x
 
 
-def _indicators(x: dict, domain: tuple[int, ...], ref: OpRef, labels: tuple) -> dict[Layout, Indicator]:
+def _indicators(
+    x: dict, domain: tuple[int, ...], ref: OpRef, labels: tuple
+) -> dict[Layout, Indicator]:
     """Label -> the strategies of `ref` that have it."""
     found: dict = defaultdict(tuple)
     for s in domain:
@@ -188,7 +203,9 @@ def _add_group(program: Program, x: dict, domains: Domains, links: list[Link]) -
             program.implied += [(indicator, paid) for indicator in indicators]
 
 
-def _add_link(program: Program, x: dict, domains: Domains, link: Link, need: dict[Layout, Indicator]) -> dict[tuple, Indicator]:
+def _add_link(
+    program: Program, x: dict, domains: Domains, link: Link, need: dict[Layout, Indicator]
+) -> dict[tuple, Indicator]:
     """(layout delivered, layout needed) -> indicator of that joint choice."""
     have = _indicators(x, domains[link.source], link.source, link.source_layouts)
     if len(have) == 1:
@@ -218,7 +235,9 @@ def _add_ties(program: Program, x: dict, domains: Domains, tie: Tie) -> None:
 def _add_memory(program: Program, x: dict, domains: Domains) -> None:
     """Bytes of every class, and what the fullest moment of backward adds."""
     model, freed = program.model, {}
-    kept, moments = zip(*(_add_bytes(program, x, domains, c) for c in range(len(model.classes))), strict=True)
+    kept, moments = zip(
+        *(_add_bytes(program, x, domains, c) for c in range(len(model.classes))), strict=True
+    )
     if model.last is not None:
         freed = {variable: -size for variable, size in kept[model.last].items()}
     for c, (block, (bytes_of, workspace)) in enumerate(zip(model.classes, moments, strict=True)):
@@ -230,7 +249,9 @@ def _add_memory(program: Program, x: dict, domains: Domains) -> None:
         program.transient = program.add(size_bytes=1)
 
 
-def _add_bytes(program: Program, x: dict, domains: Domains, c: int) -> tuple[dict[int, int], Moment]:
+def _add_bytes(
+    program: Program, x: dict, domains: Domains, c: int
+) -> tuple[dict[int, int], Moment]:
     """(what one segment of class `c` keeps, what backward of it needs besides), by variable; all that its segments keep is added."""
     block = program.model.classes[c]
     saved = _add_saved(program, x, domains, c, block.inputs if block.recompute else ())
@@ -244,10 +265,16 @@ def _input_sizes(program: Program, x: dict, domains: Domains, c: int) -> dict[in
     """Variable -> bytes of the inputs of one segment of class `c`."""
     block = program.model.classes[c]
     refs = [((c, number), op) for number, op in enumerate(block.ops) if op.name in block.inputs]
-    return {x[ref, s]: input_bytes(block, op.name, op.strategies[s].outputs[0]) for ref, op in refs for s in domains[ref]}
+    return {
+        x[ref, s]: input_bytes(block, op.name, op.strategies[s].outputs[0])
+        for ref, op in refs
+        for s in domains[ref]
+    }
 
 
-def _add_saved(program: Program, x: dict, domains: Domains, c: int, without: Sequence[str]) -> dict[int, int]:
+def _add_saved(
+    program: Program, x: dict, domains: Domains, c: int, without: Sequence[str]
+) -> dict[int, int]:
     """Variable -> bytes, whose sum is what one segment of class `c` saves besides values `without`."""
     sizes = _saved_sizes(program.model, domains, c, without)
     bytes_of: dict[int, int] = defaultdict(int)
@@ -258,7 +285,9 @@ def _add_saved(program: Program, x: dict, domains: Domains, c: int, without: Seq
                     bytes_of[x[ref, s]] += size
             continue
         smaller = 0
-        for level in sorted({size for per_strategy in by_op.values() for size in per_strategy.values() if size > 0}):
+        for level in sorted(
+            {size for per_strategy in by_op.values() for size in per_strategy.values() if size > 0}
+        ):
             reached = program.add()
             bytes_of[reached] += level - smaller
             smaller = level
@@ -269,7 +298,9 @@ def _add_saved(program: Program, x: dict, domains: Domains, c: int, without: Seq
     return dict(bytes_of)
 
 
-def _saved_sizes(model: AnnotatedModel, domains: Domains, c: int, without: Sequence[str]) -> dict[str, dict[OpRef, dict[int, int]]]:
+def _saved_sizes(
+    model: AnnotatedModel, domains: Domains, c: int, without: Sequence[str]
+) -> dict[str, dict[OpRef, dict[int, int]]]:
     """Saved key -> op -> strategy -> bytes, for class `c`."""
     sizes: dict[str, dict[OpRef, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for o, op in enumerate(model.classes[c].ops):
@@ -282,23 +313,33 @@ def _saved_sizes(model: AnnotatedModel, domains: Domains, c: int, without: Seque
     return sizes
 
 
-def _largest_saved(model: AnnotatedModel, domains: Domains, c: int, without: Sequence[str] = ()) -> int:
+def _largest_saved(
+    model: AnnotatedModel, domains: Domains, c: int, without: Sequence[str] = ()
+) -> int:
     """An upper bound of the bytes that one segment of class `c` saves besides values `without`: every key at its largest size."""
     sizes = _saved_sizes(model, domains, c, without)
-    return sum(max(max(per_strategy.values()) for per_strategy in by_op.values()) for by_op in sizes.values())
+    return sum(
+        max(max(per_strategy.values()) for per_strategy in by_op.values())
+        for by_op in sizes.values()
+    )
 
 
 def _largest_memory(model: AnnotatedModel, domains: Domains) -> int:
     """An upper bound of the memory of any choice."""
     total, transient = model.fixed_bytes, 0
     for c, block in enumerate(model.classes):
-        total += block.count * sum(max(op.strategies[s].static_bytes for s in domains[c, o]) for o, op in enumerate(block.ops))
+        total += block.count * sum(
+            max(op.strategies[s].static_bytes for s in domains[c, o])
+            for o, op in enumerate(block.ops)
+        )
         largest = _largest_saved(model, domains, c, block.inputs if block.recompute else ())
         transient = max(transient, block.workspace_bytes + (largest if block.recompute else 0))
         if block.recompute:
             entries = [(op, o) for o, op in enumerate(block.ops) if op.name in block.inputs]
-            total += block.count * sum(max(input_bytes(block, op.name, op.strategies[s].outputs[0]) for s in domains[c, o])
-                                       for op, o in entries)
+            total += block.count * sum(
+                max(input_bytes(block, op.name, op.strategies[s].outputs[0]) for s in domains[c, o])
+                for op, o in entries
+            )
         else:
             total += block.count * largest
     return total + transient

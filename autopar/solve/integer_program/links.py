@@ -56,17 +56,30 @@ class Tie:
 
 def find_links(model: AnnotatedModel) -> list[Link]:
     """All links of `model`.  Raises ValueError for a value that is read but not produced, and for a cost that is no cost."""
-    return [*(link for index in range(len(model.classes)) for link in block_links(model, index)), *edge_links(model)]
+    return [
+        *(link for index in range(len(model.classes)) for link in block_links(model, index)),
+        *edge_links(model),
+    ]
 
 
 def edge_links(model: AnnotatedModel) -> Iterator[Link]:
     """The links between segments."""
     for number, edge in enumerate(model.edges):
-        source, output = _op_named(model, edge.source, model.classes[edge.source].outputs[edge.source_output])
-        target, entry = _op_named(model, edge.target, model.classes[edge.target].inputs[edge.target_input])
+        source, output = _op_named(
+            model, edge.source, model.classes[edge.source].outputs[edge.source_output]
+        )
+        target, entry = _op_named(
+            model, edge.target, model.classes[edge.target].inputs[edge.target_input]
+        )
         prices = _prices(edge.conversions, model.num_microbatches * edge.count)
-        yield Link(("edge", number, ""), source, tuple(s.inputs[0] for s in output.strategies),
-                   target, tuple(s.outputs[0] for s in entry.strategies), prices)
+        yield Link(
+            ("edge", number, ""),
+            source,
+            tuple(s.inputs[0] for s in output.strategies),
+            target,
+            tuple(s.outputs[0] for s in entry.strategies),
+            prices,
+        )
 
 
 def find_ties(model: AnnotatedModel) -> list[Tie]:
@@ -75,28 +88,45 @@ def find_ties(model: AnnotatedModel) -> list[Tie]:
     for group in model.ties:
         (first, first_op), *others = [_op_named(model, index, name) for index, name in group]
         placed = tuple(s.outputs[0].value for s in first_op.strategies)
-        ties += [Tie(first, placed, ref, tuple(s.outputs[0].value for s in op.strategies)) for ref, op in others]
+        ties += [
+            Tie(first, placed, ref, tuple(s.outputs[0].value for s in op.strategies))
+            for ref, op in others
+        ]
     return ties
 
 
 def block_links(model: AnnotatedModel, index: int) -> Iterator[Link]:
     """The links within a class."""
     block = model.classes[index]
-    producer = {value: (number, slot) for number, op in enumerate(block.ops) for slot, value in enumerate(op.outputs)}
+    producer = {
+        value: (number, slot)
+        for number, op in enumerate(block.ops)
+        for slot, value in enumerate(op.outputs)
+    }
     prices: dict[str, dict] = {}
     for number, op in enumerate(block.ops):
         for slot, value in enumerate(op.inputs):
             if value not in producer or value not in block.values:
-                raise ValueError(f"block {block.name}: op {op.name} reads {value!r}, which has no producer or no entry in values")
+                raise ValueError(
+                    f"block {block.name}: op {op.name} reads {value!r}, which has no producer or no entry in values"
+                )
             if value not in prices:
                 weight = model.num_microbatches * block.count
                 prices[value] = _prices(block.values[value].conversions, weight)
             maker, maker_slot = producer[value]
-            yield Link(("value", index, value), (index, maker), tuple(s.outputs[maker_slot] for s in block.ops[maker].strategies),
-                       (index, number), tuple(s.inputs[slot] for s in op.strategies), prices[value])
+            yield Link(
+                ("value", index, value),
+                (index, maker),
+                tuple(s.outputs[maker_slot] for s in block.ops[maker].strategies),
+                (index, number),
+                tuple(s.inputs[slot] for s in op.strategies),
+                prices[value],
+            )
 
 
-def _prices(conversions: dict[tuple[Layout, Layout], Conversion], weight: int) -> dict[tuple[Layout, Layout], float]:
+def _prices(
+    conversions: dict[tuple[Layout, Layout], Conversion], weight: int
+) -> dict[tuple[Layout, Layout], float]:
     prices = {}
     for pair, conversion in conversions.items():
         prices[pair] = weight * (conversion.forward_s + conversion.backward_s)
@@ -106,7 +136,9 @@ def _prices(conversions: dict[tuple[Layout, Layout], Conversion], weight: int) -
 
 def check_cost(cost_s: float, where: str) -> None:
     if not (isfinite(cost_s) and cost_s >= 0):
-        raise ValueError(f"{where} costs {cost_s} s; a cost is finite and not negative (leave impossible choices out)")
+        raise ValueError(
+            f"{where} costs {cost_s} s; a cost is finite and not negative (leave impossible choices out)"
+        )
 
 
 def _op_named(model: AnnotatedModel, index: int, name: str):
@@ -117,7 +149,10 @@ def _op_named(model: AnnotatedModel, index: int, name: str):
 
 
 def reduce_domains(
-    models: Sequence[AnnotatedModel], links: list[Link], ties: list[Tie], allowed: Domains | None = None
+    models: Sequence[AnnotatedModel],
+    links: list[Link],
+    ties: list[Tie],
+    allowed: Domains | None = None,
 ) -> Domains | OpRef:
     """Strategies that may occur in an optimum, for time and for memory; or an op that has none, when layouts cannot be made consistent.
 
@@ -140,7 +175,10 @@ def reduce_domains(
         need = {link.target_layouts[s] for s in domains[link.target]}
         good_have = {a for a in have if a in need or any(link.allows(a, d) for d in need)}
         good_need = {d for d in need if d in have or any(link.allows(a, d) for a in have)}
-        ends = (link.source, link.source_layouts, have, good_have), (link.target, link.target_layouts, need, good_need)
+        ends = (
+            (link.source, link.source_layouts, have, good_have),
+            (link.target, link.target_layouts, need, good_need),
+        )
         for ref, layouts, found, good in ends:
             if len(good) < len(found):
                 domains[ref] = tuple(s for s in domains[ref] if layouts[s] in good)
@@ -150,7 +188,9 @@ def reduce_domains(
     return domains
 
 
-def _undominated(strategies: Sequence[Sequence[Strategy]], allowed: Sequence[int] | None) -> tuple[int, ...]:
+def _undominated(
+    strategies: Sequence[Sequence[Strategy]], allowed: Sequence[int] | None
+) -> tuple[int, ...]:
     """The strategies of an op that no other can replace, of those allowed (None: of all); `strategies[model]`."""
     numbers = range(len(strategies[0])) if allowed is None else allowed
 
@@ -162,7 +202,10 @@ def _undominated(strategies: Sequence[Sequence[Strategy]], allowed: Sequence[int
         # An equal strategy survives only once: earlier ones may win ties, later ones must be strictly better somewhere.
         if any(dominates(rival, index) for rival in kept):
             continue
-        if any(dominates(rival, index) and not dominates(index, rival) for rival in numbers[place + 1 :]):
+        if any(
+            dominates(rival, index) and not dominates(index, rival)
+            for rival in numbers[place + 1 :]
+        ):
             continue
         kept.append(index)
     return tuple(kept)
@@ -170,7 +213,11 @@ def _undominated(strategies: Sequence[Sequence[Strategy]], allowed: Sequence[int
 
 def _dominates(a: Strategy, b: Strategy) -> bool:
     """Whether `a` can replace `b` in any choice without costing more time or more memory."""
-    if (a.inputs, a.outputs) != (b.inputs, b.outputs) or a.step_s > b.step_s or a.static_bytes > b.static_bytes:
+    if (
+        (a.inputs, a.outputs) != (b.inputs, b.outputs)
+        or a.step_s > b.step_s
+        or a.static_bytes > b.static_bytes
+    ):
         return False
     if a.forward_s + a.backward_s > b.forward_s + b.backward_s:
         return False

@@ -39,15 +39,28 @@ def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
     """Lower bounds of `program` that hold exactly, by linear programming; where nothing is left to choose, what there is."""
     if all(len(indicator) == 1 for indicator in program.exactly_one):
         return _decided(program)
-    scale = float(max(capacity_bytes or 1, 1))  # bytes are in units of the capacity, which keeps the matrix well scaled
+    scale = float(
+        max(capacity_bytes or 1, 1)
+    )  # bytes are in units of the capacity, which keeps the matrix well scaled
     upper = np.ones(len(program.cost_s))
     if program.transient >= 0:
         upper[program.transient] = program.transient_max / scale
     rows = _rows(program, scale)
-    size = np.array([1.0 if v == program.transient else size / scale for v, size in enumerate(program.size_bytes)])
+    size = np.array(
+        [
+            1.0 if v == program.transient else size / scale
+            for v, size in enumerate(program.size_bytes)
+        ]
+    )
     capacity = []
     if program.has_memory:
-        capacity = [([(int(v), float(size[v])) for v in np.flatnonzero(size)], False, (capacity_bytes - program.constant_bytes) / scale)]
+        capacity = [
+            (
+                [(int(v), float(size[v])) for v in np.flatnonzero(size)],
+                False,
+                (capacity_bytes - program.constant_bytes) / scale,
+            )
+        ]
     bound_s, values = _solve(np.array(program.cost_s), rows + capacity, upper)
     bound_s = max(bound_s, 0.0) * (1 - _ROUNDING) + program.constant_s
     if values is None:
@@ -62,37 +75,62 @@ def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
 def _decided(program: Program) -> Relaxation:
     """The one placement of a program whose ops have one strategy each."""
     chosen = {variable for (variable,) in program.exactly_one}
-    chosen |= {implied for indicator, implied in program.implied if not chosen.isdisjoint(indicator)}
-    moments = [constant + sum(size for v, size in segment.items() if v in chosen) for segment, constant in program.segments]
+    chosen |= {
+        implied for indicator, implied in program.implied if not chosen.isdisjoint(indicator)
+    }
+    moments = [
+        constant + sum(size for v, size in segment.items() if v in chosen)
+        for segment, constant in program.segments
+    ]
     seconds = fsum(program.cost_s[v] for v in chosen) * (1 - _ROUNDING) + program.constant_s
-    size_bytes = program.constant_bytes + sum(program.size_bytes[v] for v in chosen) + max([0, *moments])
+    size_bytes = (
+        program.constant_bytes + sum(program.size_bytes[v] for v in chosen) + max([0, *moments])
+    )
     return Relaxation(seconds, size_bytes if program.has_memory else 0, sorted(chosen))
 
 
 def _rows(program: Program, scale: float) -> list[Row]:
     """All constraints but the capacity."""
     rows = [([(v, 1.0) for v in indicator], True, 1.0) for indicator in program.exactly_one]
-    rows += [([*((v, 1.0) for v in indicator), (implied, -1.0)], False, 0.0) for indicator, implied in program.implied]
-    rows += [([*((v, size / scale) for v, size in segment.items()), (program.transient, -1.0)], False, -constant / scale)
-             for segment, constant in program.segments]
+    rows += [
+        ([*((v, 1.0) for v in indicator), (implied, -1.0)], False, 0.0)
+        for indicator, implied in program.implied
+    ]
+    rows += [
+        (
+            [*((v, size / scale) for v, size in segment.items()), (program.transient, -1.0)],
+            False,
+            -constant / scale,
+        )
+        for segment, constant in program.segments
+    ]
     return rows
 
 
 def _solve(cost: np.ndarray, rows: list[Row], upper: np.ndarray) -> tuple[float, np.ndarray | None]:
     """A safe lower bound of min cost @ v subject to `rows` and 0 <= v <= upper, and the LP's solution (None if GLOP found none)."""
     scale = max(float(cost.max(initial=0.0)), 1e-300)
-    problem = linear_solver_pb2.MPModelProto()  # filled row by row, which is half the time of pywraplp's own calls
+    problem = (
+        linear_solver_pb2.MPModelProto()
+    )  # filled row by row, which is half the time of pywraplp's own calls
     for limit, coefficient in zip(upper.tolist(), (cost / scale).tolist(), strict=True):
         problem.variable.add(lower_bound=0.0, upper_bound=limit, objective_coefficient=coefficient)
     for terms, equal, limit in rows:
         variables, factors = zip(*terms, strict=True) if terms else ((), ())
-        problem.constraint.add(lower_bound=limit if equal else -inf, upper_bound=limit, var_index=variables, coefficient=factors)
+        problem.constraint.add(
+            lower_bound=limit if equal else -inf,
+            upper_bound=limit,
+            var_index=variables,
+            coefficient=factors,
+        )
     solver = pywraplp.Solver.CreateSolver("GLOP")
     solver.LoadModelFromProto(problem)
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return 0.0, None
     duals = np.array([constraint.dual_value() for constraint in solver.constraints()]) * scale
-    return _lagrangian(cost, rows, upper, duals), np.array([variable.solution_value() for variable in solver.variables()])
+    return _lagrangian(cost, rows, upper, duals), np.array(
+        [variable.solution_value() for variable in solver.variables()]
+    )
 
 
 def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: np.ndarray) -> float:
@@ -103,8 +141,14 @@ def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: np.
     variables = np.array([variable for terms, _, _ in rows for variable, _ in terms], dtype=int)
     parts = duals[places] * np.array([factor for terms, _, _ in rows for _, factor in terms])
     reduced = cost - np.bincount(variables, weights=parts, minlength=len(cost))
-    magnitude = np.abs(cost) @ upper + np.abs(duals * limits).sum() + np.abs(parts) @ upper[variables]
-    return fsum(duals * limits) + float(np.minimum(reduced, 0.0) @ upper) - _ROUNDING * float(magnitude)
+    magnitude = (
+        np.abs(cost) @ upper + np.abs(duals * limits).sum() + np.abs(parts) @ upper[variables]
+    )
+    return (
+        fsum(duals * limits)
+        + float(np.minimum(reduced, 0.0) @ upper)
+        - _ROUNDING * float(magnitude)
+    )
 
 
 def quick_time_bound(model: AnnotatedModel) -> float:
@@ -112,7 +156,13 @@ def quick_time_bound(model: AnnotatedModel) -> float:
     total = [model.fixed_s]
     for block in model.classes:
         for op in block.ops:
-            total.append(block.count * min(model.num_microbatches * (s.forward_s + s.backward_s) + s.step_s for s in op.strategies))
+            total.append(
+                block.count
+                * min(
+                    model.num_microbatches * (s.forward_s + s.backward_s) + s.step_s
+                    for s in op.strategies
+                )
+            )
     return fsum(total) * (1 - _ROUNDING)
 
 
@@ -126,7 +176,10 @@ def quick_memory_bound(model: AnnotatedModel) -> int:
         if block.recompute:
             moment = max(moment, block.workspace_bytes + least_saved(block, block.inputs))
             entries = [op for op in block.ops if op.name in block.inputs]
-            total += block.count * sum(min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in entries)
+            total += block.count * sum(
+                min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies)
+                for op in entries
+            )
         elif c == model.last:
             moment = max(moment, block.workspace_bytes + block.count * least_saved(block))
         else:
@@ -137,19 +190,28 @@ def quick_memory_bound(model: AnnotatedModel) -> int:
 
 def least_static(model: AnnotatedModel) -> int:
     """Static bytes of all segments at least."""
-    return sum(block.count * size for block, size in zip(model.classes, least_static_by_class(model), strict=True))
+    return sum(
+        block.count * size
+        for block, size in zip(model.classes, least_static_by_class(model), strict=True)
+    )
 
 
 def least_static_by_class(model: AnnotatedModel) -> list[int]:
     """Static bytes of a segment of each class at least."""
-    return [sum(min(s.static_bytes for s in op.strategies) for op in block.ops) for block in model.classes]
+    return [
+        sum(min(s.static_bytes for s in op.strategies) for op in block.ops)
+        for block in model.classes
+    ]
 
 
 def least_saved(block: AnnotatedBlock, without: Sequence[str] = ()) -> int:
     """A key that some op saves under every strategy is saved; at least as large as the largest of those ops' smallest sizes."""
     least: dict[str, int] = {}
     for op in block.ops:
-        per_strategy = [{saved.key: saved.size_bytes for saved in s.saved if saved.value not in without} for s in op.strategies]
+        per_strategy = [
+            {saved.key: saved.size_bytes for saved in s.saved if saved.value not in without}
+            for s in op.strategies
+        ]
         for key in per_strategy[0]:
             smallest = min(sizes.get(key, 0) for sizes in per_strategy)
             least[key] = max(least.get(key, 0), smallest)

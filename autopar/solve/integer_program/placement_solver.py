@@ -114,8 +114,13 @@ class Prepared:
         return self.capacity_bytes is not None and self.relaxed.bound_bytes > self.capacity_bytes
 
 
-def solve_placement(model: AnnotatedModel, capacity_bytes: int | None, time_limit_s: float = 30.0, upper_bound_s: float | None = None,
-                    workers: int = 1) -> Solution | Infeasible:
+def solve_placement(
+    model: AnnotatedModel,
+    capacity_bytes: int | None,
+    time_limit_s: float = 30.0,
+    upper_bound_s: float | None = None,
+    workers: int = 1,
+) -> Solution | Infeasible:
     """The fastest placement of `model` whose memory is at most `capacity_bytes` (None: any).
 
     `upper_bound_s` asks only for placements of at most that time.  `workers` is the number of CP-SAT threads; results are reproducible
@@ -128,7 +133,9 @@ def solve_placement(model: AnnotatedModel, capacity_bytes: int | None, time_limi
         return prepared
     result = solve_prepared(prepared, time_limit_s, upper_bound_s, workers)
     if isinstance(result, Infeasible) and result.reason == "memory":
-        return smallest_memory(model, capacity_bytes, max(start + time_limit_s - time.perf_counter(), 1.0), workers)
+        return smallest_memory(
+            model, capacity_bytes, max(start + time_limit_s - time.perf_counter(), 1.0), workers
+        )
     return replace(result, solve_time_s=time.perf_counter() - start)
 
 
@@ -137,59 +144,95 @@ def prepare(model: AnnotatedModel, capacity_bytes: int | None) -> Prepared | Inf
     start = time.perf_counter()
     program = formulate(model, capacity_bytes)
     if isinstance(program, tuple):
-        return Infeasible("layouts", _layout_conflict(model, program), time.perf_counter() - start, inf)
+        return Infeasible(
+            "layouts", _layout_conflict(model, program), time.perf_counter() - start, inf
+        )
     return Prepared(model, capacity_bytes, program, relax(program, capacity_bytes))
 
 
-def solve_prepared(prepared: Prepared, time_limit_s: float = 30.0, upper_bound_s: float | None = None,
-                   workers: int = 1) -> Solution | Infeasible:
+def solve_prepared(
+    prepared: Prepared,
+    time_limit_s: float = 30.0,
+    upper_bound_s: float | None = None,
+    workers: int = 1,
+) -> Solution | Infeasible:
     """As `solve_placement`, but if nothing fits, the least memory is not looked for."""
     start = time.perf_counter()
     program, relaxed, capacity_bytes = prepared.program, prepared.relaxed, prepared.capacity_bytes
     if prepared.fits_not:
-        return _fits_not(f"every placement needs at least {relaxed.bound_bytes} bytes, capacity is {capacity_bytes}", start)
+        return _fits_not(
+            f"every placement needs at least {relaxed.bound_bytes} bytes, capacity is {capacity_bytes}",
+            start,
+        )
     if upper_bound_s is not None and relaxed.bound_s > upper_bound_s:
         return _too_slow(upper_bound_s, relaxed.bound_s, start)
     if relaxed.chosen is not None:
         found = _solution(program, relaxed.chosen, relaxed.bound_s, start, "lp")
-        if found.status == "optimal" and (capacity_bytes is None or found.memory_bytes <= capacity_bytes):
+        if found.status == "optimal" and (
+            capacity_bytes is None or found.memory_bytes <= capacity_bytes
+        ):
             return found
     result = _minimise_time(program, capacity_bytes, start + time_limit_s, upper_bound_s, workers)
     if result.chosen is not None:
-        found = _solution(program, result.chosen, max(result.bound_s, relaxed.bound_s), start, "cp-sat")
+        found = _solution(
+            program, result.chosen, max(result.bound_s, relaxed.bound_s), start, "cp-sat"
+        )
         _audit(found, capacity_bytes, result)
         return found
     if not result.finished:
-        bound_s = max(relaxed.bound_s, min(result.bound_s, inf if upper_bound_s is None else upper_bound_s))
-        return Infeasible("time limit", f"no placement found in {time_limit_s:g} s", time.perf_counter() - start, bound_s)
+        bound_s = max(
+            relaxed.bound_s, min(result.bound_s, inf if upper_bound_s is None else upper_bound_s)
+        )
+        return Infeasible(
+            "time limit",
+            f"no placement found in {time_limit_s:g} s",
+            time.perf_counter() - start,
+            bound_s,
+        )
     if upper_bound_s is not None:
         return _too_slow(upper_bound_s, max(relaxed.bound_s, upper_bound_s), start)
     if not program.has_memory:
-        return Infeasible("layouts", "no choice of layouts is consistent", time.perf_counter() - start, inf)
+        return Infeasible(
+            "layouts", "no choice of layouts is consistent", time.perf_counter() - start, inf
+        )
     return _fits_not(f"no placement fits into {capacity_bytes} bytes", start)
 
 
-def smallest_memory(model: AnnotatedModel, capacity_bytes: int, time_limit_s: float = 30.0, workers: int = 1) -> Infeasible:
+def smallest_memory(
+    model: AnnotatedModel, capacity_bytes: int, time_limit_s: float = 30.0, workers: int = 1
+) -> Infeasible:
     """What the placement that needs the least memory needs: the answer for a model that does not fit into `capacity_bytes`."""
     start = time.perf_counter()
     program = formulate(model, capacity_bytes=-1)
     if isinstance(program, tuple):
-        return Infeasible("layouts", _layout_conflict(model, program), time.perf_counter() - start, inf)
+        return Infeasible(
+            "layouts", _layout_conflict(model, program), time.perf_counter() - start, inf
+        )
     built, variables = _cp_model(program)
     built.minimize(cp_sat.LinearExpr.weighted_sum(variables, program.size_bytes))
     solver = cp_solver(time_limit_s, workers)
     status = solver.solve(built)
     if status not in (cp_sat.OPTIMAL, cp_sat.FEASIBLE):
         if status == cp_sat.INFEASIBLE:
-            return Infeasible("layouts", "no choice of layouts is consistent", time.perf_counter() - start, inf)
-        return Infeasible("time limit", f"memory not minimised in {time_limit_s:g} s", time.perf_counter() - start)
+            return Infeasible(
+                "layouts", "no choice of layouts is consistent", time.perf_counter() - start, inf
+            )
+        return Infeasible(
+            "time limit", f"memory not minimised in {time_limit_s:g} s", time.perf_counter() - start
+        )
     choices = program.choices(chosen_of(program, solver, variables))
     memory_bytes = price(model, choices).memory_bytes
-    bound_bytes = min(round(solver.best_objective_bound) + program.constant_bytes, memory_bytes)  # a whole number, held as a float
+    bound_bytes = min(
+        round(solver.best_objective_bound) + program.constant_bytes, memory_bytes
+    )  # a whole number, held as a float
     if status == cp_sat.OPTIMAL and bound_bytes != memory_bytes:
-        raise SolverAuditError(f"CP-SAT's least memory is {bound_bytes} bytes; the same choices are priced {memory_bytes}")
+        raise SolverAuditError(
+            f"CP-SAT's least memory is {bound_bytes} bytes; the same choices are priced {memory_bytes}"
+        )
     detail = f"the smallest placement needs {memory_bytes} bytes, capacity is {capacity_bytes}"
-    return Infeasible("memory", detail, time.perf_counter() - start, inf, memory_bytes, bound_bytes, choices)
+    return Infeasible(
+        "memory", detail, time.perf_counter() - start, inf, memory_bytes, bound_bytes, choices
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,25 +245,53 @@ class _Result:
     finished: bool  # proven optimal, or proven that there is nothing
 
 
-def _minimise_time(program: Program, capacity_bytes: int | None, deadline: float, upper_bound_s: float | None, workers: int) -> _Result:
+def _minimise_time(
+    program: Program,
+    capacity_bytes: int | None,
+    deadline: float,
+    upper_bound_s: float | None,
+    workers: int,
+) -> _Result:
     """CP-SAT on quantised costs; once more with a finer quantum if one huge cost made the first too coarse."""
-    first = _minimise_quantised(program, capacity_bytes, deadline, upper_bound_s, upper_bound_s, workers)
-    if first.chosen is None or not first.finished or first.error_s <= OPTIMALITY_GAP / 2 * first.time_s:
+    first = _minimise_quantised(
+        program, capacity_bytes, deadline, upper_bound_s, upper_bound_s, workers
+    )
+    if (
+        first.chosen is None
+        or not first.finished
+        or first.error_s <= OPTIMALITY_GAP / 2 * first.time_s
+    ):
         return first
-    second = _minimise_quantised(program, capacity_bytes, deadline, upper_bound_s, first.time_s, workers)
+    second = _minimise_quantised(
+        program, capacity_bytes, deadline, upper_bound_s, first.time_s, workers
+    )
     return second if second.finished and second.chosen is not None else first
 
 
-def _minimise_quantised(program: Program, capacity_bytes: int | None, deadline: float, upper_bound_s: float | None,
-                        ceiling_s: float | None, workers: int) -> _Result:
-    costs, quantum_s = quantise(program.cost_s, [1] * len(program.cost_s), inf if ceiling_s is None else ceiling_s)
+def _minimise_quantised(
+    program: Program,
+    capacity_bytes: int | None,
+    deadline: float,
+    upper_bound_s: float | None,
+    ceiling_s: float | None,
+    workers: int,
+) -> _Result:
+    costs, quantum_s = quantise(
+        program.cost_s, [1] * len(program.cost_s), inf if ceiling_s is None else ceiling_s
+    )
     built, variables = _cp_model(program)
     total = cp_sat.LinearExpr.weighted_sum(variables, costs)
     built.minimize(total)
     if program.has_memory:
-        built.add(cp_sat.LinearExpr.weighted_sum(variables, program.size_bytes) <= capacity_bytes - program.constant_bytes)
+        built.add(
+            cp_sat.LinearExpr.weighted_sum(variables, program.size_bytes)
+            <= capacity_bytes - program.constant_bytes
+        )
     if upper_bound_s is not None:
-        built.add(total <= floor(max(upper_bound_s - program.constant_s, 0.0) / quantum_s * (1 + 1e-12)) + 1)
+        built.add(
+            total
+            <= floor(max(upper_bound_s - program.constant_s, 0.0) / quantum_s * (1 + 1e-12)) + 1
+        )
     solver = cp_solver(max(deadline - time.perf_counter(), 0.1), workers)
     status = solver.solve(built)
     finished = status in (cp_sat.OPTIMAL, cp_sat.INFEASIBLE)
@@ -232,17 +303,28 @@ def _minimise_quantised(program: Program, capacity_bytes: int | None, deadline: 
     chosen = chosen_of(program, solver, variables)
     error_s = quantum_s * sum(program.cost_s[v] > 0 for v in chosen)
     time_s = price(program.model, program.choices(chosen)).time_s
-    return _Result(chosen, bound_s, time_s, error_s, solver.objective_value * quantum_s + program.constant_s, finished)
+    return _Result(
+        chosen,
+        bound_s,
+        time_s,
+        error_s,
+        solver.objective_value * quantum_s + program.constant_s,
+        finished,
+    )
 
 
-def quantise(costs_s: Sequence[float], most: Sequence[int], ceiling_s: float) -> tuple[list[int], float]:
+def quantise(
+    costs_s: Sequence[float], most: Sequence[int], ceiling_s: float
+) -> tuple[list[int], float]:
     """Costs in whole quanta, rounded down, and the quantum in seconds; each is paid so many times at `most`.
 
     Costs above `ceiling_s`, the time of a known or required placement, are cut to it: no placement worth finding pays them, and cutting
     only lowers the bound of those that do.
     """
     costs_s = [min(cost_s, ceiling_s * (1 + 1e-9)) for cost_s in costs_s]
-    _, exponent = frexp(max(sum(cost_s * times for cost_s, times in zip(costs_s, most, strict=True)), 1e-300))
+    _, exponent = frexp(
+        max(sum(cost_s * times for cost_s, times in zip(costs_s, most, strict=True)), 1e-300)
+    )
     quantum_s = 2.0 ** (exponent - _RESOLUTION_BITS)
     return [floor(cost_s / quantum_s) for cost_s in costs_s], quantum_s
 
@@ -255,12 +337,16 @@ def _cp_model(program: Program) -> tuple[cp_sat.CpModel, list]:
         variables[program.transient] = built.new_int_var(0, program.transient_max, "")
     constrain(built, program, variables)
     for segment, constant in program.segments:
-        total = cp_sat.LinearExpr.weighted_sum([variables[v] for v in segment], list(segment.values()))
+        total = cp_sat.LinearExpr.weighted_sum(
+            [variables[v] for v in segment], list(segment.values())
+        )
         built.add(total + constant <= variables[program.transient])
     return built, variables
 
 
-def constrain(built: cp_sat.CpModel, program: Program, variables: list, number: cp_sat.LinearExprT = 1) -> None:
+def constrain(
+    built: cp_sat.CpModel, program: Program, variables: list, number: cp_sat.LinearExprT = 1
+) -> None:
     """What holds of the 0/1 variables of `program`, of each of which `variables` has so many."""
     is_one = isinstance(number, int)
     for indicator in program.exactly_one:
@@ -283,7 +369,9 @@ def cp_solver(time_limit_s: float, workers: int) -> cp_sat.CpSolver:
     solver.parameters.random_seed = 0
     solver.parameters.num_workers = workers
     solver.parameters.catch_sigint_signal = False  # Ctrl-C belongs to Python
-    solver.parameters.interleave_search = workers > 1  # threads proceed in lockstep, so that the result does not depend on timing
+    solver.parameters.interleave_search = (
+        workers > 1
+    )  # threads proceed in lockstep, so that the result does not depend on timing
     # Measured on a 54-op transformer under three capacities: level 1 needs 3 to over 30 s, level 2 less than 0.5 s, because the
     # relaxation is tight once the LP sees every constraint.  The other three are presolve that costs more than it saves (0.40 -> 0.27 s).
     solver.parameters.linearization_level = 2
@@ -294,10 +382,16 @@ def cp_solver(time_limit_s: float, workers: int) -> cp_sat.CpSolver:
 
 
 def chosen_of(program: Program, solver: cp_sat.CpSolver, variables: list) -> list[int]:
-    return [v for v, variable in enumerate(variables) if v != program.transient and solver.value(variable) == 1]
+    return [
+        v
+        for v, variable in enumerate(variables)
+        if v != program.transient and solver.value(variable) == 1
+    ]
 
 
-def _solution(program: Program, chosen: list[int], bound_s: float, start: float, method: str) -> Solution:
+def _solution(
+    program: Program, chosen: list[int], bound_s: float, start: float, method: str
+) -> Solution:
     choices = program.choices(chosen)
     priced = price(program.model, choices)
     bound_s = min(bound_s, priced.time_s)
@@ -309,11 +403,17 @@ def _audit(found: Solution, capacity_bytes: int | None, result: _Result) -> None
     """The price must respect the capacity, the objective that CP-SAT saw, and the bound."""
     slack_s = 1e-12 * found.time_s
     if capacity_bytes is not None and found.memory_bytes > capacity_bytes:
-        raise SolverAuditError(f"CP-SAT's placement needs {found.memory_bytes} bytes of {capacity_bytes}")
+        raise SolverAuditError(
+            f"CP-SAT's placement needs {found.memory_bytes} bytes of {capacity_bytes}"
+        )
     if found.time_s > result.objective_s + result.error_s + slack_s:
-        raise SolverAuditError(f"CP-SAT's objective is {result.objective_s} s (+ at most {result.error_s}); the price is {found.time_s} s")
+        raise SolverAuditError(
+            f"CP-SAT's objective is {result.objective_s} s (+ at most {result.error_s}); the price is {found.time_s} s"
+        )
     if result.bound_s > found.time_s + slack_s:
-        raise SolverAuditError(f"CP-SAT's bound {result.bound_s} s is above the price of its placement, {found.time_s} s")
+        raise SolverAuditError(
+            f"CP-SAT's bound {result.bound_s} s is above the price of its placement, {found.time_s} s"
+        )
 
 
 def _fits_not(detail: str, start: float) -> Infeasible:

@@ -29,8 +29,19 @@ from autopar.solve.costs.pipeline_cost import blocks_of
 from autopar.solve.costs.placement_cost import Choices
 from autopar.solve.costs.recompute_mix import Models
 from autopar.solve.integer_program import cp_sat
-from autopar.solve.integer_program.formulation import Moment, Program, formulate_between, formulate_segment
-from autopar.solve.integer_program.links import Domains, OpRef, find_links, find_ties, reduce_domains
+from autopar.solve.integer_program.formulation import (
+    Moment,
+    Program,
+    formulate_between,
+    formulate_segment,
+)
+from autopar.solve.integer_program.links import (
+    Domains,
+    OpRef,
+    find_links,
+    find_ties,
+    reduce_domains,
+)
 from autopar.solve.integer_program.placement_solver import chosen_of, constrain, cp_solver, quantise
 
 
@@ -60,11 +71,17 @@ class _Part:
     variables: list
 
     def sum_of(self, coefficients: Mapping[int, int]) -> cp_sat.LinearExprT:
-        return cp_sat.LinearExpr.weighted_sum([self.variables[v] for v in coefficients], list(coefficients.values()))
+        return cp_sat.LinearExpr.weighted_sum(
+            [self.variables[v] for v in coefficients], list(coefficients.values())
+        )
 
 
 def solve_together(
-    models: Models, capacity_bytes: int, time_limit_s: float, upper_bound_s: float = inf, allowed: Domains | None = None
+    models: Models,
+    capacity_bytes: int,
+    time_limit_s: float,
+    upper_bound_s: float = inf,
+    allowed: Domains | None = None,
 ) -> Together:
     """The fastest placement that fits into `capacity_bytes` and takes at most `upper_bound_s`, with its best modes.
 
@@ -78,16 +95,23 @@ def solve_together(
     built, between = cp_sat.CpModel(), formulate_between(base, domains)
     shared = [built.new_bool_var("") for _ in between.cost_s]
     constrain(built, between, shared)
-    parts = _add_classes(built, models, domains, {ref: shared[v] for v, ref in between.strategy_of.items()})
+    parts = _add_classes(
+        built, models, domains, {ref: shared[v] for v, ref in between.strategy_of.items()}
+    )
     _add_memory(built, parts, capacity_bytes - base.fixed_bytes, base.last)
 
-    costs_s = [*between.cost_s, *(part.factor * cost_s for part in parts for cost_s in part.program.cost_s)]
+    costs_s = [
+        *between.cost_s,
+        *(part.factor * cost_s for part in parts for cost_s in part.program.cost_s),
+    ]
     variables = [*shared, *(variable for part in parts for variable in part.variables)]
     most = [*(1 for _ in shared), *(part.most for part in parts for _ in part.variables)]
     costs, quantum_s = quantise(costs_s, most, upper_bound_s)
     total = cp_sat.LinearExpr.weighted_sum(variables, costs)
     if upper_bound_s < inf:
-        built.add(total <= floor(max(upper_bound_s - base.fixed_s, 0.0) / quantum_s * (1 + 1e-12)) + 1)
+        built.add(
+            total <= floor(max(upper_bound_s - base.fixed_s, 0.0) / quantum_s * (1 + 1e-12)) + 1
+        )
     built.minimize(total)
     solver = cp_solver(time_limit_s, 1)
     status = solver.solve(built)
@@ -96,7 +120,11 @@ def solve_together(
     bound_s = max(solver.best_objective_bound, 0.0) * quantum_s * (1 - 1e-12) + base.fixed_s
     if status not in (cp_sat.OPTIMAL, cp_sat.FEASIBLE):
         return Together(None, (), inf, min(bound_s, upper_bound_s))
-    paid = sum(number for number, cost_s in zip(map(solver.value, variables), costs_s, strict=True) if cost_s > 0)
+    paid = sum(
+        number
+        for number, cost_s in zip(map(solver.value, variables), costs_s, strict=True)
+        if cost_s > 0
+    )
     counts: tuple[dict[str, int], ...] = tuple({} for _ in base.classes)
     for part in parts:
         counts[part.index][part.mode] = part.factor * solver.value(part.number)
@@ -104,7 +132,12 @@ def solve_together(
     return Together(between.choices(chosen_of(between, solver, shared)), counts, time_s, bound_s)
 
 
-def _add_classes(built: cp_sat.CpModel, models: Models, domains: Domains, strategies: Mapping[tuple[OpRef, int], object]) -> list[_Part]:
+def _add_classes(
+    built: cp_sat.CpModel,
+    models: Models,
+    domains: Domains,
+    strategies: Mapping[tuple[OpRef, int], object],
+) -> list[_Part]:
     """The segments of each class in each mode, with one strategy for all."""
     base = next(iter(models.values()))
     layers, parts = {base.segments[number] for number in blocks_of(base)}, []
@@ -115,37 +148,61 @@ def _add_classes(built: cp_sat.CpModel, models: Models, domains: Domains, strate
         of_class = []
         for mode, number in zip(modes, numbers, strict=True):
             program, kept, (sizes, workspace) = formulate_segment(models[mode], index, domains)
-            moment = sizes, workspace + models[mode].fixed_bytes - base.fixed_bytes  # buffers of what the mode makes again
+            moment = (
+                sizes,
+                workspace + models[mode].fixed_bytes - base.fixed_bytes,
+            )  # buffers of what the mode makes again
             variables = [built.new_int_var(0, most, "") for _ in program.cost_s]
             constrain(built, program, variables, number)
-            of_class.append(_Part(index, mode, program, kept, moment, factor, number, most, variables))
+            of_class.append(
+                _Part(index, mode, program, kept, moment, factor, number, most, variables)
+            )
         if len(modes) > 1:
             built.add(sum(numbers) == block.count)
-        for v, ref in of_class[0].program.strategy_of.items():  # the first variables of all programs of a class are the same
+        for v, ref in (
+            of_class[0].program.strategy_of.items()
+        ):  # the first variables of all programs of a class are the same
             built.add(sum(part.variables[v] for part in of_class) == most * strategies[ref])
         parts += of_class
     return parts
 
 
-def _add_memory(built: cp_sat.CpModel, parts: list[_Part], room_bytes: int, last: int | None) -> None:
+def _add_memory(
+    built: cp_sat.CpModel, parts: list[_Part], room_bytes: int, last: int | None
+) -> None:
     """What is there all the time and the fullest moment of backward fit together."""
-    largest = max(sum(sizes.values()) + constant for sizes, constant in (part.moment for part in parts))
+    largest = max(
+        sum(sizes.values()) + constant for sizes, constant in (part.moment for part in parts)
+    )
     transient = built.new_int_var(0, max(largest, 0), "")
     freed = sum(part.sum_of(part.kept) for part in parts if part.index == last)
     for part in parts:
         sizes, constant = part.moment
-        there, variables = (part.number, part.variables) if part.most == 1 else _add_there(built, part)
-        moment = cp_sat.LinearExpr.weighted_sum([variables[v] for v in sizes], list(sizes.values())) + constant * there
+        there, variables = (
+            (part.number, part.variables) if part.most == 1 else _add_there(built, part)
+        )
+        moment = (
+            cp_sat.LinearExpr.weighted_sum([variables[v] for v in sizes], list(sizes.values()))
+            + constant * there
+        )
         built.add(moment - (freed if part.index != last else 0) <= transient)
-    held = sum(part.factor * part.sum_of(dict(enumerate(part.program.size_bytes))) for part in parts)
+    held = sum(
+        part.factor * part.sum_of(dict(enumerate(part.program.size_bytes))) for part in parts
+    )
     built.add(held + transient <= room_bytes)
 
 
-def _add_there(built: cp_sat.CpModel, part: _Part) -> tuple[cp_sat.IntVar, dict[int, cp_sat.IntVar]]:
+def _add_there(
+    built: cp_sat.CpModel, part: _Part
+) -> tuple[cp_sat.IntVar, dict[int, cp_sat.IntVar]]:
     """(whether segments of the part are there; the variables that its moment asks for, of one of them)."""
     there = built.new_bool_var("")
     built.add(part.number <= part.most * there)
-    implied = [(indicator, reached) for indicator, reached in part.program.implied if reached in part.moment[0]]
+    implied = [
+        (indicator, reached)
+        for indicator, reached in part.program.implied
+        if reached in part.moment[0]
+    ]
     wanted = sorted(set(part.moment[0]).union(*(indicator for indicator, _ in implied)))
     one = {v: built.new_bool_var("") for v in wanted}
     for v, variable in one.items():

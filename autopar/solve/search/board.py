@@ -26,7 +26,16 @@ class Board:
 
     def __init__(self, candidates: int, cells: int, kinds: int, is_shared: bool) -> None:
         self.is_shared = is_shared
-        sizes = [1, 2 * _MOST_PROCESSES, _MOST_PROCESSES, candidates, candidates, candidates, cells, kinds]
+        sizes = [
+            1,
+            2 * _MOST_PROCESSES,
+            _MOST_PROCESSES,
+            candidates,
+            candidates,
+            candidates,
+            cells,
+            kinds,
+        ]
         self._file: int | None = None
         numbers = np.zeros(sum(sizes))
         if is_shared:
@@ -35,7 +44,16 @@ class Board:
             os.ftruncate(self._file, numbers.nbytes)
             numbers = np.frombuffer(mmap.mmap(self._file, numbers.nbytes))
         parts = np.split(numbers, np.cumsum(sizes)[:-1])
-        self._best, self._working, self.busy, self.owner, self.bound_s, self.estimate_s, self.opener, self.too_much = parts
+        (
+            self._best,
+            self._working,
+            self.busy,
+            self.owner,
+            self.bound_s,
+            self.estimate_s,
+            self.opener,
+            self.too_much,
+        ) = parts
         for part in (self._best, self.bound_s, self.estimate_s, self.too_much):
             part[:] = inf
         for part in (self.owner, self.opener):
@@ -64,7 +82,11 @@ class Board:
         """A process is at work; None: this one."""
         process = process or os.getpid()
         with self._alone():
-            free = (place for place, known in enumerate(self._working.astype(int).tolist()) if not _is_alive(known))
+            free = (
+                place
+                for place, known in enumerate(self._working.astype(int).tolist())
+                if not _is_alive(known)
+            )
             if (place := next(free, None)) is not None:
                 self._working[place] = process
 
@@ -84,7 +106,9 @@ class Board:
 
     def waiting(self, below_s: float) -> int | None:
         """The most promising candidate that was opened and that nobody refines; None if none may be faster than `below_s`."""
-        estimate_s = np.where((self.owner == NOBODY) & (self.bound_s < below_s), self.estimate_s, inf)
+        estimate_s = np.where(
+            (self.owner == NOBODY) & (self.bound_s < below_s), self.estimate_s, inf
+        )
         number = int(estimate_s.argmin()) if len(estimate_s) else 0
         return number if len(estimate_s) and estimate_s[number] < inf else None
 

@@ -39,8 +39,19 @@ from autopar.solve.bounds.cell import Cell
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.pipeline_cost import pipelined
 from autopar.solve.costs.schedule import Schedule
-from autopar.solve.integer_program.lp_relaxation import least_static_by_class, quick_memory_bound, quick_time_bound
-from autopar.solve.integer_program.placement_solver import OPTIMALITY_GAP, Infeasible, Solution, prepare, smallest_memory, solve_prepared
+from autopar.solve.integer_program.lp_relaxation import (
+    least_static_by_class,
+    quick_memory_bound,
+    quick_time_bound,
+)
+from autopar.solve.integer_program.placement_solver import (
+    OPTIMALITY_GAP,
+    Infeasible,
+    Solution,
+    prepare,
+    smallest_memory,
+    solve_prepared,
+)
 from autopar.solve.search.board import NOBODY, Board
 from autopar.solve.search.candidate_solver import ALONE, Joint, Staged
 from autopar.solve.search.candidate_state import Entry
@@ -72,9 +83,16 @@ _BOUNDS_OF_JOINT = 3
 """A sketch, the bounds by totals and the first family."""
 
 
-def search(candidates: Iterable[Candidate], annotate: Callable[[Candidate], AnnotatedModel], capacity_bytes: int | None,
-           time_limit_s: float = 60.0, progress: Callable[[str], None] | None = None, workers: int = 1,
-           cell_of: Callable[[Candidate], Hashable] = lambda candidate: candidate, processes: int = 1) -> SearchResult:
+def search(
+    candidates: Iterable[Candidate],
+    annotate: Callable[[Candidate], AnnotatedModel],
+    capacity_bytes: int | None,
+    time_limit_s: float = 60.0,
+    progress: Callable[[str], None] | None = None,
+    workers: int = 1,
+    cell_of: Callable[[Candidate], Hashable] = lambda candidate: candidate,
+    processes: int = 1,
+) -> SearchResult:
     """The fastest placement over all candidates.
 
     Candidates of one `cell_of` must have ops that cost the same, and those of one `parameters` the same parameters.
@@ -98,23 +116,40 @@ class _Search(Sharing):
     members: list[list[int]] = field(default_factory=list)  # by entry: numbers of its candidates
     order: list[int] = field(default_factory=list)  # in which entries are opened
     cells: dict[int, Cell] = field(default_factory=dict)  # what candidates share, by number
-    fixed: dict[int, tuple[list[int], int]] = field(default_factory=dict)  # by kind, bytes: static of a segment by class, fixed
+    fixed: dict[int, tuple[list[int], int]] = field(
+        default_factory=dict
+    )  # by kind, bytes: static of a segment by class, fixed
     dived: set[MeshShape] = field(default_factory=set)  # of which some candidate was solved
     raised: int = 0  # bounds
-    due: int = _TURNS  # so many bounds, when the next candidate is solved, whether it is its turn or not
+    due: int = (
+        _TURNS  # so many bounds, when the next candidate is solved, whether it is its turn or not
+    )
     in_vain: int = 0  # candidates that were solved since the best one was found
 
     def __post_init__(self) -> None:
         together: dict[Hashable, list[int]] = {}
         for number, c in enumerate(self.candidates):
-            alike = c.is_joint and c.mesh.pp > 1 and c.zero > 0  # in a pipeline ZeRO stages that share out differ little
+            alike = (
+                c.is_joint and c.mesh.pp > 1 and c.zero > 0
+            )  # in a pipeline ZeRO stages that share out differ little
             together.setdefault(replace(c, zero=0, shard=0) if alike else number, []).append(number)
         self.members = list(together.values())
-        self.entries = [Entry(self.candidates[first], tuple(self.candidates[n] for n in others)) for first, *others in self.members]
+        self.entries = [
+            Entry(self.candidates[first], tuple(self.candidates[n] for n in others))
+            for first, *others in self.members
+        ]
         random = Random(0)
-        turn = {mesh: random.random() for mesh in dict.fromkeys(entry.candidate.mesh for entry in self.entries)}
-        by_mesh = sorted(enumerate(self.entries), key=lambda pair: (pair[1].candidate.micro_batch, turn[pair[1].candidate.mesh]))
-        self.order = [number for number, _ in by_mesh]  # so that meshes of all sorts are known if time ends
+        turn = {
+            mesh: random.random()
+            for mesh in dict.fromkeys(entry.candidate.mesh for entry in self.entries)
+        }
+        by_mesh = sorted(
+            enumerate(self.entries),
+            key=lambda pair: (pair[1].candidate.micro_batch, turn[pair[1].candidate.mesh]),
+        )
+        self.order = [
+            number for number, _ in by_mesh
+        ]  # so that meshes of all sorts are known if time ends
         cells: dict[Hashable, int] = {}
         kinds: dict[Hashable, int] = {}
         for entry in self.entries:
@@ -139,7 +174,11 @@ class _Search(Sharing):
     def _refine_beside(self) -> None:
         """Solve what is most promising of the best one's mesh, such as the next micro-batch, which is often better still."""
         mesh, missed = _shape(self.best.candidate), 0
-        numbers = [number for number, entry in enumerate(self.entries) if _shape(entry.candidate) == mesh and not entry.is_solved]
+        numbers = [
+            number
+            for number, entry in enumerate(self.entries)
+            if _shape(entry.candidate) == mesh and not entry.is_solved
+        ]
         for number in sorted(numbers, key=self._likely_s):
             best = self.best
             if missed == _BESIDE or not self._time_left():
@@ -164,9 +203,13 @@ class _Search(Sharing):
                 return
         is_new = _shape(entry.candidate) not in self.dived and entry.estimate_s < self._wanted_s
         at_once = at_once or is_new or self.raised > self.due
-        row_waits = at_once and self.in_vain < _HASTY and entry.joint is not None and not entry.is_solved
+        row_waits = (
+            at_once and self.in_vain < _HASTY and entry.joint is not None and not entry.is_solved
+        )
         while entry.outcome == "open":
-            if entry.prepared is None and entry.bounds_left > row_waits:  # the bound by its row may wait until it is solved
+            if (
+                entry.prepared is None and entry.bounds_left > row_waits
+            ):  # the bound by its row may wait until it is solved
                 self._relax(entry)
             elif entry.joint is None:
                 self._solve(entry)
@@ -182,10 +225,16 @@ class _Search(Sharing):
         self.board.busy[self.me] = 1
         for place, number in enumerate(self.order):
             entry, (cell, _) = self.entries[number], self.places[number]
-            if entry.outcome != "unexplored" or entry.is_opened or self.board.owner[number] not in (self.me, NOBODY):
+            if (
+                entry.outcome != "unexplored"
+                or entry.is_opened
+                or self.board.owner[number] not in (self.me, NOBODY)
+            ):
                 continue
             if time.perf_counter() - self.start > self.time_limit_s / 2:
-                self.progress(f"half of the time is spent on annotating {place} of {len(self.entries)} candidates")
+                self.progress(
+                    f"half of the time is spent on annotating {place} of {len(self.entries)} candidates"
+                )
                 break
             if self.board.take(self.board.opener, cell, self.me):
                 self._open(number)
@@ -207,7 +256,10 @@ class _Search(Sharing):
         else:
             entry.model = model = self.annotate(candidate)
             _check_micro_batches(candidate, model)
-            entry.bound_s, entry.least_bytes = quick_time_bound(model) / entry.ranks, quick_memory_bound(model) // entry.ranks
+            entry.bound_s, entry.least_bytes = (
+                quick_time_bound(model) / entry.ranks,
+                quick_memory_bound(model) // entry.ranks,
+            )
             if self.capacity_bytes is not None and entry.least_bytes > self.capacity_bytes:
                 entry.close("infeasible", f"needs at least {entry.least_bytes} bytes", inf)
         self.board.bound_s[number], self.board.estimate_s[number] = entry.bound_s, entry.estimate_s
@@ -216,14 +268,25 @@ class _Search(Sharing):
         """The bound of a candidate from what it shares with others of its cell, in whatever memory."""
         candidate, cells, annotate = entry.candidate, self.cells, self.annotate
 
-        def model_of(candidate: Candidate) -> Callable[[str], AnnotatedModel]:  # knows nothing of the search, which ends without a cycle
+        def model_of(
+            candidate: Candidate,
+        ) -> Callable[
+            [str], AnnotatedModel
+        ]:  # knows nothing of the search, which ends without a cycle
             return cache(lambda mode: annotate(replace(candidate, recompute=mode)))
 
         first, *others = map(model_of, (candidate, *entry.others))
         cell = cells[number] = cells[number] if number in cells else Cell(first, candidate.modes)
-        schedules = tuple(Schedule(name, entry.ranks, count) for name, count in candidate.schedules) or (ALONE,)
-        entry.joint = Joint(first, candidate.modes, schedules, self.capacity_bytes, cell, tuple(others))
-        entry.bounds_left, entry.bound_s = _BOUNDS_OF_JOINT, entry.joint.glance(candidate.num_microbatches)
+        schedules = tuple(
+            Schedule(name, entry.ranks, count) for name, count in candidate.schedules
+        ) or (ALONE,)
+        entry.joint = Joint(
+            first, candidate.modes, schedules, self.capacity_bytes, cell, tuple(others)
+        )
+        entry.bounds_left, entry.bound_s = (
+            _BOUNDS_OF_JOINT,
+            entry.joint.glance(candidate.num_microbatches),
+        )
 
     def _sketch(self, entry: Entry, kind: int) -> None:
         """A bound of a candidate by what its cell tells and the bytes that candidates of its kind hold."""
@@ -236,7 +299,11 @@ class _Search(Sharing):
             model = joint.least_of(candidate.modes[0])
             self.fixed[kind] = least_static_by_class(model), model.fixed_bytes
         (static, fixed), segments = self.fixed[kind], joint.cell.first.segments
-        entry.least_bytes = fixed + sum(static[index] for index in segments) // entry.ranks + joint.cell.moment_bytes
+        entry.least_bytes = (
+            fixed
+            + sum(static[index] for index in segments) // entry.ranks
+            + joint.cell.moment_bytes
+        )
         if self.capacity_bytes is not None and entry.least_bytes > self.capacity_bytes:
             entry.close("infeasible", f"needs at least {entry.least_bytes} bytes", inf)
             too_much[kind] = min(too_much[kind], candidate.micro_batch)
@@ -249,7 +316,11 @@ class _Search(Sharing):
         if entry.bound_s == inf:
             entry.close("infeasible", "no placement fits its ranks, or none is consistent", inf)
         else:
-            entry.close("solved" if entry.solution else "pruned", f"takes at least {entry.bound_s:.6g} s", entry.bound_s)
+            entry.close(
+                "solved" if entry.solution else "pruned",
+                f"takes at least {entry.bound_s:.6g} s",
+                entry.bound_s,
+            )
         return True
 
     def _capacity_bytes(self, entry: Entry) -> int | None:
@@ -272,7 +343,10 @@ class _Search(Sharing):
         elif prepared.fits_not:
             entry.close("infeasible", f"needs at least {prepared.relaxed.bound_bytes} bytes", inf)
         else:
-            entry.prepared, entry.bound_s = prepared, max(entry.bound_s, prepared.relaxed.bound_s / entry.ranks)
+            entry.prepared, entry.bound_s = (
+                prepared,
+                max(entry.bound_s, prepared.relaxed.bound_s / entry.ranks),
+            )
 
     def _solve_jointly(self, entry: Entry) -> None:
         self._count_solved(entry)
@@ -286,9 +360,16 @@ class _Search(Sharing):
 
     def _narrow(self, entry: Entry) -> None:
         """Split some families of a candidate."""
-        splits, is_close = sum(one.splits for one in self.entries), entry.bound_s >= (1 - _CLOSE) * self._best_s
+        splits, is_close = (
+            sum(one.splits for one in self.entries),
+            entry.bound_s >= (1 - _CLOSE) * self._best_s,
+        )
         if is_close and splits >= max(_MOST_SPLITS, self.raised // _BOUNDS):
-            entry.close("solved" if entry.solution else "unexplored", f"{splits} families were split", entry.bound_s)
+            entry.close(
+                "solved" if entry.solution else "unexplored",
+                f"{splits} families were split",
+                entry.bound_s,
+            )
             return
         staged, bound_s = entry.joint.narrow(self._wanted_s, _SPLITS, self._time_left())
         entry.bound_s = max(entry.bound_s, bound_s)
@@ -297,8 +378,18 @@ class _Search(Sharing):
         entry.splits += _SPLITS
         self._put_back(entry)
         if not entry.joint.frontier.waiting:
-            others = "infeasible" if entry.bound_s == inf else "pruned" if self._best_s < inf else "too large"
-            entry.close("solved" if entry.solution else others, "all its placements are accounted for", entry.bound_s)
+            others = (
+                "infeasible"
+                if entry.bound_s == inf
+                else "pruned"
+                if self._best_s < inf
+                else "too large"
+            )
+            entry.close(
+                "solved" if entry.solution else others,
+                "all its placements are accounted for",
+                entry.bound_s,
+            )
 
     def _put_back(self, entry: Entry) -> None:
         """Those that may hold a good plan and are not solved yet go first, then those that were not split often in vain."""
@@ -332,10 +423,20 @@ class _Search(Sharing):
         result = solve_prepared(entry.prepared, self._time_left(), upper_bound_s, self.workers)
         result = replace(result, bound_s=result.bound_s / entry.ranks)
         if isinstance(result, Solution) and entry.model.pipeline is not None:
-            result = replace(result, pipelined=pipelined(entry.model, result.choices), status="feasible")
-        if isinstance(result, Solution) and self.capacity_bytes is not None and result.memory_bytes > self.capacity_bytes:
+            result = replace(
+                result, pipelined=pipelined(entry.model, result.choices), status="feasible"
+            )
+        if (
+            isinstance(result, Solution)
+            and self.capacity_bytes is not None
+            and result.memory_bytes > self.capacity_bytes
+        ):
             entry.solution = result
-            entry.close("too large", f"its fullest rank needs {result.memory_bytes} bytes", max(entry.bound_s, result.bound_s))
+            entry.close(
+                "too large",
+                f"its fullest rank needs {result.memory_bytes} bytes",
+                max(entry.bound_s, result.bound_s),
+            )
         elif isinstance(result, Solution):
             entry.solution = result
             entry.close("solved", result.status, max(entry.bound_s, result.bound_s))
@@ -360,21 +461,38 @@ class _Search(Sharing):
             self.best.outcome = "chosen"
             best = self.best.chosen(), self.best.solution
             bound_s = min(bound_s, self.best.solution.time_s)
-            status = "optimal" if self.best.solution.time_s - bound_s <= OPTIMALITY_GAP * self.best.solution.time_s else "feasible"
+            status = (
+                "optimal"
+                if self.best.solution.time_s - bound_s <= OPTIMALITY_GAP * self.best.solution.time_s
+                else "feasible"
+            )
         elif any(entry.outcome == "unexplored" for entry in self.entries):
             status = "time limit"
         else:
             smallest = self._smallest()
         took_s = time.perf_counter() - self.start
-        pairs = (zip(numbers, entry.outcomes(), strict=True) for numbers, entry in zip(self.members, self.entries, strict=True))
-        outcomes = tuple(outcome for _, outcome in sorted(chain.from_iterable(pairs), key=lambda pair: pair[0]))
+        pairs = (
+            zip(numbers, entry.outcomes(), strict=True)
+            for numbers, entry in zip(self.members, self.entries, strict=True)
+        )
+        outcomes = tuple(
+            outcome for _, outcome in sorted(chain.from_iterable(pairs), key=lambda pair: pair[0])
+        )
         staged = self.best and self.best.staged
-        model, origin = (staged.mixed.model, staged.mixed.origin) if staged else (self.best and self.best.model, None)
+        model, origin = (
+            (staged.mixed.model, staged.mixed.origin)
+            if staged
+            else (self.best and self.best.model, None)
+        )
         return SearchResult(status, best, model, origin, bound_s, outcomes, smallest, took_s)
 
     def _smallest(self) -> tuple[Candidate, Infeasible] | None:
         """The least memory over all candidates, most promising first; None if no candidate has a consistent placement."""
-        bounds = sorted((entry.least_bytes, number) for number, entry in enumerate(self.entries) if entry.least_bytes is not None)
+        bounds = sorted(
+            (entry.least_bytes, number)
+            for number, entry in enumerate(self.entries)
+            if entry.least_bytes is not None
+        )
         found: tuple[Candidate, Infeasible] | None = None
         for bound_bytes, number in bounds:
             if found is not None and bound_bytes >= found[1].memory_bytes:
@@ -382,14 +500,22 @@ class _Search(Sharing):
             entry = self.entries[number]
             for candidate in (entry.candidate, *entry.others):
                 left_s = max(2 * self.time_limit_s - (time.perf_counter() - self.start), 0.0)
-                if found is not None and left_s == 0.0:  # what is left may need less, but not less than this bound
-                    return found[0], replace(found[1], bound_bytes=min(found[1].bound_bytes, bound_bytes))
+                if (
+                    found is not None and left_s == 0.0
+                ):  # what is left may need less, but not less than this bound
+                    return found[0], replace(
+                        found[1], bound_bytes=min(found[1].bound_bytes, bound_bytes)
+                    )
                 model = self.annotate(replace(candidate, recompute=candidate.modes[-1]))
-                result = smallest_memory(model, self.capacity_bytes or 0, max(left_s, 1.0), self.workers)
+                result = smallest_memory(
+                    model, self.capacity_bytes or 0, max(left_s, 1.0), self.workers
+                )
                 if model.pipeline is not None and result.choices is not None:
                     fullest = max(pipelined(model, result.choices).memory_bytes)
                     result = replace(result, memory_bytes=fullest, bound_bytes=bound_bytes)
-                if result.memory_bytes is not None and (found is None or result.memory_bytes < found[1].memory_bytes):
+                if result.memory_bytes is not None and (
+                    found is None or result.memory_bytes < found[1].memory_bytes
+                ):
                     found = candidate, result
         return found
 
@@ -401,5 +527,6 @@ def _shape(candidate: Candidate) -> MeshShape:
 
 def _check_micro_batches(candidate: Candidate, model: AnnotatedModel) -> None:
     if model.num_microbatches != candidate.num_microbatches:
-        raise ValueError(f"{candidate}: {candidate.num_microbatches} micro-batches asked for, {model.num_microbatches} annotated")
-
+        raise ValueError(
+            f"{candidate}: {candidate.num_microbatches} micro-batches asked for, {model.num_microbatches} annotated"
+        )

@@ -20,7 +20,9 @@ class Entry:
     """A candidate and what is known of it so far."""
 
     candidate: Candidate
-    others: tuple[Candidate, ...] = ()  # that differ in what they share out alone (ZeRO) and are solved together with it
+    others: tuple[
+        Candidate, ...
+    ] = ()  # that differ in what they share out alone (ZeRO) and are solved together with it
     model: AnnotatedModel | None = None
     prepared: Prepared | None = None
     outcome: str = "unexplored"
@@ -36,7 +38,9 @@ class Entry:
     is_solved: bool = False  # of a joint one: families are left
     splits: int = 0  # of families, so far
     is_opened: bool = False
-    lent: tuple[float, str, str] = NONE_LENT  # bound, outcome and reason of families that another process was given, of the least bound
+    lent: tuple[float, str, str] = (
+        NONE_LENT  # bound, outcome and reason of families that another process was given, of the least bound
+    )
 
     @property
     def estimate_s(self) -> float:
@@ -56,7 +60,11 @@ class Entry:
     def expect(self, bound_s: float, likely_s: float = 0.0) -> None:
         """Nothing of it takes less than `bound_s`, and the best about `likely_s`."""
         self.bound_s = max(self.bound_s, bound_s)
-        self.lengthened = max(likely_s / self.bound_s - 1, 0.0) if 0 < self.bound_s < INFINITE and likely_s < INFINITE else 0.0
+        self.lengthened = (
+            max(likely_s / self.bound_s - 1, 0.0)
+            if 0 < self.bound_s < INFINITE and likely_s < INFINITE
+            else 0.0
+        )
 
     def close(self, outcome: str, reason: str, bound_s: float) -> None:
         self.outcome, self.reason, self.bound_s, self.prepared = outcome, reason, bound_s, None
@@ -69,22 +77,45 @@ class Entry:
 
     def alone(self) -> Entry:
         """The same as another process needs it."""
-        return replace(self, found=self.chosen(), model=None, prepared=None, staged=None, joint=None)
+        return replace(
+            self, found=self.chosen(), model=None, prepared=None, staged=None, joint=None
+        )
 
     def chosen(self) -> Candidate:
         """The candidate with what was found."""
         if self.staged is None:
             return self.found or self.candidate
-        schedule, candidate = self.staged.schedule, (self.candidate, *self.others)[self.staged.variant]
+        schedule, candidate = (
+            self.staged.schedule,
+            (self.candidate, *self.others)[self.staged.variant],
+        )
         name, count = (schedule.name if schedule.ranks > 1 else "none"), schedule.stages_per_rank
-        return replace(candidate, recompute=self.staged.recompute, schedule=name, stages_per_rank=count, schedules=())
+        return replace(
+            candidate,
+            recompute=self.staged.recompute,
+            schedule=name,
+            stages_per_rank=count,
+            schedules=(),
+        )
 
     def outcomes(self) -> list[dict]:
         """What became of the candidate, and of the others that were solved with it, as `SearchResult.outcomes`."""
         found, chosen = [], self.chosen()
         for candidate in (self.candidate, *self.others):
             if self.solution is None or chosen.parameters == candidate.parameters:
-                found.append(outcome_data(chosen if self.solution else candidate, self.solution, self.outcome, self.bound_s, self.reason))
+                found.append(
+                    outcome_data(
+                        chosen if self.solution else candidate,
+                        self.solution,
+                        self.outcome,
+                        self.bound_s,
+                        self.reason,
+                    )
+                )
             else:
-                found.append(outcome_data(candidate, None, "pruned", self.bound_s, f"zero {chosen.zero} is no slower"))
+                found.append(
+                    outcome_data(
+                        candidate, None, "pruned", self.bound_s, f"zero {chosen.zero} is no slower"
+                    )
+                )
         return found

@@ -113,10 +113,21 @@ class _Task:
         """The candidate with what was found."""
         if self.found is None:
             return self.candidate
-        return replace(self.candidate, recompute=self.found.recompute, schedule=self.found.schedule.name, schedules=())
+        return replace(
+            self.candidate,
+            recompute=self.found.recompute,
+            schedule=self.found.schedule.name,
+            schedules=(),
+        )
 
     def as_dict(self) -> dict:
-        return outcome_data(self.chosen(), self.found and self.found.solution, self.outcome, self.bound_s, self.reason)
+        return outcome_data(
+            self.chosen(),
+            self.found and self.found.solution,
+            self.outcome,
+            self.bound_s,
+            self.reason,
+        )
 
 
 def search_groups(
@@ -129,7 +140,14 @@ def search_groups(
     `annotate(candidate, group)` is the model at the prices of a group; models of all groups have the same classes, strategies and bytes.
     `capacities`: bytes of a device of each group.  `cell_of` as in `search`, for each group.
     """
-    return _Search(list(candidates), annotate, capacities, time_limit_s, progress or (lambda text: None), cell_of).run()
+    return _Search(
+        list(candidates),
+        annotate,
+        capacities,
+        time_limit_s,
+        progress or (lambda text: None),
+        cell_of,
+    ).run()
 
 
 @dataclass(slots=True)
@@ -154,7 +172,9 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.weighted, annotate = Weighted(self.annotate, self.capacities), self.annotate
-        self.models_of = cache(lambda c, group: {mode: annotate(replace(c, recompute=mode), group) for mode in c.modes})
+        self.models_of = cache(
+            lambda c, group: {mode: annotate(replace(c, recompute=mode), group) for mode in c.modes}
+        )
 
     def run(self) -> SearchResult:
         for candidate in self.candidates:
@@ -171,7 +191,9 @@ class _Search:
                 heapq.heappush(queue, (known, task.bound_s, number))
         for task in self.tasks:
             if task.outcome == "open" and not self._prune(task):
-                task.close("solved" if task.is_staged else "unexplored", "the time limit came first")
+                task.close(
+                    "solved" if task.is_staged else "unexplored", "the time limit came first"
+                )
         return self._result()
 
     def _late(self, part: float = 1.0) -> bool:
@@ -185,15 +207,22 @@ class _Search:
 
     def _opened(self, candidate: Candidate) -> _Task:
         groups, cells, models_of = range(len(self.capacities)), [], self.models_of
-        alike = replace(candidate, mesh=replace(candidate.mesh, deal=""))  # where ranks are is nothing to what each group takes
+        alike = replace(
+            candidate, mesh=replace(candidate.mesh, deal="")
+        )  # where ranks are is nothing to what each group takes
         for group in groups:
             key = self.cell_of(candidate, group), candidate.modes, group
             if key not in self.cells:
                 self.cells[key] = Cell.of(models_of(alike, group))
             cells.append(self.cells[key])
         schedules = [Schedule(name, candidate.mesh.pp, 1) for name, _ in candidate.schedules]
-        least_s = {schedule: self.weighted.least_s(candidate, alike, cells, schedule) for schedule in schedules}
-        return _Task(candidate, lambda: [models_of(alike, group) for group in groups], cells, least_s)
+        least_s = {
+            schedule: self.weighted.least_s(candidate, alike, cells, schedule)
+            for schedule in schedules
+        }
+        return _Task(
+            candidate, lambda: [models_of(alike, group) for group in groups], cells, least_s
+        )
 
     def _prune(self, task: _Task) -> bool:
         if task.bound_s >= self._wanted_s:
@@ -206,7 +235,11 @@ class _Search:
             return False
         mesh = replace(task.candidate.mesh, deal="")
         at_once = len(self.dived) < _DIVES and mesh not in self.dived
-        early = at_once or (task.is_raised and self.staged < _EARLY) or self.raised > _TURNS * (self.staged + 1)
+        early = (
+            at_once
+            or (task.is_raised and self.staged < _EARLY)
+            or self.raised > _TURNS * (self.staged + 1)
+        )
         if not task.is_staged and (task.frontier is not None or early):
             self.dived.add(mesh)
             self._stage(task)
@@ -222,24 +255,40 @@ class _Search:
         """The bound by rows of what no placement goes below."""
         task.is_raised, self.raised = True, self.raised + 1
         all_models = task.models
-        costs = [least_costs(models, cell) for models, cell in zip(all_models, task.cells, strict=True)]
+        costs = [
+            least_costs(models, cell) for models, cell in zip(all_models, task.cells, strict=True)
+        ]
         for schedule, known_s in task.bounds_s.items():
             if known_s < self._wanted_s:
+
                 def rows(modes: int) -> list[Row]:
                     pairs = zip(all_models, costs, strict=True)
-                    return [Row.of_costs(_first(models, modes), in_first(own, modes)) for models, own in pairs]
+                    return [
+                        Row.of_costs(_first(models, modes), in_first(own, modes))
+                        for models, own in pairs
+                    ]
 
                 found = self._staging(task, rows, schedule)
-                task.bounds_s[schedule] = max(known_s, found if isinstance(found, float) else found.bound_s)
+                task.bounds_s[schedule] = max(
+                    known_s, found if isinstance(found, float) else found.bound_s
+                )
 
-    def _staging(self, task: _Task, rows_of: Callable[[int], list[Row]], schedule: Schedule) -> Staging | float:
+    def _staging(
+        self, task: _Task, rows_of: Callable[[int], list[Row]], schedule: Schedule
+    ) -> Staging | float:
         """The best staging by a row for each group: in the first mode if memory leaves nothing out, else in all."""
         capacities = [self.capacities[group] for group in task.deal]
         found: Staging | float = inf
         for modes in dict.fromkeys((1, len(task.candidate.modes))):
             rows = rows_of(modes)
-            found = staging_of_ranks([rows[group] for group in task.deal], schedule, capacities, self._wanted_s)
-            if not isinstance(found, float) and found.is_free and (rows[0].is_bound or not task.hides()):
+            found = staging_of_ranks(
+                [rows[group] for group in task.deal], schedule, capacities, self._wanted_s
+            )
+            if (
+                not isinstance(found, float)
+                and found.is_free
+                and (rows[0].is_bound or not task.hides())
+            ):
                 break
         return found
 
@@ -252,8 +301,18 @@ class _Search:
     def _joints(self, task: _Task) -> list[Joint]:
         """A pipeline on each group alone, as if all ranks were on it, with its bounds."""
         if not task.joints:
-            for models, cell, capacity in zip(task.models, task.cells, self.capacities, strict=True):
-                task.joints.append(Joint(models.__getitem__, task.candidate.modes, tuple(task.bounds_s), capacity, cell))
+            for models, cell, capacity in zip(
+                task.models, task.cells, self.capacities, strict=True
+            ):
+                task.joints.append(
+                    Joint(
+                        models.__getitem__,
+                        task.candidate.modes,
+                        tuple(task.bounds_s),
+                        capacity,
+                        cell,
+                    )
+                )
                 task.joints[-1].raise_bounds(inf)
         return task.joints
 
@@ -273,11 +332,19 @@ class _Search:
     def _narrow(self, task: _Task, splits: int) -> None:
         """Bound the family of all placements of a task, and split so many of those that are left."""
         if task.frontier is None:
-            root = replace(self._joints(task)[0].families.root(), bounds_s={s: t for s, t in task.bounds_s.items() if t < self._wanted_s})
+            root = replace(
+                self._joints(task)[0].families.root(),
+                bounds_s={s: t for s, t in task.bounds_s.items() if t < self._wanted_s},
+            )
             task.frontier = Frontier()
             self._push(task, root)
         for _ in range(splits):
-            if self.splits >= _MOST_SPLITS or task.frontier.bound_s >= self._wanted_s or not task.frontier.waiting or self._late():
+            if (
+                self.splits >= _MOST_SPLITS
+                or task.frontier.bound_s >= self._wanted_s
+                or not task.frontier.waiting
+                or self._late()
+            ):
                 break
             self._split(task, task.frontier.pop())
         for schedule, known_s in task.bounds_s.items():
@@ -290,7 +357,9 @@ class _Search:
     def _split(self, task: _Task, family: Family) -> None:
         """Stage a placement of a family, and put back its parts."""
         task.splits, self.splits = task.splits + 1, self.splits + 1
-        joint = task.joints[task.splits % len(task.joints)]  # by the prices of one group after the other
+        joint = task.joints[
+            task.splits % len(task.joints)
+        ]  # by the prices of one group after the other
         choices = joint.likely(family, min(family.bounds_s, key=family.bounds_s.__getitem__))
         if choices is not None and choices not in joint.numbered:
             joint.numbered.append(choices)
@@ -298,19 +367,34 @@ class _Search:
         parts = joint.families.split(family)
         if not parts and joint.is_consistent(family):
             bound_s = self._try(task, joint.families.only(family), family.bounds_s)
-            task.frontier.settled_s = min(task.frontier.settled_s, max(bound_s, min(family.bounds_s.values())))
+            task.frontier.settled_s = min(
+                task.frontier.settled_s, max(bound_s, min(family.bounds_s.values()))
+            )
         for part in parts:
             self._push(task, part)
 
     def _push(self, task: _Task, family: Family) -> None:
         """Bound a family, and put it back unless none of its placements is faster than the best plan."""
         bounds_s = dict(family.bounds_s)
-        for closely in (False, True):  # what segments cost each by itself, and if that is not enough, with what stands beside them
-            rows = cache(lambda modes, closely=closely: [joint.families.row(family, False, modes, closely) for joint in task.joints])
+        for closely in (
+            False,
+            True,
+        ):  # what segments cost each by itself, and if that is not enough, with what stands beside them
+            rows = cache(
+                lambda modes, closely=closely: [
+                    joint.families.row(family, False, modes, closely) for joint in task.joints
+                ]
+            )
             for schedule, known_s in bounds_s.items():
                 found = inf if None in rows(1) else self._staging(task, rows, schedule)
-                bounds_s[schedule] = max(known_s, found if isinstance(found, float) else found.bound_s)
-            bounds_s = {schedule: bound_s for schedule, bound_s in bounds_s.items() if bound_s < self._wanted_s}
+                bounds_s[schedule] = max(
+                    known_s, found if isinstance(found, float) else found.bound_s
+                )
+            bounds_s = {
+                schedule: bound_s
+                for schedule, bound_s in bounds_s.items()
+                if bound_s < self._wanted_s
+            }
         if bounds_s:
             task.frontier.push(replace(family, bounds_s=bounds_s), min(bounds_s.values()))
 
@@ -325,12 +409,17 @@ class _Search:
         return (found if found.solution.time_s < self._wanted_s else None), staging.bound_s
 
     def _limits(self, task: _Task) -> list[float]:
-        return [inf if self.capacities[group] is None else self.capacities[group] for group in task.deal]
+        return [
+            inf if self.capacities[group] is None else self.capacities[group] for group in task.deal
+        ]
 
     def _result(self) -> SearchResult:
         unseen = len(self.candidates) - len(self.tasks)
         bound_s = 0.0 if unseen else min((task.bound_s for task in self.tasks), default=inf)
-        took_s, outcomes = time.perf_counter() - self.start, tuple(task.as_dict() for task in self.tasks)
+        took_s, outcomes = (
+            time.perf_counter() - self.start,
+            tuple(task.as_dict() for task in self.tasks),
+        )
         if self.best is None:
             open_ = unseen or any(task.outcome == "unexplored" for task in self.tasks)
             smallest = None if open_ else self._smallest()
@@ -343,7 +432,9 @@ class _Search:
         status = "optimal" if bound_s >= self._wanted_s else "feasible"
         first, models = found.models[0], tuple(one.model for one in found.models)
         best = self.best.chosen(), found.solution
-        return SearchResult(status, best, first.model, first.origin, bound_s, outcomes, None, took_s, models)
+        return SearchResult(
+            status, best, first.model, first.origin, bound_s, outcomes, None, took_s, models
+        )
 
     def _smallest(self) -> tuple[Candidate, Infeasible] | None:
         """The leanest placement of the candidates, recomputing most and cut as is fastest: the one that exceeds its devices by least."""
@@ -352,15 +443,29 @@ class _Search:
             choices = leanest(task.cells[0].tables, task.cells[0].tables.parameters(task.models[0]))
             if choices is None:
                 continue
-            rows = [Row({task.candidate.modes[-1]: models[task.candidate.modes[-1]]}, choices) for models in task.models]
+            rows = [
+                Row({task.candidate.modes[-1]: models[task.candidate.modes[-1]]}, choices)
+                for models in task.models
+            ]
             for schedule in task.bounds_s:
-                staging = staging_of_ranks([rows[group] for group in task.deal], schedule, [None] * len(task.deal))
+                staging = staging_of_ranks(
+                    [rows[group] for group in task.deal], schedule, [None] * len(task.deal)
+                )
                 if not isinstance(staging, float):
                     held = _priced(task, choices, staging, schedule).solution.pipelined.memory_bytes
-                    over, rank = max((size / limit, rank) for rank, (size, limit) in enumerate(zip(held, self._limits(task), strict=True)))
+                    over, rank = max(
+                        (size / limit, rank)
+                        for rank, (size, limit) in enumerate(
+                            zip(held, self._limits(task), strict=True)
+                        )
+                    )
                     if found is None or over < found[0]:
                         detail = f"rank {rank} of the pipeline, on group {task.deal[rank]}"
-                        found = over, task.candidate, Infeasible("memory", detail, 0.0, memory_bytes=held[rank])
+                        found = (
+                            over,
+                            task.candidate,
+                            Infeasible("memory", detail, 0.0, memory_bytes=held[rank]),
+                        )
         return None if found is None else found[1:]
 
 
@@ -373,8 +478,12 @@ def _placements(task: _Task, joints: Sequence[Joint]) -> Iterator[Choices]:
     """Placements that are best on one of the groups at prices of a byte; then the leanest."""
     seen: list[Choices] = []
     for joint in joints:
-        nearest = [choices for total in joint.totals.values() for choices in reversed(total.placements)]
-        of_group = [choices for number, choices in enumerate(nearest) if choices not in nearest[:number]]
+        nearest = [
+            choices for total in joint.totals.values() for choices in reversed(total.placements)
+        ]
+        of_group = [
+            choices for number, choices in enumerate(nearest) if choices not in nearest[:number]
+        ]
         for choices in of_group[:_MOST_PLACEMENTS]:
             if choices not in seen:
                 seen.append(choices)
@@ -392,6 +501,8 @@ def _priced(task: _Task, choices: Choices, staging: Staging, schedule: Schedule)
              for one in found]  # fmt: skip
     own = found[0].choices(choices)
     cut = pipelined([found[group].model for group in task.deal], own, staging.stages)
-    solution = Solution("feasible", own, price(found[0].model, own), staging.bound_s, 0.0, "staging", cut)
+    solution = Solution(
+        "feasible", own, price(found[0].model, own), staging.bound_s, 0.0, "staging", cut
+    )
     modes = {staging.modes[block] for block in blocks_of(task.cells[0].first)}
     return Found(solution, tuple(found), schedule, modes.pop() if len(modes) == 1 else "mixed")

@@ -21,21 +21,35 @@ class SearchResult:
 
     status: str
     best: tuple[Candidate, Solution] | None
-    model: AnnotatedModel | None  # of the best candidate: with a class for each class and mode, if recompute modes are mixed
-    origin: tuple[tuple[int, str], ...] | None  # then for each class of `model`: class of the traced model, recompute mode
+    model: (
+        AnnotatedModel | None
+    )  # of the best candidate: with a class for each class and mode, if recompute modes are mixed
+    origin: (
+        tuple[tuple[int, str], ...] | None
+    )  # then for each class of `model`: class of the traced model, recompute mode
     bound_s: float  # no placement of any candidate that fits is faster
     outcomes: tuple[dict, ...]
-    smallest: tuple[Candidate, Infeasible] | None  # if nothing fits: the least memory over all candidates
+    smallest: (
+        tuple[Candidate, Infeasible] | None
+    )  # if nothing fits: the least memory over all candidates
     solve_time_s: float
-    groups: tuple[AnnotatedModel, ...] = ()  # on devices of several kinds: `model` at the prices of each (`mixed_devices.py`)
+    groups: tuple[
+        AnnotatedModel, ...
+    ] = ()  # on devices of several kinds: `model` at the prices of each (`mixed_devices.py`)
 
     @property
     def gap(self) -> float:
         """(time - bound) / time of the best placement; 0 is proven optimal, up to `OPTIMALITY_GAP`."""
-        return 1.0 if self.best is None else (self.best[1].time_s - self.bound_s) / max(self.best[1].time_s, 1e-300)
+        return (
+            1.0
+            if self.best is None
+            else (self.best[1].time_s - self.bound_s) / max(self.best[1].time_s, 1e-300)
+        )
 
 
-def outcome_data(c: Candidate, found: Solution | None, outcome: str, bound_s: float, reason: str) -> dict:
+def outcome_data(
+    c: Candidate, found: Solution | None, outcome: str, bound_s: float, reason: str
+) -> dict:
     """What became of a candidate, as in `SearchResult.outcomes`."""
     return {"mesh": c.mesh.as_dict(), "micro_batch": c.micro_batch, "num_microbatches": c.num_microbatches, "zero": c.zero,
             "shard": c.shard, "recompute": c.recompute, "stages_per_rank": c.stages_per_rank, "schedule": c.schedule,

@@ -59,8 +59,12 @@ class Sharing(ABC):
     progress: Callable[[str], None]
     processes: int  # how many there may be
     entries: list[Entry] = field(default_factory=list)  # of candidates that are solved together
-    places: list[tuple[int, int]] = field(default_factory=list)  # by entry: number of its cell (whose ops cost the same), of its kind
-    queue: list[tuple[bool, float, int]] = field(default_factory=list)  # (`Entry.turn`, entry number): the lowest first
+    places: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # by entry: number of its cell (whose ops cost the same), of its kind
+    queue: list[tuple[bool, float, int]] = field(
+        default_factory=list
+    )  # (`Entry.turn`, entry number): the lowest first
     best: Entry | None = None
     start: float = field(default_factory=time.perf_counter)
     me: int = 0  # number of this process, or of the one that lent it its part
@@ -143,7 +147,11 @@ class Sharing(ABC):
     def _close_in_time(self, entry: Entry) -> None:
         """Leave a candidate that is open when time ends."""
         if entry.outcome == "open" and (entry.solution is not None or not self._prune(entry)):
-            entry.close("solved" if entry.solution else "unexplored", "the time limit came first", entry.bound_s)
+            entry.close(
+                "solved" if entry.solution else "unexplored",
+                "the time limit came first",
+                entry.bound_s,
+            )
 
     def _next(self) -> int | None:
         """The number of the candidate to go on with, which nobody else does; None if there is none, or no time."""
@@ -170,7 +178,9 @@ class Sharing(ABC):
     def _is_better(self, other: int) -> bool:
         """Whether a candidate that nobody refines is so much more promising than the next one here that it is opened again."""
         is_split, estimate_s, _ = self.queue[0]
-        return self.entries[other].outcome == "unexplored" and (is_split or self.board.estimate_s[other] < _MUCH_BETTER * estimate_s)
+        return self.entries[other].outcome == "unexplored" and (
+            is_split or self.board.estimate_s[other] < _MUCH_BETTER * estimate_s
+        )
 
     def _take(self, number: int) -> bool:
         """Whether this process owns a candidate that is left, from now on if nobody did."""
@@ -211,8 +221,12 @@ class Sharing(ABC):
         if self.is_alone or not self.queue or not self.board.is_free(self.processes):
             return
         own = sorted(turn for turn in self.queue if self.board.owner[turn[-1]] == self.me)
-        may = [number for *_, number in own if self.entries[number] is not self.best]  # a plan is told whole by who found it alone
-        whole = [number for number in may if not self.entries[number].splits]  # of others some may be lent
+        may = [
+            number for *_, number in own if self.entries[number] is not self.best
+        ]  # a plan is told whole by who found it alone
+        whole = [
+            number for number in may if not self.entries[number].splits
+        ]  # of others some may be lent
         if len(whole) >= _LENT:
             self._lend_to_one(Loan(whole[1::2]))
         elif own:
@@ -244,7 +258,9 @@ class Sharing(ABC):
         finally:
             self.board.busy[me] = 0
         known = np.flatnonzero(self._known_to() == me).tolist()
-        return self._told_of([number for number in known if self.entries[number].outcome != "open"])  # else another had it, who died since
+        return self._told_of(
+            [number for number in known if self.entries[number].outcome != "open"]
+        )  # else another had it, who died since
 
     def _borrow(self, loan: Loan, _: int, tell: Callable[[str], None]) -> Told:
         """What a helper does that was lent something."""
@@ -264,7 +280,11 @@ class Sharing(ABC):
         self.progress, self.team, self.best, self.told, self.lent = tell, Team(tell), None, [], {}
 
     def _told_of(self, numbers: Sequence[int]) -> Told:
-        best = [(number, replace(entry, joint=None, prepared=None)) for number, entry in enumerate(self.entries) if entry is self.best]
+        best = [
+            (number, replace(entry, joint=None, prepared=None))
+            for number, entry in enumerate(self.entries)
+            if entry is self.best
+        ]
         return {number: self.entries[number].alone() for number in numbers}, best
 
     def _known_to(self) -> np.ndarray:
@@ -294,7 +314,9 @@ class Sharing(ABC):
         """What a helper knew is lost."""
         for place in np.flatnonzero(self._known_to() == number).tolist():
             bound_s, entry = float(self.board.bound_s[place]), self.entries[place]
-            self.entries[place] = Entry(entry.candidate, entry.others, bound_s=bound_s if bound_s < inf else 0.0)
+            self.entries[place] = Entry(
+                entry.candidate, entry.others, bound_s=bound_s if bound_s < inf else 0.0
+            )
         self.board.give_up(number, self._held_s)
 
     def _end_loan(self, loan: Loan, told: Told | None) -> None:
@@ -310,7 +332,9 @@ class Sharing(ABC):
         elif loan.families is not None:
             entries, best = told
             for number, found in entries.items():
-                self.entries[number].lent = min(self.entries[number].lent, (found.bound_s, found.outcome, found.reason))
+                self.entries[number].lent = min(
+                    self.entries[number].lent, (found.bound_s, found.outcome, found.reason)
+                )
             self.told.append(({}, best))
         else:
             self.told.append(told)
@@ -331,7 +355,9 @@ class Sharing(ABC):
             entry.have_lent()
         for entries, _ in self.told:
             for number, entry in entries.items():
-                if self.entries[number] is not self.best:  # found here, after who tells of it had left it
+                if (
+                    self.entries[number] is not self.best
+                ):  # found here, after who tells of it had left it
                     self.entries[number] = entry
         for _, best in self.told:
             for number, entry in best:

@@ -28,7 +28,11 @@ _STUCK_S = 60.0
 
 def processes_for_search() -> int:
     """How many processes a search may use here: one for each core that this one may run on."""
-    can_fork = "fork" in get_all_start_methods() and hasattr(os, "memfd_create") and not current_process().daemon
+    can_fork = (
+        "fork" in get_all_start_methods()
+        and hasattr(os, "memfd_create")
+        and not current_process().daemon
+    )
     return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if can_fork else 1
 
 
@@ -51,10 +55,14 @@ class Team:
         lets us have none."""
         context = get_context("fork")
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_help, args=(number, work, theirs, os.getpid()), daemon=False)  # it may call some itself
+        process = context.Process(
+            target=_help, args=(number, work, theirs, os.getpid()), daemon=False
+        )  # it may call some itself
         with warnings.catch_warnings():  # other threads of ours wait for input or draw a spinner: helpers need none of their locks
             warnings.simplefilter("ignore", DeprecationWarning)
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the helper is one that we dismiss
+            before = signal.pthread_sigmask(
+                signal.SIG_BLOCK, {signal.SIGINT}
+            )  # until the helper is one that we dismiss
             try:
                 process.start()
                 self.helpers.append(_Helper(number, process, ours))
@@ -110,9 +118,16 @@ class Team:
             self._dismiss(helper)
 
 
-def _help(number: int, work: Callable[[int, Callable[[str], None]], Any], pipe: connection.Connection, parent: int) -> None:
+def _help(
+    number: int,
+    work: Callable[[int, Callable[[str], None]], Any],
+    pipe: connection.Connection,
+    parent: int,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who called us is told to stop, and stops us
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end when the one that forked this process does
+    ctypes.CDLL(None).prctl(
+        _PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # end when the one that forked this process does
     if os.getppid() != parent:
         return
     try:

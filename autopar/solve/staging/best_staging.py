@@ -1,7 +1,7 @@
 """The best staging of a placement: where stages begin, and how many of their blocks run in which recompute mode.
 
-    one stage a rank    every way to cut (`one_stage_per_rank.py`)
-    several             blocks are dealt, nearly evenly (`interleaved.py`)
+one stage a rank    every way to cut (`one_stage_per_rank.py`)
+several             blocks are dealt, nearly evenly (`interleaved.py`)
 """
 
 from __future__ import annotations
@@ -16,14 +16,23 @@ from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
 from autopar.solve.staging.unit_row import Row
 
 
-def best_staging(row: Row, schedule: Schedule, capacity_bytes: int | None, upper_bound_s: float = inf) -> Staging | float:
+def best_staging(
+    row: Row, schedule: Schedule, capacity_bytes: int | None, upper_bound_s: float = inf
+) -> Staging | float:
     """The staging of the least step time that fits each rank into `capacity_bytes` and takes less than `upper_bound_s`; if there is none, a
     bound of those that fit (infinity if none does)."""
     if schedule.stages_per_rank == 1:
-        return staging_of_ranks([row] * schedule.ranks, schedule, [capacity_bytes] * schedule.ranks, upper_bound_s)
+        return staging_of_ranks(
+            [row] * schedule.ranks, schedule, [capacity_bytes] * schedule.ranks, upper_bound_s
+        )
     if len(row) < schedule.ranks * schedule.stages_per_rank:
         return inf
-    return best_deal(row, schedule, inf if capacity_bytes is None else capacity_bytes, upper_bound_s - row.model.fixed_s)
+    return best_deal(
+        row,
+        schedule,
+        inf if capacity_bytes is None else capacity_bytes,
+        upper_bound_s - row.model.fixed_s,
+    )
 
 
 def quick_bound_s(row: Row, schedule: Schedule) -> float:
@@ -42,6 +51,10 @@ def quick_bound_s(row: Row, schedule: Schedule) -> float:
         found = micro * whole_s
     else:
         work_s = np.diff(row.forward_s + row.backward_s)
-        part = float(np.min(np.diff(row.forward_s) / np.maximum(work_s, 1e-300))) if schedule.name == "zero_bubble" else 1.0
+        part = (
+            float(np.min(np.diff(row.forward_s) / np.maximum(work_s, 1e-300)))
+            if schedule.name == "zero_bubble"
+            else 1.0
+        )
         found = ramp(part, ranks, micro) * whole_s
     return float(found) * (1 - 1e-9) + row.model.fixed_s

@@ -29,18 +29,30 @@ _FEWER = 2
 """By how many blocks the first and the last stage may be shorter."""
 
 
-def best_deal(row: Row, schedule: Schedule, capacity: float, upper_bound_s: float) -> Staging | float:
+def best_deal(
+    row: Row, schedule: Schedule, capacity: float, upper_bound_s: float
+) -> Staging | float:
     """The best of the deals that are even but for a shorter first and last stage; the bound is that of these."""
-    best, is_free, fits = None, True, False  # `fits`: some deal does, or may, for all that was looked at
+    best, is_free, fits = (
+        None,
+        True,
+        False,
+    )  # `fits`: some deal does, or may, for all that was looked at
     ranks, bound_s = schedule.ranks, upper_bound_s
-    deals = [(sizes, runs_of(sizes)) for sizes in dealt_sizes(len(row), ranks * schedule.stages_per_rank)]
+    deals = [
+        (sizes, runs_of(sizes)) for sizes in dealt_sizes(len(row), ranks * schedule.stages_per_rank)
+    ]
     lines_s = _lines_s(row, schedule, capacity)
     least = [
         max(least_deal_s(row, schedule, runs), _waited_s(row, schedule, runs, each_s.max(axis=1, initial=0.0)))
         for (_, runs), each_s in zip(deals, lines_s, strict=True)
     ]  # fmt: skip
     for number in sorted(range(len(deals)), key=least.__getitem__):
-        least_s, (sizes, runs), known_s = least[number], deals[number], best[0] if best else upper_bound_s
+        least_s, (sizes, runs), known_s = (
+            least[number],
+            deals[number],
+            best[0] if best else upper_bound_s,
+        )
         if least_s >= known_s:
             fits = True
             break
@@ -53,12 +65,20 @@ def best_deal(row: Row, schedule: Schedule, capacity: float, upper_bound_s: floa
         is_free = is_free and not any(of.ways.more_s[of.place] for of in of_ranks)
         if least_s < known_s:
             spread = [of.spread() for of in of_ranks]
-            time_s, once_s, of_ranks = _with_what_is_once(row, schedule, runs, of_ranks, least_s, known_s)
+            time_s, once_s, of_ranks = _with_what_is_once(
+                row, schedule, runs, of_ranks, least_s, known_s
+            )
             if any(map(len, spread)):
-                time_s, once_s, of_ranks = _spread(row, schedule, runs, of_ranks, spread, least_s, time_s, once_s)
+                time_s, once_s, of_ranks = _spread(
+                    row, schedule, runs, of_ranks, spread, least_s, time_s, once_s
+                )
             bound_s = min(bound_s, once_s if is_monotone(row, schedule) else least_s)
             if time_s < known_s:
-                best = time_s, sizes, [of_ranks[n % ranks].modes(n // ranks) for n in range(len(runs))]
+                best = (
+                    time_s,
+                    sizes,
+                    [of_ranks[n % ranks].modes(n // ranks) for n in range(len(runs))],
+                )
     if best is None:
         return bound_s + row.model.fixed_s if fits or is_free else inf
     time_s, sizes, modes = best
@@ -66,11 +86,18 @@ def best_deal(row: Row, schedule: Schedule, capacity: float, upper_bound_s: floa
     for unit, mode in enumerate(mode for stage in modes for mode in stage):
         found[row.blocks[unit]] = row.modes[mode]
     bound_s = min(time_s, bound_s) + row.model.fixed_s
-    return Staging(stages_of(sizes, row.blocks, len(row.model.segments)), tuple(found), bound_s, is_free)
+    return Staging(
+        stages_of(sizes, row.blocks, len(row.model.segments)), tuple(found), bound_s, is_free
+    )
 
 
 def _with_what_is_once(
-    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[_OfRank], least_s: float, upper_bound_s: float
+    row: Row,
+    schedule: Schedule,
+    runs: Sequence[tuple[int, int]],
+    of_ranks: list[_OfRank],
+    least_s: float,
+    upper_bound_s: float,
 ) -> tuple[float, float, list[_OfRank]]:
     """(seconds of a step of these stages, a bound of it with any way that fits, the way of each rank).
 
@@ -82,13 +109,22 @@ def _with_what_is_once(
     least_once_s = [row.once_s(runs[rank :: schedule.ranks]) for rank in ranks]
     once_s = [least + of.step_s for least, of in zip(least_once_s, of_ranks, strict=True)]
     longest = max(ranks, key=once_s.__getitem__)
-    time_s, ways = step_s(of_ranks), of_ranks[longest].others()  # it is its own bound: what other ranks take once is no longer
+    time_s, ways = (
+        step_s(of_ranks),
+        of_ranks[longest].others(),
+    )  # it is its own bound: what other ranks take once is no longer
     rest_s = max((least_once_s[rank] for rank in ranks if rank != longest), default=0.0)
-    saved_s = max((once_s[longest] - max(least_once_s[longest] + way.step_s, rest_s) for way in ways), default=0.0)
+    saved_s = max(
+        (once_s[longest] - max(least_once_s[longest] + way.step_s, rest_s) for way in ways),
+        default=0.0,
+    )
     if row.lines and time_s - saved_s >= upper_bound_s:
         return time_s, time_s - saved_s, of_ranks
     others = [[way if rank == longest else of_ranks[rank] for rank in ranks] for way in ways]
-    bounds_s = [step_s(way, [of.step_s * (rank == longest) for rank, of in enumerate(way)]) for way in others]
+    bounds_s = [
+        step_s(way, [of.step_s * (rank == longest) for rank, of in enumerate(way)])
+        for way in others
+    ]
     tried = [of_ranks, *(() if row.lines else others)]  # a family needs its bound alone
     times_s = [time_s, *map(step_s, tried[1:])]
     best = times_s.index(min(times_s))
@@ -102,11 +138,17 @@ def _dealt_s(
     """Seconds of a step whose ranks recompute so, which takes `least_s` at least.  `more_once_s`: by rank, if what it takes once a step is
     not that of its way."""
     more_once_s = [of.step_s for of in of_ranks] if more_once_s is None else more_once_s
-    return max(_stepped_s(row, schedule, runs, [of.more_s for of in of_ranks], more_once_s), least_s)
+    return max(
+        _stepped_s(row, schedule, runs, [of.more_s for of in of_ranks], more_once_s), least_s
+    )
 
 
 def _stepped_s(
-    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[Sequence[float]], more_once_s: Sequence[float]
+    row: Row,
+    schedule: Schedule,
+    runs: Sequence[tuple[int, int]],
+    more_s: Sequence[Sequence[float]],
+    more_once_s: Sequence[float],
 ) -> float:
     """Seconds of a step where backward takes so much longer, by rank and stage of it."""
     by_run = [more_s[n % schedule.ranks][n // schedule.ranks] for n in range(len(runs))]
@@ -120,9 +162,13 @@ def _spread(
     """The same with the ways of ranks that recompute less in some stage (`spread`): each rank has the one with which the step is shortest,
     rank by rank; what is least in each stage bounds them all."""
     found = list(of_ranks)
-    floor_s = _stepped_s(row, schedule, runs, [of.floor_s for of in of_ranks], [0.0] * len(of_ranks))
+    floor_s = _stepped_s(
+        row, schedule, runs, [of.floor_s for of in of_ranks], [0.0] * len(of_ranks)
+    )
     once_s = min(once_s, max(floor_s, least_s))
-    for rank in (rank for rank in range(len(found)) if len(spread[rank]) and not row.lines):  # a family needs its bound alone
+    for rank in (
+        rank for rank in range(len(found)) if len(spread[rank]) and not row.lines
+    ):  # a family needs its bound alone
         of = of_ranks[rank]
         for place in undominated(of.ways.of_stages_s[spread[rank]])[:_MOST_SPREAD]:
             tried = [*found[:rank], of.at(spread[rank][place]), *found[rank + 1 :]]
@@ -135,11 +181,15 @@ def least_deal_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) 
     """Seconds that a step of these stages takes at least: a rank begins when the first micro-batch has come through the first stage of
     every rank before."""
     ranks = schedule.ranks
-    each_s = [sum(row.total_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks)]
+    each_s = [
+        sum(row.total_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks)
+    ]
     return _waited_s(row, schedule, runs, np.array(each_s))
 
 
-def _waited_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], each_s: np.ndarray) -> float:
+def _waited_s(
+    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], each_s: np.ndarray
+) -> float:
     """The same where ranks take so long for a micro-batch."""
     return float((_before_s(row, schedule, runs) + row.micro_batches * each_s).max())
 
@@ -160,32 +210,52 @@ def _lines_s(row: Row, schedule: Schedule, capacity: float) -> np.ndarray:
     ends = ends_of(len(row), ranks * count)
     of_ranks = partial(sums_of_ranks, schedule, ends)
     held = np.array([_held(schedule, row.micro_batches, sizes, row.alike) for sizes in deals])
-    moments = np.array([np.maximum.reduceat(row.least_moments, of[:-1]) for of in ends]).reshape(-1, count, ranks).max(axis=1)
-    of_last = [row.least_moments[start:].max() for start in ends[:, -2]]  # its other stages may be fullest while the last keeps less
+    moments = (
+        np.array([np.maximum.reduceat(row.least_moments, of[:-1]) for of in ends])
+        .reshape(-1, count, ranks)
+        .max(axis=1)
+    )
+    of_last = [
+        row.least_moments[start:].max() for start in ends[:, -2]
+    ]  # its other stages may be fullest while the last keeps less
     moments[:, -1] = np.maximum(np.array(of_last) - row.most_freed, row.last_transient)
     of_ties, of_ties_s = 0, 0.0
     for tie in row.ties:
-        has = (of_ranks(np.array(tie.read)) > 0) & (of_ranks(np.array(tie.paid)) == 0)  # as `Row.ties_of`
+        has = (of_ranks(np.array(tie.read)) > 0) & (
+            of_ranks(np.array(tie.paid)) == 0
+        )  # as `Row.ties_of`
         of_ties, of_ties_s = of_ties + has * tie.static_bytes, of_ties_s + has * tie.step_s
     room = capacity - row.model.fixed_bytes - of_ties - moments
-    kept_s, static_s = (np.array([getattr(line, name) for line in lines])[:, None, None] for name in ("kept_s", "static_s"))
+    kept_s, static_s = (
+        np.array([getattr(line, name) for line in lines])[:, None, None]
+        for name in ("kept_s", "static_s")
+    )
     price = kept_s / held
     most = np.maximum(price, static_s)
     with np.errstate(invalid="ignore"):  # nothing times all the memory that there may be
         worth_s = np.where(most > 0, most * room, 0.0)
-    found = of_ranks(row.lines_least_s) - worth_s + np.maximum(price - static_s, 0.0) * of_ranks(row.static)
+    found = (
+        of_ranks(row.lines_least_s)
+        - worth_s
+        + np.maximum(price - static_s, 0.0) * of_ranks(row.static)
+    )
     waits = np.array([line.late > 0 or line.late_by_ends > 0 for line in lines])[:, None, None]
     return np.where(waits, -inf, found + of_ties_s / row.micro_batches).transpose(1, 2, 0)
 
 
 @lru_cache(maxsize=4096)
-def _held(schedule: Schedule, micro_batches: int, sizes: tuple[int, ...], alike: bool) -> tuple[float, ...]:
+def _held(
+    schedule: Schedule, micro_batches: int, sizes: tuple[int, ...], alike: bool
+) -> tuple[float, ...]:
     """By rank, how often it holds what its stages keep.  The block at one place of a stage runs in one mode in all stages of a rank, so
     that it is as often as, on average, in the stages that have such a place; if blocks are not alike, as often as in any stage."""
     ranks = schedule.ranks
     moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, micro_batches)
     return tuple(
-        max(least_held(moment, sizes[rank::ranks]) if alike else float(min(moment)) for moment in of) for rank, of in enumerate(moments)
+        max(
+            least_held(moment, sizes[rank::ranks]) if alike else float(min(moment)) for moment in of
+        )
+        for rank, of in enumerate(moments)
     )
 
 
@@ -193,7 +263,10 @@ def _held(schedule: Schedule, micro_batches: int, sizes: tuple[int, ...], alike:
 def least_held(moment: tuple[int, ...], sizes: tuple[int, ...]) -> float:
     """How often a rank holds, at least, what its blocks keep: the block at one place of its stage runs in one mode in all stages of a rank,
     so that no mixture of places is held less than the least of them."""
-    held = ([h for h, size in zip(moment, sizes, strict=True) if size > place] for place in range(max(sizes)))
+    held = (
+        [h for h, size in zip(moment, sizes, strict=True) if size > place]
+        for place in range(max(sizes))
+    )
     return min(sum(of) / len(of) for of in held)
 
 
@@ -203,7 +276,9 @@ def dealt_sizes(units: int, count: int) -> tuple[tuple[int, ...], ...]:
     found: dict[tuple[int, ...], None] = {}
     for fewer in product(range(_FEWER + 1), repeat=2):
         each, more = divmod(units + sum(fewer), count)
-        order = sorted(range(count), key=lambda stage: (stage in (0, count - 1), stage))  # who gets one more: the ends last
+        order = sorted(
+            range(count), key=lambda stage: (stage in (0, count - 1), stage)
+        )  # who gets one more: the ends last
         sizes = [each] * count
         for stage in order[:more]:
             sizes[stage] += 1
@@ -217,7 +292,9 @@ def dealt_sizes(units: int, count: int) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=1024)
 def ends_of(units: int, count: int) -> np.ndarray:
     """By deal of `dealt_sizes`: where stages begin, and the end; empty if there is none."""
-    starts = np.array([(0, *sizes) for sizes in dealt_sizes(units, count)], int).reshape(-1, count + 1)
+    starts = np.array([(0, *sizes) for sizes in dealt_sizes(units, count)], int).reshape(
+        -1, count + 1
+    )
     return np.cumsum(starts, axis=1)
 
 
@@ -285,7 +362,9 @@ class _OfRank:
         step_s = self.ways.step_s
         quicker = np.flatnonzero(self.fits & (step_s < step_s[self.place]))
         if len(quicker) > 1:
-            quicker = quicker[undominated(np.column_stack([self.ways.of_stages_s[quicker], step_s[quicker]]))]
+            quicker = quicker[
+                undominated(np.column_stack([self.ways.of_stages_s[quicker], step_s[quicker]]))
+            ]
         return [self.at(place) for place in quicker]
 
     def spread(self) -> np.ndarray:
@@ -296,8 +375,13 @@ class _OfRank:
 
 def _ways(row: Row, runs: Sequence[tuple[int, int]], parted: tuple[bool, ...]) -> _Ways:
     """Those of stages `runs`; ranks whose stages are alike have them in common."""
-    ends = ((end == len(row), row.sent(first) if first else 0, row.sent(end)) for first, end in runs)
-    of_runs = tuple((tuple(row.sorts[first:end]), *at_ends) for (first, end), at_ends in zip(runs, ends, strict=True))
+    ends = (
+        (end == len(row), row.sent(first) if first else 0, row.sent(end)) for first, end in runs
+    )
+    of_runs = tuple(
+        (tuple(row.sorts[first:end]), *at_ends)
+        for (first, end), at_ends in zip(runs, ends, strict=True)
+    )
     key = of_runs, parted, tuple(map(id, row.ties_of(runs)))
     if key not in row.known_stages:
         row.known_stages[key] = _all_ways(row, runs, parted)
@@ -307,7 +391,9 @@ def _ways(row: Row, runs: Sequence[tuple[int, int]], parted: tuple[bool, ...]) -
 def _all_ways(row: Row, runs: Sequence[tuple[int, int]], parted: Sequence[bool]) -> _Ways:
     longest = max(end - first for first, end in runs)
     ways = tuple(row.alike_ways(first, end, longest) for first, end in runs)
-    more_s, work_s, step_s, lines = (sum(getattr(way, part) for way in ways) for part in ("more_s", "work_s", "step_s", "lines"))
+    more_s, work_s, step_s, lines = (
+        sum(getattr(way, part) for way in ways) for part in ("more_s", "work_s", "step_s", "lines")
+    )
     kept, late, moments = [], [], []
     for (first, end), way, two in zip(runs, ways, parted, strict=True):
         kept.append(row.at.kept[end] - row.at.kept[first] + row.sent(end) + way.more_kept)
@@ -321,7 +407,12 @@ def _all_ways(row: Row, runs: Sequence[tuple[int, int]], parted: Sequence[bool])
 
 
 def _fitting(
-    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], capacity: float, lines_s: np.ndarray, upper_bound_s: float
+    row: Row,
+    schedule: Schedule,
+    runs: Sequence[tuple[int, int]],
+    capacity: float,
+    lines_s: np.ndarray,
+    upper_bound_s: float,
 ) -> tuple[list[_OfRank], np.ndarray] | None:
     """(the least recomputation with which each rank of a pipeline with stages `runs` fits, by rank the seconds of a micro-batch, with
     their share of those once a step, that no way goes below which fits); None if some rank has none.
@@ -329,7 +420,10 @@ def _fitting(
     By the lines of a row (`lines_s`, by rank), ways are left out with which a step takes `upper_bound_s`; where all are, a rank takes
     infinitely long.
     """
-    ranks, shape = schedule.ranks, (schedule.name, schedule.ranks, schedule.stages_per_rank, row.micro_batches)
+    ranks, shape = (
+        schedule.ranks,
+        (schedule.name, schedule.ranks, schedule.stages_per_rank, row.micro_batches),
+    )
     alike: dict[int, tuple[_Ways, bool, list[int]]] = {}  # ranks whose stages have the same ways
     for rank in range(ranks):
         parted = tuple(is_parted(schedule.name, stage) for stage in range(rank, len(runs), ranks))
@@ -340,7 +434,9 @@ def _fitting(
         held = _held_stack(*shape)[mine]
         most = (held @ ways.kept).max(axis=1)
         if frees and len(ways.kept) > 1:  # as in `pipeline.fullest_of`, for all ways at once
-            others = (held[..., :-1] @ ways.kept[:-1]).max(axis=1) + np.max(ways.moments[:-1], axis=0)
+            others = (held[..., :-1] @ ways.kept[:-1]).max(axis=1) + np.max(
+                ways.moments[:-1], axis=0
+            )
             fullest = np.maximum(most + ways.moments[-1], others)
         else:
             fullest = most + [

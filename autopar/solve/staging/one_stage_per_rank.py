@@ -62,16 +62,23 @@ class _Run:
     weight_s: float | np.ndarray  # part of `backward_s`
     total_s: float | np.ndarray  # forward and backward
     step_s: float | np.ndarray
-    least_s: float | np.ndarray  # of a micro-batch, with the share of what it takes once a step (`Row.least`)
+    least_s: (
+        float | np.ndarray
+    )  # of a micro-batch, with the share of what it takes once a step (`Row.least`)
     amounts: np.ndarray | None
-    room: tuple[int, float, int]  # micro-batches held, bytes of the rank, and micro-batches that wait, as `Row.least` has them
+    room: tuple[
+        int, float, int
+    ]  # micro-batches held, bytes of the rank, and micro-batches that wait, as `Row.least` has them
 
 
 _NUMBERS = ("first", "end", "forward_s", "backward_s", "weight_s", "total_s", "step_s", "least_s")
 
 
 def staging_of_ranks(
-    rows: Sequence[Row], schedule: Schedule, capacities: Sequence[int | None], upper_bound_s: float = inf
+    rows: Sequence[Row],
+    schedule: Schedule,
+    capacities: Sequence[int | None],
+    upper_bound_s: float = inf,
 ) -> Staging | float:
     """`staging.best_staging` with one stage a rank, where `rows` has what units cost on each rank, and `capacities` the bytes of each."""
     base, limits = rows[0], [inf if capacity is None else capacity for capacity in capacities]
@@ -82,7 +89,12 @@ def staging_of_ranks(
     if runs is None:
         return bound_s + fixed_s
     sizes = [run.end - run.first for run in runs]
-    return Staging(stages_of(sizes, base.blocks, len(base.model.segments)), _modes(rows, runs), bound_s + fixed_s, is_free)
+    return Staging(
+        stages_of(sizes, base.blocks, len(base.model.segments)),
+        _modes(rows, runs),
+        bound_s + fixed_s,
+        is_free,
+    )
 
 
 def _modes(rows: Sequence[Row], runs: Sequence[_Run]) -> tuple[str, ...]:
@@ -109,17 +121,37 @@ def _cut_freely(
         late = [most for (((most,), _),) in late_moments(schedule.name, ranks, 1, micro)]
 
     def run(stage: int, first: int, end: int) -> _Run | None:
-        row, room = rows[stage], (held[stage], capacities[stage], late[stage] * is_parted(schedule.name, stage))
+        row, room = (
+            rows[stage],
+            (held[stage], capacities[stage], late[stage] * is_parted(schedule.name, stage)),
+        )
         if (found := row.least(first, end, *room)) is None:
             limited.append(stage)
             return None
         more_s, amounts, least_s = found
-        forward_s, backward_s, weight_s = (x[end] - x[first] for x in (row.at.forward_s, row.at.backward_s, row.at.weight_s))
+        forward_s, backward_s, weight_s = (
+            x[end] - x[first] for x in (row.at.forward_s, row.at.backward_s, row.at.weight_s)
+        )
         if more_s:
             limited.append(stage)
-        total_s, once_s = max(forward_s + backward_s + more_s, row.total_s(first, end)), row.once_s([(first, end)])
+        total_s, once_s = (
+            max(forward_s + backward_s + more_s, row.total_s(first, end)),
+            row.once_s([(first, end)]),
+        )
         weight_s = min(weight_s, backward_s)
-        return _Run(stage, first, end, forward_s, backward_s + more_s, weight_s, total_s, once_s, least_s, amounts, room)
+        return _Run(
+            stage,
+            first,
+            end,
+            forward_s,
+            backward_s + more_s,
+            weight_s,
+            total_s,
+            once_s,
+            least_s,
+            amounts,
+            room,
+        )
 
     if ranks == 1:
         if (found := run(0, 0, units)) is None:
@@ -151,12 +183,16 @@ def _first_ends(rows: Sequence[Row]) -> list[tuple[int, ...]]:
     speeds = 1 / np.array([max(row.total_s(0, units), 1e-300) for row in rows])
     found = []
     for part in (1.0, 0.75, 0.5, 0.25, 0.0):
-        more = np.round(np.cumsum(part * speeds / speeds.sum() + (1 - part) / ranks) * (units - ranks))  # besides one for each
+        more = np.round(
+            np.cumsum(part * speeds / speeds.sum() + (1 - part) / ranks) * (units - ranks)
+        )  # besides one for each
         found.append(tuple((more.astype(int) + np.arange(1, ranks + 1)).tolist()))
     return list(dict.fromkeys(found))
 
 
-def _all_cuts(rows: Sequence[Row], schedule: Schedule, run, upper_bound_s: float) -> tuple[list[_Run] | None, float]:
+def _all_cuts(
+    rows: Sequence[Row], schedule: Schedule, run, upper_bound_s: float
+) -> tuple[list[_Run] | None, float]:
     """The best of all cuts, each priced, if it takes less than `upper_bound_s`; a bound."""
     run, units, best, best_s, found, fits = cache(run), len(rows[0]), None, upper_bound_s, [], False
     for inner in combinations(range(1, units), schedule.ranks - 1):
@@ -205,7 +241,9 @@ def _runs(rows: Sequence[Row], schedule: Schedule, run, known_s: float) -> tuple
                     mine.append(one)
         if len(mine) > room:
             complete = False
-            mine = sorted(mine, key=lambda one: abs(one.end - even) + abs(one.first - units * stage / ranks))[:room]
+            mine = sorted(
+                mine, key=lambda one: abs(one.end - even) + abs(one.first - units * stage / ranks)
+            )[:room]
         found += mine
         starts = {one.end for one in mine}
     return found, complete
@@ -213,7 +251,9 @@ def _runs(rows: Sequence[Row], schedule: Schedule, run, known_s: float) -> tuple
 
 def _longest(work_s: np.ndarray, slack_s: float) -> int:
     """How many units a stage can have that takes no more than `slack_s`; `work_s`: of the units before each."""
-    return next((n for n in range(len(work_s) - 1, 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0)
+    return next(
+        (n for n in range(len(work_s) - 1, 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0
+    )
 
 
 _LOOPS = [(ranks, within) for ranks in range(2, _LONGEST_LOOP + 1) for within in range(1, ranks)]
@@ -256,23 +296,40 @@ def _cut_of(numbers: np.ndarray) -> _Cut:
 
 
 def _choose(
-    rows: Sequence[Row], schedule: Schedule, runs: list[_Run], complete: bool, known: list[_Run] | None, known_s: float
+    rows: Sequence[Row],
+    schedule: Schedule,
+    runs: list[_Run],
+    complete: bool,
+    known: list[_Run] | None,
+    known_s: float,
 ) -> tuple[list[_Run] | None, float]:
     """The runs of the least step time, if that is less than `known_s`; else `known`.  With a bound of all stagings."""
     row, kinds = rows[-1], kinds_of(rows)
     of_stage = [[run for run in runs if run.stage == stage] for stage in range(schedule.ranks)]
-    stages = [(min(run.total_s for run in mine), max(run.total_s for run in mine)) if mine else (0.0, 0.0) for mine in of_stage]
-    cuts, ends, steps = _NO_CUT.numbers()[:, None], np.zeros(1, dtype=int), []  # `ends`, ascending: where each cut does
+    stages = [
+        (min(run.total_s for run in mine), max(run.total_s for run in mine)) if mine else (0.0, 0.0)
+        for mine in of_stage
+    ]
+    cuts, ends, steps = (
+        _NO_CUT.numbers()[:, None],
+        np.zeros(1, dtype=int),
+        [],
+    )  # `ends`, ascending: where each cut does
     for mine in of_stage:
         if not mine:
             return known, known_s if complete else min(known_s, _least_alone_s(rows, schedule))
         column = _together(mine)
-        place, after = np.searchsorted(ends, column.first), np.searchsorted(ends, column.first, "right")
+        place, after = (
+            np.searchsorted(ends, column.first),
+            np.searchsorted(ends, column.first, "right"),
+        )
         run_of = np.repeat(np.arange(len(mine)), after - place)
         cut_of = np.concatenate([np.arange(*span) for span in zip(place, after, strict=True)])
         picked = _picked(column, run_of)
         longer = _extended(rows, kinds, schedule, _cut_of(cuts[:, cut_of]), picked)
-        longer = longer._replace(loops_s=_open_loops(longer, row.micro_batches, stages[len(steps) + 1 :]))
+        longer = longer._replace(
+            loops_s=_open_loops(longer, row.micro_batches, stages[len(steps) + 1 :])
+        )
         cuts = longer.numbers()
         near, end_of = np.flatnonzero(_least_path_s(row, schedule, longer) < known_s), picked.end
         near = near[np.argsort(end_of[near], kind="stable")]
@@ -305,7 +362,11 @@ def _least_alone_s(rows: Sequence[Row], schedule: Schedule) -> float:
 
 def _together(runs: Sequence[_Run]) -> _Run:
     """The runs of one stage, each number an array."""
-    return replace(runs[0], amounts=None, **{name: np.array([getattr(run, name) for run in runs]) for name in _NUMBERS})
+    return replace(
+        runs[0],
+        amounts=None,
+        **{name: np.array([getattr(run, name) for run in runs]) for name in _NUMBERS},
+    )
 
 
 def _picked(runs: _Run, chosen: np.ndarray) -> _Run:
@@ -313,7 +374,9 @@ def _picked(runs: _Run, chosen: np.ndarray) -> _Run:
     return replace(runs, **{name: getattr(runs, name)[chosen] for name in _NUMBERS})
 
 
-def _extended(rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut: _Cut, run: _Run) -> _Cut:
+def _extended(
+    rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut: _Cut, run: _Run
+) -> _Cut:
     """One more stage; `kinds`: the rows that differ."""
     row, before = rows[run.stage], rows[max(run.stage - 1, 0)]
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
@@ -324,22 +387,41 @@ def _extended(rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut
         if row.lines:
             later_s = reduce(np.minimum, [kind.work_s[-1] - kind.work_s[run.end] for kind in kinds])
             least_s = np.maximum(cut.least_s, cut.work_s + later_s + micro * run.least_s)
-        return _Cut(cut.work_s + run.total_s, 0.0, *slowest, step_s, least_s, 0.0, 0.0, 0.0, cut.loops_s)
-    shift_s = cut.shift_s if before is row else cut.shift_s + before.forward_s[run.first] - row.forward_s[run.first]
-    forward_s, ahead = shift_s + row.forward_s[run.first], min(last - rank + 1, micro)  # of stages before; before the first backward
+        return _Cut(
+            cut.work_s + run.total_s, 0.0, *slowest, step_s, least_s, 0.0, 0.0, 0.0, cut.loops_s
+        )
+    shift_s = (
+        cut.shift_s
+        if before is row
+        else cut.shift_s + before.forward_s[run.first] - row.forward_s[run.first]
+    )
+    forward_s, ahead = (
+        shift_s + row.forward_s[run.first],
+        min(last - rank + 1, micro),
+    )  # of stages before; before the first backward
     parts = schedule.name == "zero_bubble"
     back_s = run.backward_s - run.weight_s if parts else run.backward_s
     weights = max(micro - 1 - rank, 0) if parts else micro  # before the last backward
-    reached_s = cut.work_s + forward_s + _worked_s(run, micro, micro, weights) + 2 * rank * row.hop_s
+    reached_s = (
+        cut.work_s + forward_s + _worked_s(run, micro, micro, weights) + 2 * rank * row.hop_s
+    )
     turned_s = cut.work_s + _worked_s(run, micro - ahead, micro, weights) + 2 * last * row.hop_s
     if parts:
         reached_s = np.maximum(reached_s, forward_s + micro * run.total_s + rank * row.hop_s)
-        turned_s = np.maximum(turned_s, _worked_s(run, micro - ahead, micro, micro) + (2 * last - rank) * row.hop_s)
+        turned_s = np.maximum(
+            turned_s, _worked_s(run, micro - ahead, micro, micro) + (2 * last - rank) * row.hop_s
+        )
     if rank and micro > schedule.ranks:  # by rank 0
         left = micro - rank
-        again_s = _worked_s(run, micro - schedule.ranks, left, left - 2 if parts else left) + 2 * (last + rank) * row.hop_s
+        again_s = (
+            _worked_s(run, micro - schedule.ranks, left, left - 2 if parts else left)
+            + 2 * (last + rank) * row.hop_s
+        )
         turned_s = np.maximum(turned_s, 2 * cut.work_s + forward_s + again_s)
-    work_s, reached_s = cut.work_s + (back_s if rank else run.backward_s), np.maximum(cut.reached_s, reached_s)
+    work_s, reached_s = (
+        cut.work_s + (back_s if rank else run.backward_s),
+        np.maximum(cut.reached_s, reached_s),
+    )
     turned_s = np.maximum(cut.turned_s + back_s, turned_s)
     slowest_s, *loops = _twice(row, schedule, cut, run, forward_s)
     if not row.lines:
@@ -347,10 +429,22 @@ def _extended(rows: Sequence[Row], kinds: Sequence[Row], schedule: Schedule, cut
     through_s = reduce(np.minimum, [kind.work_s[run.first] for kind in kinds]) if not parts else 0.0
     before_s = 0.0 if parts else cut.work_s
     least_s = np.maximum(before_s + forward_s, through_s) + micro * run.least_s
-    own_s = row.backward_s[run.end] - row.backward_s[run.first]  # a backward takes so much at least, which all least times hold
+    own_s = (
+        row.backward_s[run.end] - row.backward_s[run.first]
+    )  # a backward takes so much at least, which all least times hold
     left_s = before_s + (micro - ahead) * run.least_s + ahead * own_s
     left_s = np.maximum(cut.left_s + back_s, left_s)
-    return _Cut(work_s, reached_s, turned_s, slowest_s, step_s, np.maximum(cut.least_s, least_s), left_s, shift_s, *loops)
+    return _Cut(
+        work_s,
+        reached_s,
+        turned_s,
+        slowest_s,
+        step_s,
+        np.maximum(cut.least_s, least_s),
+        left_s,
+        shift_s,
+        *loops,
+    )
 
 
 def _worked_s(run: _Run, forwards: int, backwards: int, weights: int) -> float | np.ndarray:
@@ -377,7 +471,9 @@ def _twice(
         return cut.slowest_s, 0.0 if parts else first_s, cut.loops_s
     ways_s = cut.work_s + forward_s + 2 * (2 * last - rank) * row.hop_s
     if parts:
-        weights = max(between + 1 - rank, 0) + (rank == 0)  # the last backward of the first rank has its own after it
+        weights = max(between + 1 - rank, 0) + (
+            rank == 0
+        )  # the last backward of the first rank has its own after it
         twice_s = ways_s + _worked_s(run, between + 2, between + 2, weights)
         return np.maximum(cut.slowest_s + _worked_s(run, 2, 2, 0), twice_s), 0.0, cut.loops_s
     twice_s = ways_s + 2 * run.total_s
@@ -385,12 +481,16 @@ def _twice(
     if between > rank > 0:  # through all ranks so far
         whole_s = cut.work_s + run.backward_s + forward_s + run.forward_s
         times, rest = divmod(between - rank, rank + 1)
-        found.append((times + 2) * whole_s + rest * first_s + (4 * last + 2 * times * rank) * row.hop_s)
+        found.append(
+            (times + 2) * whole_s + rest * first_s + (4 * last + 2 * times * rank) * row.hop_s
+        )
     known_s = dict(zip(_LOOPS, cut.loops_s, strict=True))
     for ranks, within in _LOOPS:
         times, rest = divmod(between - within + 1, ranks)
         if within == 1:
-            loops_s.append(twice_s + (times + rest) * run.total_s + 2 * times * (ranks - 1) * row.hop_s)
+            loops_s.append(
+                twice_s + (times + rest) * run.total_s + 2 * times * (ranks - 1) * row.hop_s
+            )
         else:
             loops_s.append(known_s[ranks, within - 1] + (times + 2) * run.total_s)
         if within == ranks - 1:
@@ -399,7 +499,9 @@ def _twice(
     return reduce(np.maximum, found), first_s, loops_s
 
 
-def _open_loops(cut: _Cut, micro_batches: int, later: Sequence[tuple[float, float]]) -> list[float | np.ndarray]:
+def _open_loops(
+    cut: _Cut, micro_batches: int, later: Sequence[tuple[float, float]]
+) -> list[float | np.ndarray]:
     """`loops_s` of cuts, but for those that cannot become the longest path; `later`: of each stage to come what it takes, from so many
     seconds to so many."""
     found, between = [], micro_batches - 2 - len(later)  # as in `_twice`
@@ -410,7 +512,9 @@ def _open_loops(cut: _Cut, micro_batches: int, later: Sequence[tuple[float, floa
             continue
         times = (between - within + 1) // ranks
         most_s = loop_s + (times + 2) * sum(most for _, most in missing)
-        found.append(np.where(most_s > cut.slowest_s + 2 * sum(least for least, _ in missing), loop_s, -inf))
+        found.append(
+            np.where(most_s > cut.slowest_s + 2 * sum(least for least, _ in missing), loop_s, -inf)
+        )
     return found
 
 
@@ -418,9 +522,13 @@ def _path_s(row: Row, schedule: Schedule, cut: _Cut) -> float | np.ndarray:
     """The longest path through all stages, of which the last has `row`."""
     if schedule.name == "gpipe":
         slowest_s = (row.micro_batches - 1) * (cut.turned_s + cut.slowest_s)
-        return np.maximum(cut.work_s + slowest_s + 2 * (schedule.ranks - 1) * row.hop_s + cut.step_s, cut.least_s)
+        return np.maximum(
+            cut.work_s + slowest_s + 2 * (schedule.ranks - 1) * row.hop_s + cut.step_s, cut.least_s
+        )
     whole_s = cut.shift_s + row.forward_s[-1]  # all forwards of a micro-batch
-    paths_s = np.maximum(np.maximum(cut.reached_s, whole_s + cut.turned_s), cut.slowest_s) + cut.step_s
+    paths_s = (
+        np.maximum(np.maximum(cut.reached_s, whole_s + cut.turned_s), cut.slowest_s) + cut.step_s
+    )
     return np.maximum(np.maximum(paths_s, cut.least_s), whole_s + cut.left_s)
 
 
@@ -431,7 +539,9 @@ def _least_path_s(row: Row, schedule: Schedule, cut: _Cut) -> float | np.ndarray
     return np.maximum(np.maximum(cut.reached_s, cut.slowest_s) + cut.step_s, cut.least_s)
 
 
-def _best_ways(rows: Sequence[Row], schedule: Schedule, runs: Sequence[_Run]) -> tuple[list[_Run], float, float]:
+def _best_ways(
+    rows: Sequence[Row], schedule: Schedule, runs: Sequence[_Run]
+) -> tuple[list[_Run], float, float]:
     """The ways to recompute with which a step of these stages is shortest, its seconds, and a bound of those of all ways that fit.
 
     A longer backward hides more of what is done once a step, whose longest counts: for each length of that every rank recomputes as little
@@ -439,7 +549,10 @@ def _best_ways(rows: Sequence[Row], schedule: Schedule, runs: Sequence[_Run]) ->
     """
     ends, ranks = [(run.first, run.end) for run in runs], range(len(runs))
     own = [rows[run.stage].at.backward_s for run in runs]
-    more_s = [run.backward_s - (backward_s[end] - backward_s[first]) for run, backward_s, (first, end) in zip(runs, own, ends, strict=True)]
+    more_s = [
+        run.backward_s - (backward_s[end] - backward_s[first])
+        for run, backward_s, (first, end) in zip(runs, own, ends, strict=True)
+    ]
     path_s = _least_step_s(rows, schedule, runs)
     bound_s = max(staged_step_s(rows, schedule, ends, more_s), path_s)
     if rows[0].is_bound:
@@ -450,11 +563,20 @@ def _best_ways(rows: Sequence[Row], schedule: Schedule, runs: Sequence[_Run]) ->
     while True:
         more_once_s = [float(ways[rank].step_s[place[rank]]) for rank in ranks]
         once_s = [least + more for least, more in zip(least_s, more_once_s, strict=True)]
-        found_s = staged_step_s(rows, schedule, ends, [float(ways[rank].more_s[place[rank]]) for rank in ranks], more_once_s)
+        found_s = staged_step_s(
+            rows,
+            schedule,
+            ends,
+            [float(ways[rank].more_s[place[rank]]) for rank in ranks],
+            more_once_s,
+        )
         if found_s < best_s:
             best, best_s = list(place), found_s
         place = [at + (once_s[rank] == max(once_s)) for rank, at in enumerate(place)]
-        if any(at == len(ways[rank].more_s) for rank, at in enumerate(place)) or found_s - max(once_s) + max(least_s) >= best_s:
+        if (
+            any(at == len(ways[rank].more_s) for rank, at in enumerate(place))
+            or found_s - max(once_s) + max(least_s) >= best_s
+        ):
             break
     chosen = [replace(run, amounts=ways[rank].amounts[best[rank]]) for rank, run in enumerate(runs)]
     best_s = max(best_s, path_s)

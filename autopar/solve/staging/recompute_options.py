@@ -85,7 +85,11 @@ def _ways(count: int, modes: int) -> int:
 @lru_cache(maxsize=4096)
 def _modes_of_alike(longest: int, modes: int) -> np.ndarray:
     """By way and place in a stage: the mode of a block, if of each but the first mode there are so many."""
-    ways = [amounts for amounts in product(range(longest + 1), repeat=modes - 1) if sum(amounts) <= longest]
+    ways = [
+        amounts
+        for amounts in product(range(longest + 1), repeat=modes - 1)
+        if sum(amounts) <= longest
+    ]
     found = []
     for amounts in sorted(ways, key=sum):
         again = [mode for mode in range(modes - 1, 0, -1) for _ in range(amounts[mode - 1])]
@@ -104,7 +108,11 @@ def _splits(count: int, parts: int) -> tuple[tuple[int, ...], ...]:
     """Every way to write `count` as an ordered sum of so many parts."""
     if parts == 1:
         return ((count,),)
-    return tuple((first, *rest) for first in range(count, -1, -1) for rest in _splits(count - first, parts - 1))
+    return tuple(
+        (first, *rest)
+        for first in range(count, -1, -1)
+        for rest in _splits(count - first, parts - 1)
+    )
 
 
 def _joined(a: Options, b: Options) -> Options:
@@ -122,6 +130,10 @@ def _undominated(options: Options) -> Options:
     """Those than which no other is faster, by either measure, keeps less and needs no more for a moment and while it waits; fastest
     first."""
     needs = [options.more_kept, options.moment, options.late]
-    chosen = {number for seconds in (options.more_s, options.least_s) for number in undominated(np.stack([seconds, *needs], axis=1))}
+    chosen = {
+        number
+        for seconds in (options.more_s, options.least_s)
+        for number in undominated(np.stack([seconds, *needs], axis=1))
+    }
     order = sorted(chosen, key=lambda place: (options.more_s[place], options.least_s[place]))
     return Options(*(getattr(options, field.name)[order] for field in fields(Options)))

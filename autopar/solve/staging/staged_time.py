@@ -12,21 +12,38 @@ from autopar.solve.staging.unit_row import Row
 
 
 def staged_step_s(
-    rows: Sequence[Row], schedule: Schedule, runs: Sequence[tuple[int, int]], more_s: Sequence[float], more_once_s: Sequence[float] = ()
+    rows: Sequence[Row],
+    schedule: Schedule,
+    runs: Sequence[tuple[int, int]],
+    more_s: Sequence[float],
+    more_once_s: Sequence[float] = (),
 ) -> float:
     """The step of stages with so many seconds of recomputation, as `pipeline.pipelined` prices it but for what nothing changes; a bound of
     it where rows are.  `more_once_s`: by rank, what it takes once a step more than at least."""
     ranks, micro, times = schedule.ranks, rows[0].micro_batches, []
     for number, ((first, end), more) in enumerate(zip(runs, more_s, strict=True)):
         at = rows[number % ranks].at
-        forward_s, backward_s, weight_s = (x[end] - x[first] for x in (at.forward_s, at.backward_s, at.weight_s))
-        times.append(StageTimes(forward_s, backward_s + more, min(weight_s, backward_s) if times else backward_s + more))
+        forward_s, backward_s, weight_s = (
+            x[end] - x[first] for x in (at.forward_s, at.backward_s, at.weight_s)
+        )
+        times.append(
+            StageTimes(
+                forward_s,
+                backward_s + more,
+                min(weight_s, backward_s) if times else backward_s + more,
+            )
+        )
     more_once_s = more_once_s or [0.0] * ranks
     step_s = max(rows[rank].once_s(runs[rank::ranks]) + more_once_s[rank] for rank in range(ranks))
     if ranks == 1:
         return micro * times[0].total_s + step_s
-    hop_s = longest_hop_s([row.model for row in kinds_of(rows)], [rows[0].arriving[first] for first, _ in runs[1:]])
-    return pipeline_time(schedule.name, times, ranks, micro, hop_s, least=rows[0].is_bound).time_s + step_s
+    hop_s = longest_hop_s(
+        [row.model for row in kinds_of(rows)], [rows[0].arriving[first] for first, _ in runs[1:]]
+    )
+    return (
+        pipeline_time(schedule.name, times, ranks, micro, hop_s, least=rows[0].is_bound).time_s
+        + step_s
+    )
 
 
 def is_monotone(row: Row, schedule: Schedule) -> bool:
