@@ -34,6 +34,7 @@ ROOMS = """
 """A room may import from those before it, and from the packages of cost models and kernels as tested below."""
 CLOSED_FORMS = (
     "costs.pipeline_cost",
+    "costs.schedule",
     "staging.one_stage_per_rank",
     "staging.interleaved",
     "staging.staged_time",
@@ -97,7 +98,9 @@ def test_torch_and_cost_models_stay_where_they_belong():
         if not name.startswith("autopar.") and name != "autopar"
     }
     # of solve those may use the closed forms of pipeline schedules, which know times and no device
-    known = {f"autopar.ir.{name}" for name in ("cluster", "cluster_parts", "plan_checks")}
+    known = {
+        f"autopar.ir.{name}" for name in ("cluster", "cluster_parts", "plan_checks", "plan_fields")
+    }
     known |= {f"autopar.solve.{name}" for name in CLOSED_FORMS}
     assert (
         in_rooms(users_of("autopar_cost_models"), "ir", "solve", "ops", "trace", "rewrite") <= known

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopar_cost_models import splits_backward
+
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import Layout
 
@@ -97,3 +99,8 @@ class PlanFields:
     micro_batch_mean: bool = (
         False  # the user allows the mean of micro-batch losses in the place of another loss
     )
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the pipeline computes gradients of weights apart from those of inputs."""
+        return splits_backward(self.schedule)

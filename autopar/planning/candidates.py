@@ -7,7 +7,7 @@ from itertools import permutations, product
 from math import gcd
 from typing import Any
 
-from autopar_cost_models import SCHEDULES, Topology, check_schedule, group_shape
+from autopar_cost_models import SCHEDULES, Topology, check_schedule, group_shape, splits_backward
 
 from autopar.annotate.setting import Setting
 from autopar.errors import AutoparError
@@ -16,7 +16,7 @@ from autopar.ir.mesh import MeshShape, deal_text, groups_of
 from autopar.ir.traced import TracedModel, not_split
 from autopar.ops.work import tokens_per_row
 from autopar.planning.model_facts import _attention_heads, _listed, _parted, divisors, num_experts
-from autopar.planning.pin_checks import may_zero_bubble, schedule_of
+from autopar.planning.pin_checks import may_split_backward, schedule_of
 from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import MIXED, MODES, Candidate
@@ -31,16 +31,21 @@ least: with fewer, messages outweigh the attention that hides them, while the ac
 
 
 def schedules_for(
-    pin: dict[str, Any], mesh: MeshShape, micro_batches: int, blocks: int, zero_bubble: bool = True
+    pin: dict[str, Any],
+    mesh: MeshShape,
+    micro_batches: int,
+    blocks: int,
+    split_backward: bool = True,
 ) -> tuple[tuple[str, int], ...]:
-    """(schedule, stages a rank) of every pipeline that the pins leave and torch can run; `zero_bubble`: whether that may be used."""
+    """(schedule, stages a rank) of every pipeline that the pins leave and torch can run;
+    `split_backward`: whether a schedule may split backwards."""
     most = blocks // mesh.pp
     several = (pin["vpp"],) if "vpp" in pin else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
     found = []
     for name in (pin["schedule"],) if "schedule" in pin else SCHEDULES:
-        if name == "zero_bubble" and not zero_bubble:
+        if splits_backward(name) and not split_backward:
             continue
-        counts = several if name == "interleaved_1f1b" or "vpp" in pin else (1,)
+        counts = several if SCHEDULES[name].min_stages_per_rank > 1 or "vpp" in pin else (1,)
         found += [
             (name, count)
             for count in counts
@@ -280,7 +285,7 @@ def _schedules(
     request: PlanRequest, mesh: MeshShape, number: int, blocks: int
 ) -> tuple[tuple[str, int], ...]:
     """`schedules_for`; on several kinds of devices those of one stage a rank, whose sizes are free."""
-    found = schedules_for(request.pin, mesh, number, blocks, may_zero_bubble(request))
+    found = schedules_for(request.pin, mesh, number, blocks, may_split_backward(request))
     return tuple((name, count) for name, count in found if count == 1 or not request.is_mixed)
 
 

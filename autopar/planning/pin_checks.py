@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import gcd, prod
 from typing import Any
 
-from autopar_cost_models import OFFLOADS, SCHEDULES, check_schedule
+from autopar_cost_models import OFFLOADS, SCHEDULES, check_schedule, splits_backward
 
 from autopar.annotate.context_method import METHODS
 from autopar.errors import AutoparError, shown
@@ -144,9 +144,14 @@ def _check_groups(request: PlanRequest) -> None:
         raise AutoparError(
             f"{where}, all of which the ranks of a pipeline share out evenly: pp={pin['pp']} cannot; {_listed(fitting)} can"
         )
+    least_stages = (
+        SCHEDULES[pin["schedule"]].min_stages_per_rank
+        if pin.get("schedule", "none") != "none"
+        else 1
+    )
     refused = {
         "vpp": pin.get("vpp", 1) > 1 and "a rank has one stage there, of its own size",
-        "schedule": pin.get("schedule") == "interleaved_1f1b" and "a rank has one stage there",
+        "schedule": least_stages > 1 and "a rank has one stage there",
         "stages": "stages" in pin and "stages are sized to them",
         "offload": pin.get("offload", "none") != "none" and "their hosts differ",
     }
@@ -214,9 +219,9 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
         raise AutoparError(
             f"the engine cannot run pp={pp}: forward changes buffer {name}, which several segments read; use pp=1"
         )
-    if schedule == "zero_bubble" and not may_zero_bubble(request):
+    if splits_backward(schedule or "none") and not may_split_backward(request):
         what = "torch.compile" if request.software.compiled else "recompute=op"
-        raise AutoparError(f"the engine cannot run {what} under zero_bubble; pin schedule=1f1b")
+        raise AutoparError(f"the engine cannot run {what} under {schedule}; pin schedule=1f1b")
     if pp == 1:
         for name, value, alone in (
             ("vpp", vpp, 1),
@@ -251,9 +256,10 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
             raise AutoparError(f"pp={pp} vpp={vpp} with {number} micro-batches: {error}") from None
 
 
-def may_zero_bubble(request: PlanRequest) -> bool:
-    """Whether zero bubble is searched.  What is to run must do without kept results, which torch serves once, and without torch.compile,
-    whose functions give all gradients at once."""
+def may_split_backward(request: PlanRequest) -> bool:
+    """Whether schedules that split backwards are searched.  What is to run must do without kept
+    results, which torch serves once, and without torch.compile, whose functions give all
+    gradients at once."""
     return not request.runnable or not (
         request.pin.get("recompute") == "op" or request.software.compiled
     )

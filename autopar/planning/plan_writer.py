@@ -7,7 +7,7 @@ from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-from autopar_cost_models import COST_MODEL_VERSION
+from autopar_cost_models import COST_MODEL_VERSION, splits_backward
 
 from autopar.annotate.annotator import Annotator
 from autopar.ir.annotated import AnnotatedModel
@@ -27,7 +27,7 @@ from autopar.planning.candidates import (
 )
 from autopar.planning.no_plan import _check_host
 from autopar.planning.notes import notes
-from autopar.planning.pin_checks import may_zero_bubble
+from autopar.planning.pin_checks import may_split_backward
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
 from autopar.solve.costs.candidate import MODES
@@ -82,7 +82,7 @@ def make_plan(
         blocks.append(BlockPlan(traced.classes[index].name, segments, mode, choices))
     cluster = request.cluster
     ranks = request.pin.get("pp", "any number of")
-    short = "GPipe, 1F1B and zero bubble" if may_zero_bubble(request) else "GPipe and 1F1B"
+    short = "GPipe, 1F1B and zero bubble" if may_split_backward(request) else "GPipe and 1F1B"
     pipelines = (
         "no pipeline"
         if ranks == 1
@@ -138,7 +138,7 @@ def make_plan(
     )
     _check_host(prediction, request)
     lacking = {
-        "recompute op under zero_bubble": candidate.schedule == "zero_bubble"
+        f"recompute op under {candidate.schedule}": splits_backward(candidate.schedule)
         and candidate.recompute == "op",
         f"a graph captured in {request.precision}": not request.runnable
         and request.precision in ("bf16", "fp16"),

@@ -236,7 +236,7 @@ def _rank_bytes(
     itself, and on a rank with one stage of those before it whose second part is to come."""
     stages, parted = (
         of_stage[rank :: plan.mesh.pp],
-        plan.schedule == "zero_bubble" and plan.mesh.pp > 1,
+        plan.splits_backward and plan.mesh.pp > 1,
     )
     mine = [n for stage in stages for n in stage]
     sent = [_sent_bytes(base, segments, stage) for stage in of_stage]

@@ -120,8 +120,8 @@ def assemble(
     numbers = [number for stage in own for number in range(stage.start, stage.end)]
     sharders: dict[tuple[int, int], ClassSharder] = {}
     graphs: dict[tuple[int, int], Graph] = {}
-    # zero bubble parts a backward into inputs and weights: a collective under way cannot be waited for in both
-    later = (lambda graph: graph) if plan.schedule == "zero_bubble" else overlap
+    # a collective under way cannot be waited for in both parts of a backward
+    later = (lambda graph: graph) if plan.splits_backward else overlap
     for key in dict.fromkeys(choices[number] for number in numbers):
         sharders[key] = ClassSharder(
             traced.classes[key[0]], plan.blocks[key[1]], mesh, rank, device, stored[key]

@@ -37,7 +37,7 @@ from autopar.runtime.observe.metrics import Meter, Metrics
 from autopar.runtime.observe.profiling import Profile, named_segments, traced_run
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.programs.compiled import Compiler, Coverage, check_compiles
-from autopar.runtime.programs.recompute import kept_under_zero_bubble, wrap_recomputed
+from autopar.runtime.programs.recompute import kept_in_split_backward, wrap_recomputed
 from autopar.runtime.ranks.agreement import TIMEOUT_S, lost_ranks
 from autopar.runtime.ranks.process_groups import join_process_group, mesh_axes
 from autopar.runtime.state.gradients import global_norm, partial_axes
@@ -82,7 +82,7 @@ class Engine(Durable):
             )
         if plan.runnable:
             raise AutoparError(f"the engine cannot run this plan yet: {plan.runnable}")
-        if kept_under_zero_bubble(plan):
+        if kept_in_split_backward(plan):
             raise AutoparError("the engine cannot run recompute=op under zero_bubble: torch keeps results for one backward, which zero "
                                "bubble parts in two; pin recompute=selective, or schedule=1f1b")  # fmt: skip
         self._compiler = Compiler(compile)

@@ -27,7 +27,7 @@ from autopar_cost_models.pipeline import (
     peak_held,
     pipeline_time,
 )
-from autopar_cost_models.pipeline_order import SCHEDULES, check_schedule
+from autopar_cost_models.pipeline_order import SCHEDULES, check_schedule, splits_backward
 from autopar_cost_models.roofline import arithmetic_intensity, matmul_time_s, memory_time_s
 from autopar_cost_models.simulate import Action, Simulation, Span, simulate_pipeline
 from autopar_cost_models.stage_times import StageTimes
@@ -60,6 +60,7 @@ __all__ = [
     "OFFLOADS",
     "PipelineTime",
     "SCHEDULES",
+    "splits_backward",
     "Simulation",
     "Span",
     "StageTimes",

@@ -30,7 +30,13 @@ from itertools import takewhile
 
 from autopar_cost_models.checks import positive, whole
 from autopar_cost_models.pipeline_lattice import lattice_path_s
-from autopar_cost_models.pipeline_order import Order, check_schedule, order_of
+from autopar_cost_models.pipeline_order import (
+    SCHEDULES,
+    Order,
+    check_schedule,
+    order_of,
+    splits_backward,
+)
 from autopar_cost_models.pipeline_paths import Rows, pivot_path_s
 from autopar_cost_models.stage_times import StageTimes
 
@@ -72,7 +78,7 @@ def pipeline_time(
     hop_s = hop_s if ranks > 1 else 0.0
     rows = _rows(schedule, stages, ranks, 0.0 if overlap else hop_s)
     latency_s = hop_s if overlap else 0.0
-    if schedule == "gpipe":
+    if not SCHEDULES[schedule].alternates:
         time_s = _gpipe_s(*rows[:2], micro_batches, latency_s)
         in_flight = in_flight_by_stage = (micro_batches,) * ranks
     else:
@@ -111,7 +117,7 @@ def late_moments(
 
     Under zero bubble gradients of weights come `lag` backwards later.  Other schedules leave nothing waiting.
     """
-    if schedule != "zero_bubble":
+    if not splits_backward(schedule):
         return (tuple(((0,) * stages_per_rank, chunk) for chunk in range(stages_per_rank)),) * ranks
     order, found = order_of(schedule, ranks, stages_per_rank, micro_batches), []
     for lag in order.lag:
@@ -138,7 +144,7 @@ def held_moments(
     alternate, after which it holds what it held.  Moments that hold no more of any stage than another are left out.
     """
     check_schedule(schedule, ranks, stages_per_rank, micro_batches)
-    if schedule == "gpipe":
+    if not SCHEDULES[schedule].alternates:
         return (((micro_batches,),),) * ranks
     if micro_batches > 4 * ranks and (
         stages_per_rank == 1 or micro_batches % ranks == 0
@@ -174,7 +180,7 @@ def _rows(
     schedule: str, stages: Sequence[StageTimes], ranks: int, send_s: float
 ) -> tuple[Rows, Rows, Rows | None]:
     """[rank][lap] durations of forwards (first chunk first), backwards and weight gradients (last chunk first), sends included."""
-    split = schedule == "zero_bubble"
+    split = splits_backward(schedule)
     forward = [times.forward_s + send_s for times in stages]
     backward = [times.backward_s - (times.weight_s if split else 0.0) + send_s for times in stages]
     forward[-1] -= send_s  # the loss and the gradient of the input go nowhere

@@ -16,7 +16,39 @@ from functools import lru_cache
 from autopar_cost_models.checks import nearest, whole
 from autopar_cost_models.echo import shown
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleKind:
+    """What makes a pipeline schedule another than the others.
+
+    - `alternates`: after its warm-up a rank alternates forwards and backwards.
+    - `splits_backward`: gradients of weights are computed apart from those of inputs, and later.
+    - `min_stages_per_rank`, `max_stages_per_rank`: virtual stages of a rank; None is any number.
+    - `fills_ranks`: it needs a micro-batch for each rank.
+    - `in_rounds`: micro-batches run in max(1, m // p) equal rounds over p ranks.
+    - `forwards_per_hop`: by how many forwards the warm-up of a rank is longer than that of the next rank.
+    """
+
+    alternates: bool = True
+    splits_backward: bool = False
+    min_stages_per_rank: int = 1
+    max_stages_per_rank: int | None = None
+    fills_ranks: bool = False
+    in_rounds: bool = False
+    forwards_per_hop: int = 1
+
+
+SCHEDULES = {
+    "gpipe": ScheduleKind(alternates=False, max_stages_per_rank=1),
+    "1f1b": ScheduleKind(max_stages_per_rank=1, fills_ranks=True),
+    "interleaved_1f1b": ScheduleKind(min_stages_per_rank=2, in_rounds=True, forwards_per_hop=2),
+    "zero_bubble": ScheduleKind(splits_backward=True, in_rounds=True),
+}
+
+
+def splits_backward(schedule: str) -> bool:
+    """Whether a schedule computes gradients of weights apart; False for 'none', without a pipeline."""
+    return schedule in SCHEDULES and SCHEDULES[schedule].splits_backward
 
 
 def check_schedule(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> None:
@@ -32,21 +64,22 @@ def check_schedule(schedule: str, ranks: int, stages_per_rank: int, micro_batche
     whole("ranks", ranks)
     whole("stages_per_rank", stages_per_rank)
     whole("micro_batches", micro_batches)
-    if schedule in ("gpipe", "1f1b") and stages_per_rank != 1:
+    kind = SCHEDULES[schedule]
+    if kind.max_stages_per_rank is not None and stages_per_rank > kind.max_stages_per_rank:
         raise ValueError(
             f"{schedule} runs one stage per rank, not stages_per_rank={stages_per_rank}; interleaved_1f1b and zero_bubble run several"
         )
-    if schedule == "interleaved_1f1b" and stages_per_rank == 1:
+    if stages_per_rank < kind.min_stages_per_rank:
         raise ValueError(
             "interleaved_1f1b interleaves at least 2 stages per rank, not stages_per_rank=1; with one stage use 1f1b"
         )
-    if schedule == "1f1b" and micro_batches < ranks:
+    if kind.fills_ranks and micro_batches < ranks:
         raise ValueError(
             f"1f1b needs a micro-batch for each rank: micro_batches={micro_batches} < ranks={ranks}; "
             f"use {ranks} micro-batches or more, {micro_batches} ranks or fewer, or gpipe"
         )
     rounds = max(1, micro_batches // ranks)
-    if schedule in ("interleaved_1f1b", "zero_bubble") and micro_batches % rounds:
+    if kind.in_rounds and micro_batches % rounds:
         below = next(m for m in range(micro_batches - 1, 0, -1) if m % max(1, m // ranks) == 0)
         above = next(
             m
@@ -83,10 +116,9 @@ class Order:
 @lru_cache(maxsize=4096)
 def order_of(schedule: str, ranks: int, chunks: int, micro_batches: int) -> Order:
     """The order of a schedule other than GPipe; the combination has passed `check_schedule`."""
-    lap = micro_batches if schedule == "1f1b" else micro_batches // max(1, micro_batches // ranks)
-    per_hop = (
-        2 if schedule == "interleaved_1f1b" else 1
-    )  # earlier forwards for each rank nearer to the input
+    kind = SCHEDULES[schedule]
+    rounds = max(1, micro_batches // ranks) if kind.in_rounds else 1
+    lap, per_hop = micro_batches // rounds, kind.forwards_per_hop
     warm_up = ((chunks - 1) * lap + per_hop * (ranks - 1 - rank) for rank in range(ranks))
     return Order(
         ranks=ranks,
@@ -94,7 +126,7 @@ def order_of(schedule: str, ranks: int, chunks: int, micro_batches: int) -> Orde
         micro_batches=micro_batches,
         lap=lap,
         warm_up=tuple(min(depth, chunks * micro_batches) for depth in warm_up),
-        lag=tuple(range(ranks)) if schedule == "zero_bubble" else (0,) * ranks,
+        lag=tuple(range(ranks)) if kind.splits_backward else (0,) * ranks,
         per_hop=per_hop,
-        weights=schedule == "zero_bubble",
+        weights=kind.splits_backward,
     )

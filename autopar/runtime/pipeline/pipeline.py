@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from autopar_cost_models import check_schedule
+from autopar_cost_models import check_schedule, splits_backward
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -131,9 +131,7 @@ class Pipeline:
                 tuple(v.steady for v in stage.received),
                 tuple(v.steady for v in stage.sent),
             )
-            if (
-                name == "zero_bubble" and stage.stage.index
-            ):  # torch runs the backward of the first in one
+            if splits_backward(name) and stage.stage.index:  # torch runs that of the first in one
                 stages[-1].parted = PartedBackward()
         if name in LOOPS:
             return LOOPS[name](stages[0], number, loss_fn=loss_fn, scale_grads=False), stages

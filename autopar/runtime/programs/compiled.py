@@ -61,9 +61,11 @@ _PRODUCTS = tuple(
 
 def check_compiles(plan: Plan) -> None:
     """Raise AutoparError for a plan that cannot run compiled."""
-    if plan.schedule == "zero_bubble":
-        raise AutoparError("the engine cannot compile under zero_bubble: a backward in two parts takes gradients of inputs and of weights "
-                           "apart, and a compiled function gives both at once; pin schedule=1f1b, or leave compile=False")  # fmt: skip
+    if plan.splits_backward:
+        raise AutoparError(
+            f"the engine cannot compile under {plan.schedule}: a backward in two parts takes gradients of inputs and of weights "
+            "apart, and a compiled function gives both at once; pin schedule=1f1b, or leave compile=False"
+        )
     if any(block.recompute == "op" for block in plan.blocks):
         raise AutoparError("the engine cannot compile with recompute=op: torch counts the calls of ops to find what it has kept, and "
                            "compiling calls some more; pin recompute=selective or full, or leave compile=False")  # fmt: skip

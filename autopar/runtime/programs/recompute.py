@@ -81,9 +81,9 @@ class Recomputed(nn.Module):
         return self.again(lambda *given: functional_call(self.run, values, given), *inputs)
 
 
-def kept_under_zero_bubble(plan: Plan) -> bool:
+def kept_in_split_backward(plan: Plan) -> bool:
     """Whether a plan wants what torch's selective policy cannot do: give kept results to both halves of a backward."""
-    return plan.schedule == "zero_bubble" and any(block.recompute == "op" for block in plan.blocks)
+    return plan.splits_backward and any(block.recompute == "op" for block in plan.blocks)
 
 
 def segment_of(module: nn.Module) -> GraphModule:

@@ -117,7 +117,7 @@ class Cell:
     def glance_s(self, schedule: Schedule, micro_batches: int) -> float:
         """Seconds that no step goes below in whatever memory, where schedules with whole backwards do not differ."""
         key = (
-            replace(schedule, name="1f1b") if schedule.name == "gpipe" else schedule,
+            replace(schedule, name="1f1b") if not schedule.alternates else schedule,
             micro_batches,
         )
         if key not in self.glanced:

@@ -56,7 +56,7 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
     ranks, chunks = schedule.ranks, schedule.stages_per_rank
     if ranks == 1:
         return Shape(float(micro_batches), (1.0,))
-    whole = chunks == 1 and schedule.name in ("gpipe", "1f1b")  # how long others wait: `Sketch`
+    whole = chunks == 1 and schedule.has_one_stage  # how long others wait: `Sketch`
     each = ramp(1.0, ranks, micro_batches) * (1 - 1e-9) if whole else micro_batches / ranks
     moments = held_moments(schedule.name, ranks, chunks, micro_batches)
     deals = dealt_sizes(units, ranks * chunks) if chunks > 1 else [(1,) * ranks]

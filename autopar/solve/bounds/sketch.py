@@ -64,7 +64,7 @@ class Sketch:
         memory is not limited."""
         held = held or (1.0,) * schedule.ranks
         static = np.zeros(self.units + 1) if static is None else static
-        waits_s = self.forward_s if schedule.name == "zero_bubble" else self.work_s
+        waits_s = self.forward_s if schedule.splits_backward else self.work_s
         least_s = self._of_cuts_s if schedule.stages_per_rank == 1 else self._of_deals_s
         return float(
             least_s(schedule, micro_batches, np.array(held, float), room_bytes, static, waits_s)
@@ -149,7 +149,7 @@ class Sketch:
         waiting = (
             (ranks - 1)
             / schedule.stages_per_rank
-            * (_WAITING_OF_ZERO_BUBBLE if schedule.name == "zero_bubble" else 1.0)
+            * (_WAITING_OF_ZERO_BUBBLE if schedule.splits_backward else 1.0)
         )
         return (micro_batches + waiting) * each_s + float(self.once_s[-1]) / ranks
 

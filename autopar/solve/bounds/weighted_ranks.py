@@ -47,9 +47,7 @@ class Weighted:
             work_s, worth_s = [], []
             for group, often in zip(deal, held, strict=True):
                 price, priced_s = works[group][number]
-                if (
-                    schedule.name == "zero_bubble"
-                ):  # the last segment holds less while micro-batches wait for gradients of parameters
+                if schedule.splits_backward:  # the last segment holds less while micro-batches wait for gradients of parameters
                     priced_s = np.append(priced_s[:-1], works[group][0][1][-1])
                 work_s.append(priced_s + price / often * statics[group])
                 worth_s.append(price * rooms[group] / often if price else 0.0)
@@ -95,7 +93,7 @@ def weighted_bound_s(
 
     `work_s` may hold what segments keep, at a price of a byte; `worth_s` is then what all is worth that each rank can keep.
     """
-    waits = schedule.name != "zero_bubble"
+    waits = not schedule.splits_backward
     later, shares = 0.0, []
     for of in reversed(work_s):
         speed = 1 / max(sum(of[number] for number in blocks), 1e-300)

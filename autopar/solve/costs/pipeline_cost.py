@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import pairwise
 
-from autopar_cost_models import StageTimes, late_moments, peak_held, pipeline_time
+from autopar_cost_models import StageTimes, late_moments, peak_held, pipeline_time, splits_backward
 
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, PipelineSetting, Strategy
 from autopar.solve.costs.placement_cost import (
@@ -261,7 +261,7 @@ def _memory(
 
 def is_parted(schedule: str, stage: int) -> bool:
     """Whether backward of a stage runs in two parts."""
-    return schedule == "zero_bubble" and stage > 0
+    return splits_backward(schedule) and stage > 0
 
 
 def fullest_of(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar_cost_models import SCHEDULES
+
 from autopar.solve.costs.pipeline_cost import Stages
 
 
@@ -14,6 +16,21 @@ class Schedule:
     name: str
     ranks: int
     stages_per_rank: int
+
+    @property
+    def alternates(self) -> bool:
+        """Whether ranks alternate forwards and backwards after a warm-up."""
+        return SCHEDULES[self.name].alternates
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart."""
+        return SCHEDULES[self.name].splits_backward
+
+    @property
+    def has_one_stage(self) -> bool:
+        """Whether a rank never has more than one stage."""
+        return SCHEDULES[self.name].max_stages_per_rank == 1
 
 
 @dataclass(frozen=True, slots=True)

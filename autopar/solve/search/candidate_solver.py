@@ -127,7 +127,7 @@ class Joint:
             self.cell,
             tuple(held) or (1.0,),
             price,
-            any(s.name == "zero_bubble" for s in self.schedules),
+            any(s.splits_backward for s in self.schedules),
         )
 
     @cached_property

@@ -53,7 +53,7 @@ def quick_bound_s(row: Row, schedule: Schedule) -> float:
         work_s = np.diff(row.forward_s + row.backward_s)
         part = (
             float(np.min(np.diff(row.forward_s) / np.maximum(work_s, 1e-300)))
-            if schedule.name == "zero_bubble"
+            if schedule.splits_backward
             else 1.0
         )
         found = ramp(part, ranks, micro) * whole_s

@@ -196,7 +196,7 @@ def _waited_s(
 
 def _before_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> np.ndarray:
     """By rank, seconds until it may begin."""
-    parts = row.at.forward_s if schedule.name == "zero_bubble" else row.at.work_s
+    parts = row.at.forward_s if schedule.splits_backward else row.at.work_s
     return np.array([parts[first] for first, _ in runs[: schedule.ranks]])
 
 

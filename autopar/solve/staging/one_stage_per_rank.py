@@ -381,7 +381,7 @@ def _extended(
     row, before = rows[run.stage], rows[max(run.stage - 1, 0)]
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
     step_s = np.maximum(cut.step_s, run.step_s)
-    if schedule.name == "gpipe":
+    if not schedule.alternates:
         slowest = np.maximum(cut.turned_s, run.forward_s), np.maximum(cut.slowest_s, run.backward_s)
         least_s = 0.0
         if row.lines:
@@ -399,7 +399,7 @@ def _extended(
         shift_s + row.forward_s[run.first],
         min(last - rank + 1, micro),
     )  # of stages before; before the first backward
-    parts = schedule.name == "zero_bubble"
+    parts = schedule.splits_backward
     back_s = run.backward_s - run.weight_s if parts else run.backward_s
     weights = max(micro - 1 - rank, 0) if parts else micro  # before the last backward
     reached_s = (
@@ -465,7 +465,7 @@ def _twice(
     longer than gradients of weights.
     """
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
-    parts, first_s = schedule.name == "zero_bubble", cut.first_s if rank else run.total_s
+    parts, first_s = schedule.splits_backward, cut.first_s if rank else run.total_s
     between = micro - 2 - last + rank  # micro-batches of this rank; the one before has one less
     if between < 0:
         return cut.slowest_s, 0.0 if parts else first_s, cut.loops_s
@@ -520,7 +520,7 @@ def _open_loops(
 
 def _path_s(row: Row, schedule: Schedule, cut: _Cut) -> float | np.ndarray:
     """The longest path through all stages, of which the last has `row`."""
-    if schedule.name == "gpipe":
+    if not schedule.alternates:
         slowest_s = (row.micro_batches - 1) * (cut.turned_s + cut.slowest_s)
         return np.maximum(
             cut.work_s + slowest_s + 2 * (schedule.ranks - 1) * row.hop_s + cut.step_s, cut.least_s
@@ -534,7 +534,7 @@ def _path_s(row: Row, schedule: Schedule, cut: _Cut) -> float | np.ndarray:
 
 def _least_path_s(row: Row, schedule: Schedule, cut: _Cut) -> float | np.ndarray:
     """The longest path however the rest is cut, at least."""
-    if schedule.name == "gpipe":
+    if not schedule.alternates:
         return _path_s(row, schedule, cut)
     return np.maximum(np.maximum(cut.reached_s, cut.slowest_s) + cut.step_s, cut.least_s)
 

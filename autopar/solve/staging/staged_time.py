@@ -49,7 +49,7 @@ def staged_step_s(
 def is_monotone(row: Row, schedule: Schedule) -> bool:
     """Whether what stages of a row take is a bound of what those of all its placements do.  Under zero bubble a step may take longer where
     more of the same backward is gradients of parameters, so that paths alone are."""
-    return schedule.name != "zero_bubble" or not row.is_bound
+    return not schedule.splits_backward or not row.is_bound
 
 
 def kinds_of(rows: Sequence[Row]) -> list[Row]:
