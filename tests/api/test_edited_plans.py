@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from exactness import case, train_under
+from support.exactness import case, train_under
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec

@@ -5,7 +5,7 @@ from collections import UserDict
 
 import pytest
 import torch
-from eager_runs import paragraph
+from support.eager_runs import paragraph
 from torch import nn
 
 import autopar

@@ -12,8 +12,8 @@ import autopar_cost_models as cm
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import actions_of, both, chunk_counts, layers, pipelines, runs
 from support.effort import examples
+from support.random_pipelines import actions_of, both, chunk_counts, layers, pipelines, runs
 
 ROOT = Path(cm.__file__).parent
 F_B_W = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0, 1))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import autopar_cost_models as cm
 import pytest
 from hypothesis import given, settings
-from pipelines import actions_of, both, layers, pipelines
 from support.effort import examples
+from support.random_pipelines import actions_of, both, layers, pipelines
 
 A = cm.Action
 

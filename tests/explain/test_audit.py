@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from explain_tasks import words_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_zoo import ZooModel
+from support.explain_tasks import words_of
 
 from autopar import api
 from autopar.errors import AutoparError

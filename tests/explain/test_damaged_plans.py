@@ -6,10 +6,10 @@ import copy
 import json
 
 import pytest
-from explain_tasks import task, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
+from support.explain_tasks import task, text_of
 
 from autopar.errors import AutoparError
 from autopar.explaining.diff import diff_table

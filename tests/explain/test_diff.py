@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import pytest
-from explain_tasks import task, text_of, words_of
+from support.explain_tasks import task, text_of, words_of
 
 from autopar.explaining.diff import diff, diff_table
 from autopar.explaining.plan_report import explain

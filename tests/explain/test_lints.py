@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from explain_tasks import Task, task, words_of
+from support.explain_tasks import Task, task, words_of
 from torch import nn
 
 from autopar import api

@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from explain_tasks import task, words_of
 from hypothesis import given
 from hypothesis import strategies as st
+from support.explain_tasks import task, words_of
 
 import autopar
 from autopar.errors import AutoparError, NoPlanFits

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from explain_tasks import task
 from hypothesis import given
 from hypothesis import strategies as st
+from support.explain_tasks import task
 
 from autopar.cli.session import Planner
 from autopar.errors import AutoparError, NoPlanFits

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from autopar_cost_models import Action, StageTimes
-from explain_tasks import words_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
+from support.explain_tasks import words_of
 
 from autopar import api
 from autopar.errors import AutoparError

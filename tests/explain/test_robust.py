@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from explain_tasks import task, words_of
+from support.explain_tasks import task, words_of
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.robust import Scenario, robust_data, robust_table, robustness, scenarios_of

@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from explain_tasks import task, text_of, words_of
 from hypothesis import given
 from hypothesis import strategies as st
+from support.explain_tasks import task, text_of, words_of
 
 from autopar.errors import AutoparError
 from autopar.explaining.sweep import (

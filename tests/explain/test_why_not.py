@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from explain_tasks import task, text_of, words_of
+from support.explain_tasks import task, text_of, words_of
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.cost_parts import memory_parts, time_parts

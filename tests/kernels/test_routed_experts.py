@@ -19,8 +19,8 @@ from autopar_kernels.routed_experts import (
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from naive_experts import ACTIVATIONS, make, naive, value_and_gradients
 from support.effort import examples
+from support.naive_experts import ACTIVATIONS, make, naive, value_and_gradients
 from torch.utils.flop_counter import FlopCounterMode
 
 OP = torch.ops.autopar.routed_experts.default

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from exactness import Reference, run_steps, sgd, token_batches, train, update_error
+from support.exactness import Reference, run_steps, sgd, token_batches, train, update_error
 
 import autopar
 from autopar.api import trace

@@ -16,9 +16,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from more_samples import MORE_SAMPLES
-from operands import T, call, ids, mask_, pos, t, values_of
 from support.effort import examples
+from support.more_samples import MORE_SAMPLES
+from support.operands import T, call, ids, mask_, pos, t, values_of
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from exactness import (
+from support.exactness import (
     ABSOLUTE,
     random_plan,
     run_steps,

@@ -8,7 +8,7 @@ from math import nan
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
-from rows import GPT, LLAMA, MOE, write
+from support.published_rows import GPT, LLAMA, MOE, write
 
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError

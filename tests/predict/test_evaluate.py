@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rows import GPT, LLAMA, MOE, write
+from support.published_rows import GPT, LLAMA, MOE, write
 
 from autopar.predict.evaluate import cluster_of, evaluate
 from autopar.predict.runs import read_runs

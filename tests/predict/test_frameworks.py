@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rows import GPT, write
+from support.published_rows import GPT, write
 
 from autopar.predict.frameworks import LIVE_PARAMETERS, REDUCE_BUCKET_BYTES, framework_fields
 from autopar.predict.runs import read_runs

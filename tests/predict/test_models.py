@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rows import GPT, LLAMA, MOE, write
+from support.published_rows import GPT, LLAMA, MOE, write
 
 from autopar.models.moe import MoE
 from autopar.predict.models import config_of, model_of, spec_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 import published_layouts
 import pytest
 from published_layouts import compared, layout, main, verdict
-from rows import GPT, LLAMA, write
+from support.published_rows import GPT, LLAMA, write
 
 from autopar.predict import evaluate
 from autopar.predict.evaluate import case_of, plan_freely, price

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import GPT, LLAMA, MOE, write
+from support.published_rows import GPT, LLAMA, MOE, write
 
 from autopar.errors import AutoparError
 from autopar.predict.defaults import DEFAULTS

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import GPT, LLAMA, MOE, write
+from support.published_rows import GPT, LLAMA, MOE, write
 
 from autopar.predict.run import Measured, Run, RunPrediction
 from autopar.predict.runs import read_runs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from autopar_kernels.routed_experts import routed_experts
-from naive_experts import ACTIVATIONS, make, naive, value_and_gradients
+from support.naive_experts import ACTIVATIONS, make, naive, value_and_gradients
 from torch import Tensor
 
 from autopar.ir.mesh import MeshShape

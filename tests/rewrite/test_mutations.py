@@ -16,10 +16,10 @@ import mutation_matrix
 import mutations
 import pytest
 import torch
-from exactness import case, random_plan, reference, setting, solved_plan
 from mutation_cell import MutationCell, judged, run_mutations
 from mutations import DIFFERS, EXACT, REJECTED, Mutation
 from same_gradients import SAME
+from support.exactness import case, random_plan, reference, setting, solved_plan
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from exactness import MODELS, case, moved, random_plan, reference, setting, train_under
+from support.exactness import MODELS, case, moved, random_plan, reference, setting, train_under
 
 from autopar.ir.mesh import MeshShape
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exactness import case, random_plan, setting, solved_plan
+from support.exactness import case, random_plan, setting, solved_plan
 from torch.fx import Node
 
 from autopar.ir.mesh import MeshShape

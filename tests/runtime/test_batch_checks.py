@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_runs import paragraph
+from support.eager_runs import paragraph
 from torch import nn
 
 import autopar

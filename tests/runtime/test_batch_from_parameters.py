@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import Reference, run_steps, setting, sgd, solved_plan, train, update_error
+from support.exactness import Reference, run_steps, setting, sgd, solved_plan, train, update_error
 from torch import Tensor, nn
 
 from autopar.annotate.annotator import Annotator

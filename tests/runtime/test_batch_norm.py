@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import (
+from support.exactness import (
     ABSOLUTE,
     TOLERANCE,
     Reference,

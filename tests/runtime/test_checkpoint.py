@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-import exactness
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exactness import Case, random_plan, setting, solved_plan, token_batches
+from support import exactness
+from support.exactness import Case, random_plan, setting, solved_plan, token_batches
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exactness import setting, solved_plan
+from support.exactness import setting, solved_plan
 from torch import Tensor, nn
 
 from autopar.annotate.annotator import Annotator

@@ -11,7 +11,7 @@ import test_padding as padding
 import test_precision as half
 import torch
 import torch._dynamo
-from exactness import (
+from support.exactness import (
     TOLERANCE,
     case,
     engine_for,
@@ -23,7 +23,7 @@ from exactness import (
     train,
     update_error,
 )
-from staged_runs import pipelined
+from support.staged_runs import pipelined
 from test_pipelines_run import check_carried
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode

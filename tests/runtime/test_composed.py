@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exactness import case, engine_for, run_steps, setting, solved_plan, train, update_error
-from staged_runs import pipelined, staged
+from support.exactness import case, engine_for, run_steps, setting, solved_plan, train, update_error
+from support.staged_runs import pipelined, staged
 from test_checkpoint import agree, load_and_go_on, save_after_two
 from test_precision import NEAR, batches, error, model, sgd, traced
 from test_precision import reference as half_reference

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import moved, sgd, train, update_error
+from support.exactness import moved, sgd, train, update_error
 from torch import Tensor, nn
 
 import autopar

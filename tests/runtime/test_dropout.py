@@ -7,7 +7,15 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import Reference, random_plan, run_steps, setting, sgd, solved_plan, update_error
+from support.exactness import (
+    Reference,
+    random_plan,
+    run_steps,
+    setting,
+    sgd,
+    solved_plan,
+    update_error,
+)
 from torch import Tensor, nn
 
 from autopar.annotate.annotator import Annotator

@@ -7,8 +7,8 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_runs import paragraph
-from exactness import ABSOLUTE, TOLERANCE, random_plan, run_steps, setting, sgd, solved_plan
+from support.eager_runs import paragraph
+from support.exactness import ABSOLUTE, TOLERANCE, random_plan, run_steps, setting, sgd, solved_plan
 from torch import Tensor, nn
 
 from autopar.annotate.annotator import Annotator

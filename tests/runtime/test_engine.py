@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exactness import (
+from support.exactness import (
     HF,
     Reference,
     case,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from exactness import case, engine_for, setting, solved_plan
 from safetensors import safe_open
+from support.exactness import case, engine_for, setting, solved_plan
 from torch import nn
 
 import autopar

@@ -8,8 +8,8 @@ from math import prod
 
 import pytest
 from autopar_cost_models import static_bytes
-from exactness import case, reference, setting, solved_plan, train, update_error
-from staged_runs import pipelined
+from support.exactness import case, reference, setting, solved_plan, train, update_error
+from support.staged_runs import pipelined
 from test_checkpoint import agree, load_and_go_on, save_after_two
 from test_precision import NEAR, error, traced
 from test_precision import reference as half_reference

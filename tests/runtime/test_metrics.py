@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exactness import case, engine_for, setting, solved_plan
+from support.exactness import case, engine_for, setting, solved_plan
 
 import autopar
 from autopar.ir.cluster import ClusterSpec

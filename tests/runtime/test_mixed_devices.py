@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from exactness import case, loss_of, reference, run_steps, sgd, update_error
+from support.exactness import case, loss_of, reference, run_steps, sgd, update_error
 from test_pipelines_run import check
 
 import autopar

@@ -10,8 +10,16 @@ from functools import cache
 
 import pytest
 import torch
-from exactness import case, engine_for, reference, run_steps, setting, solved_plan, update_error
-from staged_runs import pipelined
+from support.exactness import (
+    case,
+    engine_for,
+    reference,
+    run_steps,
+    setting,
+    solved_plan,
+    update_error,
+)
+from support.staged_runs import pipelined
 
 import autopar
 from autopar.errors import NoPlanFits

@@ -8,10 +8,20 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import ROWS, case, loss_of, run_steps, setting, sgd, solved_plan, train, update_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from staged_runs import pipelined
+from support.exactness import (
+    ROWS,
+    case,
+    loss_of,
+    run_steps,
+    setting,
+    sgd,
+    solved_plan,
+    train,
+    update_error,
+)
+from support.staged_runs import pipelined
 from torch import Tensor, nn
 
 import autopar

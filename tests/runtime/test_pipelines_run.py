@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from exactness import (
+from support.exactness import (
     Reference,
     case,
     engine_for,
@@ -20,7 +20,7 @@ from exactness import (
     train_under,
     update_error,
 )
-from staged_runs import Carrying, annotated, at_random, pipelined, staged
+from support.staged_runs import Carrying, annotated, at_random, pipelined, staged
 from torch import Tensor
 
 from autopar.api import trace

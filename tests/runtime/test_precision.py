@@ -10,8 +10,8 @@ from functools import cache
 
 import pytest
 import torch
-from exactness import Reference, setting, solved_plan, token_batches
-from staged_runs import staged
+from support.exactness import Reference, setting, solved_plan, token_batches
+from support.staged_runs import staged
 from torch import Tensor, nn
 
 from autopar.annotate.annotator import Annotator

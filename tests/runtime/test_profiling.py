@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from exactness import case, engine_for, reference, setting, solved_plan, update_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from staged_runs import pipelined
 from support.effort import examples
+from support.exactness import case, engine_for, reference, setting, solved_plan, update_error
+from support.staged_runs import pipelined
 
 import autopar
 from autopar.ir.mesh import MeshShape

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from exactness import case, setting, solved_plan
-from staged_runs import pipelined
+from support.exactness import case, setting, solved_plan
+from support.staged_runs import pipelined
 from test_checkpoint import agree, load_and_go_on, save_after_two
 from test_pipelines_run import check
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from exactness import (
+from support.exactness import (
     Reference,
     run_steps,
     setting,
@@ -17,7 +17,7 @@ from exactness import (
     train,
     update_error,
 )
-from staged_runs import staged
+from support.staged_runs import staged
 from torch import Tensor, nn
 from torch.nn import functional as F
 

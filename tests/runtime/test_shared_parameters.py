@@ -8,7 +8,10 @@ from math import prod
 
 import pytest
 import torch
-from exactness import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.effort import examples
+from support.exactness import (
     Reference,
     run_steps,
     setting,
@@ -18,10 +21,7 @@ from exactness import (
     train,
     update_error,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from staged_runs import staged
-from support.effort import examples
+from support.staged_runs import staged
 from torch import Tensor, nn
 from torch.nn import functional as F
 

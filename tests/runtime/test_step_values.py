@@ -7,7 +7,7 @@ import traceback
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import run_steps, sgd, train, update_error
+from support.exactness import run_steps, sgd, train, update_error
 from torch import Tensor, nn
 
 import autopar

@@ -9,10 +9,10 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_runs import ROWS, Behind, batches, paragraph
-from exactness import moved, run_steps, sgd, train_in_place, update_error
+from support.eager_runs import ROWS, Behind, batches, paragraph
+from support.exactness import moved, run_steps, sgd, train_in_place, update_error
+from support.whole_matrix_optimizers import OPTIMIZERS
 from torch import Tensor, nn
-from whole_matrix_optimizers import OPTIMIZERS
 
 import autopar
 from autopar.errors import AutoparError

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import (
+from support.exactness import (
     Reference,
     case,
     engine_for,

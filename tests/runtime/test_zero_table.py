@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from autopar_cost_models import static_bytes
-from exactness import case, reference, run_steps, setting, solved_plan, update_error
+from support.exactness import case, reference, run_steps, setting, solved_plan, update_error
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan

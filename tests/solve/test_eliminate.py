@@ -12,8 +12,8 @@ from autopar_cost_models import check_schedule
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_instances import Task
-from solve_models import random_model
 from support.effort import examples
+from support.solve_models import random_model
 from test_staging import random_models, stagings
 
 from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, Saved, Strategy

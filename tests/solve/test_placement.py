@@ -7,11 +7,11 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from brute_force import brute_force, combinations
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from solve_models import random_model, transformer
+from support.brute_force import brute_force, combinations
 from support.effort import examples
+from support.solve_models import random_model, transformer
 
 from autopar.ir.annotated import (
     AnnotatedBlock,

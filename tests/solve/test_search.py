@@ -7,10 +7,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from brute_force import brute_force
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from solve_models import random_model, transformer
+from support.brute_force import brute_force
+from support.solve_models import random_model, transformer
 
 from autopar.ir.mesh import MeshShape
 from autopar.solve.costs.candidate import MODES, Candidate

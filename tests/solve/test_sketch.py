@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from brute_force import brute_force
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from solve_models import random_model
+from support.brute_force import brute_force
 from support.effort import examples
+from support.solve_models import random_model
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds.sketch import Sketch, sums

@@ -9,7 +9,7 @@ import pytest
 from autopar_cost_models import StageTimes, simulate_pipeline
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from solve_models import borrowing, random_model
+from support.solve_models import borrowing, random_model
 
 import autopar
 from autopar.api import plan as make_plan

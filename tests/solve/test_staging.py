@@ -14,8 +14,8 @@ from autopar_cost_models import StageTimes, pipeline_time
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_instances import random_sharing, ties_of
-from solve_models import borrowing
 from support.effort import examples
+from support.solve_models import borrowing
 
 from autopar.ir.annotated import (
     AnnotatedBlock,

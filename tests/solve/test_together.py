@@ -9,8 +9,8 @@ from itertools import combinations_with_replacement, product
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from solve_models import MODES, random_modes, transformer
 from support.effort import examples
+from support.solve_models import MODES, random_modes, transformer
 
 from autopar.solve.costs.pipeline_cost import blocks_of
 from autopar.solve.costs.placement_cost import InconsistentPlacement, price

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from exactness import TOLERANCE, Reference, update_error
+from support.exactness import TOLERANCE, Reference, update_error
 from support.loss_generator import GeneratedLoss
 from torch import Tensor, nn
 

@@ -6,8 +6,8 @@ import functools
 
 import pytest
 import torch
-from eager_runs import ROWS, batches, errors, paragraph
-from exactness import moved, run_steps, sgd, train_in_place, update_error
+from support.eager_runs import ROWS, batches, errors, paragraph
+from support.exactness import moved, run_steps, sgd, train_in_place, update_error
 from torch import Tensor, nn
 
 import autopar

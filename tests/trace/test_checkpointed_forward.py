@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from eager_runs import PINS, batches, errors
+from support.eager_runs import PINS, batches, errors
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential

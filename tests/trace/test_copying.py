@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from eager_runs import PINS, WHOLE, batches, errors, paragraph
+from support.eager_runs import PINS, WHOLE, batches, errors, paragraph
 from torch import Tensor, nn
 
 from autopar.api import trace

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from eager_runs import PINS, WHOLE, batches, errors, paragraph
+from support.eager_runs import PINS, WHOLE, batches, errors, paragraph
 from torch import Tensor, nn
 
 from autopar.api import trace

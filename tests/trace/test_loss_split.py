@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from eager_runs import paragraph
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.eager_runs import paragraph
 from support.effort import examples
 from torch import Tensor, nn
 

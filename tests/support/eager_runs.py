@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from exactness import moved, run_steps, sgd, train_in_place, update_error
+from support.exactness import moved, run_steps, sgd, train_in_place, update_error
 from torch import Tensor, nn
 
 import autopar

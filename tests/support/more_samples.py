@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from operands import T, call, ids, mask_, pos, t
+from support.operands import T, call, ids, mask_, pos, t
 
 aten = torch.ops.aten
 BIG = 9223372036854775807

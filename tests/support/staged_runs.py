@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from exactness import case, random_plan, setting, solved_plan
+from support.exactness import case, random_plan, setting, solved_plan
 from torch import Tensor, nn
 
 from autopar.annotate.annotator import Annotator
