@@ -31,11 +31,11 @@ from autopar.errors import AutoparError
 from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, PipelineSetting, Saved
 from autopar.ir.calls import is_attention
 from autopar.ir.mesh import MeshShape
+from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice
 from autopar.ir.sharding import Layout, Pattern, R, transition
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, OpDims, at_batch, has_batch, is_symbolic
-from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.strategies import fits
 from autopar.ops.values import operand_names, ops, output_nodes, result_names
 

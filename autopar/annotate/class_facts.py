@@ -13,6 +13,7 @@ from autopar.annotate.recomputed import NOTHING, Rerun, rerun_of
 from autopar.annotate.saved_tensors import observe_saved
 from autopar.annotate.setting import Setting
 from autopar.ir.annotated import Shared
+from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import Call
 from autopar.ops.reach import (
@@ -22,7 +23,6 @@ from autopar.ops.reach import (
     reach_of,
     sequence_marks,
 )
-from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.strategies import OpStrategy, strategies
 from autopar.ops.values import operand_names, ops, result_names, value_grads, value_tensors
 

@@ -21,7 +21,9 @@ from autopar.ir.plan_fields import PlanFields
 T = TypeVar("T")
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
-BLOCK_MODES = ("none", "selective", "op", "full")
+SELECTIVE_MODES = ("selective", "op")
+"""Modes that run parts of a layer again (`ops/recomputed.py`)."""
+BLOCK_MODES = ("none", *SELECTIVE_MODES, "full")
 PLAN_MODES = (*BLOCK_MODES, "mixed")
 EVERY = re.compile(r"every-[1-9][0-9]{0,8}")
 _KINDS = {"str": (str,), "int": (int,), "float": (int, float), "tuple[str, ...]": (tuple,), "dict[str, float]": (dict,),

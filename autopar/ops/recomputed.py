@@ -14,7 +14,6 @@ from torch.fx import Graph, Node
 from autopar.ir.calls import is_attention, op_name
 from autopar.ops.values import ops
 
-SELECTIVE_MODES = ("selective", "op")
 _PRODUCTS = {f"aten::{name}" for name in ("matmul", "bmm", "baddbmm", "einsum")}
 _LINEAR = {f"aten::{name}" for name in ("linear", "addmm", "mm", "matmul")}
 

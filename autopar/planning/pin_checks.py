@@ -11,9 +11,9 @@ from autopar_cost_models import OFFLOADS, SCHEDULES, check_schedule, splits_back
 from autopar.annotate.context_method import METHODS
 from autopar.errors import AutoparError, shown
 from autopar.ir.mesh import MOST, MeshShape, groups_of
+from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import is_symbolic
-from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.work import tokens_per_row
 from autopar.planning.model_facts import (
     _attention_heads,

@@ -14,9 +14,9 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
+from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice, BlockPlan, Certificate, Prediction
 from autopar.ir.traced import TracedModel
-from autopar.ops.recomputed import SELECTIVE_MODES
 from autopar.ops.work import model_flops, tokens_per_row
 from autopar.planning.candidates import (
     LONG_SEQUENCE,

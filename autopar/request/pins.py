@@ -10,7 +10,7 @@ from typing import Any
 from autopar.errors import AutoparError, shown
 from autopar.ir.mesh import AXES, groups_of
 from autopar.ir.plan import Plan
-from autopar.ops.recomputed import SELECTIVE_MODES
+from autopar.ir.plan_checks import SELECTIVE_MODES
 
 PINS = (
     "tp", "pp", "dp", "cp", "ep", "order", "deal", "vpp", "micro_batch", "schedule", "stages", "zero", "shard", "recompute",

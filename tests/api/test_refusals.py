@@ -305,7 +305,7 @@ def rotate(x):
         ),
         (
             Tokens(lambda x: x * float(x.detach().numpy().sum())),
-            r"leaves PyTorch \(test_refusals.py:\d+: .*numpy.*where its graph breaks",
+            r"leaves PyTorch \(test_refusals.py:\d+: .*what .numpy\(\) computes .* write it with torch functions$",
         ),
         (
             Tokens(lambda x: x * x.sum().item()),
@@ -317,7 +317,7 @@ def rotate(x):
         ),
         (
             Tokens(lambda x: x * x[x > 0].sum()),
-            "shape that depends on data.*arithmetic with the mask",
+            "shape depends on data .*, by getitem, .* use arithmetic with a mask instead",
         ),
         (Tokens(end=lambda loss: loss.reshape(1)), r"tensor of shape \(1\), not a scalar loss"),
         (

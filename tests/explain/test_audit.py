@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from model_zoo import ZooModel
 from support.explain_tasks import words_of
 
-from autopar import api
+from autopar import api, recheck
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -25,7 +25,7 @@ from autopar.recheck.audit import Audit, audit
 from autopar.recheck.plan_costs import segments_of
 from autopar.request.plan_request import PlanRequest
 
-EXPLAIN = Path(__import__("autopar.explaining").explain.__file__).parent
+RECHECK = Path(recheck.__file__).parent
 LLAMA = "llama:layers=6,hidden=2048,heads=16,vocab=64000,seq=2048"
 GPT = "gpt:layers=6,hidden=2048,heads=16,vocab=64000,seq=2048"  # tied
 MOE = "moe:layers=4,hidden=1024,heads=16,vocab=32000,ffn=2048,experts=8,seq=2048"
@@ -381,6 +381,6 @@ def test_what_is_printed():
 
 def test_the_audit_shares_no_code_with_the_solver():
     for name in ("audit", "plan_costs"):
-        tree = ast.parse((EXPLAIN / f"{name}.py").read_text())
+        tree = ast.parse((RECHECK / f"{name}.py").read_text())
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not any(module.startswith("autopar.solve") for module in modules)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.effort import examples
 from support.explain_tasks import words_of
 
-from autopar import api
+from autopar import api, recheck
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -25,7 +25,7 @@ from autopar.recheck.plan_costs import StageCost, plan_costs
 from autopar.recheck.replay import Replay, held_bytes, replay
 from autopar.request.plan_request import PlanRequest
 
-EXPLAIN = Path(__import__("autopar.explaining").explain.__file__).parent
+RECHECK = Path(recheck.__file__).parent
 SEQ, BATCH = 2048, 32
 DEEP = "llama:layers=9,hidden=2048,heads=16,vocab=64000,seq=2048"
 TIED = "gpt:layers=6,hidden=2048,heads=16,vocab=64000,seq=2048"
@@ -237,7 +237,7 @@ def test_what_a_list_of_actions_holds():
 
 def test_the_replay_shares_no_code_with_the_planner():
     for name in ("replay", "plan_costs"):
-        tree = ast.parse((EXPLAIN / f"{name}.py").read_text())
+        tree = ast.parse((RECHECK / f"{name}.py").read_text())
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not any(module.startswith("autopar.solve") for module in modules)
         taken = {

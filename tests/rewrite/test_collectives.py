@@ -613,7 +613,7 @@ def test_nodes_print_readably():
     graph.output(graph.call_function(function, (x, "tp"), arguments))
     module = torch.fx.GraphModule({}, graph)
     assert (
-        "collectives_all_gather(x, 'tp', dim = 1, size = 10, backward = 'reduce_scatter')"
+        "transitions_all_gather(x, 'tp', dim = 1, size = 10, backward = 'reduce_scatter')"
         in module.code.replace(".", "_")
     )
     with active_axes({"tp": AxisGroup("tp", 2, 1, simulate=True)}):

@@ -184,9 +184,9 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
     program = textwrap.dedent("""
         import os, sys, time
         from random_instances import Task
-        from autopar.solve import sharing
-        from autopar.solve.search import search
-        sharing._ALONE_S = 0.0
+        from autopar.solve.search import work_sharing
+        from autopar.solve.search.branch_and_bound import search
+        work_sharing._ALONE_S = 0.0
         task, parent = next(task for task in map(Task, range(100)) if len(task.candidates) >= 5), os.getpid()
 
         def annotate(candidate):
