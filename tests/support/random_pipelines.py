@@ -37,7 +37,7 @@ def layers(
 @st.composite
 def pipelines(
     draw,
-    schedules=cm.SCHEDULES,
+    schedules=tuple(cm.SCHEDULES),
     ranks=(1, 2, 4, 8, 16),
     most_layers=3,
     most_hop=0.5,
