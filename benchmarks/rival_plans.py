@@ -1,11 +1,13 @@
 """What a planner's choice is compared with: plans that somebody else would have made, by the pins that make them.
 
-runner-up       the fastest of the three other meshes that the certificate has best, each planned again with its mesh pinned
-Megatron rule   the smallest tensor parallelism inside a node with which some plan fits, then the fewest pipeline ranks, the rest data
-                parallelism, with sequence parallelism, the distributed optimizer, and layers dealt evenly under 1F1B (Narayanan et al.,
-                SC 2021, takeaways of section 3; Korthikanti et al., arXiv:2205.05198); micro-batch and recomputation are the planner's
-pure DP, FSDP   no model parallelism, ZeRO stage 0 and 3
-random          drawn from a seed, until so many fit
+- runner-up: the fastest of the three other meshes with the lowest times or bounds in the
+  certificate, each planned again with its mesh pinned.
+- Megatron rule: the smallest tensor parallelism inside a node with which some plan fits, then the
+  fewest pipeline ranks, and data parallelism for the rest. It uses sequence parallelism, the
+  distributed optimizer and even stages under 1F1B (Narayanan et al., SC 2021, takeaways of section 3;
+  Korthikanti et al., arXiv:2205.05198). The planner chooses micro-batch and recomputation.
+- pure DP and FSDP: no model parallelism, ZeRO stage 0 and 3.
+- random: pins drawn from a seed, until the asked number of plans fits.
 """
 
 from __future__ import annotations

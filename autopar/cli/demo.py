@@ -8,10 +8,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Group
 from torch import Tensor
 
 from autopar.api import parallelize
@@ -23,6 +22,9 @@ from autopar.runtime.ranks.launch import run_workers
 from autopar.text.layout_words import describe, interesting
 from autopar.text.tables import grid
 from autopar.verify.verify import TOLERANCE, compare
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 TEXT_FILES = ("argparse.py", "ast.py", "asyncio/base_events.py", "datetime.py", "decimal.py", "difflib.py", "inspect.py", "pathlib.py",
               "pickle.py", "random.py", "statistics.py", "subprocess.py", "tarfile.py", "threading.py", "typing.py")  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from autopar.errors import shown
 from autopar.ir.mesh import MOST
-from autopar.ir.plan import PRECISIONS
+from autopar.ir.plan_checks import PRECISIONS
 
 
 class Command(click.Command):
@@ -91,6 +92,15 @@ limit = click.option("--time-limit", type=POSITIVE_REAL, default=60.0, show_defa
 micro_batch_mean = click.option("--allow-micro-batch-mean", "micro_batch_mean", is_flag=True,
                                 help="Split batches though the mean of micro-batch losses is another loss.")  # fmt: skip
 runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
+
+
+def search(command: Callable) -> Callable:
+    """The options of every command that searches for plans."""
+    for option in (micro_batch_mean, runnable, limit, precision):
+        command = option(command)
+    return command
+
+
 price = click.option(
     "--price",
     type=POSITIVE_REAL,

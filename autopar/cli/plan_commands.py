@@ -104,10 +104,7 @@ def cli() -> None:
     help="Throughput to reach, for --objective gpus.",
 )
 @options.price
-@options.precision
-@options.limit
-@options.runnable
-@options.micro_batch_mean
+@options.search
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
 @click.option(
     "--plan",
@@ -308,10 +305,7 @@ def _check_saved(ctx: click.Context, check: str, plan: str, model: str, cluster:
     type=click.Path(dir_okay=False),
     help="What was chosen (default: planned now).",
 )
-@options.precision
-@options.limit
-@options.runnable
-@options.micro_batch_mean
+@options.search
 @options.as_json
 @click.pass_context
 def why_not(
@@ -377,10 +371,7 @@ def why_not(
     help="A saved plan to compare.",
 )
 @options.price
-@options.precision
-@options.limit
-@options.runnable
-@options.micro_batch_mean
+@options.search
 @options.as_json
 def compare(
     model: str,
@@ -451,10 +442,7 @@ def compare(
     help="GB/s of line rate between nodes, per GPU and direction.",
 )
 @options.price
-@options.precision
-@options.limit
-@options.runnable
-@options.micro_batch_mean
+@options.search
 @options.as_json
 def sweep(
     model: str,
@@ -520,10 +508,7 @@ def sweep(
     type=options.POSITIVE_REAL,
     help="Also find the most robust plan of those at most so many percent slower.",
 )
-@options.precision
-@options.limit
-@options.runnable
-@options.micro_batch_mean
+@options.search
 @options.as_json
 def robust(
     model: str,

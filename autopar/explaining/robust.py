@@ -20,7 +20,7 @@ from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
-from autopar.request.pins import choices_of, pins_of
+from autopar.request.pins import choices_of, is_recompute, pins_of
 from autopar.text.plan_words import PlanOn, layout_words, short_words
 from autopar.text.tables import grid
 from autopar.text.units import gib, ms, percent
@@ -244,8 +244,6 @@ def _hopeful(chosen: Plan, limit_s: float) -> Iterator[dict]:
 
 def _pins_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Pins of a candidate of a certificate.  Of pipelines that were not solved the schedule is not known, and left free."""
-    from autopar.request.pins import is_recompute
-
     pins = (
         entry["mesh"]
         | {key: entry[key] for key in ("micro_batch", "zero")}

@@ -11,7 +11,7 @@ from typing import Any
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text, write_text
 from autopar.ir.mesh import LAYOUT_AXES, MeshShape
-from autopar.ir.plan_checks import PRECISIONS, check_consistent, listed_in, made
+from autopar.ir.plan_checks import check_consistent, listed_in, made
 from autopar.ir.plan_fields import (
     EDITED,
     AxisChoice,
@@ -21,16 +21,6 @@ from autopar.ir.plan_fields import (
     Prediction,
 )
 from autopar.ir.sharding import parse_layout
-
-__all__ = [
-    "FORMAT_VERSION",
-    "PRECISIONS",
-    "AxisChoice",
-    "BlockPlan",
-    "Certificate",
-    "Plan",
-    "Prediction",
-]
 
 FORMAT_VERSION = 3
 

@@ -163,40 +163,22 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
             number = rows // micro_batch
             if whole and number > 1:
                 continue
-            for recompute in recomputes:
-                if mesh.pp == 1:
-                    found.append(Candidate(mesh, micro_batch, number, zero, recompute, shard=shard))
-                elif pin.get("stages") == "even":
-                    schedule, count = schedule_of(pin), pin.get("vpp", 1)
-                    if _can_run(schedule, mesh.pp, count, number):
-                        found.append(
-                            Candidate(
-                                mesh,
-                                micro_batch,
-                                number,
-                                zero,
-                                recompute,
-                                count,
-                                schedule,
-                                shard=shard,
-                            )
-                        )
-                elif schedules := _schedules(request, mesh, number, blocks):
-                    name, count = schedules[0]
-                    found.append(
-                        Candidate(
-                            mesh,
-                            micro_batch,
-                            number,
-                            zero,
-                            recompute,
-                            count,
-                            name,
-                            schedules,
-                            shard=shard,
-                        )
+            stagings = _stagings(request, mesh, number, blocks)
+            for recompute, (count, schedule, schedules) in product(recomputes, stagings):
+                found.append(
+                    Candidate(
+                        mesh,
+                        micro_batch,
+                        number,
+                        zero,
+                        recompute,
+                        stages_per_rank=count,
+                        schedule=schedule,
+                        schedules=schedules,
+                        offload=pin.get("offload", "none"),
+                        shard=shard,
                     )
-    found = [replace(candidate, offload=pin.get("offload", "none")) for candidate in found]
+                )
     meshes = meshes_for(request, traced) if not found else []
     sequences = sorted({request.global_batch // mesh.dp for mesh in meshes})
     if sequences and all(each % pin.get("micro_batch", 1) for each in sequences):
@@ -205,9 +187,8 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
             f"pins; {_listed(sorted({size for each in sequences for size in divisors(each)}))} do"
         )
     if meshes and whole:
-        sizes = sorted({request.global_batch // mesh.dp for mesh in meshes})
-        what = f"the {_listed(sizes)} sequences of a data-parallel rank into micro-batches, as the pins {pin or 'given'} ask"
-        raise AutoparError(not_split(traced.split, what, sizes[0]))
+        what = f"the {_listed(sequences)} sequences of a data-parallel rank into micro-batches, as the pins {pin or 'given'} ask"
+        raise AutoparError(not_split(traced.split, what, sequences[0]))
     if meshes and not any(_zero_stages(request, mesh) for mesh in meshes):
         raise AutoparError(
             f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "
@@ -243,6 +224,20 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
             f"{', '.join(f'{k}={v}' for k, v in pin.items()) or 'given'}: use a global batch that is a multiple of {devices}, or drop pins"
         )
     return found
+
+
+def _stagings(
+    request: PlanRequest, mesh: MeshShape, number: int, blocks: int
+) -> list[tuple[int, str, tuple[tuple[str, int], ...]]]:
+    """The stages a rank, the schedule and the schedules to choose from that candidates of a mesh begin with; [] if none can run."""
+    pin = request.pin
+    if mesh.pp == 1:
+        return [(1, "none", ())]
+    if pin.get("stages") == "even":
+        schedule, count = schedule_of(pin), pin.get("vpp", 1)
+        return [(count, schedule, ())] if _can_run(schedule, mesh.pp, count, number) else []
+    schedules = _schedules(request, mesh, number, blocks)
+    return [(count, name, schedules) for name, count in schedules[:1]]
 
 
 def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import MOST
-from autopar.ir.plan import PRECISIONS
+from autopar.ir.plan_checks import PRECISIONS
 from autopar.request.software import Software
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from rich.table import Table
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def grid(
     title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...] = ()
 ) -> Table:
+    """A table without lines; `right` numbers the columns that are flush right."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

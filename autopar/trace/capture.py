@@ -23,7 +23,7 @@ from autopar.trace.frozen_state import StateRecord, check_state
 from autopar.trace.normalize import expand_feature_dropout, inline_no_grad_regions
 from autopar.trace.python_state import Functions, Snapshot, torch_seeded
 from autopar.trace.refusals import check_symbols, check_values, shape_text, why_not_captured
-from autopar.trace.user_lines import line_of_node
+from autopar.trace.user_lines import line_of_node, line_of_nodes
 from autopar.trace.watched import values_unread, watched_forward
 
 __all__ = ["Captured", "capture", "meta_copy", "parameter_specs"]
@@ -336,7 +336,7 @@ def _collect(
             node = next(
                 n for n in exported.graph.find_nodes(op="placeholder") if n.name == placeholder
             )
-            where = next(filter(None, map(line_of_node, node.users)), "")
+            where = line_of_nodes(node.users)
             raise AutoparError(
                 f"forward uses an object that is no tensor{where or f' ({placeholder})'}, for example a torch.Generator of its own, which "
                 "autopar cannot run; draw from torch's default generator, or pass numbers in as inputs"

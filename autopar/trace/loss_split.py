@@ -88,7 +88,7 @@ class _Analysis:
         while True:
             found = row_facts(self.graph, self.fixed, self.overruled, self.widest)
             fact = found.of(self.loss)
-            terms = self._router_terms(found) if fact.kind == MIXED and self.gates else []
+            terms = self._router_terms(found) if fact.kind == MIXED and self.gates else set()
             if not terms:
                 return found, fact
             self.overruled |= dict.fromkeys(terms, Fact(SUM, 1))
@@ -119,20 +119,19 @@ class _Analysis:
             return f"{op}{place} has no rule (autopar.register_rule gives it one) and may combine rows of the batch"
         return f"{op}{place} combines rows of the batch in a way that parts of it do not add up to"
 
-    def _router_terms(self, found: RowFacts) -> list[Node]:
+    def _router_terms(self, found: RowFacts) -> set[Node]:
         """The largest terms of the loss that are mixed and read nothing but logits of gates."""
         of_gates = self._of_gates(found)
-        terms, stack, seen = [], [self.loss], set()
-        while stack:
-            node = stack.pop()
-            if node in seen or found.of(node).kind != MIXED:
-                continue
-            seen.add(node)
-            if node in of_gates:
-                terms.append(node)
-            elif is_op(node, *_TERMS):
-                stack += node.all_input_nodes
-        return [term for term in terms if term not in self.overruled]
+
+        def parts(node: Node) -> list[Node]:
+            whole = node in of_gates or not is_op(node, *_TERMS)
+            return (
+                []
+                if whole
+                else [each for each in node.all_input_nodes if found.of(each).kind == MIXED]
+            )
+
+        return (above([self.loss], parts) & of_gates) - self.overruled.keys()
 
     def _of_gates(self, found: RowFacts) -> set[Node]:
         """The nodes that read logits of gates, and else only what no activation has a part in."""
@@ -310,17 +309,12 @@ class StepGraphs:
 
     def _parts(self) -> tuple[list[Node], set[Node]]:
         """The sums over rows that the values take, and all nodes above them."""
-        sums, whole, stack = {}, set(), list(self.targets)
-        while stack:
-            node = stack.pop()
-            if node in whole:
-                continue
-            whole.add(node)
-            if self.found.of(node).kind == SUM:
-                sums[node] = None
-            else:
-                stack += reads(node)
-        return in_order(self.captured.graph, sums), whole
+
+        def is_sum(node: Node) -> bool:
+            return self.found.of(node).kind == SUM
+
+        whole = above(self.targets, lambda node: () if is_sum(node) else reads(node))
+        return in_order(self.captured.graph, filter(is_sum, whole)), whole
 
     def _graph(self, nodes: set[Node], returned: list[Node], parts: Mapping[Node, str]) -> Graph:
         graph, mapping = Graph(), {}
@@ -418,22 +412,18 @@ def _gates_of(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:
 
 def _products_above(choices: Iterable[Node], number: int, fixed: Mapping[str, bool]) -> set[Node]:
     """The nearest learned products with a dim of size `number`: others on the way there, as of a norm of states, are no gates."""
-    found, seen, stack = set(), set(), list(choices)
-    while stack:
-        node = stack.pop()
-        if node in seen or node.op != "call_function":
-            continue
-        seen.add(node)
+
+    def is_gate(node: Node) -> bool:
         learned = any(fixed.get(each.name) is False for each in node.all_input_nodes)
-        if (
+        return (
             is_op(node, *_GATES)
             and (learned or len(node.all_input_nodes) > 1)
             and number in results(node)[0].shape
-        ):
-            found.add(node)
-        else:
-            stack += node.all_input_nodes
-    return found
+        )
+
+    return set(
+        filter(is_gate, above(choices, lambda node: () if is_gate(node) else node.all_input_nodes))
+    )
 
 
 def _widest_input(graph: Graph, fixed: Mapping[str, bool]) -> int:

@@ -19,7 +19,7 @@ from autopar.trace.embeddings import expand_bags
 from autopar.trace.mean_losses import batch_means, class_means, row_means
 from autopar.trace.own_rows import gather_own_rows
 from autopar.trace.spelling import join_slices, unify_spelling
-from autopar.trace.user_lines import line_of_node
+from autopar.trace.user_lines import line_of_node, line_of_nodes
 
 aten = torch.ops.aten
 _ASSERTIONS = (
@@ -53,12 +53,10 @@ def inline_no_grad_regions(graph: Graph) -> None:
         ):  # (device_type, dtype, enabled, cache, submodule, *args); disabled regions are plain
             enabled = node.args[2]
             if enabled:
-                lines = map(
-                    line_of_node, getattr(graph.owning_module, node.args[4].target).graph.nodes
-                )
+                region = getattr(graph.owning_module, node.args[4].target)
                 raise AutoparError(
-                    f"forward enters torch.autocast{next(filter(None, lines), '')}; compute there as elsewhere, and pass precision='bf16' "
-                    "to autopar for half precision"
+                    f"forward enters torch.autocast{line_of_nodes(region.graph.nodes)}; compute there as elsewhere, and pass "
+                    "precision='bf16' to autopar for half precision"
                 )
         body_at = 4 if autocast else 1
         body = getattr(graph.owning_module, node.args[body_at].target)

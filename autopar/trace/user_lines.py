@@ -38,6 +38,11 @@ def line_of_node(node: torch.fx.Node) -> str:
     return _innermost((frame["file"], int(frame["line"])) for frame in frames)
 
 
+def line_of_nodes(nodes: Iterable[torch.fx.Node]) -> str:
+    """As `line_of_node`, of the first of the nodes whose line is known."""
+    return next(filter(None, map(line_of_node, nodes)), "")
+
+
 def _innermost(frames: Iterable[tuple[str, int | None]]) -> str:
     users = [frame for frame in frames if is_of_user(frame[0])]
     return line_text(*users[-1]) if users else ""

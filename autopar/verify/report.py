@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from rich.console import Group
+from typing import TYPE_CHECKING, Any
 
 from autopar.ir.mesh import mesh_words
 from autopar.text.layout_words import collectives
 from autopar.text.plan_words import sharing_words
 from autopar.text.tables import grid
 from autopar.text.units import percent
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 
 def verify_table(report: VerifyReport) -> Group:
