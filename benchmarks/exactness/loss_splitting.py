@@ -1,6 +1,6 @@
 """Thousands of random losses under micro-batches: each is exact, or its batch is not split.
 
-    python benchmarks/loss_splitting.py --losses 2000 --seed 0 --jobs 2 [--dp 2] [--log FILE.jsonl]
+    python benchmarks/exactness/loss_splitting.py --losses 2000 --seed 0 --jobs 2 [--dp 2] [--log FILE.jsonl]
 
 Prints how many losses were exact under micro-batches, how many were exact only with one, and which were
 wrong or failed, with their source.  The exit code is 1 if any was wrong or failed, or could not be captured.
@@ -22,12 +22,13 @@ from pathlib import Path
 
 import torch
 
-from autopar.runtime.ranks.launch import WorkerError, WorkerPool
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.loss_check import Outcome, check  # noqa: E402
-from support.loss_generator import generate  # noqa: E402
-from support.loss_writer import COUPLINGS  # noqa: E402
+from support.loss_check import Outcome, check
+from support.loss_generator import generate
+from support.loss_writer import COUPLINGS
+
+from autopar.runtime.ranks.launch import WorkerError, WorkerPool
 
 KINDS = ("exact", "one micro-batch", "uncaptured", "wrong", "crash")
 LIMIT_S = 120.0

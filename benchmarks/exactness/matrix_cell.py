@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from autopar_kernels.routed_experts import FLOP_FORMULAS
-from model_zoo import HIDDEN, LAYERS, RATIO_EXEMPT, ZooModel
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import (
@@ -50,6 +49,7 @@ from autopar.verify.verify import (
     make_engine,
     relative_error,
 )
+from benchmarks.exactness.model_zoo import HIDDEN, LAYERS, RATIO_EXEMPT, ZooModel
 
 NPROC, ROWS, STEPS = 4, 8, 3
 WORKERS_TIMEOUT_S, PLANNING_TIMEOUT_S = 120.0, 60.0

@@ -1,6 +1,6 @@
 """The model matrix: every architecture under every mesh of four processes, exact and really sharded.
 
-    python benchmarks/model_matrix.py [--models llama,gpt2] [--meshes tp=4 dp=2,tp=2] [--json FILE] [--jobs 1]
+    python benchmarks/exactness/model_matrix.py [--models llama,gpt2] [--meshes tp=4 dp=2,tp=2] [--json FILE] [--jobs 1]
 
 Trains each tiny model of `model_zoo.py` on CPU processes under each mesh, compares it with one device, and weighs what a rank holds and
 computes (`matrix_cell.py` says how).  Prints one row a cell; exit code 1 if a cell failed or was refused.
@@ -20,13 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from matrix_cell import Cell, run_cell
-from model_zoo import CONFIGS, RATIO_EXEMPT, ZooModel
+
+if not __package__:  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 from rich.console import Console
 from rich.table import Table
 
 from autopar.cli.plan_commands import parse_pins
 from autopar.errors import AutoparError
+from benchmarks.exactness.matrix_cell import Cell, run_cell
+from benchmarks.exactness.model_zoo import CONFIGS, RATIO_EXEMPT, ZooModel
 
 MESHES = ("dp=2,tp=2", "tp=4", "cp=2,tp=2", "ep=2,dp=2")
 WIDTH = 170

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mutations import (
+from autopar.ir.plan import Plan
+from autopar.runtime.ranks.launch import WorkerError, WorkerPool
+from benchmarks.exactness.mutations import (
     DIFFERS,
     EXACT,
     RAISED,
@@ -24,9 +26,6 @@ from mutations import (
     damaged,
     mutations_of,
 )
-
-from autopar.ir.plan import Plan
-from autopar.runtime.ranks.launch import WorkerError, WorkerPool
 
 PREPARE_TIMEOUT_S = 180.0
 TIMEOUT_S, SLOWER = 10.0, 40

@@ -1,6 +1,6 @@
 """The mutation matrix: damage every collective of every model's program under every mesh, one at a time; each must be caught.
 
-    python benchmarks/mutation_matrix.py [--models llama,gpt2] [--meshes tp=4 cp=2,tp=2] [--every N] [--json FILE] [--verbose]
+    python benchmarks/exactness/mutation_matrix.py [--models llama,gpt2] [--meshes tp=4 cp=2,tp=2] [--every N] [--json FILE] [--verbose]
 
 Models and meshes are those of `model_matrix.py`; what is damaged and what counts as caught, `mutations.py` says.  Prints one row a cell;
 exit code 1 if a mutation escaped, or if one that was predicted to change nothing changed something.
@@ -16,11 +16,10 @@ import warnings
 from pathlib import Path
 
 import torch
-from matrix_cell import NPROC, PLANNING_TIMEOUT_S, PRECISION, ROWS, STEPS
-from model_matrix import MESHES, WIDTH, cells
-from model_zoo import CONFIGS, ZooModel
-from mutation_cell import MutationCell, judged, run_mutations
-from mutations import Mutation
+
+if not __package__:  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +29,11 @@ from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.runtime.ranks.launch import WorkerError, WorkerPool
 from autopar.verify.verify import Setup, free_network, make_case
+from benchmarks.exactness.matrix_cell import NPROC, PLANNING_TIMEOUT_S, PRECISION, ROWS, STEPS
+from benchmarks.exactness.model_matrix import MESHES, WIDTH, cells
+from benchmarks.exactness.model_zoo import CONFIGS, ZooModel
+from benchmarks.exactness.mutation_cell import MutationCell, judged, run_mutations
+from benchmarks.exactness.mutations import Mutation
 
 
 def setup_of(name: str) -> Setup:

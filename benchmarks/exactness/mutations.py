@@ -23,8 +23,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from inner_mutations import COMMUNICATING, Message, Place, Watch, kinds_of
-from same_gradients import any_rank, same_backwards
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
@@ -39,6 +37,8 @@ from autopar.rewrite.shape_check import verify_program
 from autopar.runtime.engine import Engine
 from autopar.verify.verify import TOLERANCE as TOLERANCES
 from autopar.verify.verify import Case, _optimizer, compare, make_engine, relative_error
+from benchmarks.exactness.inner_mutations import COMMUNICATING, Message, Place, Watch, kinds_of
+from benchmarks.exactness.same_gradients import any_rank, same_backwards
 
 TOLERANCE, ABSOLUTE = TOLERANCES["fp64"]
 EXACT, DIFFERS, REJECTED, RAISED, STUCK = (

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from model_zoo import SEQ, ZooModel
 from torch import Tensor, nn
 
 from autopar.api import plan as make_plan
@@ -22,6 +21,7 @@ from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
 from autopar.runtime.ranks.launch import WorkerPool
 from autopar.verify.verify import Case, Setup, compare, free_network, make_case, relative_error
+from benchmarks.exactness.model_zoo import SEQ, ZooModel
 
 STEPS, LIMIT, ROWS, LAYERS, PRECISION = 20, 0.5, 8, 4, "fp64"
 WARM_UP = 4

@@ -1,7 +1,7 @@
 """The matrix of the runtime: pp x tp x dp x ZeRO x recompute x schedules over seven models, every cell exact, or refused for a reason.
 
-    python benchmarks/runtime_matrix.py [--pairs] [--models gpt,hf-t5] [--shard 1/4] [--log cells.jsonl]
-    python benchmarks/runtime_matrix.py --adamw
+    python benchmarks/exactness/runtime_matrix.py [--pairs] [--models gpt,hf-t5] [--shard 1/4] [--log cells.jsonl]
+    python benchmarks/exactness/runtime_matrix.py --adamw
 
 A cell trains a tiny model on 4 or 8 gloo processes under a plan made with its pins, and is compared with one device as `autopar verify`
 does: fp64, three steps of SGD with momentum, update-relative error of every tensor and of the losses at most 1e-9.  What cannot run is
@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from covering import covering
-from model_zoo import SEQ, ZooModel
-from optimizer_runs import RUNS, run_optimizer
+
+if not __package__:  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from autopar.api import plan as make_plan
 from autopar.errors import AutoparError
@@ -45,6 +45,9 @@ from autopar.verify.verify import (
     rank_errors,
     relative_error,
 )
+from benchmarks.exactness.covering import covering
+from benchmarks.exactness.model_zoo import SEQ, ZooModel
+from benchmarks.exactness.optimizer_runs import RUNS, run_optimizer
 
 MODELS = {"llama": "autopar-llama", "gpt": "autopar-gpt", "moe": "autopar-moe", "hf-llama": "llama", "hf-gpt2": "gpt2",
           "hf-mixtral": "mixtral", "hf-t5": "t5"}  # fmt: skip

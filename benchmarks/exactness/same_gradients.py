@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from inner_mutations import Place
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from autopar.rewrite.collectives.axes import active_axes
 from autopar.rewrite.collectives.transitions import wait
 from autopar.runtime.engine import Engine
+from benchmarks.exactness.inner_mutations import Place
 
 IGNORED = -100
 SAME, UNREAD = "same gradients", "read by nothing"

@@ -1,6 +1,6 @@
 """Predicted against measured step time and peak memory of plans on one GPU.
 
-    python benchmarks/gpu_check.py [--cluster CLUSTER] [--rounds 5] [--output FILE]
+    python benchmarks/fidelity/gpu_check.py [--cluster CLUSTER] [--rounds 5] [--output FILE]
 
 CLUSTER is of one device: `h100:1` of the catalogue, or a file that `autopar calibrate --nproc 1` wrote (default: calibrate here).  Each
 of `CASES`, a model under pins of micro-batch and recomputation, is planned and trained with fused AdamW, in bf16 (on a CPU in fp32).  A
@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measured_steps import cpu_name, versions
+
+if not __package__:  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from autopar import api
 from autopar.calibrate.cluster import calibrate
@@ -30,6 +32,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
 from autopar.predict.score import spearman
+from benchmarks.fidelity.measured_steps import cpu_name, versions
 
 GPT = "gpt:layers=12,hidden=1024,heads=16,vocab=50304,seq=1024"
 LLAMA = "llama:layers=8,hidden=2048,heads=16,vocab=32000,seq=2048"

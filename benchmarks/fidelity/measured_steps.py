@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tasks import Task
 
 from autopar import __version__, api
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
 from autopar.runtime.engine import Engine
 from autopar.runtime.ranks.launch import WorkerPool
+from benchmarks.tasks import Task
 
 RANKS = 4
 SOFTWARE = "fp32, fused AdamW"

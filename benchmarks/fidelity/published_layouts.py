@@ -1,6 +1,6 @@
 """The planner's free choice against the layouts of published runs, both as the cost model predicts them.
 
-    python benchmarks/published_layouts.py RUNS.csv [--limit N] [--time-limit 60] [--tolerance 0.0001] [--output FILE]
+    python benchmarks/fidelity/published_layouts.py RUNS.csv [--limit N] [--time-limit 60] [--tolerance 0.0001] [--output FILE]
 
 For every row of the file that has a layout (columns as of `autopar predict`), the row's layout is priced as `autopar predict` prices it,
 and the same model, batch, cluster and software are planned freely (once, for rows that differ in their layouts alone).  The GPUs have the
@@ -20,7 +20,9 @@ from math import ceil
 from pathlib import Path
 
 import torch
-from measured_steps import cpu_name, versions
+
+if not __package__:  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
@@ -30,6 +32,7 @@ from autopar.predict.run import Run, RunPrediction
 from autopar.predict.runs import read_runs
 from autopar.text.plan_words import short_words
 from autopar.text.units import ms
+from benchmarks.fidelity.measured_steps import cpu_name, versions
 
 ROOM = 1.001
 """Memory of the free choice, of what the pinned layout needs: solvers round bytes up."""

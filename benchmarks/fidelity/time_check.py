@@ -1,6 +1,6 @@
 """The independent time check: predicted against measured step time of a fixed list of plans on CPU processes.
 
-    python benchmarks/time_check.py [--rounds 9] [--cluster cluster.yaml] [--output FILE]
+    python benchmarks/fidelity/time_check.py [--rounds 9] [--cluster cluster.yaml] [--output FILE]
 
 Calibrates this machine as cpu:4 (or reads a calibration), plans one model under each line of `PINS`, runs every plan in fp32 through the
 engine on 4 gloo processes, and prints predicted and measured seconds of a step, their ratio and Spearman's rank correlation.  Plans take
@@ -18,13 +18,16 @@ import warnings
 from pathlib import Path
 
 import torch
-from measured_steps import RANKS, SOFTWARE, cpu_name, measure, versions
-from tasks import Task
+
+if not __package__:  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from autopar.calibrate.cluster import calibrate
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.predict.score import spearman
+from benchmarks.fidelity.measured_steps import RANKS, SOFTWARE, cpu_name, measure, versions
+from benchmarks.tasks import Task
 
 MODEL, ROWS, SEQ = "llama:layers=4,hidden=256,heads=8,vocab=2048,seq=128", 16, 128
 PINS = (

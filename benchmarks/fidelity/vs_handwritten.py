@@ -1,6 +1,6 @@
 """The engine against training loops that are written by hand over torch's own parallelism (`handwritten.py`), on CPU processes.
 
-    python benchmarks/vs_handwritten.py [--cases DDP "tensor parallel" ...] [--rounds 7] [--steps 20] [--json] [--output FILE]
+    python benchmarks/fidelity/vs_handwritten.py [--cases DDP "tensor parallel" ...] [--rounds 7] [--steps 20] [--json] [--output FILE]
 
 Both sides have the same initial weights, optimizer, batches, precision, threads and processes, and the layout is pinned.  They alternate
 step by step, so that what else the machine does disturbs both; a step lasts as long as its slowest rank, a round is the mean of its steps,
@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from handwritten import Step, data_parallel, fully_sharded, pipeline, tensor_parallel
-from measured_steps import RANKS, cpu_name, versions
-from tasks import PlanUnder, Task
+
+if not __package__:  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 from torch import Tensor
 
 from autopar import api
@@ -37,6 +38,15 @@ from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.runtime.engine import Engine
 from autopar.runtime.ranks.launch import WorkerPool
+from benchmarks.fidelity.handwritten import (
+    Step,
+    data_parallel,
+    fully_sharded,
+    pipeline,
+    tensor_parallel,
+)
+from benchmarks.fidelity.measured_steps import RANKS, cpu_name, versions
+from benchmarks.tasks import PlanUnder, Task
 
 MOST = 1.05
 """The most that a step of the engine may take, in steps of the hand-written loop."""

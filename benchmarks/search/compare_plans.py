@@ -1,7 +1,7 @@
 """The planner's choice against plans that somebody else would have made (`rival_plans`): predicted, and on CPU processes measured.
 
-    python benchmarks/compare_plans.py [--cases llama3-8b/64 ...] [--random 4] [--time-limit 60] [--output FILE]
-    python benchmarks/compare_plans.py --cpu [--cluster cluster.yaml] [--rounds 15] [--output FILE]
+    python benchmarks/search/compare_plans.py [--cases llama3-8b/64 ...] [--random 4] [--time-limit 60] [--output FILE]
+    python benchmarks/search/compare_plans.py --cpu [--cluster cluster.yaml] [--rounds 15] [--output FILE]
 
 The first prints for each case step time, memory, and how much longer a step of each rival takes than one of the chosen plan; what does not
 fit is listed with the reason.  Exit code 1 if a rival is predicted to be faster.  The second plans small models for this machine
@@ -20,15 +20,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from measured_steps import RANKS, SOFTWARE, cpu_name, measure, versions
-from rival_plans import Rival, rivals
-from tasks import Task
+
+if not __package__:  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from autopar.calibrate.cluster import calibrate
 from autopar.ir.cluster import ClusterSpec
 from autopar.request.pins import pin_text
 from autopar.text.plan_words import short_words
 from autopar.text.units import gib, ms
+from benchmarks.fidelity.measured_steps import RANKS, SOFTWARE, cpu_name, measure, versions
+from benchmarks.search.rival_plans import Rival, rivals
+from benchmarks.tasks import Task
 
 CASES = {
     "llama3-8b/64": Task("llama3-8b", "dgx-h100:8", 512, 8192),

@@ -1,4 +1,4 @@
-"""The search against every plan of small random tasks: `python benchmarks/exhaustive_search.py --tasks 400`.
+"""The search against every plan of small random tasks: `python benchmarks/search/exhaustive_search.py --tasks 400`.
 
 Each task (`random_instances.py`) is planned within a capacity drawn from what its plans hold, and all of them are enumerated
 (`exhaustive_oracle.py`).  What the search says must be true of every task, proven or not: its plan fits and costs what it says, no plan
@@ -8,18 +8,23 @@ that fits is faster than its bound, and nothing fits where it says so.  How ofte
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 
 import click
-from exhaustive_oracle import Point, above_hull, best, points
-from random_instances import Task
+
+if not __package__:  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.search.branch_and_bound import search
 from autopar.solve.search.result import SearchResult
+from benchmarks.search.exhaustive_oracle import Point, above_hull, best, points
+from benchmarks.search.random_instances import Task
 
 CLOSE = 1e-9
 """By what share seconds of two ways to add up may differ."""

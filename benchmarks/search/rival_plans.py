@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from tasks import PlanUnder
-
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
+from benchmarks.tasks import PlanUnder
 
 Pins = dict[str, Any]
 DRAWS_PER_PLAN = 6

@@ -1,6 +1,6 @@
 """How long the partitioner takes: the strategies of a Llama 3 8B block on one mesh, and the rewritten program of Llama 3 405B.
 
-    python benchmarks/partition_speed.py
+    python benchmarks/speed/partition.py
 
 Prints CPU seconds, the least of three for the strategies.  The 126 blocks of the 405B model share one structure, which is partitioned once.
 """

@@ -1,7 +1,7 @@
 """How long planning takes, and how much memory: over numbers of GPUs, numbers of layers, and named models.
 
-    python benchmarks/planning_speed.py [--gpus 8 64 ...] [--layers 8 16 ...] [--family llama] [--cases llama3-8b/64 ...]
-                                        [--time-limit 60] [--output FILE]
+    python benchmarks/speed/planning.py [--gpus 8 64 ...] [--layers 8 16 ...] [--family llama] [--cases llama3-8b/64 ...]
+                                       [--time-limit 60] [--output FILE]
 
 Each line is one plan in a fresh process: `process` is the wall time of that process, from its start to its end; `plan` leaves out what
 Python needs to start and to import, and is trace and search together; RSS is the peak of all its processes; gap is the certificate's.  A
@@ -21,6 +21,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+if not __package__:  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 GPUS = (8, 64, 512, 4096, 16384)
 LAYERS = (8, 16, 32, 64, 128)
@@ -218,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--cases: {', '.join(sorted(unknown))} is not known; {', '.join(names)} are")
     if odd := [gpus for gpus in args.gpus if gpus > PER_NODE and gpus % PER_NODE]:
         parser.error(f"--gpus: {odd[0]} GPUs are no whole nodes of {PER_NODE}")
-    from measured_steps import cpu_name, versions
+    from benchmarks.fidelity.measured_steps import cpu_name, versions
 
     lines = [versions(), f"on {cpu_name()}; at most {args.time_limit:g} s of search"]
     print("\n".join(lines))

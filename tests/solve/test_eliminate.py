@@ -11,7 +11,6 @@ import pytest
 from autopar_cost_models import check_schedule
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from random_instances import Task
 from support.effort import examples
 from support.solve_models import random_model
 from test_staging import random_models, stagings
@@ -34,6 +33,7 @@ from autopar.solve.search.candidate_solver import ALONE, Joint
 from autopar.solve.staging.interleaved import dealt_sizes
 from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
 from autopar.solve.staging.unit_row import Row
+from benchmarks.search.random_instances import Task
 
 seeds = st.integers(0, 10**9)
 

@@ -11,7 +11,6 @@ from itertools import combinations, permutations, product
 from math import inf, prod
 
 import pytest
-from random_instances import Task
 from test_staging import choices_of, random_models
 
 from autopar.ir.annotated import AnnotatedModel
@@ -25,6 +24,7 @@ from autopar.solve.costs.schedule import Schedule
 from autopar.solve.search.mixed_devices import search_groups
 from autopar.solve.staging import one_stage_per_rank
 from autopar.solve.staging.unit_row import Row
+from benchmarks.search.random_instances import Task
 
 MOST = 8
 """Placements of a task that are enumerated, at most."""

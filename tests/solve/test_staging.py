@@ -13,7 +13,6 @@ import pytest
 from autopar_cost_models import StageTimes, pipeline_time
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from random_instances import random_sharing, ties_of
 from support.effort import examples
 from support.solve_models import borrowing
 
@@ -39,6 +38,7 @@ from autopar.solve.staging import one_stage_per_rank
 from autopar.solve.staging.best_staging import best_staging, quick_bound_s
 from autopar.solve.staging.interleaved import dealt_sizes
 from autopar.solve.staging.unit_row import Row
+from benchmarks.search.random_instances import random_sharing, ties_of
 
 MODES = ("none", "selective", "full")
 
