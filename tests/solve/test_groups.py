@@ -11,7 +11,7 @@ from itertools import combinations, permutations, product
 from math import inf, prod
 
 import pytest
-from test_staging import choices_of, random_models
+from support.staging_models import choices_of, random_models
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape, deal_text

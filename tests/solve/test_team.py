@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
-from test_eliminate import with_choices
-from test_staging import random_models
+from support.fixed_choices import with_choices
+from support.staging_models import random_models
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
