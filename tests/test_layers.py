@@ -44,7 +44,8 @@ ROOMS = """
 CLOSED_FORMS = (
     "costs.pipeline_cost",
     "costs.schedule",
-    "staging.one_stage_per_rank",
+    "staging.stage_runs",
+    "staging.rank_ways",
     "staging.interleaved",
     "staging.staged_time",
     "bounds.lagrangian",

@@ -141,7 +141,7 @@ def _slower(function):
     return found
 
 
-@pytest.mark.parametrize("module, name, wrong", [
+@pytest.mark.parametrize(("module", "name", "wrong"), [
     (placement_cost, "saved_bytes", _half), (placement_cost, "transient_bytes", _half), (Joint, "raise_bounds", _longer),
     (candidate_solver, "best_staging", _slower),
     (pipeline_cost, "peak_held", lambda right: lambda *args: tuple(size // 2 for size in right(*args))),

@@ -28,7 +28,9 @@ from autopar.solve.search.candidate_solver import Joint
 from autopar.solve.staging import one_stage_per_rank
 from autopar.solve.staging.best_staging import best_staging, quick_bound_s
 from autopar.solve.staging.interleaved import dealt_sizes
-from autopar.solve.staging.unit_row import Row
+from autopar.solve.staging.longest_paths import least_step_s
+from autopar.solve.staging.row_of_costs import row_of_placement
+from autopar.solve.staging.stage_runs import StageRun
 
 
 def cost(models: Models, modes: tuple[str, ...], stages) -> tuple[float, int]:
@@ -47,7 +49,7 @@ def found_cost(models: Models, found: Staging) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize(
-    "schedule, ranks, most",
+    ("schedule", "ranks", "most"),
     [("gpipe", 1, 5), ("gpipe", 2, 4), ("1f1b", 2, 4), ("1f1b", 3, 5), ("zero_bubble", 2, 4)],
 )
 @settings(max_examples=examples(6, 25))
@@ -60,7 +62,9 @@ def test_the_best_staging_is_that_of_brute_force(schedule, ranks, most, seed, ti
     needs = sorted({size for _, size in everything.values()})
     capacity = needs[int(tight * (len(needs) - 1))] - (tight == 0)
     fitting = [seconds for seconds, size in everything.values() if size <= capacity]
-    found = best_staging(Row(models, choices_of(models)), Schedule(schedule, ranks, 1), capacity)
+    found = best_staging(
+        row_of_placement(models, choices_of(models)), Schedule(schedule, ranks, 1), capacity
+    )
     if not fitting:
         assert found == math.inf
         return
@@ -78,7 +82,7 @@ def test_the_best_staging_is_that_of_brute_force(schedule, ranks, most, seed, ti
 def test_cuts_by_paths_are_those_of_all_cuts(schedule, seed, tight):
     """What serves long rows, against pricing every cut."""
     models = random_models(seed, schedule, 3, 1, 9)
-    row, at = Row(models, choices_of(models)), Schedule(schedule, 3, 1)
+    row, at = row_of_placement(models, choices_of(models)), Schedule(schedule, 3, 1)
     free = best_staging(row, at, None)
     capacity = int(found_cost(models, free)[1] * (0.7 + 0.3 * tight))
     exact = best_staging(row, at, capacity)
@@ -100,17 +104,28 @@ def step_and_path_s(
     whole = ((times.forward_s, times.backward_s) for times in stages)
     forward_s, backward_s = np.cumsum([(0.0, 0.0), *whole], axis=0).T
     row = SimpleNamespace(
-        micro_batches=micro, hop_s=hop_s, forward_s=forward_s, backward_s=backward_s, lines=()
+        micro_batches=micro,
+        hop_s=hop_s,
+        before=SimpleNamespace(forward_s=forward_s, backward_s=backward_s),
+        lines=(),
     )
     runs = [
-        one_stage_per_rank._Run(
-            n, n, n + 1, times.forward_s, times.backward_s, times.weight_s, times.total_s, 0.0, 0.0, None, (1, math.inf, 0)
+        StageRun(
+            stage=n,
+            first=n,
+            end=n + 1,
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
+            weight_s=times.weight_s,
+            total_s=times.total_s,
+            step_s=0.0,
+            least_s=0.0,
+            amounts=np.zeros(0),
+            room=(1, math.inf, 0),
         )
         for n, times in enumerate(stages)
-    ]  # fmt: skip
-    path_s = one_stage_per_rank._least_step_s(
-        [row] * len(stages), Schedule(schedule, len(stages), 1), runs
-    )
+    ]
+    path_s = least_step_s([row] * len(stages), Schedule(schedule, len(stages), 1), runs)
     first = replace(stages[0], weight_s=stages[0].backward_s)  # whose input needs no gradient
     return pipeline_time(schedule, [first, *stages[1:]], len(stages), micro, hop_s).time_s, path_s
 
@@ -199,7 +214,7 @@ def test_several_stages_a_rank_are_the_best_of_their_space(schedule, seed, tight
     capacity = needs[int(tight * (len(needs) - 1))]
     best_s = min(seconds for seconds, size in everything if size <= capacity)
     found = best_staging(
-        Row(models, choices_of(models)), Schedule(schedule, ranks, chunks), capacity
+        row_of_placement(models, choices_of(models)), Schedule(schedule, ranks, chunks), capacity
     )
     seconds, size = found_cost(models, found)
     assert size <= capacity and found.bound_s <= best_s * (1 + 1e-9)
@@ -218,7 +233,7 @@ def test_several_stages_a_rank_are_the_best_of_their_space(schedule, seed, tight
 def test_formulas_bound_every_staging(seed, schedule):
     name, chunks = schedule
     models = random_models(seed, name, 2, chunks, 6)
-    row = Row({"none": models["none"]}, choices_of(models))
+    row = row_of_placement({"none": models["none"]}, choices_of(models))
     found = best_staging(row, Schedule(name, 2, chunks), None)
     assert quick_bound_s(row, Schedule(name, 2, chunks)) <= found_cost(models, found)[0]
     least_s = found.bound_s * (1 - 1e-9)  # of what is not found a bound comes back
@@ -267,7 +282,7 @@ def hiding(models: Models, seed: int) -> Models:
 
 
 @pytest.mark.parametrize(
-    "schedule, ranks, most",
+    ("schedule", "ranks", "most"),
     [("gpipe", 1, 5), ("gpipe", 2, 4), ("1f1b", 3, 5), ("zero_bubble", 3, 4)],
 )
 @settings(max_examples=examples(6, 25))
@@ -278,7 +293,9 @@ def test_recomputation_that_hides_what_is_once_a_step(schedule, ranks, most, see
     needs = sorted({size for _, size in everything})
     capacity = needs[int(tight * (len(needs) - 1))]
     least_s = min(seconds for seconds, size in everything if size <= capacity)
-    found = best_staging(Row(models, choices_of(models)), Schedule(schedule, ranks, 1), capacity)
+    found = best_staging(
+        row_of_placement(models, choices_of(models)), Schedule(schedule, ranks, 1), capacity
+    )
     assert found_cost(models, found)[1] <= capacity
     assert (
         found_cost(models, found)[0]
@@ -288,7 +305,7 @@ def test_recomputation_that_hides_what_is_once_a_step(schedule, ranks, most, see
 
 
 @pytest.mark.parametrize(
-    "seed, schedule, ranks",
+    ("seed", "schedule", "ranks"),
     [(10554, "1f1b", 4), (8159, "1f1b", 4), (7623, "1f1b", 3), (5034, "zero_bubble", 3)],
 )
 def test_recomputation_may_pay_where_memory_does_not_ask_for_it(seed, schedule, ranks):
@@ -296,7 +313,9 @@ def test_recomputation_may_pay_where_memory_does_not_ask_for_it(seed, schedule, 
         hiding(random_models(seed, schedule, ranks, 1, 7), seed),
         Schedule(schedule, ranks, 1),
     )
-    best_s, size = found_cost(models, best_staging(Row(models, choices_of(models)), at, None))
+    best_s, size = found_cost(
+        models, best_staging(row_of_placement(models, choices_of(models)), at, None)
+    )
     for capacity in (None, size):
         joint = Joint(models.__getitem__, tuple(models), (at,), capacity, Cell.of(models))
         assert joint.raise_bounds(math.inf)[0] <= best_s * (1 + 1e-9)
@@ -327,5 +346,7 @@ def test_every_rank_that_holds_a_tied_parameter_updates_it():
             priced.time_parts["stages"]
             == pipelined(free, choices_of(models), stages).time_parts["stages"]
         )
-        found = best_staging(Row(models, choices_of(models)), Schedule("1f1b", 2, 1), None)
+        found = best_staging(
+            row_of_placement(models, choices_of(models)), Schedule("1f1b", 2, 1), None
+        )
         assert found_cost(models, found)[0] == pytest.approx(found.bound_s, rel=1e-9)
