@@ -89,7 +89,7 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
     micro = model.num_microbatches
     forward, backward, recompute, conversion, step = [], [], [], [], []
     communication, dispatch = [], []
-    static = gradients = optimizer = kept = transient = 0
+    static = gradients = optimizer = kept = 0
     for block, strategies in zip(model.classes, chosen, strict=True):
         conversions = list(_conversions(block, strategies))
         forward += [micro * block.count * s.forward_s for s in strategies.values()]
@@ -112,12 +112,7 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
             times * (s.forward_dispatch_s + s.backward_dispatch_s) for s in strategies.values()
         ]
         kept += block.count * _kept_bytes(block, strategies)
-    freed = 0 if model.last is None else _kept_bytes(model.classes[model.last], chosen[model.last])
-    for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
-        transient = max(
-            transient,
-            transient_bytes(block, strategies.values()) - (freed if index != model.last else 0),
-        )
+    transient = _fullest_moment(model, chosen)
     crossed = list(_edge_conversions(model, chosen))
     edge = [micro * e.count * (c.forward_s + c.backward_s) for e, c in crossed]
     communication += [micro * e.count * (c.forward_comm_s + c.backward_comm_s) for e, c in crossed]
@@ -143,6 +138,16 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
         gradient_bytes=gradients,
         optimizer_bytes=optimizer,
     )
+
+
+def _fullest_moment(model: AnnotatedModel, chosen: Sequence[dict[str, Strategy]]) -> int:
+    """Bytes that the fullest moment of backward adds to what is kept."""
+    freed = 0 if model.last is None else _kept_bytes(model.classes[model.last], chosen[model.last])
+    moments = (
+        transient_bytes(block, strategies.values()) - (freed if index != model.last else 0)
+        for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True))
+    )
+    return max([0, *moments])
 
 
 @dataclass(frozen=True, slots=True)
