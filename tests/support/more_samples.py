@@ -324,6 +324,10 @@ LOOKUP = {
             aten.slice_scatter.default, t(b, i, 2 * j), t(b, i, j), -1, 0, BIG, 2
         ),
     ],
+    "diagonal_scatter": [
+        lambda b, i, j, k, m: call(aten.diagonal_scatter.default, t(b, i, i), t(b, i), 0, -2, -1),
+        lambda b, i, j, k, m: call(aten.diagonal_scatter.default, t(i, b, i + 1), t(b, i), 1, 0, 2),
+    ],
     "select_scatter": [
         lambda b, i, j, k, m: call(aten.select_scatter.default, t(b, i, j), t(b, j), 1, 0),
         lambda b, i, j, k, m: call(aten.select_scatter.default, t(i, b), t(b), 0, -1),
