@@ -38,6 +38,13 @@ def call(graph: Graph, like: Node, target: Callable, *args) -> Node:
     return new
 
 
+def full(graph: Graph, like: Node, value: float | torch.SymInt, val: torch.Tensor) -> Node:
+    """A 0-d constant at the insertion point, from the same module as `like`; `val` is its fake value, which has its dtype."""
+    new = graph.call_function(torch.ops.aten.full.default, ([], value), {"dtype": val.dtype})
+    new.meta = dict(like.meta) | {"val": val}
+    return new
+
+
 def product(sizes: list):
     """The product of sizes, symbolic if one of them is."""
     result = 1

@@ -18,7 +18,7 @@ from autopar.ops.dims import results
 from autopar.ops.rules import op_dims
 from autopar.trace.batch_norm import STATISTICS
 from autopar.trace.capture import Captured
-from autopar.trace.edit import call, is_op
+from autopar.trace.edit import call, full, is_op
 from autopar.trace.mean_losses import LABEL_COUNT
 from autopar.trace.row_facts import (
     MIXED,
@@ -223,10 +223,8 @@ class _Edits:
             with self.graph.inserting_before(node):
                 whole = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
                 dtype = val.dtype if val.is_floating_point() else whole
-                number = self.graph.call_function(aten.full.default, ([], value), {"dtype": dtype})
-            number.meta = {k: v for k, v in node.meta.items() if k != STATISTICS} | {
-                "val": val.new_empty([], dtype=dtype)
-            }
+                number = full(self.graph, node, value, val.new_empty([], dtype=dtype))
+            number.meta.pop(STATISTICS, None)
             self.found.facts[number] = Fact(MIXED, known=True, cause=number)
             args[place] = number
             numbers.append(number)

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import argument
-from autopar.trace.edit import call, is_op
+from autopar.trace.edit import call, full, is_op
 
 aten = torch.ops.aten
 
@@ -52,9 +52,7 @@ def _value(graph: Graph, node: Node, value: Node | float) -> Node:
     """A number or tensor in the dtype of the tensor that it is written to."""
     val = node.meta["val"]
     if not isinstance(value, Node):
-        new = graph.call_function(aten.full.default, ([], value), {"dtype": val.dtype})
-        new.meta = dict(node.meta) | {"val": val.new_empty([])}
-        return new
+        return full(graph, node, value, val.new_empty([]))
     same = value.meta["val"].dtype == val.dtype
     return value if same else call(graph, node, aten.to.dtype, value, val.dtype)
 

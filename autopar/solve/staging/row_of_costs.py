@@ -31,7 +31,8 @@ def row_of_placement(models: Models, choices: Choices) -> UnitRow:
         ties.append(
             (payers[0].static_bytes, min(payer.step_s for payer in payers))
         )  # in whichever mode the one runs that pays
-    return _row(_Segments(models, costs), arriving=messages_bytes(base, choices), ties=ties)
+    segments, arriving = _Segments(models, costs), messages_bytes(base, choices)
+    return _row(segments, arriving=arriving, ties=ties, last=_last_segment(segments))
 
 
 def row_of_costs(
@@ -50,21 +51,15 @@ def row_of_costs(
     together than the least of each.  `lines`: prices, and the least by mode and segment, of placements whose last segment keeps
     `most_freed` at most."""
     segments = _Segments(models, costs, work_s or (), [by_mode for _, by_mode in lines])
-    row = _row(segments, arriving=arriving or [0] * len(costs[0]), ties=ties, freed=freed)
-    own = row.last.freed
-    row.last = replace(
-        row.last,
-        freed_parted=row.last.freed_parted if freed is None else own,
-        most_freed=max(most_freed, own),
-    )
     of_lines = [segments.by_unit(np.min(by_mode, axis=0)) for _, by_mode in lines]
-    row.parts = [*row.parts, *of_lines]
-    row.lines = [
-        Line(price, _before(least_s).tolist())
-        for (price, _), least_s in zip(lines, of_lines, strict=True)
-    ]
-    row.is_bound = True
-    return row
+    return _row(
+        segments,
+        arriving=arriving or [0] * len(costs[0]),
+        ties=ties,
+        last=_last_segment(segments, freed, most_freed),
+        lines=[(price, least_s) for (price, _), least_s in zip(lines, of_lines, strict=True)],
+        is_bound=True,
+    )
 
 
 def in_first(costs: Sequence[Sequence[SegmentCost]], modes: int) -> list[list[SegmentCost]]:
@@ -146,8 +141,11 @@ def _row(
     *,
     arriving: Sequence[int],
     ties: Sequence[tuple[int, float]],
-    freed: int | None = None,
+    last: LastSegment,
+    lines: Sequence[tuple[BytePrice, np.ndarray]] = (),
+    is_bound: bool = False,
 ) -> UnitRow:
+    """`lines`: prices, and the least by unit."""
     kinds, kind = _kinds(of)
     parts = _parts(of)
     return UnitRow(
@@ -158,10 +156,12 @@ def _row(
         transient=_transients(of),
         arriving=[arriving[first] for first in of.firsts],
         before=Sums(*map(_before, parts)),
-        parts=parts,
-        last=_last_segment(of, freed),
+        parts=[*parts, *(least_s for _, least_s in lines)],
+        last=last,
         recompute=RecomputeOptions(kinds, len(of.models), of.base.num_microbatches),
         ties=tied_parameters(of.base, ties, of.firsts) if ties else TiedParameters(),
+        lines=[Line(price, _before(least_s).tolist()) for price, least_s in lines],
+        is_bound=is_bound,
     )
 
 
@@ -194,12 +194,14 @@ def _before(of_units: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(of_units)])
 
 
-def _last_segment(of: _Segments, freed: int | None) -> LastSegment:
+def _last_segment(of: _Segments, freed: int | None = None, most_freed: int = 0) -> LastSegment:
+    """`freed` if it is not what the segment keeps."""
     if of.last < 0:
-        return LastSegment()
+        return LastSegment(most_freed=most_freed)
     cost = of.costs[0][of.last]
-    freed = cost.kept_bytes if freed is None else freed
-    return LastSegment(freed, min(freed_bytes(cost, True), freed), cost.transient_bytes)
+    kept = cost.kept_bytes if freed is None else freed
+    parted = min(freed_bytes(cost, True), kept) if freed is None else kept
+    return LastSegment(kept, parted, cost.transient_bytes, max(most_freed, kept))
 
 
 def _kinds(of: _Segments) -> tuple[list[Kind], list[int]]:
