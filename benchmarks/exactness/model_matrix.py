@@ -160,9 +160,9 @@ def _replication(cell: Cell) -> str:
     return " | ".join(parts)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def matrix_parser(doc: str) -> argparse.ArgumentParser:
+    """Options that say which cells of the matrix are run; `doc` describes the command."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument(
         "--models", default=",".join(CONFIGS), help="comma-separated names (default: all)"
     )
@@ -173,6 +173,12 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"pins of each mesh (default: {' '.join(MESHES)})",
     )
     parser.add_argument("--json", type=Path, help="also write the cells to this file")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = matrix_parser(__doc__)
     parser.add_argument(
         "--jobs", type=int, default=1, help="models run at a time, each on 4 processes"
     )

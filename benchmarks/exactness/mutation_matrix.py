@@ -8,7 +8,6 @@ exit code 1 if a mutation escaped, or if one that was predicted to change nothin
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -30,8 +29,8 @@ from autopar.ir.plan import Plan
 from autopar.runtime.ranks.launch import WorkerError, WorkerPool
 from autopar.verify.verify import Setup, free_network, make_case
 from benchmarks.exactness.matrix_cell import NPROC, PLANNING_TIMEOUT_S, PRECISION, ROWS, STEPS
-from benchmarks.exactness.model_matrix import MESHES, WIDTH, cells
-from benchmarks.exactness.model_zoo import CONFIGS, ZooModel
+from benchmarks.exactness.model_matrix import WIDTH, cells, matrix_parser
+from benchmarks.exactness.model_zoo import ZooModel
 from benchmarks.exactness.mutation_cell import MutationCell, judged, run_mutations
 from benchmarks.exactness.mutations import Mutation
 
@@ -136,18 +135,8 @@ def table(found: list[MutationCell]) -> Table:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--models", default=",".join(CONFIGS), help="comma-separated names (default: all)"
-    )
-    parser.add_argument(
-        "--meshes",
-        nargs="+",
-        default=list(MESHES),
-        help=f"pins of each mesh (default: {' '.join(MESHES)})",
-    )
+    parser = matrix_parser(__doc__)
     parser.add_argument("--every", type=int, default=1, help="apply every N-th mutation only")
-    parser.add_argument("--json", type=Path, help="also write the cells to this file")
     parser.add_argument("--verbose", action="store_true", help="tell of every mutation, on stderr")
     options = parser.parse_args(arguments)
     if options.every < 1:
