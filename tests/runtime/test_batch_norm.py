@@ -20,6 +20,7 @@ from support.exactness import (
     solved_plan,
     update_error,
 )
+from support.meshes import DP2, DP2TP2, DP4, ONE, TP2
 from torch import Tensor, nn
 
 from autopar.annotate.annotator import Annotator
@@ -31,13 +32,6 @@ from autopar.planning.notes import notes
 from autopar.runtime.engine import Engine
 
 ROWS = 8
-ONE, DP2, TP2, DP2TP2, DP4 = (
-    MeshShape(),
-    MeshShape(dp=2),
-    MeshShape(tp=2),
-    MeshShape(dp=2, tp=2),
-    MeshShape(dp=4),
-)
 
 
 class Mlp(nn.Module):

@@ -23,6 +23,7 @@ from support.exactness import (
     train,
     update_error,
 )
+from support.meshes import DP2, ONE, PP2, TP2
 from support.pipeline_runs import check_carried
 from support.staged_runs import pipelined
 from torch.fx import GraphModule
@@ -42,13 +43,6 @@ from autopar.runtime.engine import Engine
 from autopar.runtime.programs.compiled import Compiler
 from autopar.runtime.ranks.launch import run_workers
 
-ONE, DP2, TP2, CP2, PP2 = (
-    MeshShape(),
-    MeshShape(dp=2),
-    MeshShape(tp=2),
-    MeshShape(cp=2),
-    MeshShape(pp=2),
-)
 TORCH_KERNELS = {"backend": "aot_eager"}
 """Capture and autograd of torch.compile over torch's own kernels: seconds where making kernels takes minutes."""
 

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.dropout_runs import (
-    DP2,
-    DP2TP2,
-    DP4,
-    ONE,
-    ROWS,
-    TP2,
-    alone,
-    batches,
-    check,
-    engine,
-    model,
-    solved,
-)
+from support.dropout_runs import ROWS, alone, batches, check, engine, model, solved
 from support.exactness import (
     random_plan,
     run_steps,
     setting,
 )
+from support.meshes import DP2, DP2TP2, DP4, ONE, TP2
 from torch import Tensor, nn
 
 from autopar.api import trace

@@ -14,6 +14,7 @@ from support.half_precision import NEAR, error
 from support.half_precision import batches as half_batches
 from support.half_precision import model as half_model
 from support.half_precision import traced as half_traced
+from support.meshes import DP2, DP2TP2, DP4, EP2, ONE, PP2, TP2
 from support.staged_runs import pipelined
 from support.whole_matrix_optimizers import OPTIMIZERS
 from torch import nn
@@ -27,8 +28,6 @@ from autopar.runtime.state.optimizer_trials import habits_of
 from autopar.runtime.state.whole_matrices import Cutting, WholeMatrices
 from autopar.runtime.state.zero import Share
 
-DP2, TP2, PP2, ONE = MeshShape(dp=2), MeshShape(tp=2), MeshShape(pp=2), MeshShape()
-DP2TP2, DP4, EP2 = MeshShape(dp=2, tp=2), MeshShape(dp=4), MeshShape(dp=2, ep=2)
 WHOLE = ("muon", "muon and adamw", "shampoo", "lamb", "lars", "lion", "hooked")
 
 

@@ -15,6 +15,7 @@ from support.exactness import (
     solved_plan,
     update_error,
 )
+from support.meshes import ONE
 from torch import Tensor, nn
 
 from autopar.annotate.annotator import Annotator
@@ -24,13 +25,6 @@ from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
 
 ROWS, SEQ, HIDDEN = 8, 6, 16
-ONE, DP2, TP2, DP2TP2, DP4 = (
-    MeshShape(),
-    MeshShape(dp=2),
-    MeshShape(tp=2),
-    MeshShape(dp=2, tp=2),
-    MeshShape(dp=4),
-)
 
 
 class Block(nn.Module):
