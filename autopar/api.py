@@ -16,7 +16,9 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.planning.notes import split_notes
+from autopar.planning.objectives import Goal, choose
 from autopar.planning.planner import plan_traced
+from autopar.planning.remedies import Ask, remedies
 from autopar.planning.saved_plan import check_plan
 from autopar.request.arguments import (
     check_callable,
@@ -29,6 +31,7 @@ from autopar.request.arguments import (
     check_seed,
     parsed_cluster,
 )
+from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
 from autopar.runtime.ranks.agreement import TIMEOUT_S, say
@@ -117,7 +120,7 @@ def plan(
 
     `example_inputs`: a mapping or tuple of tensors of one batch; only shapes count, so meta tensors are enough.  `global_batch`:
     sequences per step over all devices; by default the example's rows, rounded up to a multiple of the number of devices.  `pin` fixes
-    choices (`candidates.PINS`); a fully pinned plan is a prediction.  `precision`: 'bf16', 'fp16', 'fp32' or 'fp64'; by default that of
+    choices (`request/pins.py`); a fully pinned plan is a prediction.  `precision`: 'bf16', 'fp16', 'fp32' or 'fp64'; by default that of
     the model, but bf16 on GPUs for an fp32 model, which a note of the plan says.
     `runnable`: only what the engine runs today; in half precision the model is then captured in it.  `progress(line)` is
     called as the search goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).  `objective`:
@@ -127,9 +130,6 @@ def plan(
 
     Raises AutoparError if the model cannot be captured, a pin is impossible or no size meets the deadline, NoPlanFits if nothing fits.
     """
-    from autopar.planning.objectives import Goal, choose
-    from autopar.planning.remedies import Ask, remedies
-
     check_model(model)
     check_pin(pin)
     check_callable("loss_fn", loss_fn)
@@ -145,39 +145,52 @@ def plan(
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
     batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
     chosen = precision if precision is not None else default_precision(model, cluster.device_type)
-    request = PlanRequest(cluster, batch, dict(pin or {}), chosen, runnable, type(model).__name__, software,
-                          allow_micro_batch_mean)  # fmt: skip
-    traced = (
-        traced
-        if traced is not None
-        else trace(model, example_inputs, loss_fn, captured_in(chosen, runnable))
+    request = PlanRequest(
+        cluster,
+        batch,
+        Pins.of(pin or {}),
+        precision=chosen,
+        runnable=runnable,
+        model_name=type(model).__name__,
+        software=software,
+        micro_batch_mean=allow_micro_batch_mean,
     )
-    cast_buffers = (
-        captured_in(chosen, runnable) is not None
-    )  # else which stay as they are is not known
-    note = (
-        _precision_note(model, example_inputs, chosen, traced, cast_buffers)
-        if precision is None
-        else ""
-    )
+    captured = captured_in(chosen, runnable)
+    traced = traced if traced is not None else trace(model, example_inputs, loss_fn, captured)
+    note = ""
+    if (
+        precision is None
+    ):  # what half precision leaves as it is, is known where the model is captured in it
+        note = _precision_note(model, example_inputs, chosen, traced, captured is not None)
+    return _noted(_best_plan(goal, traced, request, time_limit_s, progress), note)
+
+
+def _best_plan(
+    goal: Goal,
+    traced: TracedModel,
+    request: PlanRequest,
+    time_limit_s: float,
+    progress: Callable[[str], None] | None,
+) -> Plan:
+    """The plan that is best for the goal.  Raises NoPlanFits, with what would fit, where none fits."""
 
     def plan_for(ask: Ask, limit_s: float) -> Plan:
         asked = replace(
-            request, pin=dict(ask.pin), cluster=ask.cluster, global_batch=ask.global_batch
+            request, pin=Pins.of(ask.pin), cluster=ask.cluster, global_batch=ask.global_batch
         )
         return plan_traced(traced, asked, min(limit_s, time_limit_s), progress)
 
-    ask = Ask(request.pin, cluster, batch, None)
+    def plan_on(pin: Mapping[str, Any], cluster: Cluster) -> Plan:
+        return plan_for(replace(ask, pin=pin, cluster=cluster), time_limit_s)
+
+    ask = Ask(request.pin, request.cluster, request.global_batch, None)
     try:
-        found = choose(goal, lambda pin, at: plan_for(replace(ask, pin=pin, cluster=at), time_limit_s), cluster, request.pin,
-                       progress or (lambda text: None)).plan  # fmt: skip
-        return _noted(found, note)
+        return choose(goal, plan_on, ask.cluster, ask.pin, progress or (lambda text: None)).plan
     except NoPlanFits as error:
         if error.least_bytes is None:
             raise
-        raise NoPlanFits(
-            str(remedies(error, plan_for, ask)), error.least_bytes, error.proven
-        ) from None
+        words = str(remedies(error, plan_for, ask))
+        raise NoPlanFits(words, error.least_bytes, error.proven) from None
 
 
 _plan = plan  # parallelize has an argument of that name

@@ -10,6 +10,7 @@ from autopar import api
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
+from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest, choose_precision
 
 PlanUnder = Callable[[Mapping[str, Any]], Plan]
@@ -42,9 +43,9 @@ class Task:
         request = PlanRequest(
             cluster,
             self.global_batch,
-            {},
+            Pins(),
             precision or choose_precision(cluster),
             runnable,
             spec.name,
         )
-        return lambda pin: api.plan_traced(traced, replace(request, pin=dict(pin)), time_limit_s)
+        return lambda pin: api.plan_traced(traced, replace(request, pin=Pins.of(pin)), time_limit_s)

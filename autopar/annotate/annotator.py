@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from autopar.annotate.class_facts import ClassFacts
 from autopar.annotate.class_pricer import BUCKET_BYTES, ClassPricer, Trained
-from autopar.annotate.context_method import METHODS, choose_method
+from autopar.annotate.context_method import choose_method
 from autopar.annotate.propagate import ContextSetting, propagate
 from autopar.annotate.setting import AxisChoices, Setting
 from autopar.annotate.transfers import PARTS, Pricing
@@ -38,6 +38,7 @@ from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, OpDims, at_batch, has_batch, is_symbolic
 from autopar.ops.strategies import fits
 from autopar.ops.values import operand_names, ops, output_nodes, result_names
+from autopar.request.pins import CONTEXT_METHODS
 
 _MESSAGE_BYTES = 2**26
 """A message large enough to have the full bandwidth of its link."""
@@ -429,4 +430,4 @@ def _legal_methods(node: Node, dims: OpDims, mesh: MeshShape, pattern: Pattern) 
         found.append("ring")
     if "ulysses" in dims.joint and int(q.shape[1]) % (mesh.tp * mesh.cp) == 0:
         found.append("ulysses")
-    return tuple(method for method in METHODS if method in found) or ("gather",)
+    return tuple(method for method in CONTEXT_METHODS if method in found) or ("gather",)

@@ -14,8 +14,6 @@ from autopar_cost_models import collective_time_s, point_to_point_time_s
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 
-METHODS = ("gather", "ring", "ulysses")
-
 
 @dataclass(frozen=True, slots=True)
 class ContextAttention:

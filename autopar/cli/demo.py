@@ -119,7 +119,7 @@ def train_both(
 
 
 def _plan(spec: ModelSpec, nproc: int, rows: int, seq: int) -> tuple[Plan, bool]:
-    """autopar's own choice; if that uses one axis only, its choice for tp=2, to show both."""
+    """Autopar's own choice; if that uses one axis only, its choice for tp=2, to show both."""
     inputs = spec.example_inputs(rows, seq)
     model = spec.build("meta")
     plan = make_plan(model, f"cpu:{nproc}", inputs, global_batch=rows, runnable=True)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from textwrap import indent
 from typing import Any, NoReturn
 
 import click
@@ -24,7 +25,7 @@ from autopar.cli.session import Planner, priced_cluster
 from autopar.cli.terminal import progress, show
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.garbage import seldom_collected
-from autopar.request.pins import parse_pins
+from autopar.request.pins import parse_pins, pins_help
 
 
 class _Mistake(click.ClickException):
@@ -75,7 +76,11 @@ def cli() -> None:
     """
 
 
-@cli.command()
+PINS_HELP = f"\b\nPins:\n{indent(pins_help(), '  ')}"
+"""The end of the help of commands that take pins, whose lines click is not to fill."""
+
+
+@cli.command(epilog=PINS_HELP)
 @click.argument("model", required=False)
 @click.argument("cluster", required=False)
 @click.option("--global-batch", type=options.POSITIVE, help="Sequences per step over all devices.")
@@ -293,7 +298,7 @@ def _check_saved(ctx: click.Context, check: str, plan: str, model: str, cluster:
     ctx.exit(1 if checked.disagreements else 0)
 
 
-@cli.command("why-not")
+@cli.command("why-not", epilog=PINS_HELP)
 @click.argument("model")
 @click.argument("cluster")
 @options.batch

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
+from autopar.request.pins import Pins
 
 if TYPE_CHECKING:
     from autopar.explaining.lints import Finding
@@ -50,7 +51,7 @@ class Planner:
         self.request = PlanRequest(
             self.cluster,
             global_batch,
-            {},
+            Pins(),
             wanted,
             runnable,
             self.spec.name,
@@ -82,7 +83,7 @@ class Planner:
         """A plan under pins.  Raises AutoparError as `api.plan_traced` does."""
         from autopar import api
 
-        request = replace(self.request, pin=dict(pin), cluster=cluster or self.cluster,
+        request = replace(self.request, pin=Pins.of(pin), cluster=cluster or self.cluster,
                           global_batch=global_batch or self.request.global_batch)  # fmt: skip
         return api.plan_traced(
             self.traced(seq), request, time_limit_s or self.time_limit_s, self.tell
@@ -108,9 +109,9 @@ class Planner:
     def collectives(self, plan: Plan) -> dict:
         """The collectives of each block of a plan."""
         from autopar.explaining.collective_counts import block_collectives
-        from autopar.planning.model_facts import as_pinned
+        from autopar.planning.model_facts import as_recomputed
 
-        return block_collectives(as_pinned(self.traced(), {"recompute": plan.recompute}), plan)
+        return block_collectives(as_recomputed(self.traced(), plan.recompute), plan)
 
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
         """The replay of a plan that was made under pins."""
@@ -149,20 +150,18 @@ class Planner:
     def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None) -> PlanRequest:
         """What a plan was made for.  AutoparError if that is another model or cluster."""
         from autopar import api
-        from autopar.planning.model_facts import as_pinned
+        from autopar.planning.model_facts import as_recomputed
 
         at = cluster or self.cluster
-        api.check_plan(plan, as_pinned(self.traced(), {"recompute": plan.recompute}), at)
-        return replace(self.request, pin=dict(pin), cluster=at)
+        api.check_plan(plan, as_recomputed(self.traced(), plan.recompute), at)
+        return replace(self.request, pin=Pins.of(pin), cluster=at)
 
     def lints(self, plan: Plan, cluster: Cluster | None = None) -> list[Finding]:
         """The findings on a plan for a cluster."""
         from autopar.explaining.lints import lint
-        from autopar.planning.model_facts import as_pinned
+        from autopar.planning.model_facts import as_recomputed
 
-        return lint(
-            plan, cluster or self.cluster, as_pinned(self.traced(), {"recompute": plan.recompute})
-        )
+        return lint(plan, cluster or self.cluster, as_recomputed(self.traced(), plan.recompute))
 
 
 def priced_cluster(text: str, price: float | None) -> Cluster:

@@ -25,6 +25,7 @@ from autopar.ops.rules import op_dims
 from autopar.ops.values import operand_names, ops, result_names, value_grads, value_tensors
 from autopar.ops.work import tokens_per_row
 from autopar.recheck.plan_costs import setting_of
+from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
 from autopar.text.device_words import fullest_rank, groups_by_rank
@@ -55,8 +56,7 @@ class Finding:
 
 
 def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> list[Finding]:
-    """All findings.  `traced` is the model, its layers counted off if the plan's recompute mode wants it (`candidates.as_pinned`); without
-    it, those that the plan alone shows."""
+    """All findings.  `traced` is the model after `model_facts.as_recomputed`; without it, those that the plan alone shows."""
     groups = tuple(dict.fromkeys(groups_by_rank(plan, cluster)))
     found = [
         finding for group in groups for finding in _named(_across_nodes(plan, group), group, groups)
@@ -269,7 +269,9 @@ def _host_bound(
     device = group.device
     if device.generation == "cpu":  # an operation there waits for itself, which is priced
         return
-    request = PlanRequest(cluster, plan.global_batch, {}, plan.precision, False, plan.model_name)
+    request = PlanRequest(
+        cluster, plan.global_batch, Pins(), plan.precision, False, plan.model_name
+    )
     model = annotator_of(traced).annotate(
         setting_of(plan, request, "none", cluster.groups.index(group))
     )

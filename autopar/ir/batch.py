@@ -6,7 +6,7 @@ from typing import Any
 
 
 def multiple_of_batch(size: Any) -> int:
-    """k if a size is k times the batch, else 0."""
+    """K if a size is k times the batch, else 0."""
     expr = getattr(getattr(size, "node", None), "expr", None)
     if expr is None or expr.is_number:
         return 0

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 from math import gcd
-from typing import Any
 
-from autopar_cost_models import SCHEDULES, Topology, check_schedule, group_shape, splits_backward
+from autopar_cost_models import (
+    SCHEDULES,
+    Device,
+    Topology,
+    check_schedule,
+    group_shape,
+    splits_backward,
+)
 
 from autopar.annotate.setting import Setting
 from autopar.errors import AutoparError
@@ -15,9 +22,15 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import MeshShape, deal_text, groups_of
 from autopar.ir.traced import TracedModel, not_split
 from autopar.ops.work import tokens_per_row
-from autopar.planning.model_facts import _attention_heads, _listed, _parted, divisors, num_experts
+from autopar.planning.model_facts import (
+    attention_heads,
+    divisors,
+    listed,
+    num_experts,
+    shared_updates,
+)
 from autopar.planning.pin_checks import may_split_backward, schedule_of
-from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES
+from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES, Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import MIXED, MODES, Candidate
 
@@ -31,7 +44,7 @@ least: with fewer, messages outweigh the attention that hides them, while the ac
 
 
 def schedules_for(
-    pin: dict[str, Any],
+    pin: Pins,
     mesh: MeshShape,
     micro_batches: int,
     blocks: int,
@@ -40,12 +53,12 @@ def schedules_for(
     """(schedule, stages a rank) of every pipeline that the pins leave and torch can run;
     `split_backward`: whether a schedule may split backwards."""
     most = blocks // mesh.pp
-    several = (pin["vpp"],) if "vpp" in pin else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
+    several = (pin.vpp,) if pin.vpp else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
     found = []
-    for name in (pin["schedule"],) if "schedule" in pin else SCHEDULES:
+    for name in (pin.schedule,) if pin.schedule else SCHEDULES:
         if splits_backward(name) and not split_backward:
             continue
-        counts = several if SCHEDULES[name].min_stages_per_rank > 1 or "vpp" in pin else (1,)
+        counts = several if SCHEDULES[name].min_stages_per_rank > 1 or pin.vpp else (1,)
         found += [
             (name, count)
             for count in counts
@@ -63,35 +76,30 @@ def tp_limit(cluster: Cluster) -> int:
 
 def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
     """Every mesh that the pins leave and the global batch can be split over."""
-    pin, found = request.pin, []
+    pin, found = request.pin, list[MeshShape]()
     positions, experts = tokens_per_row(traced), num_experts(traced)
-    most = 1 if request.runnable and _parted(traced) else len(traced.layers)
+    most = 1 if request.runnable and shared_updates(traced) else len(traced.layers)
     for pp, tp in [
         (count, tp)
         for count in _ranks_for(request, most)
         for tp in divisors(request.cluster.num_devices // count)
     ]:
         devices = request.cluster.num_devices // pp
-        if pin.get("tp", tp) != tp or (tp > tp_limit(request.cluster) and "tp" not in pin):
+        if not pin.leave(tp=tp) or (tp > tp_limit(request.cluster) and pin.tp is None):
             continue
-        if any(heads % tp for heads in _attention_heads(traced)):
+        if any(heads % tp for heads in attention_heads(traced)):
             continue
         for cp in divisors(devices // tp):
             dp = devices // tp // cp
             is_long = positions >= LONG_SEQUENCE or positions >= LONG_SHARE * cp
             searched = cp == 1 or (is_long and positions % (2 * cp) == 0 and not request.is_mixed)
-            if (
-                pin.get("cp", cp) != cp
-                or pin.get("dp", dp) != dp
-                or request.global_batch % dp
-                or not ("cp" in pin or searched)
-            ):
+            if not pin.leave(cp=cp, dp=dp) or request.global_batch % dp or not (pin.cp or searched):
                 continue
             for ep in divisors(dp):
-                if pin.get("ep", ep) == ep and (
-                    ep == 1 or (ep <= experts and experts % ep == 0) or "ep" in pin
+                if pin.leave(ep=ep) and (
+                    ep == 1 or (ep <= experts and experts % ep == 0) or pin.ep
                 ):
-                    mesh = MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, order=pin.get("order", ""))
+                    mesh = MeshShape(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, order=pin.order or "")
                     found += _placed(request, mesh)
     return found
 
@@ -99,11 +107,11 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 def _ranks_for(request: PlanRequest, most: int) -> list[int]:
     """How many ranks pipelines may have."""
     if (
-        request.pin.get("offload") == "parameters"
+        request.pin.offload == "parameters"
     ):  # a pipeline has those of its stages on the device for all of a step
         return [1]
-    if "pp" in request.pin:
-        return [request.pin["pp"]]
+    if request.pin.pp is not None:
+        return [request.pin.pp]
     each = gcd(
         *(group.num_devices for group in request.cluster.groups)
     )  # a rank lies within one group
@@ -119,7 +127,7 @@ def _placed(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
     if request.is_mixed:
         return deals_of(request, mesh)
     if (
-        "pp" in request.pin and "order" not in request.pin
+        request.pin.pp is not None and request.pin.order is None
     ):  # both orders of every mesh would double the search
         return placements_of(mesh, request.cluster.topology)
     return [mesh]
@@ -127,8 +135,9 @@ def _placed(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
 
 def deals_of(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
     """A pipeline that goes through the groups of devices one after the other, in every order, or as it is pinned."""
-    groups, each, found = request.cluster.groups, mesh.num_devices // mesh.pp, {}
-    pinned = deal_text(groups_of(request.pin["deal"])) if "deal" in request.pin else ""
+    groups, each = request.cluster.groups, mesh.num_devices // mesh.pp
+    found: dict[tuple[tuple[Device, Topology], ...], MeshShape] = {}
+    pinned = "" if request.pin.deal is None else deal_text(groups_of(request.pin.deal))
     for order in permutations(range(len(groups))):
         dealt = replace(
             mesh, deal=deal_text(g for g in order for _ in range(groups[g].num_devices // each))
@@ -148,53 +157,81 @@ def placements_of(mesh: MeshShape, topology: Topology) -> list[MeshShape]:
 
 
 def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
-    """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave."""
-    pin, devices, found = request.pin, request.cluster.num_devices, []
-    searched = MODES if pin.get("stages") == "even" else (MIXED,)
-    recomputes = (pin["recompute"],) if "recompute" in pin else searched
-    blocks, whole = len(traced.layers), not (traced.split.joins or request.micro_batch_mean)
-    for mesh in meshes_for(request, traced):
-        rows = request.global_batch // mesh.dp
-        for micro_batch, (zero, shard) in product(divisors(rows), _sharings(request, mesh)):
-            if pin.get("micro_batch", micro_batch) != micro_batch or (
-                micro_batch > MAX_MICRO_BATCH and "micro_batch" not in pin
-            ):
-                continue
-            number = rows // micro_batch
-            if whole and number > 1:
-                continue
-            stagings = _stagings(request, mesh, number, blocks)
-            for recompute, (count, schedule, schedules) in product(recomputes, stagings):
-                found.append(
-                    Candidate(
-                        mesh,
-                        micro_batch,
-                        number,
-                        zero,
-                        recompute,
-                        stages_per_rank=count,
-                        schedule=schedule,
-                        schedules=schedules,
-                        offload=pin.get("offload", "none"),
-                        shard=shard,
-                    )
-                )
-    meshes = meshes_for(request, traced) if not found else []
-    sequences = sorted({request.global_batch // mesh.dp for mesh in meshes})
-    if sequences and all(each % pin.get("micro_batch", 1) for each in sequences):
-        raise AutoparError(
-            f"micro_batch={pin['micro_batch']} does not divide the sequences of a data-parallel rank, {_listed(sequences)} under the other "
-            f"pins; {_listed(sorted({size for each in sequences for size in divisors(each)}))} do"
+    """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave.  AutoparError if there is none."""
+    meshes = meshes_for(request, traced)
+    found = [candidate for mesh in meshes for candidate in _candidates_on(mesh, request, traced)]
+    if not found:
+        raise AutoparError(_none_words(request, traced, meshes))
+    return found
+
+
+def _candidates_on(
+    mesh: MeshShape, request: PlanRequest, traced: TracedModel
+) -> Iterator[Candidate]:
+    """The candidates of a mesh."""
+    pin, rows = request.pin, request.global_batch // mesh.dp
+    searched = MODES if pin.stages == "even" else (MIXED,)
+    recomputes = searched if pin.recompute is None else (pin.recompute,)
+    for micro_batch, (zero, shard) in product(divisors(rows), _sharings(request, mesh)):
+        too_large = micro_batch > MAX_MICRO_BATCH and pin.micro_batch is None
+        number = rows // micro_batch
+        if too_large or not pin.leave(micro_batch=micro_batch):
+            continue
+        if number > 1 and _keeps_batch(request, traced):
+            continue
+        stagings = _stagings(request, mesh, number, len(traced.layers))
+        for recompute, (count, schedule, schedules) in product(recomputes, stagings):
+            yield Candidate(
+                mesh,
+                micro_batch,
+                number,
+                zero,
+                recompute,
+                stages_per_rank=count,
+                schedule=schedule,
+                schedules=schedules,
+                offload=pin.offload or "none",
+                shard=shard,
+            )
+
+
+def _keeps_batch(request: PlanRequest, traced: TracedModel) -> bool:
+    """Whether a rank runs its sequences as one micro-batch: the losses of several do not add up."""
+    return not (traced.split.joins or request.micro_batch_mean)
+
+
+def _none_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[MeshShape]) -> str:
+    """Why pins leave no candidate, though they may leave meshes."""
+    return (
+        (meshes and _unsplit_words(request, traced, meshes))
+        or (meshes and _unshared_words(request, meshes))
+        or _no_pipeline_words(request, len(traced.layers), bool(meshes))
+    )
+
+
+def _unsplit_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[MeshShape]) -> str:
+    """Why the sequences of a rank cannot be split into micro-batches as pinned; '' if they can."""
+    pin, sequences = request.pin, sorted({request.global_batch // mesh.dp for mesh in meshes})
+    if all(each % (pin.micro_batch or 1) for each in sequences):
+        return (
+            f"micro_batch={pin.micro_batch} does not divide the sequences of a data-parallel rank, {listed(sequences)} under the other "
+            f"pins; {listed(sorted({size for each in sequences for size in divisors(each)}))} do"
         )
-    if meshes and whole:
-        what = f"the {_listed(sequences)} sequences of a data-parallel rank into micro-batches, as the pins {pin or 'given'} ask"
-        raise AutoparError(not_split(traced.split, what, sequences[0]))
-    if meshes and not any(_zero_stages(request, mesh) for mesh in meshes):
-        raise AutoparError(
-            f"zero={pin['zero']} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({meshes[0]}); "
+    if _keeps_batch(request, traced):
+        what = f"the {listed(sequences)} sequences of a data-parallel rank into micro-batches, as the pins {pin or 'given'} ask"
+        return not_split(traced.split, what, sequences[0])
+    return ""
+
+
+def _unshared_words(request: PlanRequest, meshes: Sequence[MeshShape]) -> str:
+    """Why no mesh shares out what ZeRO does as pinned; '' if one does."""
+    pin, first = request.pin, meshes[0]
+    if not any(_zero_stages(request, mesh) for mesh in meshes):
+        return (
+            f"zero={pin.zero} shares out over dp and cp what several ranks hold, and under the other pins both are 1 ({first}); "
             "drop a pin"
         )
-    if meshes and not any(_sharings(request, mesh) for mesh in meshes):
+    if not any(_sharings(request, mesh) for mesh in meshes):
         groups = sorted(
             {
                 size
@@ -203,27 +240,32 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
                 if mesh.can_share(size)
             }
         )
-        raise AutoparError(
-            f"shard={pin['shard']} does not part the data-parallel ranks (dp x cp = {meshes[0].dp * meshes[0].cp} in {meshes[0]}) into "
-            f"groups that have all ranks of ep and cp each; under the other pins {_listed(groups) or 'nothing'} does"
+        return (
+            f"shard={pin.shard} does not part the data-parallel ranks (dp x cp = {first.dp * first.cp} in {first}) into "
+            f"groups that have all ranks of ep and cp each; under the other pins {listed(groups) or 'nothing'} does"
         )
-    if request.is_mixed and not found:
-        raise AutoparError(
+    return ""
+
+
+def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> str:
+    """Why no pipeline runs the blocks and the batch, or no mesh splits the batch."""
+    pin, devices = request.pin, request.cluster.num_devices
+    pins = ", ".join(f"{key}={value}" for key, value in pin.items())
+    if request.is_mixed:
+        return (
             f"no pipeline over all devices of {request.cluster.name}, with one stage of at least one of {blocks} layers on each rank, "
             f"splits a global batch of {request.global_batch} under the pins {pin or 'given'}: use another batch, fewer devices or pins"
         )
-    if meshes and pin.get("pp", 1) > 1:
-        raise AutoparError(
-            f"no pipeline of pp={pin['pp']} ranks can run {blocks} layers and a global batch of {request.global_batch} under the pins "
-            f"{', '.join(f'{k}={v}' for k, v in pin.items())}: gpipe and 1f1b have one stage a rank, interleaved_1f1b two or more, each "
+    if has_meshes and (pin.pp or 1) > 1:
+        return (
+            f"no pipeline of pp={pin.pp} ranks can run {blocks} layers and a global batch of {request.global_batch} under the pins "
+            f"{pins}: gpipe and 1f1b have one stage a rank, interleaved_1f1b two or more, each "
             "stage at least one layer, and 1f1b a micro-batch for each rank; drop a pin"
         )
-    if not found:
-        raise AutoparError(
-            f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
-            f"{', '.join(f'{k}={v}' for k, v in pin.items()) or 'given'}: use a global batch that is a multiple of {devices}, or drop pins"
-        )
-    return found
+    return (
+        f"no mesh of {devices} devices splits a global batch of {request.global_batch} under the pins "
+        f"{pins or 'given'}: use a global batch that is a multiple of {devices}, or drop pins"
+    )
 
 
 def _stagings(
@@ -233,8 +275,8 @@ def _stagings(
     pin = request.pin
     if mesh.pp == 1:
         return [(1, "none", ())]
-    if pin.get("stages") == "even":
-        schedule, count = schedule_of(pin), pin.get("vpp", 1)
+    if pin.stages == "even":
+        schedule, count = schedule_of(pin), pin.vpp or 1
         return [(count, schedule, ())] if _can_run(schedule, mesh.pp, count, number) else []
     schedules = _schedules(request, mesh, number, blocks)
     return [(count, name, schedules) for name, count in schedules[:1]]
@@ -243,11 +285,12 @@ def _stagings(
 def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
     """ZeRO stages of a mesh.  In a pipeline stage 2 is left out unless pinned: gradients are kept whole until the last micro-batch, so that
     it saves nothing over stage 1."""
-    if "zero" in request.pin:
-        return (request.pin["zero"],) if mesh.dp * mesh.cp > 1 or request.pin["zero"] == 0 else ()
+    pinned = request.pin.zero
+    if pinned is not None:
+        return (pinned,) if mesh.dp * mesh.cp > 1 or pinned == 0 else ()
     if mesh.dp * mesh.cp == 1:
         return (0,)
-    if request.pin.get("offload") == "parameters":
+    if request.pin.offload == "parameters":
         return OFFLOADED_STAGES
     return ZERO_STAGES if mesh.pp == 1 else (0, 1, 3)
 
@@ -255,7 +298,7 @@ def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
 def _sharings(request: PlanRequest, mesh: MeshShape) -> list[tuple[int, int]]:
     """(ZeRO stage, `Candidate.shard`) of a mesh.  Groups are searched where parameters are gathered for every pass; what is gathered once a
     step gains little by that, and is evaluated where `shard` is pinned."""
-    stages, pinned = _zero_stages(request, mesh), request.pin.get("shard")
+    stages, pinned = _zero_stages(request, mesh), request.pin.shard
     if pinned:
         shard = 0 if pinned == mesh.dp * mesh.cp else pinned
         return [(zero, shard) for zero in stages if zero] if mesh.can_share(pinned) else []
@@ -295,15 +338,15 @@ def _can_run(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 def setting_of(candidate: Candidate, request: PlanRequest, group: int = 0) -> Setting:
     """What annotation needs to know of a candidate on the devices of a group."""
     return Setting(
-        replace(candidate.mesh, deal=""),
-        candidate.micro_batch,
-        candidate.num_microbatches,
-        candidate.zero,
-        candidate.recompute,
-        request.precision,
-        request.cluster.groups[group],
-        request.pin.get("context_method"),
-        sequence_parallel=request.pin.get("sequence_parallel"),
+        mesh=replace(candidate.mesh, deal=""),
+        micro_batch=candidate.micro_batch,
+        num_microbatches=candidate.num_microbatches,
+        zero=candidate.zero,
+        recompute=candidate.recompute,
+        precision=request.precision,
+        cluster=request.cluster.groups[group],
+        context_method=request.pin.context_method,
+        sequence_parallel=request.pin.sequence_parallel,
         stages_per_rank=candidate.stages_per_rank,
         schedule=candidate.schedule,
         software=request.software,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from math import isqrt
-from typing import Any
 
 from autopar.annotate.setting import is_periodic
 from autopar.ir.calls import op_name
@@ -22,19 +21,16 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def as_pinned(traced: TracedModel, pin: Mapping[str, Any]) -> TracedModel:
+def as_recomputed(traced: TracedModel, mode: str | None) -> TracedModel:
     """The model with its layers counted off, if every k-th of them is to be recomputed."""
-    mode = pin.get("recompute")
-    return (
-        counted(traced, int(mode.partition("-")[2]))
-        if is_recompute(mode) and is_periodic(mode)
-        else traced
-    )
+    if mode is None or not is_recompute(mode) or not is_periodic(mode):
+        return traced
+    return counted(traced, int(mode.partition("-")[2]))
 
 
 @per_model(16)
-def _parted(traced: TracedModel) -> list[str]:
-    """Buffers that forward changes and that stages may part: several segments read them."""
+def shared_updates(traced: TracedModel) -> list[str]:
+    """Buffers that forward changes and that several segments read, so that a pipeline would part them."""
     return [
         name
         for name in traced.updates
@@ -43,7 +39,7 @@ def _parted(traced: TracedModel) -> list[str]:
 
 
 @per_model(16)
-def _attention_heads(traced: TracedModel) -> tuple[int, ...]:
+def attention_heads(traced: TracedModel) -> tuple[int, ...]:
     """How many heads attention has, wherever that is known."""
     queries = [call.tensors[0] for call in calls_of(traced, "aten::scaled_dot_product_attention")]
     heads = dict.fromkeys(query.shape[-3] for query in queries if query.dim() > 2)
@@ -71,5 +67,6 @@ def num_experts(traced: TracedModel) -> int:
     return min(found, default=0)
 
 
-def _listed(numbers: list[int]) -> str:
+def listed(numbers: Sequence[int]) -> str:
+    """The first twelve of the numbers, for a message."""
     return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")

@@ -44,7 +44,7 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
     )
 
 
-def _check_host(prediction: Prediction, request: PlanRequest) -> None:
+def check_host(prediction: Prediction, request: PlanRequest) -> None:
     """Raise NoPlanFits if the plan needs more host memory than there is.  What is shared out there differs little between layouts."""
     host = request.cluster.host if prediction.host_bytes else None
     if host is not None and prediction.host_bytes > host.memory_bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 from autopar_cost_models import COST_MODEL_VERSION, splits_backward
 
 from autopar.annotate.annotator import Annotator
-from autopar.ir.annotated import AnnotatedModel
+from autopar.annotate.setting import AxisChoices
+from autopar.ir.annotated import AnnotatedModel, Strategy
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
@@ -25,14 +26,15 @@ from autopar.planning.candidates import (
     setting_of,
     tp_limit,
 )
-from autopar.planning.no_plan import _check_host
+from autopar.planning.no_plan import check_host
 from autopar.planning.notes import notes
 from autopar.planning.pin_checks import may_split_backward
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
-from autopar.solve.costs.candidate import MODES
+from autopar.solve.costs.candidate import MODES, Candidate
 from autopar.solve.costs.pipeline_cost import host_bytes
 from autopar.solve.costs.placement_cost import Choices, arrivals, class_costs
+from autopar.solve.integer_program.placement_solver import Solution
 from autopar.solve.search.result import SearchResult
 
 SPACE = (
@@ -59,13 +61,60 @@ GROUP_PIPELINES = (
 def make_plan(
     found: SearchResult, request: PlanRequest, traced: TracedModel, annotator: Annotator
 ) -> Plan:
-    """Write down the best solution as a Plan."""
-    candidate, solution = found.best
-    model: AnnotatedModel = found.model
+    """Write down the best solution as a Plan.  Raises ValueError for a search without one, NoPlanFits if the host lacks memory."""
+    if found.best is None or found.model is None:
+        raise ValueError(f"the search found no plan: its status is {found.status!r}")
+    (candidate, solution), model = found.best, found.model
+    pipelined = solution.pipelined
+    stages = pipelined.stages if pipelined else (range(len(traced.segments)),)
+    on_host = host_bytes(model, solution.choices, stages, candidate.mesh.pp)
+    prediction = _prediction(solution, on_host, request, traced)
+    check_host(prediction, request)
     fixed = annotator.axis_choices(setting_of(candidate, request))
-    blocks = []
+    origin = found.origin or [(number, candidate.recompute) for number in range(len(model.classes))]
+    return Plan(
+        mesh=candidate.mesh,
+        micro_batch=candidate.micro_batch,
+        num_microbatches=candidate.num_microbatches,
+        global_batch=request.global_batch,
+        schedule=candidate.schedule,
+        stages=tuple(tuple(traced.segments[number].name for number in stage) for stage in stages),
+        zero=candidate.zero,
+        recompute=candidate.recompute,
+        precision=request.precision,
+        blocks=tuple(_blocks(model, origin, found.best, traced, fixed)),
+        predicted=prediction,
+        certificate=_certificate(found, solution, model, request),
+        model_name=request.model_name,
+        model_hash=traced.model_hash,
+        cluster_name=request.cluster.name,
+        cluster_hash=request.cluster.spec_hash(),
+        cost_model_version=COST_MODEL_VERSION,
+        runnable=_lacking(candidate, request),
+        notes=(
+            *((f"predicted for {request.software}",) if request.software != Software() else ()),
+            *_start_note(candidate.mesh, request.cluster),
+            *notes(traced, request.micro_batch_mean),
+        ),
+        offload=candidate.offload,
+        devices=_devices(candidate.mesh, request.cluster),
+        shard=candidate.shard,
+        micro_batch_mean=request.micro_batch_mean,
+    )
+
+
+def _blocks(
+    model: AnnotatedModel,
+    origin: Sequence[tuple[int, str]],
+    best: tuple[Candidate, Solution],
+    traced: TracedModel,
+    fixed: AxisChoices,
+) -> Iterator[BlockPlan]:
+    """The choices of every block of the annotated model; `origin` has its class of the traced model and its recompute mode, and
+    `fixed` what propagation decided."""
+    candidate, solution = best
     for number, block in enumerate(model.classes):
-        index, mode = found.origin[number] if found.origin else (number, candidate.recompute)
+        index, mode = origin[number]
         if mode not in SELECTIVE_MODES:  # 'full' and every k-th: of layers alone
             mode = "full" if block.recompute else "none"
         choices = {
@@ -79,100 +128,75 @@ def make_plan(
         segments = tuple(
             s.name for s, own in zip(traced.segments, model.segments, strict=True) if own == number
         )
-        blocks.append(BlockPlan(traced.classes[index].name, segments, mode, choices))
-    cluster = request.cluster
-    ranks = request.pin.get("pp", "any number of")
+        yield BlockPlan(traced.classes[index].name, segments, mode, choices)
+
+
+def _space(request: PlanRequest) -> str:
+    """In words, what was searched."""
+    pin, ranks = request.pin, request.pin.pp or "any number of"
     short = "GPipe, 1F1B and zero bubble" if may_split_backward(request) else "GPipe and 1F1B"
-    pipelines = (
-        "no pipeline"
-        if ranks == 1
-        else PIPELINES.format(ranks=ranks, most=MAX_STAGES_PER_RANK, short=short)
-    )
-    modes = f"{'/'.join(MODES)} for each block"
-    order = request.pin.get("order")
-    placed = (
-        f"ranks numbered in the order {order} (outermost first)"
-        if order
-        else PLACED + INSIDE * ("pp" in request.pin)
-    )
-    long = f"from {LONG_SEQUENCE} positions, or with {LONG_SHARE} left to a rank"
-    pinned = request.pin.get("shard")
-    within = f" within groups of {pinned} data-parallel ranks" if pinned else ""
-    shared = SHARED if pinned is None and not request.is_mixed else within
     if request.is_mixed:
-        placed, pipelines, long = (
-            GROUPS,
-            GROUP_PIPELINES.format(ranks=ranks, short=short),
-            "where it is pinned",
+        placed, long, pipelines = GROUPS, "where it is pinned", GROUP_PIPELINES
+    else:
+        placed = (
+            f"ranks numbered in the order {pin.order} (outermost first)"
+            if pin.order
+            else PLACED + INSIDE * (pin.pp is not None)
         )
-    certificate = Certificate(
-        found.status,
-        solution.time_s,
-        found.bound_s,
-        found.gap,
-        SPACE.format(
-            limit=tp_limit(cluster),
-            long=long,
-            placed=placed,
-            pipelines=pipelines,
-            zero="0-3",
-            shared=shared,
-            recompute=modes,
-        ),
-        tuple(found.outcomes),
-        found.solve_time_s,
-        _ledgers(found),
+        long = f"from {LONG_SEQUENCE} positions, or with {LONG_SHARE} left to a rank"
+        pipelines = "no pipeline" if ranks == 1 else PIPELINES
+    within = f" within groups of {pin.shard} data-parallel ranks" if pin.shard else ""
+    return SPACE.format(
+        limit=tp_limit(request.cluster),
+        long=long,
+        placed=placed,
+        pipelines=pipelines.format(ranks=ranks, most=MAX_STAGES_PER_RANK, short=short),
+        zero="0-3",
+        shared=SHARED if pin.shard is None and not request.is_mixed else within,
+        recompute=f"{'/'.join(MODES)} for each block",
     )
-    seconds = solution.time_s
-    stages = solution.pipelined.stages if solution.pipelined else (range(len(traced.segments)),)
-    prediction = Prediction(
-        seconds,
-        solution.pipelined.memory_bytes if solution.pipelined else (solution.memory_bytes,),
-        request.global_batch * tokens_per_row(traced) / seconds,
-        model_flops(traced, request.global_batch)
-        / seconds
-        / sum(map(partial(_peak, request.precision), cluster.groups)),
-        dict(solution.breakdown),
-        dict(solution.memory_parts),
-        host_bytes(model, solution.choices, stages, candidate.mesh.pp),
+
+
+def _certificate(
+    found: SearchResult, solution: Solution, model: AnnotatedModel, request: PlanRequest
+) -> Certificate:
+    return Certificate(
+        status=found.status,
+        objective_s=solution.time_s,
+        bound_s=found.bound_s,
+        gap=found.gap,
+        space=_space(request),
+        meshes=tuple(found.outcomes),
+        solve_time_s=found.solve_time_s,
+        ledger=_ledgers(model, found.groups, solution.choices),
     )
-    _check_host(prediction, request)
-    lacking = {
-        f"recompute op under {candidate.schedule}": splits_backward(candidate.schedule)
-        and candidate.recompute == "op",
-        f"a graph captured in {request.precision}": not request.runnable
-        and request.precision in ("bf16", "fp16"),
-    }
-    missing = next((what for what, lacks in lacking.items() if lacks), "")
-    return Plan(
-        candidate.mesh,
-        candidate.micro_batch,
-        candidate.num_microbatches,
-        request.global_batch,
-        candidate.schedule,
-        tuple(tuple(traced.segments[number].name for number in stage) for stage in stages),
-        candidate.zero,
-        candidate.recompute,
-        request.precision,
-        tuple(blocks),
-        prediction,
-        certificate,
-        request.model_name,
-        traced.model_hash,
-        cluster.name,
-        cluster.spec_hash(),
-        COST_MODEL_VERSION,
-        missing,
-        (
-            *((f"predicted for {request.software}",) if request.software != Software() else ()),
-            *_start_note(candidate.mesh, cluster),
-            *notes(traced, request.micro_batch_mean),
-        ),
-        candidate.offload,
-        _devices(candidate.mesh, cluster),
-        candidate.shard,
-        request.micro_batch_mean,
+
+
+def _prediction(
+    solution: Solution, on_host_bytes: int, request: PlanRequest, traced: TracedModel
+) -> Prediction:
+    seconds, batch = solution.time_s, request.global_batch
+    peak = sum(map(partial(_peak, request.precision), request.cluster.groups))
+    return Prediction(
+        step_time_s=seconds,
+        peak_memory_bytes=solution.pipelined.memory_bytes
+        if solution.pipelined
+        else (solution.memory_bytes,),
+        tokens_per_s=batch * tokens_per_row(traced) / seconds,
+        mfu=model_flops(traced, batch) / seconds / peak,
+        breakdown=dict(solution.breakdown),
+        memory=dict(solution.memory_parts),
+        host_bytes=on_host_bytes,
     )
+
+
+def _lacking(candidate: Candidate, request: PlanRequest) -> str:
+    """What the engine lacks to run the plan, or ''."""
+    if splits_backward(candidate.schedule) and candidate.recompute == "op":
+        return f"recompute op under {candidate.schedule}"
+    if not request.runnable and request.precision in ("bf16", "fp16"):
+        return f"a graph captured in {request.precision}"
+    return ""
 
 
 def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]:
@@ -194,15 +218,16 @@ def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]
         }
 
 
-def _ledgers(found: SearchResult) -> tuple[dict[str, Any], ...]:
+def _ledgers(
+    model: AnnotatedModel, groups: Sequence[AnnotatedModel], choices: Choices
+) -> tuple[dict[str, Any], ...]:
     """The ledger; on devices of several kinds one for each group, which its entries name."""
-    choices = found.best[1].choices
-    if not found.groups:
-        return tuple(_ledger(found.model, choices))
+    if not groups:
+        return tuple(_ledger(model, choices))
     return tuple(
-        entry | {"group": group}
-        for group, model in enumerate(found.groups)
-        for entry in _ledger(model, choices)
+        entry | {"group": number}
+        for number, priced in enumerate(groups)
+        for entry in _ledger(priced, choices)
     )
 
 
@@ -230,7 +255,9 @@ def _start_note(mesh: MeshShape, cluster: Cluster) -> Iterator[str]:
         yield f"start the processes along the pipeline: ranks {', '.join(where)}"
 
 
-def axis_choices(mesh: MeshShape, fixed: dict[str, AxisChoice], strategy) -> dict[str, AxisChoice]:
+def axis_choices(
+    mesh: MeshShape, fixed: dict[str, AxisChoice], strategy: Strategy
+) -> dict[str, AxisChoice]:
     """An op's choice on every axis with more than one rank: what propagation fixed, and what the solver chose on tp."""
     choices = dict(fixed)
     if mesh.tp > 1:

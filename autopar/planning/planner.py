@@ -12,7 +12,7 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.planning.candidates import candidates_for, setting_of
-from autopar.planning.model_facts import as_pinned
+from autopar.planning.model_facts import as_recomputed
 from autopar.planning.no_plan import no_plan_fits
 from autopar.planning.pin_checks import check_pins
 from autopar.planning.plan_writer import make_plan
@@ -59,7 +59,7 @@ def plan_traced(
 ) -> Plan:
     """What `plan` does once the model is traced and the request is complete."""
     check_pins(request, traced)
-    traced = as_pinned(traced, request.pin)
+    traced = as_recomputed(traced, request.pin.recompute)
     annotator = annotator_of(traced)
     found = find_best(request, traced, annotator, time_limit_s, progress)
     if found.best is None:

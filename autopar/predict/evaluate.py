@@ -23,6 +23,8 @@ from autopar.predict.frameworks import framework_fields
 from autopar.predict.machines import device_of, node_of
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
+from autopar.request.pins import Pins
+from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
 
 UNLIMITED_BYTES = 2**50
@@ -114,7 +116,15 @@ def _plan(
 ) -> Plan:
     run, cluster = case.run, case.cluster
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
-    request = api.PlanRequest(cluster, run.global_batch, pin, "bf16", False, run.id, case.software)
+    request = PlanRequest(
+        cluster,
+        run.global_batch,
+        Pins.of(pin),
+        precision="bf16",
+        runnable=False,
+        model_name=run.id,
+        software=case.software,
+    )
     return api.plan_traced(traced, request, time_limit_s)
 
 

@@ -95,7 +95,6 @@ def nic_Bps_of(gpu: str) -> float:
 
 def node_of(device: str, per_node: int, nic_Bps: float) -> NodePreset | None:
     """The node of the catalogue that has `per_node` of these devices and, for each of them, so much line rate; None if there is none."""
-
     alike = (
         node
         for node in NODES.values()

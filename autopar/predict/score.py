@@ -50,7 +50,7 @@ class Scored:
 
 
 def relative_error(predicted: float, measured: float | None) -> float | None:
-    """predicted / measured - 1, or None unless both are finite and measured is positive."""
+    """Predicted / measured - 1, or None unless both are finite and measured is positive."""
     if measured is None or not isfinite(measured) or measured <= 0 or not isfinite(predicted):
         return None
     return predicted / measured - 1

@@ -29,7 +29,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import TracedModel
-from autopar.planning.model_facts import as_pinned
+from autopar.planning.model_facts import as_recomputed
 from autopar.request.plan_request import PlanRequest
 
 Chosen = Mapping[str, Strategy]
@@ -128,7 +128,7 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
     `request` says what the plan was made for: cluster, software, and pins of what a plan does not record (`context_method`,
     `sequence_parallel`).  Raises AutoparError where the plan does not fit the model under this request.
     """
-    traced = as_pinned(traced, {"recompute": plan.recompute})
+    traced = as_recomputed(traced, plan.recompute)
     firsts = first_segments(plan, traced)
     ranks, on = plan.mesh.pp, segments_by_rank(plan, traced, request)
     base, segments = on[0]
@@ -233,12 +233,23 @@ def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: in
 
 def setting_of(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setting:
     """The plan's choices as annotation wants them, with one recompute mode for all blocks, on the devices of a group."""
-    pin, per_rank, cluster = request.pin, len(plan.stages) // plan.mesh.pp, request.cluster
     return Setting(
-        replace(plan.mesh, deal=""), plan.micro_batch, plan.num_microbatches, plan.zero, mode, plan.precision, cluster.groups[group],
-        pin.get("context_method"), per_rank, plan.schedule, pin.get("sequence_parallel"), request.software, plan.offload,
-        cluster.between if len(cluster.groups) > 1 else None, plan.shard,
-    )  # fmt: skip
+        mesh=replace(plan.mesh, deal=""),
+        micro_batch=plan.micro_batch,
+        num_microbatches=plan.num_microbatches,
+        zero=plan.zero,
+        recompute=mode,
+        precision=plan.precision,
+        cluster=request.cluster.groups[group],
+        context_method=request.pin.context_method,
+        sequence_parallel=request.pin.sequence_parallel,
+        stages_per_rank=len(plan.stages) // plan.mesh.pp,
+        schedule=plan.schedule,
+        software=request.software,
+        offload=plan.offload,
+        shard=plan.shard,
+        between=request.cluster.between if request.is_mixed else None,
+    )
 
 
 def _mode(plan: Plan, block: BlockPlan) -> str:

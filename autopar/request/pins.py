@@ -1,25 +1,24 @@
-"""Choices that a user fixes."""
+"""Choices that a user fixes: the table of pins, and the pins of a request.
+
+A new pin is a row of `PINS` and a field of `Pins` here, what it asks of model and cluster in `planning/pin_checks.py`, and
+its effect in `planning/candidates.py`: three files.  Help, messages and comparisons with plans follow from the table.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar_cost_models import OFFLOADS, SCHEDULES
+
 from autopar.errors import AutoparError, shown
-from autopar.ir.mesh import AXES, groups_of
+from autopar.ir.mesh import AXES, MOST, MeshShape, groups_of
 from autopar.ir.plan import Plan
 from autopar.ir.plan_checks import SELECTIVE_MODES
 
-PINS = (
-    "tp", "pp", "dp", "cp", "ep", "order", "deal", "vpp", "micro_batch", "schedule", "stages", "zero", "shard", "recompute",
-    "sequence_parallel", "context_method", "offload",
-)  # fmt: skip
-
-
-_DEGREES = ("tp", "pp", "cp", "dp", "ep")
-
+PinValue = int | str | bool
 
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -32,6 +31,9 @@ RECOMPUTE = ("none", "full")
 """Modes of every layer, or none.  Parts of a layer (`SELECTIVE_MODES`) and every k-th layer whole (`every-k`) are evaluated where they are
 pinned; without a pin each layer recomputes as is best."""
 
+CONTEXT_METHODS = ("gather", "ring", "ulysses")
+"""How attention gets the keys of other ranks over cp."""
+
 
 def is_recompute(value: Any) -> bool:
     """Whether a value of the pin is a recompute mode."""
@@ -40,9 +42,180 @@ def is_recompute(value: Any) -> bool:
     )
 
 
-def parse_pins(text: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class PinSpec:
+    """A row of the table.
+
+    `check(value)` raises AutoparError for a value that no request can have, or returns what is wrong with it, '' for nothing.
+    `of_plan` is the value that a plan has, None where no plan records it.  `same(value, plan)`: whether the plan has the
+    choice though its value is written in another way.
+    """
+
+    name: str
+    help: str
+    check: Callable[[Any], str]
+    of_plan: Callable[[Plan], PinValue | None] = lambda plan: None
+    same: Callable[[Any, Plan], bool] = lambda value, plan: False
+
+    def is_choice_of(self, plan: Plan, value: Any) -> bool:
+        """Whether the plan decides as pinned; False where no plan records the choice."""
+        return self.of_plan(plan) == value or self.same(value, plan)
+
+
+def _wrong_count(value: Any) -> str:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+        return f"must be a whole number >= 1, and at most {MOST:,}"
+    return ""
+
+
+def _wrong_order(value: Any) -> str:
+    MeshShape(order=value)
+    return ""
+
+
+def _wrong_deal(value: Any) -> str:
+    groups_of(value)
+    return ""
+
+
+def _one_of(known: Sequence[str], *silent: str) -> Callable[[Any], str]:
+    """A check for one of the `known` values; those that are `silent` are taken too, and not named."""
+    return lambda value: (
+        "" if value in (*known, *silent) else f"is not known; {', '.join(known)} are"
+    )
+
+
+def _wrong_stages(value: Any) -> str:
+    if value != "even":
+        return "is not known; 'even' deals layers evenly, without the pin stages are cut as is best"
+    return ""
+
+
+def _wrong_zero(value: Any) -> str:
+    if type(value) is not int or value not in ZERO_STAGES:
+        return "is not a ZeRO stage; 0, 1, 2 and 3 are"
+    return ""
+
+
+def _wrong_shard(value: Any) -> str:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
+        return "must be a whole number: the data-parallel ranks that share out what ZeRO does, 0 for all"
+    if value == 1:
+        raise AutoparError(
+            "shard=1: a rank alone shares out nothing; pin zero=0, or shard=2 or more"
+        )
+    return ""
+
+
+def _wrong_recompute(value: Any) -> str:
+    if not is_recompute(value):
+        known = ", ".join((*RECOMPUTE, *SELECTIVE_MODES))
+        return f"is not known; {known} and every-2, every-3, ... are"
+    return ""
+
+
+def _wrong_flag(value: Any) -> str:
+    return "" if isinstance(value, bool) else "is not known; true and false are"
+
+
+PINS = {
+    pin.name: pin
+    for pin in (
+        PinSpec("tp", "tensor-parallel ranks", _wrong_count, lambda plan: plan.mesh.tp),
+        PinSpec("pp", "ranks of the pipeline", _wrong_count, lambda plan: plan.mesh.pp),
+        PinSpec("dp", "data-parallel ranks, those of ep among them", _wrong_count, lambda plan: plan.mesh.dp),
+        PinSpec("cp", "ranks that share out the positions of a sequence", _wrong_count, lambda plan: plan.mesh.cp),
+        PinSpec("ep", "data-parallel ranks that share out experts", _wrong_count, lambda plan: plan.mesh.ep),
+        PinSpec("order", "mesh axes as ranks lie, outermost first: dp-pp-tp", _wrong_order,
+                lambda plan: plan.mesh.order or "-".join(AXES), lambda value, plan: replace(plan.mesh, order=value) == plan.mesh),
+        PinSpec("deal", "groups of a mixed cluster along the pipeline: 1x2-0x3", _wrong_deal,
+                lambda plan: plan.mesh.deal or None, lambda value, plan: groups_of(value) == plan.mesh.groups),
+        PinSpec("vpp", "stages of a pipeline rank", _wrong_count, lambda plan: len(plan.stages) // plan.mesh.pp),
+        PinSpec("micro_batch", "sequences of a micro-batch, on a data-parallel rank", _wrong_count, lambda plan: plan.micro_batch),
+        PinSpec("schedule", f"of the pipeline: {', '.join(SCHEDULES)}", _one_of(tuple(SCHEDULES), "none"), lambda plan: plan.schedule),
+        PinSpec("stages", "even: each stage gets as many layers", _wrong_stages),
+        PinSpec("zero", "ZeRO stage, 0 to 3", _wrong_zero, lambda plan: plan.zero),
+        # 0 and all ranks are one
+        PinSpec("shard", "data-parallel ranks that share out what ZeRO does, 0 for all", _wrong_shard, lambda plan: plan.shard,
+                lambda value, plan: value == (plan.shard or (plan.zero and plan.mesh.dp * plan.mesh.cp))),
+        PinSpec("recompute", f"{', '.join((*RECOMPUTE, *SELECTIVE_MODES))}, or every-2, every-3, ...", _wrong_recompute,
+                lambda plan: plan.recompute),
+        PinSpec("sequence_parallel", "true or false: activations between blocks are sharded over tp", _wrong_flag),
+        PinSpec("context_method", f"of attention over cp: {', '.join(CONTEXT_METHODS)}", _one_of(CONTEXT_METHODS)),
+        PinSpec("offload", f"what is in host memory: {', '.join(OFFLOADS)}", _one_of(OFFLOADS), lambda plan: plan.offload),
+    )
+}  # fmt: skip
+"""Every pin by its name, in the order in which they are listed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pins(Mapping[str, Any]):
+    """The pins of a request: a mapping from names to values, and a typed attribute for each, None where it is not pinned.
+
+    `given` has the names in the order in which they were given; by default those that have a value.
+    """
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    order: str | None = None
+    deal: str | None = None
+    vpp: int | None = None
+    micro_batch: int | None = None
+    schedule: str | None = None
+    stages: str | None = None
+    zero: int | None = None
+    shard: int | None = None
+    recompute: str | None = None
+    sequence_parallel: bool | None = None
+    context_method: str | None = None
+    offload: str | None = None
+    given: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.given:
+            names = tuple(name for name in PINS if getattr(self, name) is not None)
+            object.__setattr__(self, "given", names)
+        for name, value in self.items():
+            if not isinstance(value, str | int | float):
+                raise AutoparError(
+                    f"{name}={shown(value)} must be a text, a whole number, True or False"
+                )
+            if wrong := PINS[name].check(value):
+                raise AutoparError(f"{name}={shown(value)} {wrong}")
+
+    @classmethod
+    def of(cls, pin: Mapping[str, Any]) -> Pins:
+        """The pins of a mapping.  Raises AutoparError for one that does not exist, and for a value that it cannot have."""
+        if isinstance(pin, Pins):
+            return pin
+        check_pin_names(pin)
+        return cls(**pin, given=tuple(pin))
+
+    def leave(self, **choices: PinValue) -> bool:
+        """Whether each of these choices is pinned or free."""
+        return all(self.get(name, value) == value for name, value in choices.items())
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.given:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.given)
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def __str__(self) -> str:
+        return str(dict(self))
+
+
+def parse_pins(text: str) -> dict[str, PinValue]:
     """`tp=8,zero=1` -> {'tp': 8, 'zero': 1}.  Raises AutoparError for anything that is not key=value."""
-    pins: dict[str, Any] = {}
+    pins: dict[str, PinValue] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not key or not value:
@@ -53,11 +226,9 @@ def parse_pins(text: str) -> dict[str, Any]:
             raise AutoparError(
                 f"--pin {shown(text)}: {key} is given twice, as {pins[key]} and {value}"
             )
-        pins[key] = (
-            int(value)
-            if re.fullmatch(r"[+-]?[0-9]{1,18}", value)
-            else {"true": True, "false": False}.get(value.lower(), value)
-        )
+        flags: dict[str, PinValue] = {"true": True, "false": False}
+        is_number = re.fullmatch(r"[+-]?[0-9]{1,18}", value)
+        pins[key] = int(value) if is_number else flags.get(value.lower(), value)
     if text and not pins:
         raise AutoparError(
             f"--pin {shown(text)} has no choice in it; write for example --pin tp=8,zero=1, or leave it out"
@@ -65,29 +236,14 @@ def parse_pins(text: str) -> dict[str, Any]:
     return pins
 
 
-def choices_of(plan: Plan) -> dict[str, int | str]:
+def choices_of(plan: Plan) -> dict[str, PinValue]:
     """What the plan decided, by pin.  `sequence_parallel` and `context_method` are not among them: they are in the layouts of ops."""
-    mesh = plan.mesh
-    return {
-        "tp": mesh.tp,
-        "pp": mesh.pp,
-        "dp": mesh.dp,
-        "cp": mesh.cp,
-        "ep": mesh.ep,
-        "order": mesh.order or "-".join(AXES),
-        "vpp": len(plan.stages) // mesh.pp,
-        "micro_batch": plan.micro_batch,
-        "schedule": plan.schedule,
-        "zero": plan.zero,
-        "shard": plan.shard,
-        "recompute": plan.recompute,
-        "offload": plan.offload,
-    } | ({"deal": mesh.deal} if mesh.deal else {})
+    chosen = {name: pin.of_plan(plan) for name, pin in PINS.items()}
+    return {name: value for name, value in chosen.items() if value is not None}
 
 
-def pins_of(plan: Plan) -> dict[str, int | str]:
+def pins_of(plan: Plan) -> dict[str, PinValue]:
     """Pins that leave the plan nothing to decide but layouts of ops, and what each layer recomputes where they differ in it."""
-
     return {
         key: value
         for key, value in choices_of(plan).items()
@@ -97,21 +253,11 @@ def pins_of(plan: Plan) -> dict[str, int | str]:
 
 def first_difference(pin: Mapping[str, Any], plan: Plan) -> str:
     """The first pinned key that the plan decides otherwise, or ''.  A key that no plan records counts as decided otherwise."""
-    chosen = choices_of(plan)
-    same = {
-        "order": lambda value: replace(plan.mesh, order=value) == plan.mesh,
-        "deal": lambda value: groups_of(value) == plan.mesh.groups,
-        "shard": lambda value: (
-            value == (plan.shard or plan.zero and plan.mesh.dp * plan.mesh.cp)
-        ),  # 0 and all ranks are one
-    }
-    decided = {key: value for key, value in pin.items() if key not in same or not same[key](value)}
-    return next((key for key, value in decided.items() if chosen.get(key) != value), "")
+    return next((key for key, value in pin.items() if not PINS[key].is_choice_of(plan, value)), "")
 
 
 def check_pin_names(pin: Mapping[str, Any]) -> None:
     """Raise AutoparError for a pin that does not exist: a misspelt pin is a mistake, while an impossible one is an answer."""
-
     for name in pin:
         if name not in PINS:
             raise AutoparError(f"unknown pin {shown(name)}; pins are {', '.join(PINS)}")
@@ -123,3 +269,9 @@ def pin_text(pin: Mapping[str, Any]) -> str:
         f"{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in pin.items()
     )
+
+
+def pins_help() -> str:
+    """A line for each pin: its name and what it fixes."""
+    width = max(map(len, PINS))
+    return "\n".join(f"{name:{width}}  {pin.help}" for name, pin in PINS.items())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import MOST
 from autopar.ir.plan_checks import PRECISIONS
+from autopar.request.pins import Pins
 from autopar.request.software import Software
 
 
@@ -18,11 +18,11 @@ class PlanRequest:
 
     cluster: Cluster
     global_batch: int
-    pin: dict[str, Any]
+    pin: Pins
     precision: str
     runnable: bool
     model_name: str
-    software: Software = Software()
+    software: Software = field(default_factory=Software)
     micro_batch_mean: bool = False
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ from autopar.models.base import ModelSpec
 from autopar.ops.random import drops
 from autopar.ops.values import ops
 from autopar.planning.model_facts import calls_of, divisors, num_experts
-from autopar.request.pins import PINS
+from autopar.request.pins import check_pin_names
 from autopar.request.software import Software
 from autopar.runtime.engine import PRECISIONS, Engine
 from autopar.runtime.ranks.launch import WorkerError, run_workers
@@ -134,8 +134,7 @@ def verify(
         raise AutoparError(f"verify runs in {' or '.join(TOLERANCE)}, not in {shown(precision)}")
     if nproc < 1 or steps < 1:
         raise AutoparError(f"nproc={nproc} and steps={steps} must be at least 1")
-    if unknown := [name for name in pin if name not in PINS]:
-        raise AutoparError(f"unknown pin {shown(unknown[0])}; pins are {', '.join(PINS)}")
+    check_pin_names(pin)
     seq = seq if seq is not None else min(DEFAULT_SEQ, spec.max_seq or DEFAULT_SEQ)
     setup = Setup(spec, precision, steps, seq, rows if rows is not None else 2 * nproc)
     progress(f"training {spec.name} on one device")

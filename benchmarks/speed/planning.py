@@ -111,6 +111,7 @@ def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
     from autopar.errors import AutoparError
     from autopar.ir.cluster import ClusterSpec
     from autopar.models import parse_model
+    from autopar.request.pins import Pins
     from autopar.request.plan_request import PlanRequest, choose_precision
     from autopar.text.plan_words import short_words
 
@@ -120,7 +121,7 @@ def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
     traced = api.trace_spec(spec, asked.seq)
     traced_s = time.perf_counter()
     request = PlanRequest(
-        cluster, asked.global_batch, asked.pin, choose_precision(cluster), False, spec.name
+        cluster, asked.global_batch, Pins.of(asked.pin), choose_precision(cluster), False, spec.name
     )
     plan, error = None, ""
     try:

@@ -17,6 +17,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import EDITED
 from autopar.planning.planner import plan_traced
 from autopar.planning.saved_plan import check_plan
+from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 
 NAME, CLUSTER = "llama-tiny", ClusterSpec.parse("cpu:4")
@@ -45,7 +46,7 @@ ODD = (
 
 @cache
 def data_of(kind: str) -> dict:
-    request = PlanRequest(CLUSTER, 8, PINS[kind], "fp64", True, NAME)
+    request = PlanRequest(CLUSTER, 8, Pins.of(PINS[kind]), "fp64", True, NAME)
     data = json.loads(plan_traced(case(NAME).traced, request).to_json())
     data["certificate"]["meshes"] = data["certificate"]["meshes"][:2]  # of hundreds
     return data
@@ -233,7 +234,7 @@ def test_an_edit_that_leaves_a_plan_trains_exactly_and_is_noted(pool4):
 
 def test_a_plan_that_nobody_edited_has_no_such_note(tmp_path):
     plan = plan_traced(
-        case(NAME).traced, PlanRequest(CLUSTER, 8, PINS["sharded"], "fp64", True, NAME)
+        case(NAME).traced, PlanRequest(CLUSTER, 8, Pins.of(PINS["sharded"]), "fp64", True, NAME)
     )
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan and EDITED not in plan.notes

@@ -24,7 +24,7 @@ from autopar.models import parse_model
 from autopar.planning.candidates import candidates_for
 from autopar.recheck.audit import audit
 from autopar.recheck.replay import replay
-from autopar.request.pins import choices_of, first_difference, pins_of
+from autopar.request.pins import Pins, choices_of, first_difference, pins_of
 from autopar.request.plan_request import PlanRequest
 from autopar.text.plan_words import layout_words
 
@@ -47,7 +47,7 @@ def traced_of(
 
 
 def request_of(pin: dict, cluster: ClusterSpec = NODES, batch: int = 32) -> PlanRequest:
-    return PlanRequest(cluster, batch, pin, "bf16", False, "test")
+    return PlanRequest(cluster, batch, Pins.of(pin), "bf16", False, "test")
 
 
 @cache

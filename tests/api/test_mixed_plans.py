@@ -24,6 +24,7 @@ from autopar.planning.objectives import Goal, choose
 from autopar.planning.pin_checks import check_pins
 from autopar.recheck.audit import audit
 from autopar.recheck.replay import replay
+from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 
 MODEL = "llama:layers=6,hidden=1024,ffn=2816,heads=16,vocab=8192"
@@ -38,7 +39,7 @@ def traced():
 
 
 def request_of(cluster: Cluster, **pin) -> PlanRequest:
-    return PlanRequest(cluster, 16, pin, "bf16", False, MODEL)
+    return PlanRequest(cluster, 16, Pins.of(pin), "bf16", False, MODEL)
 
 
 @cache

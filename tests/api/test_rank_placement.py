@@ -20,7 +20,7 @@ from autopar.models import parse_model
 from autopar.planning.candidates import placements_of
 from autopar.recheck.audit import audit
 from autopar.recheck.replay import replay
-from autopar.request.pins import choices_of, first_difference, pins_of
+from autopar.request.pins import Pins, choices_of, first_difference, pins_of
 from autopar.request.plan_request import PlanRequest
 from autopar.text.plan_words import placement_words
 
@@ -50,7 +50,7 @@ def traced_of(seq: int) -> TracedModel:
 
 def request_of(task: tuple[int, int], **pin) -> PlanRequest:
     return PlanRequest(
-        NODES, task[1], PIN | {"micro_batch": task[1] // 2} | pin, "bf16", False, "test"
+        NODES, task[1], Pins.of(PIN | {"micro_batch": task[1] // 2} | pin), "bf16", False, "test"
     )
 
 

@@ -22,6 +22,7 @@ from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.recheck.audit import Audit, audit
 from autopar.recheck.plan_costs import segments_of
+from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from benchmarks.exactness.model_zoo import ZooModel
 
@@ -43,7 +44,7 @@ def traced_of(name: str) -> TracedModel:
 def request_of(pin: dict, memory_gib: float = 80.0, cluster: str = "h100:8") -> PlanRequest:
     spec = ClusterSpec.parse(cluster)
     spec = replace(spec, device=replace(spec.device, memory_bytes=int(memory_gib * 2**30)))
-    return PlanRequest(spec, BATCH, pin, "bf16", False, "test")
+    return PlanRequest(spec, BATCH, Pins.of(pin), "bf16", False, "test")
 
 
 @cache

@@ -13,6 +13,7 @@ from autopar import api
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec, MixedCluster
 from autopar.ir.plan import Plan
+from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 
 NAME = "gpt:layers=6,hidden=16,heads=4,vocab=96"
@@ -29,7 +30,7 @@ def cluster(each: int, times: float = 3.0) -> MixedCluster:
 
 
 def planned(at: MixedCluster, **pin) -> Plan:
-    return api.plan_traced(case(NAME).traced, PlanRequest(at, 8, pin, "fp64", True, NAME))
+    return api.plan_traced(case(NAME).traced, PlanRequest(at, 8, Pins.of(pin), "fp64", True, NAME))
 
 
 def test_plans_on_two_kinds_of_devices_train_exactly(pool4):

@@ -31,6 +31,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.recheck.plan_costs import first_segments, owned_by, segments_by_rank
+from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.runtime.engine import Engine
 
@@ -143,7 +144,7 @@ def test_a_rank_is_charged_for_what_it_reads_once(how, data):
         )
         plan = replace(plan, predicted=replace(plan.predicted, peak_memory_bytes=(0,) * ranks))
     request = PlanRequest(
-        ClusterSpec.parse(f"cpu:{ranks}"), plan.global_batch, {}, plan.precision, False, "web"
+        ClusterSpec.parse(f"cpu:{ranks}"), plan.global_batch, Pins(), plan.precision, False, "web"
     )
     firsts, on = (
         first_segments(plan, traced) if ranks > 1 else [0, len(traced.segments)],

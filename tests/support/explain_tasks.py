@@ -15,6 +15,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
+from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest, choose_precision
 
 
@@ -45,7 +46,12 @@ class Task:
         key = cluster, batch, tuple(pin.items())
         if key not in self.known:
             request = PlanRequest(
-                cluster, batch, pin, choose_precision(cluster), False, type(self.model).__name__
+                cluster,
+                batch,
+                Pins.of(pin),
+                choose_precision(cluster),
+                False,
+                type(self.model).__name__,
             )
             self.known[key] = api.plan_traced(self.traced, request)
         return self.known[key]
