@@ -117,7 +117,7 @@ def _new_bounds(
 
 
 def _distance(found: _Linear, low: float, high: float) -> Bounds | None:
-    """low <= found <= high as bounds on i - j."""
+    """Low <= found <= high as bounds on i - j."""
     if (found.rows, found.columns) == (1, -1):
         return low - found.constant, high - found.constant
     return (

@@ -99,7 +99,7 @@ def fuse(
 
 
 def _roots(graph: Graph, views: set[str]) -> dict[str, str]:
-    """value -> the value of which it is a view."""
+    """Value -> the value of which it is a view."""
     roots: dict[str, str] = {}
     for node in graph.nodes:
         if node.op == "output" or is_getitem(node):

@@ -22,6 +22,10 @@ PARTS = ("slice", "pad")
 """Local moves that touch one rank's part of a value; the others touch all of it."""
 
 
+Conversions = dict[tuple[Layout, Layout], Conversion]
+"""The price of each change of layout (from, to)."""
+
+
 class Pricing:
     """Times and bytes on one device under a setting."""
 
@@ -37,7 +41,7 @@ class Pricing:
         self._sizes: dict[tuple, int] = {}
         self._conversions: dict[tuple[int, bool, Layout, Layout], Conversion] = {}
 
-    def number(self, size) -> int:
+    def number(self, size: int | torch.SymInt) -> int:
         """A size over all data-parallel ranks of one micro-batch."""
         return at_batch(size, self.setting.micro_batch * self.setting.mesh.dp)
 
@@ -113,6 +117,7 @@ class Pricing:
         return self.move_s("all_to_all", 8 * experts * ranks, "ep") + 2 * rows_s, 2 * rows_s
 
     def itemsize(self, tensor: torch.Tensor) -> int:
+        """Bytes of an element, which has the precision of the setting if it is a floating-point number."""
         return (
             activation_itemsize(self.setting.precision)
             if tensor.is_floating_point()
@@ -120,6 +125,7 @@ class Pricing:
         )
 
     def sharded(self, size_bytes: int, layout: Layout) -> int:
+        """Bytes of a value on one rank of tp."""
         return ceil(size_bytes / self.tp) if layout.is_shard else size_bytes
 
     def move_s(self, primitive: str, size_bytes: int, axis: str = "tp") -> float:
@@ -164,7 +170,7 @@ class Pricing:
 
     def conversions(
         self, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool
-    ) -> dict:
+    ) -> Conversions:
         """Prices of all possible changes of layout from `have` to `want`."""
         return {
             (src, dst): self._conversion(size_bytes, grad, src, dst)

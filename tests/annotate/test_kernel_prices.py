@@ -797,7 +797,7 @@ def test_a_softmax_by_hand_takes_scale_and_mask_but_no_dropout():
         for i, b in enumerate(annotator.traced.classes)
         if any("softmax" in n.name for n in b.graph.nodes)
     )
-    shares = {joins: annotator.facts.shares(index, joins) for joins in get_args(Joins)}
+    shares = {joins: annotator.facts.classes[index].shares(joins) for joins in get_args(Joins)}
     first = {
         str(n.target).split(".")[1]: n.name
         for n in reversed(list(graph.nodes))

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from autopar_cost_models import collective_time_s, point_to_point_time_s
+from autopar_cost_models.constants import BUCKET_BYTES
 
 from autopar.annotate.annotator import Annotator
-from autopar.annotate.class_pricer import BUCKET_BYTES
 from autopar.annotate.context_method import ContextAttention, context_extra_s
 from autopar.annotate.setting import Setting
 from autopar.api import trace
