@@ -88,9 +88,9 @@ class Annotator:
             wanted = setting.context_method
             if wanted is not None and wanted not in legal:
                 heads, positions = Call(node).tensors[0].shape[1:3]
-                block = self.traced.classes[index].name
+                where = self.traced.classes[index].name
                 raise AutoparError(
-                    f"context_method={wanted} is not possible over {mesh}: {node.name} of {block} has {heads} heads "
+                    f"context_method={wanted} is not possible over {mesh}: {node.name} of {where} has {heads} heads "
                     f"and {positions} positions; {' and '.join(legal)} would do (ulysses wants tp x cp to divide the heads)"
                 )
             if wanted is None:
@@ -307,7 +307,7 @@ def _lie_alike(one: MeshShape, other: MeshShape, axes: Iterable[str]) -> bool:
 
 
 def _legal_methods(node: Node, dims: OpDims, mesh: MeshShape, pattern: Pattern) -> tuple[str, ...]:
-    q, k = Call(node).tensors[:2]
+    q = Call(node).tensors[0]
     found = ["gather"] if fits(dims, "s", pattern, mesh.cp, mesh.cp) else []
     if "ring" in dims.joint and int(dims.joint["ring"].size) >= mesh.cp:
         found.append("ring")

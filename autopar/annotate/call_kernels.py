@@ -45,6 +45,13 @@ class PricedCall:
     kept: tuple[Saved, ...]
 
     @property
+    def letters(self) -> OpDims:
+        """The dims of an op that has letters; ValueError for others."""
+        if self.dims is None:
+            raise ValueError(f"{self.node.name} ({self.node.target}) has no letters")
+        return self.dims
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients of all operands."""
         return sum(b for b, grad in zip(self.read, self.grads, strict=True) if grad)
@@ -100,7 +107,7 @@ def kernel_time(local: LocalClass, call: PricedCall) -> KernelTime:
 
 def _flops(local: LocalClass, call: PricedCall) -> int:
     """FLOPs of this rank's part, if every axis that shards the op divides them."""
-    if not (flops := local.pricing.number(call.dims.total_flops())):
+    if not (flops := local.pricing.number(call.letters.total_flops())):
         return 0
     for axis, own in call.fixed.items():
         if any(x.is_shard for x in (*own.inputs, *own.outputs)):
@@ -120,7 +127,7 @@ def _product(local: LocalClass, call: PricedCall) -> Product | None:
     shapes = [_operand_shape(local, call, i) for i in range(len(call.names))]
     parameters = [name in local.facts.weights for name in call.names]
     fp8 = call.node.name not in local.facts.heads or local.setting.software.fp8_head
-    return product_of(call.dims, shapes, list(call.grads), parameters, fp8)
+    return product_of(call.letters, shapes, list(call.grads), parameters, fp8)
 
 
 def _convolution(local: LocalClass, call: PricedCall) -> Product | None:
@@ -143,8 +150,15 @@ def _convolution(local: LocalClass, call: PricedCall) -> Product | None:
         sizes = prod(x[: -space - 1]) * prod(out[-space:]), rows, columns
     if not prod(sizes) * groups:
         return None
+    m, n, k = sizes
     return Product(
-        *sizes, groups, *call.grads[:2], parameter=1 if call.names[1] in local.facts.weights else -1
+        m=m,
+        n=n,
+        k=k,
+        batch=groups,
+        left_grad=call.grads[0],
+        right_grad=call.grads[1],
+        parameter=1 if call.names[1] in local.facts.weights else -1,
     )
 
 

@@ -101,7 +101,7 @@ class CallPricer:
                 for choice, strategy in zip(found, priced, strict=True)
             )
         return AnnotatedOp(
-            node.name, "op", str(node.target), names, outs, priced, sender is not None
+            node.name, "op", str(node.target), names, outs, priced, over_dp=sender is not None
         )
 
     # ------------------------------------------------------------------------------------------------- which strategies

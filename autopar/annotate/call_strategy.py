@@ -116,7 +116,7 @@ def _context_extra(
     if letter not in ("s", "ring", "ulysses"):
         return ()
     op = local.pricing.context_attention(
-        call.node, call.dims, bool(pattern), local.facts.mask_of(call.node)
+        call.node, call.letters, bool(pattern), local.facts.mask_of(call.node)
     )
     op = replace(op, forward_s=computed.forward_s, backward_s=computed.backward_s)
     method = "gather" if letter == "s" else letter

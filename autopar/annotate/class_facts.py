@@ -305,7 +305,9 @@ def _tensor_parallel(
     read, written = (
         [grads[name] for name in names(node)] for names in (operand_names, result_names)
     )
-    return strategies(own, tp, read, written, "tp", letters[node.name], dict(taken))
+    return strategies(
+        own, tp, read, written, kind="tp", patterns=letters[node.name], taken=dict(taken)
+    )
 
 
 def _weights(graph: Graph) -> frozenset[str]:

@@ -33,7 +33,7 @@ class ClassPricer:
     ) -> None:
         self.local, facts = local, local.facts
         self.staying_bytes = 0
-        self.calls = CallPricer(local, plain.calls if plain else None)
+        self.calls: CallPricer = CallPricer(local, plain.calls if plain else None)
         self.parameters = ParameterCosts(local, self.calls, trained)
         wanted: LayoutsOf = {}
         for op in self.calls.ops:

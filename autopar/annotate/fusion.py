@@ -69,7 +69,9 @@ def fuse(
 ) -> dict[str, Share]:
     """The share of every fusible op of a class, by name."""
     views = {
-        n.name for n in ops(graph) if dims.get(n.name) is not None and dims[n.name].movement_free
+        n.name
+        for n in ops(graph)
+        if (found := dims.get(n.name)) is not None and found.movement_free
     }
     roots = _roots(graph, views)
     level, producer = _levels(graph, views, roots, joins)

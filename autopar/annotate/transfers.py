@@ -97,8 +97,18 @@ class Pricing:
         )
         copies = mesh.cp // gcd(key_heads, mesh.cp)
         causal = bool(call.arg("is_causal", False))
+        query_bytes, key_bytes, value_bytes, result_bytes = sizes
         return ContextAttention(
-            *sizes, computed.forward_s, computed.backward_s, causal, zigzag, gradients, copies
+            query_bytes=query_bytes,
+            key_bytes=key_bytes,
+            value_bytes=value_bytes,
+            result_bytes=result_bytes,
+            forward_s=computed.forward_s,
+            backward_s=computed.backward_s,
+            causal=causal,
+            zigzag=zigzag,
+            gradient_bytes=gradients,
+            key_copies=copies,
         )
 
     def expert_parallel_s(

@@ -8,7 +8,7 @@ from autopar.ops.dims import Call, Joint, OpDims
 
 
 def routed_experts(call: Call) -> OpDims:
-    """x (t, h), index (t, k), weights (t, k), up (e, w, h), up_bias (e, w), down (e, h, f), down_bias (e, h) -> (t, h).
+    """The op on x (t, h), index (t, k), weights (t, k), up (e, w, h), up_bias (e, w), down (e, h, f), down_bias (e, h) -> (t, h).
 
     The width f is that of `down`; `up` has it once, or twice: gate and up as sections, or alternating.  A sharded width makes the result
     partial.  Experts are sharded together with tokens, which travel (`rewrite/lowerings/expert_parallel.py`).  FLOPs are those of the top k
