@@ -7,7 +7,7 @@ from math import ceil, prod
 
 from torch.fx import Node
 
-from autopar.annotate.fusion import Share
+from autopar.annotate.fusion import FusedShare
 from autopar.annotate.kernels import FREE, KernelTime, Product, Shape, product_of
 from autopar.annotate.local_class import LocalClass
 from autopar.annotate.transfers import attention_of
@@ -38,7 +38,7 @@ class PricedCall:
     grads: tuple[bool, ...]
     added: tuple[bool, ...]
     fixed: dict[str, AxisChoice]
-    shares: Share | None
+    shares: FusedShare | None
     choice: OpStrategy
     read: list[int]
     written: list[int]
@@ -280,7 +280,7 @@ def _streamed(local: LocalClass, call: PricedCall) -> KernelTime:
     return local.pricing.kernels.stream(forward, backward, any(call.grads), kernels)
 
 
-def _kept_bytes(local: LocalClass, call: PricedCall, shares: Share | None) -> int:
+def _kept_bytes(local: LocalClass, call: PricedCall, shares: FusedShare | None) -> int:
     """What backward reads of the kept tensors: in a chain, those that enter it."""
     if shares is None:
         return sum(s.size_bytes for s in call.kept_values)

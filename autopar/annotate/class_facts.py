@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.annotate.attention_masks import windows
-from autopar.annotate.fusion import Share, added_gradients, fuse, heads_of
+from autopar.annotate.fusion import FusedShare, added_gradients, fuse, heads_of
 from autopar.annotate.recomputed import NOTHING, Rerun, rerun_of
 from autopar.annotate.saved_tensors import SavedByOp, observe_saved
 from autopar.ir.annotated import Shared
@@ -76,7 +76,7 @@ class ClassFacts:
     added: set[tuple[str, int]]
     saved: dict[str, SavedByOp]
     roots: dict[str, str]
-    shares: Callable[[Joins], dict[str, Share]]
+    shares: Callable[[Joins], dict[str, FusedShare]]
     rerun: Callable[[str, bool], Rerun]
     tensor_parallel: Callable[[Node, int, tuple[tuple[str, int], ...]], list[OpStrategy]]
 

@@ -57,7 +57,7 @@ FUSIBLE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class FusedShare:
     """What of an op's operands and results goes through memory; for results, True also where a kernel ends."""
 
     reads: tuple[bool, ...]
@@ -66,7 +66,7 @@ class Share:
 
 def fuse(
     graph: Graph, dims: dict[str, OpDims | None], joins: Joins = "compiler"
-) -> dict[str, Share]:
+) -> dict[str, FusedShare]:
     """The share of every fusible op of a class, by name."""
     views = {
         n.name
@@ -96,7 +96,7 @@ def fuse(
             v in kept or any(level.get(r) != own for r in readers.get(v, ())) or v not in readers
             for v in result_names(node)
         )
-        shares[node.name] = Share(tuple(reads), writes)
+        shares[node.name] = FusedShare(tuple(reads), writes)
     return shares
 
 

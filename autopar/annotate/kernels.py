@@ -62,7 +62,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class LocalAttention:
     """softmax(Q K^T) V on one rank: local sizes, of which `queries` and `keys` are those of the whole sequence over `context_ranks` ranks.
 
     `blocks` is in how many kernels a rank computes its part: one for each rank of a ring.
@@ -343,7 +343,7 @@ class Kernels:
     # ---------------------------------------------------------------------------------------------------------------- attention
 
     def attention(
-        self, a: Attention, flops: int, forward_bytes: int, backward_bytes: int
+        self, a: LocalAttention, flops: int, forward_bytes: int, backward_bytes: int
     ) -> KernelTime:
         """Attention by the flash kernel of the device; with dropout its ops one by one, as it then runs; by FLOPs and bytes, backward 2.5
         times forward, where nobody has measured a kernel.
@@ -356,7 +356,7 @@ class Kernels:
         return self._known[key]
 
     def _attention(
-        self, a: Attention, flops: int, forward_bytes: int, backward_bytes: int
+        self, a: LocalAttention, flops: int, forward_bytes: int, backward_bytes: int
     ) -> KernelTime:
         if a.dropout:
             sizes = a.batch, a.heads, a.queries, a.keys, a.head_dim, self.device

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.annotate.class_facts import ClassFacts, ModelFacts
-from autopar.annotate.fusion import Share
+from autopar.annotate.fusion import FusedShare
 from autopar.annotate.kernels import Shape
 from autopar.annotate.recomputed import Rerun
 from autopar.annotate.setting import AxisChoices, Setting
@@ -38,7 +38,7 @@ class LocalClass:
     bytes: dict[str, int]
     common: dict[str, tuple[int, int]]
     as_made: frozenset[str]
-    shares: dict[str, Share]
+    shares: dict[str, FusedShare]
     unwritten: frozenset[str]
     narrow: frozenset[str]
     rerun: Rerun
@@ -124,7 +124,7 @@ def _common(
     return found
 
 
-def _unwritten(facts: ClassFacts, shares: dict[str, Share]) -> frozenset[str]:
+def _unwritten(facts: ClassFacts, shares: dict[str, FusedShare]) -> frozenset[str]:
     """Values that live inside one fused kernel: nobody keeps them."""
     return frozenset(
         name

@@ -10,7 +10,7 @@ from autopar_cost_models.roofline import overlapped_s
 from torch.fx import Node
 
 from autopar.annotate.context_method import ContextAttention
-from autopar.annotate.kernels import Attention, Shape, kernels_of
+from autopar.annotate.kernels import LocalAttention, Shape, kernels_of
 from autopar.annotate.setting import Setting
 from autopar.ir.annotated import Conversion
 from autopar.ir.mesh import BATCH_AXES
@@ -212,7 +212,7 @@ def attention_of(
     context_ranks: int = 1,
     blocks: int = 1,
     heads_split: int = 1,
-) -> Attention:
+) -> LocalAttention:
     """The attention that a call runs on one rank, from the shapes of its queries, keys and values: local but for positions, which are those
     of the whole sequence.  `mask` is (causal, sliding window); `heads_split`: by how much Ulysses divides the heads."""
     query, key, value = shapes
@@ -220,7 +220,7 @@ def attention_of(
         mask[0] and query[-2] == key[-2]
     )  # torch's masks of other shapes begin at the first key; the model's end at the last
     heads, key_heads = (shape[-3] if len(shape) > 2 else 1 for shape in (query, key))
-    return Attention(
+    return LocalAttention(
         batch=prod(query[:-3]),
         heads=ceil(heads / heads_split),
         key_heads=ceil(key_heads / heads_split),

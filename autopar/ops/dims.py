@@ -123,7 +123,7 @@ def wanted_of(own: Pattern, pattern: Pattern) -> Pattern | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class JointSharding:
     """A strategy that shards different dims of different operands at once, and needs a lowering of its own.
 
     `axis` is the kind of mesh axis that it is for ('cp', 'ep', 'tp'); `inputs` and `outputs` give the sharded dim of each tensor, or
@@ -160,7 +160,7 @@ class OpDims:
     contiguous: frozenset[str] = frozenset()
     special: dict[str, str] = field(default_factory=dict)
     replicated_result: frozenset[str] = frozenset()
-    joint: dict[str, Joint] = field(default_factory=dict)
+    joint: dict[str, JointSharding] = field(default_factory=dict)
     contraction: bool = False
     flops: Any = None
     movement_free: bool = False

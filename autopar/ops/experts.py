@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar_kernels.routed_experts import GATED
 
-from autopar.ops.dims import Call, Joint, OpDims
+from autopar.ops.dims import Call, JointSharding, OpDims
 
 
 def routed_experts(call: Call) -> OpDims:
@@ -40,7 +40,9 @@ def routed_experts(call: Call) -> OpDims:
         linear=(frozenset({present.index("weights")}), last),
         even=frozenset("f") if kind.startswith("interleaved") else frozenset(),
         contiguous=frozenset("f"),
-        joint={"expert_parallel": Joint("ep", (0,) * len(present), (0,), int(down.shape[0]))},
+        joint={
+            "expert_parallel": JointSharding("ep", (0,) * len(present), (0,), int(down.shape[0]))
+        },
         contraction=True,
         flops=2 * x.shape[0] * index.shape[1] * x.shape[1] * (wide + width),
     )

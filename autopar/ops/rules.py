@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
 from autopar.ops.convolution import CONVOLUTIONS
 from autopar.ops.criteria import CRITERIA
-from autopar.ops.dims import Call, Joint, OpDims, is_symbolic
+from autopar.ops.dims import Call, JointSharding, OpDims, is_symbolic
 from autopar.ops.elementwise import ELEMENTWISE
 from autopar.ops.equations import equation_rule
 from autopar.ops.experts import routed_experts
@@ -294,7 +294,7 @@ def _attention(call: Call) -> OpDims:
     )
 
 
-def _attention_joints(call: Call, grouped: bool) -> dict[str, Joint]:
+def _attention_joints(call: Call, grouped: bool) -> dict[str, JointSharding]:
     q, k = call.tensors[:2]
     masks = call.tensors[3:]
     heads, positions = q.shape[1], int(min(q.shape[-2], k.shape[-2]))
@@ -308,11 +308,13 @@ def _attention_joints(call: Call, grouped: bool) -> dict[str, Joint]:
             for m in masks
         )
 
-    found = {"ulysses": Joint("cp", (2, 2, 2, *(-1 for _ in masks)), (2,), positions)}
+    found = {"ulysses": JointSharding("cp", (2, 2, 2, *(-1 for _ in masks)), (2,), positions)}
     if not any(n.meta.get("grad") for n in call.operands[3:]):
-        found["ring"] = Joint("cp", (2, 2, 2, *dim_of(q.shape[-2], -2)), (2,), positions)
+        found["ring"] = JointSharding("cp", (2, 2, 2, *dim_of(q.shape[-2], -2)), (2,), positions)
     if grouped:
-        found["grouped_heads"] = Joint("tp", (1, -1, -1, *dim_of(heads, -3)), (1,), int(heads))
+        found["grouped_heads"] = JointSharding(
+            "tp", (1, -1, -1, *dim_of(heads, -3)), (1,), int(heads)
+        )
     return found
 
 

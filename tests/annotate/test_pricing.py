@@ -125,7 +125,7 @@ NODES = ClusterSpec.make(
 
 
 def test_gradients_over_axes_that_lie_apart_are_reduced_over_each(annotator):
-    """dp and cp are one group where they are neighbours, and two where pp lies between them."""
+    """The axes dp and cp are one group where they are neighbours, and two where pp lies between them."""
 
     def reduction_s(order: str) -> float:
         model = annotator.annotate(
