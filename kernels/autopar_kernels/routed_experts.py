@@ -302,7 +302,17 @@ def routed_experts(
     order, ids, ends = sort_by_expert(index, up.shape[0], capacity_factor)
     rows = x.index_select(0, order // index.shape[1])
     return combine(
-        expert_mlp(rows, ids, ends, up, up_bias, down, down_bias, activation, transposed),
+        expert_mlp(
+            rows,
+            ids,
+            ends,
+            up=up,
+            up_bias=up_bias,
+            down=down,
+            down_bias=down_bias,
+            activation=activation,
+            transposed=transposed,
+        ),
         order,
         weights,
     )
