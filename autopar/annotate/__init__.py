@@ -1,0 +1,1 @@
+"""Annotate: what every strategy and every change of layout costs on one device."""

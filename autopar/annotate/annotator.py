@@ -9,21 +9,20 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
-from math import prod
 
 from autopar_cost_models import (
     Topology,
-    activation_itemsize,
     all_gather_time_s,
-    communicator_bytes,
     point_to_point_time_s,
 )
 from torch.fx import Node
 
-from autopar.annotate.class_facts import ClassFacts
-from autopar.annotate.class_pricer import BUCKET_BYTES, ClassPricer, Trained
+from autopar.annotate.buffers import buffer_bytes, gathered_bytes, gathered_row_bytes
+from autopar.annotate.class_facts import ModelFacts
+from autopar.annotate.class_pricer import ClassPricer
 from autopar.annotate.context_method import choose_method
+from autopar.annotate.local_class import local_class
+from autopar.annotate.parameter_costs import TrainedByClass
 from autopar.annotate.propagate import ContextSetting, propagate
 from autopar.annotate.setting import AxisChoices, Setting
 from autopar.annotate.transfers import PARTS, Pricing
@@ -35,7 +34,7 @@ from autopar.ir.plan_checks import SELECTIVE_MODES
 from autopar.ir.plan_fields import AxisChoice
 from autopar.ir.sharding import Layout, Pattern, R, transition
 from autopar.ir.traced import TracedModel, per_model
-from autopar.ops.dims import Call, OpDims, at_batch, has_batch, is_symbolic
+from autopar.ops.dims import Call, OpDims, is_symbolic
 from autopar.ops.strategies import fits
 from autopar.ops.values import operand_names, ops, output_nodes, result_names
 from autopar.request.pins import CONTEXT_METHODS
@@ -48,13 +47,11 @@ class Annotator:
     """Annotates one traced model for many settings; what does not depend on the setting is computed once."""
 
     def __init__(self, traced: TracedModel) -> None:
-        self.traced, self.facts = traced, ClassFacts(traced)
+        self.traced, self.facts = traced, ModelFacts(traced)
         self._propagated: dict[tuple, AxisChoices] = {}
         self._context = cache(self.context)
         self._rows_alike: dict[int, bool] = {}
-        self._trained: dict[
-            tuple[int, Setting], dict[tuple, Trained]
-        ] = {}  # by class, and by what `ClassPricer` asks for
+        self._trained: TrainedByClass = {}
         self._priced: dict[Setting, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def axis_choices(self, setting: Setting) -> AxisChoices:
@@ -92,14 +89,14 @@ class Annotator:
             wanted = setting.context_method
             if wanted is not None and wanted not in legal:
                 heads, positions = Call(node).tensors[0].shape[1:3]
-                block = self.traced.classes[index].name
+                where = self.traced.classes[index].name
                 raise AutoparError(
-                    f"context_method={wanted} is not possible over {mesh}: {node.name} of {block} has {heads} heads "
+                    f"context_method={wanted} is not possible over {mesh}: {node.name} of {where} has {heads} heads "
                     f"and {positions} positions; {' and '.join(legal)} would do (ulysses wants tp x cp to divide the heads)"
                 )
             if wanted is None:
                 attention = pricing.context_attention(
-                    node, dims, zigzag, self.facts.mask_of(index, node)
+                    node, dims, zigzag, self.facts.classes[index].mask_of(node)
                 )
                 wanted = choose_method(attention, legal, mesh, setting.cluster)
             methods.append((index, node.name, wanted))
@@ -109,7 +106,7 @@ class Annotator:
         """Price the model under `setting`.  Ops and edges are priced once per mesh and micro-batch; ZeRO touches parameters alone."""
         alike = self.alike(setting)
         pricers, edges = self._priced_alike(alike, self.axis_choices(alike))
-        gathered = _gathered_bytes(setting, pricers, self.facts.segments)
+        gathered = gathered_bytes(setting, pricers, self.facts)
         blocks = (replace(block, workspace_bytes=block.workspace_bytes + more) if more else block
                   for block, more in zip((p.block(setting) for p in pricers), gathered, strict=True))  # fmt: skip
         return AnnotatedModel(
@@ -118,7 +115,7 @@ class Annotator:
             self.facts.ties,
             setting.num_microbatches,
             fixed_bytes=setting.cluster.device.reserved_bytes
-            + _buffer_bytes(setting, pricers, self.facts.segments)
+            + buffer_bytes(setting, pricers, self.facts)
             + gathered_row_bytes(self.traced, setting),
             pipeline=self._pipeline(setting) if setting.mesh.pp > 1 else None,
             last=self.facts.last,
@@ -132,18 +129,13 @@ class Annotator:
     ) -> tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]:
         """The classes and edges under what settings share."""
         if alike not in self._priced:
-            counts, plain, edges = (
-                Counter(self.facts.segments),
-                [None] * len(self.traced.classes),
-                None,
-            )
+            plain: Sequence[ClassPricer | None] = [None] * len(self.facts.classes)
+            edges = None
             if alike.recompute != "none":
                 plain, edges = self._priced_alike(replace(alike, recompute="none"), choices)
             pricers = [
-                ClassPricer(
-                    self.facts, self._trained, index, alike, choices, counts[index], plain[index]
-                )
-                for index in range(len(self.traced.classes))
+                ClassPricer(local_class(self.facts, index, alike, choices), self._trained, before)
+                for index, before in enumerate(plain)
             ]
             self._keep_common(pricers)
             self._priced[alike] = pricers, edges or self._edges(alike, choices, pricers)
@@ -154,20 +146,23 @@ class Annotator:
         have them among what they send.  When backward reaches other segments, all that the last one kept is gone but these."""
         sizes: dict[tuple[int, int], int] = {}
         for pricer in pricers:
-            for name, source in pricer.common.items():
+            for name, source in pricer.local.common.items():
                 sizes[source] = max(sizes.get(source, 0), *pricer.common_bytes[name].values())
-        if not sizes:
+        if self.facts.last is None or not sizes:
             return
         kept = tuple(
             Saved(f"output {k} of segment {segment}", size)
             for (segment, k), size in sorted(sizes.items())
         )
-        first = pricers[self.facts.last].inputs[0]
-        pricers[self.facts.last].inputs[0] = replace(
-            first, strategies=tuple(replace(s, saved=(*s.saved, *kept)) for s in first.strategies)
+        last = pricers[self.facts.last]
+        last.inputs[0] = replace(
+            last.inputs[0],
+            strategies=tuple(
+                replace(s, saved=(*s.saved, *kept)) for s in last.inputs[0].strategies
+            ),
         )
         for pricer in pricers:
-            if pricer.index != self.facts.last:
+            if pricer is not last:
                 pricer.staying_bytes = sum(sizes.values())
 
     def alike(self, setting: Setting) -> Setting:
@@ -193,7 +188,7 @@ class Annotator:
 
     def _sharded_by_rows(self, index: int, choices: dict[str, dict[str, AxisChoice]]) -> bool:
         """Whether dp shards every value of a class whose size follows the batch, and changes no other layout on the way but what costs
-        the same over any number of ranks, or is sent (`ClassPricer.over_dp`)."""
+        the same over any number of ranks, or is sent (`CallPricer.over_dp`)."""
         have: dict[str, Layout] = {}
         for node in self.traced.classes[index].graph.nodes:
             choice = choices.get(node.name, {}).get("dp")
@@ -204,7 +199,9 @@ class Annotator:
                     choice.outputs[k] if choice is not None and k < len(choice.outputs) else R
                 )
         follows = {
-            name for name, t in self.facts.tensors[index].items() if any(map(is_symbolic, t.shape))
+            name
+            for name, t in self.facts.classes[index].tensors.items()
+            if any(map(is_symbolic, t.shape))
         }
         if any(not have[name].is_shard for name in follows):
             return False
@@ -310,121 +307,8 @@ def _lie_alike(one: MeshShape, other: MeshShape, axes: Iterable[str]) -> bool:
     return all(one.stride(axis) == other.stride(axis) for axis in axes if other.size(axis) > 1)
 
 
-def gathered_row_bytes(traced: TracedModel, setting: Setting) -> int:
-    """Bytes of the inputs whose rows every rank gathers for values of a step, and of the values that have rows: of the whole batch."""
-    values = traced.step_values
-    if values is None:
-        return 0
-    batch = setting.micro_batch * setting.num_microbatches * setting.mesh.dp
-    tensors = [traced.graph_inputs[name] for name in values.rows] + [
-        val for val in values.vals if has_batch(val)
-    ]
-    return sum(
-        val.element_size() * prod(at_batch(size, batch) for size in val.shape) for val in tensors
-    )
-
-
-def _buffer_bytes(setting: Setting, pricers: list[ClassPricer], segments: Sequence[int]) -> int:
-    """What no parameter, gradient or saved tensor is: the attention core of a segment while it is run again, buffers of the framework,
-    and what is gathered whichever segment runs, if not by segment.
-
-    FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): embedding and head, in the root unit, stay gathered and keep their whole
-    gradients through backward; of the blocks one is computed, the next is prefetched, and the gradient of one, in the compute dtype and
-    again in fp32, is being reduced.
-    """
-    mesh, shard = setting.mesh, setting.shard
-    sizes = [
-        *mesh.sizes,
-        *((mesh.sharing_dp(shard), mesh.copies(shard)[0]) if shard else ()),
-    ]  # of the groups that a rank talks in
-    groups = sum(size > 1 for size in sizes) if setting.cluster.device.generation != "cpu" else 0
-    found = (
-        communicator_bytes(groups)
-        + setting.software.workspace_bytes
-        + max(sum(p.rerun_bytes.values()) for p in pricers)
-    )
-    itemsize = activation_itemsize(setting.precision)
-    if setting.zero == 3 and setting.software.live_parameters:
-        found += itemsize * setting.software.live_parameters
-    elif setting.zero == 3 and setting.mesh.pp == 1 and setting.software.root_unit:
-        held = [(sum(p.gathered), p.is_layer) for p in pricers]
-        found += 2 * itemsize * sum(scalars for scalars, is_layer in held if not is_layer)
-        found += max(
-            [(3 * itemsize + 4) * scalars for scalars, is_layer in held if is_layer], default=0
-        )
-    elif setting.offload == "parameters" and not setting.gathers_by_segment:
-        found += itemsize * _fetched_scalars(
-            pricers, segments, ahead=setting.cluster.device.generation != "cpu"
-        )
-    return found
-
-
-def _scalars_by_segment(
-    pricers: list[ClassPricer], segments: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """By segment, where parameters are gathered or fetched for those that read them: trained scalars of the parameters that it alone reads,
-    and of others that are there in its backward: each stays from the backward of the last segment that reads it to that of the first."""
-    of_class = [sum(p.scalars_of.values()) for p in pricers]
-    alone, staying = [of_class[index] for index in segments], [0] * len(segments)
-    for places in pricers[0].facts.of_several:
-        sizes = [pricers[segments[number]].scalars_of[node] for number, node in places]
-        for (number, _), scalars in zip(places, sizes, strict=True):
-            alone[number] -= scalars
-        for number in range(places[0][0], places[-1][0] + 1):
-            staying[number] += sizes[0]
-    return alone, staying
-
-
-def _gathered_bytes(
-    setting: Setting, pricers: list[ClassPricer], segments: Sequence[int]
-) -> list[int]:
-    """By class, bytes of what is gathered while a segment runs its backward, and of gradients that are on their way.
-
-    A parameter is freed when its gradient is there; one of several segments stays with its gradient, which adds up.  Meanwhile a bucket of
-    gradients of the segment before is being reduced, in fp32 and once more in the order that is sent.  On GPUs the parameters of the
-    segment that comes next are on their way.
-    """
-    found = [0] * len(pricers)
-    if not setting.gathers_by_segment:
-        return found
-    itemsize, gathers_ahead = (
-        activation_itemsize(setting.precision),
-        setting.cluster.device.generation != "cpu",
-    )
-    alone, staying = _scalars_by_segment(pricers, segments)
-    largest = [max(p.gathered, default=0) for p in pricers]
-    for number, own in enumerate(segments):
-        ahead = alone[number - 1] if number and gathers_ahead else 0
-        before = number + 1  # in the order of forward
-        moving = (
-            min(alone[before], BUCKET_BYTES // 4 + largest[segments[before]])
-            if before < len(segments)
-            else 0
-        )
-        found[own] = max(
-            found[own], itemsize * (alone[number] + ahead + 2 * staying[number]) + 2 * 4 * moving
-        )
-    return found
-
-
-def _fetched_scalars(pricers: list[ClassPricer], segments: Sequence[int], ahead: bool) -> int:
-    """The most parameters that lie on a device at once where segments fetch them from the host: those of one segment and, where they are
-    fetched `ahead`, of a neighbour.  Tied ones stay from the head's backward to the embedding's, which makes their gradient whole."""
-    alone, staying = _scalars_by_segment(pricers, segments)
-    found = [own + there for own, there in zip(alone, staying, strict=True)]
-    pairs = (
-        [
-            sum(own) + max(there)
-            for own, there in zip(pairwise(alone), pairwise(staying), strict=True)
-        ]
-        if ahead
-        else []
-    )
-    return max(found + pairs)
-
-
 def _legal_methods(node: Node, dims: OpDims, mesh: MeshShape, pattern: Pattern) -> tuple[str, ...]:
-    q, k = Call(node).tensors[:2]
+    q = Call(node).tensors[0]
     found = ["gather"] if fits(dims, "s", pattern, mesh.cp, mesh.cp) else []
     if "ring" in dims.joint and int(dims.joint["ring"].size) >= mesh.cp:
         found.append("ring")

@@ -101,14 +101,13 @@ def _new_bounds(
         return None
     name = op_name(node)
     if name in _SAME:
-        return bounds_of(index, node.args[0])
+        return bounds_of(index, node.all_input_nodes[0])
     if name in _JOINED:
         parts = [bounds_of(index, x) for x in node.args[:2] if isinstance(x, Node)]
-        return (
-            None
-            if None in parts or len(parts) < 2
-            else (max(low for low, _ in parts), min(high for _, high in parts))
-        )
+        known = [part for part in parts if part is not None]
+        if len(known) < max(len(parts), 2):
+            return None
+        return max(low for low, _ in known), min(high for _, high in known)
     if name in _COMPARISONS:
         left, right = (_linear(x) for x in node.args[:2])
         if left is not None and right is not None:
@@ -117,7 +116,7 @@ def _new_bounds(
 
 
 def _distance(found: _Linear, low: float, high: float) -> Bounds | None:
-    """low <= found <= high as bounds on i - j."""
+    """The condition `low <= found <= high` as bounds on i - j."""
     if (found.rows, found.columns) == (1, -1):
         return low - found.constant, high - found.constant
     return (

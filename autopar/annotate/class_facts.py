@@ -1,21 +1,24 @@
-"""What is known of the block classes of a traced model whatever the setting, computed once."""
+"""What is known of a traced model and of its block classes whatever the setting, computed once."""
 
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 
-from torch.fx import Node
+import torch
+from torch.fx import Graph, Node
 
 from autopar.annotate.attention_masks import windows
-from autopar.annotate.fusion import added_gradients, fuse, heads_of
+from autopar.annotate.fusion import FusedShare, added_gradients, fuse, heads_of
 from autopar.annotate.recomputed import NOTHING, Rerun, rerun_of
-from autopar.annotate.saved_tensors import observe_saved
-from autopar.annotate.setting import Setting
+from autopar.annotate.saved_tensors import SavedByOp, observe_saved
 from autopar.ir.annotated import Shared
 from autopar.ir.plan_checks import SELECTIVE_MODES
-from autopar.ir.traced import TracedModel
-from autopar.ops.dims import Call
+from autopar.ir.sharding import Pattern
+from autopar.ir.traced import BlockClass, TracedModel
+from autopar.ops.dims import Call, OpDims
 from autopar.ops.reach import (
     letter_patterns,
     parameter_readers,
@@ -25,40 +28,86 @@ from autopar.ops.reach import (
 )
 from autopar.ops.strategies import OpStrategy, strategies
 from autopar.ops.values import operand_names, ops, result_names, value_grads, value_tensors
+from autopar.request.software import Joins
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassPlace:
+    """Where the segments of a class lie in the model.
+
+    `from_model` are the places of inputs that some segment reads from the model, `common` the inputs that are one value for all segments,
+    with the (segment, output) that makes it.  `has_loss`: the first output is the loss.  `staying` are the parameters that the last segment
+    reads too, so that under ZeRO 3 they are there from its forward to backward.  `waiting` are the parameters of the last segment whose
+    gradients wait while a segment of this class runs backward.
+    """
+
+    index: int
+    count: int  # segments
+    from_model: frozenset[int]
+    common: dict[str, tuple[int, int]]
+    has_loss: bool
+    staying: frozenset[str]
+    waiting: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClassFacts:
-    """Facts of the block classes of one traced model, each a list with one entry a class.
+    """One block class: its values and ops by name.
 
-    `last` is the class of the last segment, if that segment is its only one; `segments` and `reads` are the class and the
-    (segment, output) that each segment reads.  `common`, `shared`, `of_several` and `ties` are described where they are made.
+    `patterns` and `positions` are the (dim, pattern) pairs of a value that follow the sections of fused projections, and that are positions
+    of sequences.  `weights` are the parameters, of which those `borrowed` count their bytes in another class; `products` are the calls that
+    multiply by a parameter, `heads` those before the loss; `added` are the (op, operand) where autograd adds up gradients.  `saved` and
+    `roots` are those of `observe_saved`, `windows` those of its causal attention.  The functions `shares` (of kernels that fuse), `rerun`
+    (of a recompute mode) and `tensor_parallel` (of an op, tp and how other axes divide its letters) remember what they found.
+    """
+
+    block: BlockClass
+    place: ClassPlace
+    dims: dict[str, OpDims | None]
+    patterns: dict[str, frozenset[tuple[int, Pattern]]]
+    positions: dict[str, frozenset[tuple[int, Pattern]]]
+    windows: dict[str, int | None]
+    tensors: dict[str, torch.Tensor]
+    grads: dict[str, bool]
+    weights: frozenset[str]
+    borrowed: frozenset[str]
+    products: frozenset[str]
+    heads: set[str]
+    added: set[tuple[str, int]]
+    saved: dict[str, SavedByOp]
+    roots: dict[str, str]
+    shares: Callable[[Joins], dict[str, FusedShare]]
+    rerun: Callable[[str, bool], Rerun]
+    tensor_parallel: Callable[[Node, int, tuple[tuple[str, int], ...]], list[OpStrategy]]
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of one segment."""
+        return self.block.graph
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters that are not borrowed."""
+        return sum(self.tensors[name].numel() for name in self.weights - self.borrowed)
+
+    def mask_of(self, node: Node) -> tuple[bool, int | None]:
+        """(causal, sliding window) of an attention op."""
+        if node.name in self.windows:
+            return True, self.windows[node.name]
+        return bool(Call(node).arg("is_causal", False)), None
+
+
+class ModelFacts:
+    """Facts of one traced model.
+
+    `classes` has those of each block class.  `last` is the class of the last segment, if that segment is its only one; `segments` and
+    `reads` are the class and the (segment, output) that each segment reads.  `of_several`, `shared` and `ties` are described where they
+    are made.
     """
 
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
-        self.saved = [observe_saved(block.graph) for block in traced.classes]
-        self._reruns: dict[tuple[int, str, bool], Rerun] = {}
         self.reach = reach_of(traced)
-        self.patterns = pattern_marks(self.reach)
-        self.letter_patterns = [
-            {
-                node.name: letter_patterns(dims, node, marks)
-                for node in ops(block.graph)
-                if (dims := found[node.name]) is not None
-            }
-            for block, found, marks in zip(
-                traced.classes, self.reach.dims, self.patterns, strict=True
-            )
-        ]
-        self.windows = windows(traced)
-        self.tensors, self.grads = (
-            [look(block.graph) for block in traced.classes] for look in (value_tensors, value_grads)
-        )
-        self.heads = [
-            heads_of(block.graph, found)
-            for block, found in zip(traced.classes, self.reach.dims, strict=True)
-        ]
-        self.added = [added_gradients(block.graph) for block in traced.classes]
         self.positions = sequence_marks(traced, self.reach)
         last = traced.segments[-1].class_index
         self.last: int | None = (
@@ -69,16 +118,46 @@ class ClassFacts:
             tuple((source.segment, source.index) for source in segment.inputs)
             for segment in traced.segments
         )
-        self.common = self._common()
-        self._borrowed = [
-            {n.name for n in block.graph.nodes if n.op == "get_attr" and n.target in block.borrowed} for block in traced.classes
-        ]  # fmt: skip
         self.of_several, self.shared, self.ties = self._shared()
-        self._staying = self._read_last()
-        self.tensor_parallel = cache(self._tensor_parallel)
-        self.shares = cache(
-            lambda index, joins: fuse(traced.classes[index].graph, self.reach.dims[index], joins)
+        self.classes = self._classes()
+
+    def _classes(self) -> tuple[ClassFacts, ...]:
+        patterns, seen = pattern_marks(self.reach), windows(self.traced)
+        return tuple(
+            _class_facts(
+                self.traced.classes[place.index],
+                place,
+                self.reach.dims[place.index],
+                patterns[place.index],
+                self.positions[place.index],
+                {name: window for (index, name), window in seen.items() if index == place.index},
+            )
+            for place in self._places()
         )
+
+    def _places(self) -> list[ClassPlace]:
+        """The place of each class, in their order."""
+        counts, common, staying = Counter(self.segments), self._common(), self._staying()
+        from_model = {
+            (index, position)
+            for reads, index in zip(self.reads, self.segments, strict=True)
+            for position, (segment, _) in enumerate(reads)
+            if segment < 0
+        }
+        return [
+            ClassPlace(
+                index=index,
+                count=counts[index],
+                from_model=frozenset(position for own, position in from_model if own == index),
+                common=common.get(index, {}),
+                has_loss=self.segments[-1] == index,
+                staying=_weights(block.graph)
+                if index == self.last
+                else frozenset(name for own, name in staying if own == index),
+                waiting=() if index == self.last else self._tied_to_last(),
+            )
+            for index, block in enumerate(self.traced.classes)
+        ]
 
     def _common(self) -> dict[int, dict[str, tuple[int, int]]]:
         """Inputs of classes that repeat which are one value for all their segments: class -> input -> (segment, output) it is.  Rotary
@@ -121,8 +200,9 @@ class ClassFacts:
         """(segment, parameter node) of tensors that several segments read, first to last; those of which some segment borrows another's;
         and the groups of (class, parameter node) that hold one."""
         readers, shared, groups = parameter_readers(self.traced), [], set()
+        borrowed = [_borrowed(block) for block in self.traced.classes]
         for places in readers.values():
-            pays = [self.carries(self.segments[number], node) for number, node in places]
+            pays = [node not in borrowed[self.segments[number]] for number, node in places]
             if not all(pays):
                 own, others = (
                     tuple(place for place, pay in zip(places, pays, strict=True) if pay == which)
@@ -137,44 +217,7 @@ class ClassFacts:
             tuple(sorted(groups)),
         )
 
-    def rerun(self, index: int, setting: Setting, repeated: bool) -> Rerun:
-        """What backward of a class runs again under a selective mode; `repeated`: whether the class is a layer."""
-        mode, compiled = setting.recompute, setting.software.compiled
-        if mode not in SELECTIVE_MODES or (mode == "op" and not repeated):
-            return NOTHING
-        if (index, mode, compiled) not in self._reruns:
-            self._reruns[index, mode, compiled] = rerun_of(
-                mode, self.traced.classes[index].graph, *self.saved[index], compiled
-            )
-        return self._reruns[index, mode, compiled]
-
-    def _tensor_parallel(
-        self, index: int, node: Node, tp: int, taken: tuple[tuple[str, int], ...]
-    ) -> list[OpStrategy]:
-        """The strategies of an op over tp; `taken`: by how much other axes have divided a letter."""
-        flows = (
-            [self.grads[index][name] for name in names(node)]
-            for names in (operand_names, result_names)
-        )
-        return strategies(
-            self.reach.dims[index][node.name],
-            tp,
-            *flows,
-            "tp",
-            self.letter_patterns[index][node.name],
-            dict(taken),
-        )
-
-    def carries(self, index: int, node: str) -> bool:
-        """Whether a parameter node is one that counts the bytes of its (perhaps tied) tensor."""
-        return node not in self._borrowed[index]
-
-    def stays(self, index: int, node: str) -> bool:
-        """Whether the last segment reads what each segment of a class has as a parameter, so that under ZeRO 3 it is there from its forward
-        to backward."""
-        return index == self.last or (index, node) in self._staying
-
-    def _read_last(self) -> set[tuple[int, str]]:
+    def _staying(self) -> set[tuple[int, str]]:
         """The (class, parameter node) of which the last segment reads the tensor of each segment."""
         end, counts = len(self.segments) - 1, Counter(self.segments)
         read = Counter(
@@ -185,12 +228,96 @@ class ClassFacts:
         )
         return {place for place, count in read.items() if count == counts[place[0]]}
 
-    def tied(self, index: int) -> set[str]:
-        """The parameter nodes of a class whose tensors other classes hold too."""
-        return {name for group in self.ties for place, name in group if place == index}
+    def _tied_to_last(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the class `last` that other classes hold too."""
+        if self.last is None:
+            return ()
+        tied = {name for group in self.ties for place, name in group if place == self.last}
+        graph = self.traced.classes[self.last].graph
+        return tuple(node.meta["val"] for node in graph.nodes if node.name in tied)
 
-    def mask_of(self, index: int, node: Node) -> tuple[bool, int | None]:
-        """(causal, sliding window) of an attention op."""
-        if (index, node.name) in self.windows:
-            return True, self.windows[index, node.name]
-        return bool(Call(node).arg("is_causal", False)), None
+
+def _class_facts(
+    block: BlockClass,
+    place: ClassPlace,
+    dims: dict[str, OpDims | None],
+    patterns: dict[str, frozenset[tuple[int, Pattern]]],
+    positions: dict[str, frozenset[tuple[int, Pattern]]],
+    windows: dict[str, int | None],
+) -> ClassFacts:
+    graph, grads, weights = block.graph, value_grads(block.graph), _weights(block.graph)
+    saved, roots = observe_saved(graph)
+    letters = {
+        node.name: letter_patterns(own, node, patterns)
+        for node in ops(graph)
+        if (own := dims[node.name]) is not None
+    }
+    products = frozenset(
+        node.name
+        for node in ops(graph)
+        if (own := dims[node.name]) is not None
+        and own.contraction
+        and not weights.isdisjoint(operand_names(node))
+    )
+    return ClassFacts(
+        block=block,
+        place=place,
+        dims=dims,
+        patterns=patterns,
+        positions=positions,
+        windows=windows,
+        tensors=value_tensors(graph),
+        grads=grads,
+        weights=weights,
+        borrowed=_borrowed(block),
+        products=products,
+        heads=heads_of(graph, dims),
+        added=added_gradients(graph),
+        saved=saved,
+        roots=roots,
+        shares=cache(partial(fuse, graph, dims)),
+        rerun=cache(partial(_rerun, block, saved, roots)),
+        tensor_parallel=cache(partial(_tensor_parallel, dims, letters, grads)),
+    )
+
+
+def _rerun(
+    block: BlockClass, saved: dict[str, SavedByOp], roots: dict[str, str], mode: str, compiled: bool
+) -> Rerun:
+    """What backward runs again under a recompute mode, which is about parts of a block if it is selective."""
+    if mode not in SELECTIVE_MODES or (mode == "op" and not block.is_layer):
+        return NOTHING
+    return rerun_of(mode, block.graph, saved, roots, compiled)
+
+
+def _tensor_parallel(
+    dims: dict[str, OpDims | None],
+    letters: dict[str, dict[str, frozenset[Pattern]]],
+    grads: dict[str, bool],
+    node: Node,
+    tp: int,
+    taken: tuple[tuple[str, int], ...],
+) -> list[OpStrategy]:
+    """The strategies of an op over tp; `taken`: by how much other axes have divided a letter."""
+    own = dims[node.name]
+    if own is None:
+        raise ValueError(f"{node.name} ({node.target}) has no letters that tp could shard")
+    read, written = (
+        [grads[name] for name in names(node)] for names in (operand_names, result_names)
+    )
+    return strategies(
+        own, tp, read, written, kind="tp", patterns=letters[node.name], taken=dict(taken)
+    )
+
+
+def _weights(graph: Graph) -> frozenset[str]:
+    return frozenset(node.name for node in graph.nodes if node.op == "get_attr")
+
+
+def _borrowed(block: BlockClass) -> frozenset[str]:
+    """The parameter nodes whose (perhaps tied) tensor counts its bytes elsewhere."""
+    return frozenset(
+        node.name
+        for node in block.graph.nodes
+        if node.op == "get_attr" and node.target in block.borrowed
+    )

@@ -57,7 +57,7 @@ FUSIBLE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class FusedShare:
     """What of an op's operands and results goes through memory; for results, True also where a kernel ends."""
 
     reads: tuple[bool, ...]
@@ -66,10 +66,12 @@ class Share:
 
 def fuse(
     graph: Graph, dims: dict[str, OpDims | None], joins: Joins = "compiler"
-) -> dict[str, Share]:
+) -> dict[str, FusedShare]:
     """The share of every fusible op of a class, by name."""
     views = {
-        n.name for n in ops(graph) if dims.get(n.name) is not None and dims[n.name].movement_free
+        n.name
+        for n in ops(graph)
+        if (found := dims.get(n.name)) is not None and found.movement_free
     }
     roots = _roots(graph, views)
     level, producer = _levels(graph, views, roots, joins)
@@ -94,12 +96,12 @@ def fuse(
             v in kept or any(level.get(r) != own for r in readers.get(v, ())) or v not in readers
             for v in result_names(node)
         )
-        shares[node.name] = Share(tuple(reads), writes)
+        shares[node.name] = FusedShare(tuple(reads), writes)
     return shares
 
 
 def _roots(graph: Graph, views: set[str]) -> dict[str, str]:
-    """value -> the value of which it is a view."""
+    """Value -> the value of which it is a view."""
     roots: dict[str, str] = {}
     for node in graph.nodes:
         if node.op == "output" or is_getitem(node):

@@ -62,7 +62,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class LocalAttention:
     """softmax(Q K^T) V on one rank: local sizes, of which `queries` and `keys` are those of the whole sequence over `context_ranks` ranks.
 
     `blocks` is in how many kernels a rank computes its part: one for each rank of a ring.
@@ -99,14 +99,14 @@ def product_of(
         return None
     parameter = next((place for place, i in enumerate(factors) if parameters[i]), -1)
     return Product(
-        m,
-        n,
-        k,
-        batch,
-        grads[factors[0]],
-        grads[factors[1]],
-        parameter,
-        fp8 and parameter >= 0 and batch == 1,
+        m=m,
+        n=n,
+        k=k,
+        batch=batch,
+        left_grad=grads[factors[0]],
+        right_grad=grads[factors[1]],
+        parameter=parameter,
+        fp8=fp8 and parameter >= 0 and batch == 1,
     )
 
 
@@ -143,7 +143,10 @@ class Kernels:
             if generation == device.generation
         }
         self.flash = (
-            (software.attention_kernel or max(rates, key=rates.get, default=None))
+            (
+                software.attention_kernel
+                or max(rates, key=lambda kernel: rates[kernel], default=None)
+            )
             if precision in ("bf16", "fp16")
             else None
         )
@@ -236,50 +239,21 @@ class Kernels:
         key = "experts", tokens, choices, hidden, experts, wide, width
         if key in self._known:
             return self._known[key]
-        fp8 = self.software.matmul_dtype == "fp8"
-        dtype, device, compiled = (
-            ("fp8" if fp8 else self.precision),
+        fp8, device, scaling = (
+            self.software.matmul_dtype == "fp8",
             self.device,
-            self.software.fuses,
+            self.software.fp8_scaling,
         )
-        scaling = self.software.fp8_scaling
+        dtype = "fp8" if fp8 else self.precision
         rows = [choices // experts + (e < choices % experts) for e in range(experts)]
         mean = max(ceil(choices / experts), 1)
-        inner, outer, result = (
-            self.itemsize * x for x in (choices * hidden, choices * width, tokens * hidden)
-        )
-        between = self.itemsize * choices * wide
-        activation, activation_back = (
-            [[2 * outer], [3 * outer]]
-            if wide == width
-            else [[2 * outer, 3 * outer], [5 * outer, 3 * outer]]
-        )
-        gathered, combined = (
-            ([result + inner], result + inner),
-            ([2 * inner, 2 * inner, inner + result], inner + result),
-        )
-        forward = gathered, (activation, between + outer), combined
-        backward = (
-            ([3 * inner], inner + result),
-            (activation_back, 2 * between + outer),
-            ([2 * inner, 3 * inner, 3 * inner], 3 * inner),
-        )
-        chains = (
-            forward,
-            backward,
-        )  # of each chain: bytes of eager kernels, bytes of one fused kernel
-        forward_s, backward_s = (
-            sum(chain_time_s(*chain, device, compiled) for chain in direction)
-            for direction in chains
-        )
-        kernels = [
-            len(direction) if compiled else sum(len(c[0]) for c in direction)
-            for direction in chains
-        ]
 
         def cast_s(elements: int) -> float:
             return cast_to_fp8_time_s(elements, device, scaling) if fp8 else 0.0
 
+        (forward_s, forward), (backward_s, backward) = self._between_products(
+            tokens, choices, hidden, wide, width
+        )
         forward_s += _ROUTING_KERNELS * device.launch_s
         weight_s = 0.0
         for k, n in ((hidden, wide), (width, hidden)):
@@ -301,9 +275,40 @@ class Kernels:
                 result_itemsize=self.gradient_itemsize,
                 scaling=scaling,
             )
-        count = kernels[0] + 2 + 4 * fp8 + _ROUTING_KERNELS, kernels[1] + 4 + 2 * fp8
+        count = forward + 2 + 4 * fp8 + _ROUTING_KERNELS, backward + 4 + 2 * fp8
         self._known[key] = KernelTime(forward_s, backward_s + weight_s, weight_s, *count)
         return self._known[key]
+
+    def _between_products(
+        self, tokens: int, choices: int, hidden: int, wide: int, width: int
+    ) -> tuple[tuple[float, int], tuple[float, int]]:
+        """(seconds, kernels), forward and backward, of what routed experts do besides the products."""
+        inner, outer, result = (
+            self.itemsize * x for x in (choices * hidden, choices * width, tokens * hidden)
+        )
+        between, compiled = self.itemsize * choices * wide, self.software.fuses
+        gated = wide != width
+        activation = [2 * outer, 3 * outer] if gated else [2 * outer]
+        activation_back = [5 * outer, 3 * outer] if gated else [3 * outer]
+        # of each chain: bytes of eager kernels, bytes of one fused kernel
+        forward = (
+            ([result + inner], result + inner),
+            (activation, between + outer),
+            ([2 * inner, 2 * inner, inner + result], inner + result),
+        )
+        backward = (
+            ([3 * inner], inner + result),
+            (activation_back, 2 * between + outer),
+            ([2 * inner, 3 * inner, 3 * inner], 3 * inner),
+        )
+        there, back = (
+            (
+                sum(chain_time_s(*chain, self.device, compiled) for chain in chains),
+                len(chains) if compiled else sum(len(eager) for eager, _ in chains),
+            )
+            for chains in (forward, backward)
+        )
+        return there, back
 
     def grouped(self, rows: int, groups: int, n: int, k: int, differentiable: bool) -> KernelTime:
         """One grouped product, (rows, k) by `groups` matrices (k, n), the rows evenly over them, and the two of its backward."""
@@ -338,7 +343,7 @@ class Kernels:
     # ---------------------------------------------------------------------------------------------------------------- attention
 
     def attention(
-        self, a: Attention, flops: int, forward_bytes: int, backward_bytes: int
+        self, a: LocalAttention, flops: int, forward_bytes: int, backward_bytes: int
     ) -> KernelTime:
         """Attention by the flash kernel of the device; with dropout its ops one by one, as it then runs; by FLOPs and bytes, backward 2.5
         times forward, where nobody has measured a kernel.
@@ -351,7 +356,7 @@ class Kernels:
         return self._known[key]
 
     def _attention(
-        self, a: Attention, flops: int, forward_bytes: int, backward_bytes: int
+        self, a: LocalAttention, flops: int, forward_bytes: int, backward_bytes: int
     ) -> KernelTime:
         if a.dropout:
             sizes = a.batch, a.heads, a.queries, a.keys, a.head_dim, self.device
@@ -369,14 +374,25 @@ class Kernels:
             return KernelTime(
                 forward_s, backward_s, 0.0, 4 if compiled else 6, 6 if compiled else 8
             )
-        if self.flash is None:
+        if (kernel := self.flash) is None:
             return self.roofline(flops, forward_bytes, backward_bytes, 2.5)
 
         def seconds(backward: bool) -> float:
             whole_s = flash_attention_time_s(
-                a.batch, a.heads, a.key_heads, a.queries, a.keys, a.head_dim, self.device, kernel=self.flash, dtype=self.precision,
-                causal=a.causal, window=a.window, backward=backward, fitted=self.software.fitted,
-            )  # fmt: skip
+                batch=a.batch,
+                heads=a.heads,
+                key_heads=a.key_heads,
+                queries=a.queries,
+                keys=a.keys,
+                head_dim=a.head_dim,
+                device=self.device,
+                kernel=kernel,
+                dtype=self.precision,
+                causal=a.causal,
+                window=a.window,
+                backward=backward,
+                fitted=self.software.fitted,
+            )
             return (
                 whole_s - self.device.launch_s
             ) / a.context_ranks + a.blocks * self.device.launch_s

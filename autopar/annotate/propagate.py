@@ -7,8 +7,10 @@ and the engine adds the parts of parameters once per step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.plan_fields import AxisChoice
@@ -72,7 +74,7 @@ class Propagation:
                 produced[number, k] = choices[index][f"output{k}"].inputs[0]
         return choices
 
-    def input_layout(self, val) -> Layout:
+    def input_layout(self, val: torch.Tensor | None) -> Layout:
         """How a model input (None: not a tensor of the user's) is given to the ranks."""
         raise NotImplementedError
 
@@ -155,7 +157,8 @@ class BatchPropagation(Propagation):
         super().__init__(traced, reach, parts)
         self.experts = experts
 
-    def input_layout(self, val) -> Layout:
+    def input_layout(self, val: torch.Tensor | None) -> Layout:
+        """Sharded by rows, if it has rows."""
         return S(0) if has_batch(val) else R
 
     def candidates(
@@ -166,6 +169,7 @@ class BatchPropagation(Propagation):
         input_grads: list[bool],
         output_grads: list[bool],
     ) -> list[OpStrategy]:
+        """Those that shard experts if there are any, on ep; else those that shard the batch."""
         joints = [
             name
             for name, joint in dims.joint.items()
@@ -196,10 +200,12 @@ class ContextPropagation(Propagation):
         self.zigzag, self.marks = context.zigzag, marks
         self.methods = {(index, name): method for index, name, method in context.methods}
 
-    def input_layout(self, val) -> Layout:
+    def input_layout(self, val: torch.Tensor | None) -> Layout:
+        """Whole: the first op that needs a part takes it."""
         return R
 
     def work(self, dims: OpDims, elements: float) -> float:
+        """Traffic and FLOPs of the whole op."""
         flops = dims.total_flops()
         return elements / _ELEMENTS_PER_MOVE + concrete(flops) / _FLOPS_PER_MOVE
 
@@ -211,6 +217,7 @@ class ContextPropagation(Propagation):
         input_grads: list[bool],
         output_grads: list[bool],
     ) -> list[OpStrategy]:
+        """The method that was chosen of attention; else those that shard positions."""
         method = self.methods.get((index, node.name))
         if method in dims.joint:
             return [shard_jointly(dims, method, Pattern(zigzag=self.zigzag), input_grads)]
@@ -222,8 +229,9 @@ class ContextPropagation(Propagation):
         for letter, wanted in self._marked(index, node, dims):
             pattern = Pattern(wanted.sections, wanted.rows, self.zigzag)
             if fits(dims, letter, pattern, self.parts, self.parts):
-                found.append(shard_letter(dims, letter, pattern, input_grads))
-        return [s for s in found if s is not None]
+                sharded = shard_letter(dims, letter, pattern, input_grads)
+                found += [] if sharded is None else [sharded]
+        return found
 
     def _marked(self, index: int, node: Node, dims: OpDims) -> list[tuple[str, Pattern]]:
         """Letters of the op that are positions, with the pattern that their dims ask for."""
@@ -272,7 +280,7 @@ def propagate(
 
 
 def moved(
-    have: list[Layout], want: tuple[Layout, ...], sizes: list[float], grads: list[bool]
+    have: list[Layout], want: tuple[Layout, ...], sizes: Sequence[float], grads: list[bool]
 ) -> float:
     """Elements moved to convert the operands, forward and, where a gradient flows, backward."""
     total = 0.0
@@ -313,7 +321,7 @@ def _written(graph: Graph, layout: dict[str, Layout], chosen: dict[str, OpStrate
     return choices
 
 
-def _numel(tensor) -> int:
+def _numel(tensor: torch.Tensor) -> int:
     total = 1
     for size in tensor.shape:
         total *= concrete(size)

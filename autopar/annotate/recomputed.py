@@ -122,10 +122,10 @@ def _between(
         if value in needed:
             continue
         needed.add(value)
-        node = producers.get(value)
-        if node is not None and node.name not in dear:
-            again.add(node.name)
-            waiting += operand_names(node)
+        producer = producers.get(value)
+        if producer is not None and producer.name not in dear:
+            again.add(producer.name)
+            waiting += operand_names(producer)
     return again, needed
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import is_attention
-from autopar.ops.dims import is_symbolic
+from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.random import drops
-from autopar.ops.values import is_getitem, operand_names, ops, result_names, value_name
+from autopar.ops.values import is_getitem, operand_names, ops, result_names
 
 PROBE_ROWS = 2
 
@@ -32,7 +33,7 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
     Attention with dropout runs unfused (`rewrite/lowerings/dropout.py`): it keeps scaled queries, keys, values,
     probabilities before and after, a bool of each.
     """
-    env: dict[Node, object] = {}
+    env: dict[Node, Any] = {}
     owner: dict[int, str] = {}
     keep: list[torch.Tensor] = []  # storages must stay alive, or their addresses are reused
     roots: dict[str, str] = {}
@@ -49,20 +50,9 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
             env[node] = _probe(node)
             enter(node.name, env[node])
             continue
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        args, kwargs = _concrete(args), _concrete(kwargs)
-        if "device" in kwargs:
-            kwargs["device"] = "meta"
+        env[node], packed = _called(node, env)
         if is_getitem(node):
-            env[node] = args[0][args[1]]
             continue
-        packed: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, packed=packed: packed.append(t) or t, lambda t: t
-        ):
-            env[node] = node.target(*args, **kwargs)
-        if _fused_attention(node):
-            env[node] = _positions_outside_heads(env[node])
         out = env[node] if isinstance(env[node], (list, tuple)) else (env[node],)
         for name, tensor in zip(
             result_names(node), [t for t in out if isinstance(t, torch.Tensor)], strict=False
@@ -76,6 +66,25 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
                 (), math.prod(env[node].shape) / PROBE_ROWS if node.meta.get("grad") else 0.0
             )
     return saved, roots
+
+
+def _called(node: Node, env: dict[Node, Any]) -> tuple[Any, list[torch.Tensor]]:
+    """(what a call returns on the meta device, the tensors that autograd keeps for it)."""
+    if not callable(node.target):
+        raise ValueError(f"{node.name} calls {node.target!r}, which is no function")
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    args, kwargs = _concrete(args), _concrete(kwargs)
+    if "device" in kwargs:
+        kwargs["device"] = "meta"
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = node.target(*args, **kwargs)
+    return _positions_outside_heads(result) if _fused_attention(node) else result, packed
 
 
 def rerun_ops(
@@ -127,32 +136,37 @@ def _probe(node: Node) -> torch.Tensor:
     )
 
 
-def _rows(value):
-    if is_symbolic(value) or isinstance(value, torch.SymFloat):
-        expr = value.node.expr
-        number = expr.subs({s: PROBE_ROWS for s in expr.free_symbols})
-        return float(number) if isinstance(value, torch.SymFloat) else int(number)
-    return int(value)
+def _rows(size: int | torch.SymInt) -> int:
+    """A size where the batch has `PROBE_ROWS` rows."""
+    return int(_probed(size)) if is_symbolic(size) else int(size)
 
 
-def _concrete(value):
+def _probed(number: Any) -> Any:
+    """The expression of a symbolic number where the batch has `PROBE_ROWS` rows."""
+    expr = number.node.expr
+    return expr.subs({s: PROBE_ROWS for s in expr.free_symbols})
+
+
+def _concrete(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_concrete(v) for v in value)
     if isinstance(value, dict):
         return {k: _concrete(v) for k, v in value.items()}
-    return _rows(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+    if isinstance(value, torch.SymFloat):
+        return float(_probed(value))
+    return _rows(value) if isinstance(value, torch.SymInt) else value
 
 
 def _attention(node: Node, roots: dict[str, str]) -> SavedByOp:
     if not node.meta.get("grad"):
         return SavedByOp((), 0.0)
-    query = node.args[0].meta["val"]
+    query, key = Call(node).tensors[:2]
     if drops(node):
-        key, size = node.args[1].meta["val"], query.element_size()
+        size = query.element_size()
         queries = math.prod(_rows(s) for s in query.shape[:-1])
         own = queries * (_rows(query.shape[-1]) * size + _rows(key.shape[-2]) * (2 * size + 1))
         return SavedByOp(
-            tuple(dict.fromkeys(roots[value_name(n)] for n in node.args[1:3])), own / PROBE_ROWS
+            tuple(dict.fromkeys(roots[name] for name in operand_names(node)[1:3])), own / PROBE_ROWS
         )
     rows = 4.0
     for size in query.shape[:-1]:

@@ -9,7 +9,10 @@ from autopar_cost_models import Link
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan_fields import AxisChoice
+from autopar.ir.traced import BlockClass
 from autopar.request.software import Software
+
+_DEFAULT = Software()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Setting:
     sequence_parallel: bool | None = (
         None  # whether tp shards positions between the matrix products of a block; None: as the solver finds
     )
-    software: Software = Software()
+    software: Software = _DEFAULT
     offload: str = "none"
     between: Link | None = None
     shard: int = 0  # data-parallel ranks, neighbours, that share out what ZeRO does; 0: all
@@ -47,6 +50,17 @@ class Setting:
             and not self.software.root_unit
             and not self.software.live_parameters
         )
+
+    @property
+    def moves_by_segment(self) -> bool:
+        """Whether parameters come to the device whenever a segment that reads them runs forward."""
+        return self.gathers_by_segment or self.offload == "parameters"
+
+    def recomputes(self, block: BlockClass) -> bool:
+        """Whether the segments of a class keep their inputs alone."""
+        if self.recompute == "full":
+            return block.is_layer
+        return is_periodic(self.recompute) and bool(block.picked)
 
 
 def is_periodic(recompute: str) -> bool:

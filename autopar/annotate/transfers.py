@@ -10,7 +10,7 @@ from autopar_cost_models.roofline import overlapped_s
 from torch.fx import Node
 
 from autopar.annotate.context_method import ContextAttention
-from autopar.annotate.kernels import Attention, Shape, kernels_of
+from autopar.annotate.kernels import LocalAttention, Shape, kernels_of
 from autopar.annotate.setting import Setting
 from autopar.ir.annotated import Conversion
 from autopar.ir.mesh import BATCH_AXES
@@ -20,6 +20,10 @@ from autopar.ops.random import drops
 
 PARTS = ("slice", "pad")
 """Local moves that touch one rank's part of a value; the others touch all of it."""
+
+
+Conversions = dict[tuple[Layout, Layout], Conversion]
+"""The price of each change of layout (from, to)."""
 
 
 class Pricing:
@@ -37,7 +41,7 @@ class Pricing:
         self._sizes: dict[tuple, int] = {}
         self._conversions: dict[tuple[int, bool, Layout, Layout], Conversion] = {}
 
-    def number(self, size) -> int:
+    def number(self, size: int | torch.SymInt) -> int:
         """A size over all data-parallel ranks of one micro-batch."""
         return at_batch(size, self.setting.micro_batch * self.setting.mesh.dp)
 
@@ -93,8 +97,18 @@ class Pricing:
         )
         copies = mesh.cp // gcd(key_heads, mesh.cp)
         causal = bool(call.arg("is_causal", False))
+        query_bytes, key_bytes, value_bytes, result_bytes = sizes
         return ContextAttention(
-            *sizes, computed.forward_s, computed.backward_s, causal, zigzag, gradients, copies
+            query_bytes=query_bytes,
+            key_bytes=key_bytes,
+            value_bytes=value_bytes,
+            result_bytes=result_bytes,
+            forward_s=computed.forward_s,
+            backward_s=computed.backward_s,
+            causal=causal,
+            zigzag=zigzag,
+            gradient_bytes=gradients,
+            key_copies=copies,
         )
 
     def expert_parallel_s(
@@ -113,6 +127,7 @@ class Pricing:
         return self.move_s("all_to_all", 8 * experts * ranks, "ep") + 2 * rows_s, 2 * rows_s
 
     def itemsize(self, tensor: torch.Tensor) -> int:
+        """Bytes of an element, which has the precision of the setting if it is a floating-point number."""
         return (
             activation_itemsize(self.setting.precision)
             if tensor.is_floating_point()
@@ -120,6 +135,7 @@ class Pricing:
         )
 
     def sharded(self, size_bytes: int, layout: Layout) -> int:
+        """Bytes of a value on one rank of tp."""
         return ceil(size_bytes / self.tp) if layout.is_shard else size_bytes
 
     def move_s(self, primitive: str, size_bytes: int, axis: str = "tp") -> float:
@@ -164,7 +180,7 @@ class Pricing:
 
     def conversions(
         self, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool
-    ) -> dict:
+    ) -> Conversions:
         """Prices of all possible changes of layout from `have` to `want`."""
         return {
             (src, dst): self._conversion(size_bytes, grad, src, dst)
@@ -196,7 +212,7 @@ def attention_of(
     context_ranks: int = 1,
     blocks: int = 1,
     heads_split: int = 1,
-) -> Attention:
+) -> LocalAttention:
     """The attention that a call runs on one rank, from the shapes of its queries, keys and values: local but for positions, which are those
     of the whole sequence.  `mask` is (causal, sliding window); `heads_split`: by how much Ulysses divides the heads."""
     query, key, value = shapes
@@ -204,7 +220,7 @@ def attention_of(
         mask[0] and query[-2] == key[-2]
     )  # torch's masks of other shapes begin at the first key; the model's end at the last
     heads, key_heads = (shape[-3] if len(shape) > 2 else 1 for shape in (query, key))
-    return Attention(
+    return LocalAttention(
         batch=prod(query[:-3]),
         heads=ceil(heads / heads_split),
         key_heads=ceil(key_heads / heads_split),

@@ -5,8 +5,9 @@ Batch and channels shard, space does not.  Shards are even, because these ops re
 
 from __future__ import annotations
 
+from autopar.ir.calls import op_name
 from autopar.ops.dims import Call, OpDims
-from autopar.ops.kinds import Rule, keep_dims, last_dims, whole
+from autopar.ops.kinds import Rule, keep_dims, last_dims, whole, words
 
 LOCAL_GROUPS = "local_groups"
 """The lowering for ops that are told how many groups their channels form: a rank that holds some of the groups is told so."""
@@ -17,7 +18,7 @@ def _convolution(call: Call) -> OpDims:
     x, weight = call.tensors[:2]
     space = weight.dim() - 2
     batch = ("n",) if x.dim() == weight.dim() else ()
-    transposed = bool(call.arg("transposed", False)) or "transpose" in call.node.target._schema.name
+    transposed = bool(call.arg("transposed", False)) or "transpose" in op_name(call.node)
     groups = call.arg("groups", 1)
     flops = (
         2 * weight[0].numel()
@@ -98,7 +99,9 @@ def _spatial(space: int, linear: bool) -> Rule:
 
 CONVOLUTIONS: dict[str, Rule] = {
     **dict.fromkeys(
-        "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d".split(),
+        words(
+            "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"
+        ),
         _convolution,
     ),
     "group_norm": _group_norm,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from autopar.ops.dims import Call, Letters, OpDims
-from autopar.ops.kinds import Rule, same, whole
+from autopar.ops.kinds import Rule, same, whole, words
 
 _MEAN = 1
 _SUM = 2
@@ -74,10 +74,10 @@ def _row_loss(call: Call) -> OpDims:
 
 CRITERIA: dict[str, Rule] = {
     **dict.fromkeys(
-        """
+        words("""
         mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
         poisson_nll_loss margin_ranking_loss hinge_embedding_loss
-        """.split(),
+        """),
         _elementwise_loss,
     ),
     **dict.fromkeys(("nll_loss", "nll_loss2d", "nll_loss_nd"), _class_loss),

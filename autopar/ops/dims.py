@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -35,10 +36,12 @@ class Call:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
+        """The values of the operands."""
         return [n.meta["val"] for n in self.operands]
 
     @property
     def results(self) -> list[torch.Tensor]:
+        """The tensors that the call returns."""
         return results(self.node)
 
     def dim(self, name: str = "dim", default: Any = None, rank: int | None = None) -> int:
@@ -94,6 +97,13 @@ def locate(term: Letters, letter: str) -> tuple[int, Pattern] | None:
     return None
 
 
+def located(term: Letters, letter: str) -> tuple[int, Pattern]:
+    """`locate` of a letter that the tensor holds; otherwise ValueError."""
+    if (place := locate(term, letter)) is None:
+        raise ValueError(f"no dim of {term} holds the letter {letter!r}")
+    return place
+
+
 def compose(own: Pattern, wanted: Pattern) -> Pattern | None:
     """The pattern of a dim which holds a letter in pattern `own` when the letter itself is sharded as `wanted`; None if there is none."""
     if own.is_contiguous:
@@ -113,7 +123,7 @@ def wanted_of(own: Pattern, pattern: Pattern) -> Pattern | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class JointSharding:
     """A strategy that shards different dims of different operands at once, and needs a lowering of its own.
 
     `axis` is the kind of mesh axis that it is for ('cp', 'ep', 'tp'); `inputs` and `outputs` give the sharded dim of each tensor, or
@@ -150,7 +160,7 @@ class OpDims:
     contiguous: frozenset[str] = frozenset()
     special: dict[str, str] = field(default_factory=dict)
     replicated_result: frozenset[str] = frozenset()
-    joint: dict[str, Joint] = field(default_factory=dict)
+    joint: dict[str, JointSharding] = field(default_factory=dict)
     contraction: bool = False
     flops: Any = None
     movement_free: bool = False
@@ -186,7 +196,7 @@ def einsum(
     contraction: bool = False,
     fixed: str = "",
     ordered: bool = False,
-):
+) -> Callable[[Call], OpDims]:
     """A rule from an equation such as `b.. i, o i, +o -> b.. o`.
 
     `b..` stands for any number of leading dims; `+` marks an additive operand; trailing operands that the call omits are dropped.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from autopar.ops.dims import Call, OpDims
-from autopar.ops.kinds import Rule, keep_dims, pointwise, whole
+from autopar.ops.kinds import Rule, keep_dims, pointwise, whole, words
 
 
 def _additive(call: Call) -> OpDims:
-    """add and sub: jointly linear in both tensors; with one tensor and a number they are affine, hence not linear."""
+    """Addition and subtraction: jointly linear in both tensors; with one tensor and a number they are affine, hence not linear."""
     return pointwise(all_linear=len(call.tensors) == 2)(call)
 
 
@@ -37,7 +37,7 @@ def _one_hot(call: Call) -> OpDims:
     return keep_dims(lambda c: [])(call) if (call.arg("num_classes", -1)) >= 0 else whole(call)
 
 
-_NONLINEAR = """
+_NONLINEAR = words("""
     abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square pow sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
     atan2 sigmoid relu relu6 silu gelu leaky_relu elu celu selu softplus hardtanh hardswish hardsigmoid hardshrink softshrink
     threshold mish log_sigmoid erf erfc erfinv lgamma digamma logit xlogy hypot copysign heaviside
@@ -46,7 +46,7 @@ _NONLINEAR = """
     logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not __and__ __or__ __xor__
     bitwise_left_shift bitwise_right_shift __lshift__ __rshift__
     zeros_like ones_like full_like empty_like fill dropout addcmul addcdiv rsub
-""".split()
+""")
 
 ELEMENTWISE: dict[str, Rule] = {
     "add": _additive,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from autopar_kernels.routed_experts import GATED
 
-from autopar.ops.dims import Call, Joint, OpDims
+from autopar.ops.dims import Call, JointSharding, OpDims
 
 
 def routed_experts(call: Call) -> OpDims:
-    """x (t, h), index (t, k), weights (t, k), up (e, w, h), up_bias (e, w), down (e, h, f), down_bias (e, h) -> (t, h).
+    """The op on x (t, h), index (t, k), weights (t, k), up (e, w, h), up_bias (e, w), down (e, h, f), down_bias (e, h) -> (t, h).
 
     The width f is that of `down`; `up` has it once, or twice: gate and up as sections, or alternating.  A sharded width makes the result
     partial.  Experts are sharded together with tokens, which travel (`rewrite/lowerings/expert_parallel.py`).  FLOPs are those of the top k
@@ -40,7 +40,9 @@ def routed_experts(call: Call) -> OpDims:
         linear=(frozenset({present.index("weights")}), last),
         even=frozenset("f") if kind.startswith("interleaved") else frozenset(),
         contiguous=frozenset("f"),
-        joint={"expert_parallel": Joint("ep", (0,) * len(present), (0,), int(down.shape[0]))},
+        joint={
+            "expert_parallel": JointSharding("ep", (0,) * len(present), (0,), int(down.shape[0]))
+        },
         contraction=True,
         flops=2 * x.shape[0] * index.shape[1] * x.shape[1] * (wide + width),
     )

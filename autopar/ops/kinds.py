@@ -9,7 +9,12 @@ from autopar.ops.dims import Call, OpDims
 Rule = Callable[[Call], OpDims]
 
 
-def same(a, b) -> bool:
+def words(text: str) -> list[str]:
+    """Names of ops that a table lists with spaces between."""
+    return text.split()
+
+
+def same(a: object, b: object) -> bool:
     """Whether two sizes are equal, symbolic ones as expressions."""
     return str(a) == str(b)
 

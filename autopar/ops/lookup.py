@@ -168,7 +168,7 @@ def _gather(call: Call) -> OpDims:
 
 
 def _take_along_dim(call: Call) -> OpDims:
-    """gather with broadcasting; without a dim it flattens the source."""
+    """The rule of `gather`, which broadcasts; without a dim it flattens the source."""
     source, index = call.tensors
     if call.arg("dim") is None:
         return whole(call)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterable
+
+from torch import SymInt, Tensor
 
 from autopar.ops.dims import Call, Letters, OpDims, einsum
 from autopar.ops.kinds import Rule, same
 
 
 def biased(bias_at: Letters, left: Letters, right: Letters) -> Rule:
-    """beta * bias + alpha * (left @ right), with a bias that broadcasts to `bias_at`, the result."""
+    """A product with a bias, beta * bias + alpha * (left @ right), with a bias that broadcasts to `bias_at`, the result."""
 
     def rule(call: Call) -> OpDims:
         bias, a, b = call.tensors
@@ -58,7 +60,7 @@ def _einsum(call: Call) -> OpDims:
             sizes[x] = s if same(sizes.get(x, 1), 1) else sizes[x]
     twice = {x for term in inputs for x in term if term.count(x) > 1}
 
-    def fixed(term: list[str], shape) -> Letters:
+    def fixed(term: list[str], shape: Iterable[int | SymInt]) -> Letters:
         return tuple(
             f"!{x}" if x in twice or not same(s, sizes[x]) else x
             for x, s in zip(term, shape, strict=True)

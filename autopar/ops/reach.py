@@ -7,6 +7,7 @@ behind it asks for.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -22,6 +23,7 @@ from autopar.ops.dims import (
     has_batch,
     letters_of,
     locate,
+    located,
     wanted_of,
 )
 from autopar.ops.rules import op_dims
@@ -65,16 +67,18 @@ class Reach:
 
 def _neighbours(
     dims: OpDims, term: Letters, dim: int, pattern: Pattern, places: list[tuple[str, Letters]]
-):
+) -> Iterator[tuple[str, int, Pattern]]:
     for letter in letters_of(term[dim]):
-        wanted = wanted_of(locate(term, letter)[1], pattern)
+        wanted = wanted_of(located(term, letter)[1], pattern)
         if wanted is None or (
             not wanted.is_contiguous and (letter in dims.contiguous or letter in dims.even)
         ):
             continue
         for value, other in places:
             place = locate(other, letter)
-            combined = compose(place[1], wanted) if place is not None else None
+            if place is None:
+                continue
+            combined = compose(place[1], wanted)
             if combined is not None:
                 yield value, place[0], combined
 
@@ -156,7 +160,7 @@ def pattern_marks(reach: Reach) -> Marks:
                     if entry.isalnum():
                         continue
                     for letter in letters_of(entry):
-                        dim, pattern = locate(term, letter)
+                        dim, pattern = located(term, letter)
                         if not pattern.is_contiguous:
                             seeds.add((index, value, dim, pattern))
     return reach.spread(seeds)
@@ -172,7 +176,7 @@ def letter_patterns(
     ):
         for dim, pattern in marks.get(value, ()):
             for letter in letters_of(term[dim]) if dim < len(term) else ():
-                wanted = wanted_of(locate(term, letter)[1], pattern)
+                wanted = wanted_of(located(term, letter)[1], pattern)
                 if wanted is not None and not wanted.is_contiguous:
                     found[letter].add(wanted)
     return {letter: frozenset(patterns) for letter, patterns in found.items()}
@@ -195,6 +199,6 @@ def sequence_marks(traced: TracedModel, reach: Reach) -> Marks:
         ]
         for source, node in zip(segment.inputs, placeholders, strict=True):
             val = vals.get(source.name)
-            if has_batch(val) and val.dim() > 1 and not val.is_floating_point():
+            if val is not None and has_batch(val) and val.dim() > 1 and not val.is_floating_point():
                 seeds.add((segment.class_index, node.name, 1, CONTIGUOUS))
     return reach.spread(seeds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ops.dims import Call, Letters, OpDims
-from autopar.ops.kinds import Rule, along, keep_dims, last_dims, pointwise, same, whole
+from autopar.ops.kinds import Rule, along, keep_dims, last_dims, pointwise, same, whole, words
 
 
 def _reduction(summing: bool, linear: bool = True) -> Rule:
@@ -99,7 +99,7 @@ def _listed(name: str) -> Callable[[Call], list[int]]:
 
 
 def _repetition(name: str) -> Rule:
-    """repeat and tile: the dims that are repeated are fixed; leading dims may be new."""
+    """Repeating and tiling: the dims that are repeated are fixed; leading dims may be new."""
 
     def rule(call: Call) -> OpDims:
         source, rank = call.tensors[0], call.results[0].dim()
@@ -163,10 +163,10 @@ def _diagonal(call: Call) -> OpDims:
 REDUCTIONS: dict[str, Rule] = {
     "sum": _reduction(summing=True),
     **dict.fromkeys(
-        """
+        words("""
         mean amax amin max min aminmax argmax argmin any all var std var_mean std_mean prod logsumexp nanmean count_nonzero
         linalg_vector_norm norm
-        """.split(),
+        """),
         _reduction(summing=False),
     ),
     "nansum": _reduction(summing=True, linear=False),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import gcd
+from typing import Any
 
 import torch
 
@@ -15,11 +16,11 @@ from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
 from autopar.ops.convolution import CONVOLUTIONS
 from autopar.ops.criteria import CRITERIA
-from autopar.ops.dims import Call, Joint, OpDims, is_symbolic
+from autopar.ops.dims import Call, JointSharding, OpDims, is_symbolic
 from autopar.ops.elementwise import ELEMENTWISE
 from autopar.ops.equations import equation_rule
 from autopar.ops.experts import routed_experts
-from autopar.ops.kinds import Rule, keep_dims, pointwise, same, whole
+from autopar.ops.kinds import Rule, keep_dims, pointwise, same, whole, words
 from autopar.ops.lookup import LOOKUPS
 from autopar.ops.products import PRODUCTS, batch_letters
 from autopar.ops.reductions import REDUCTIONS
@@ -28,7 +29,7 @@ from autopar.ops.views import Factors
 _RULES: dict[str, Rule] = {}
 
 
-def register_rule(target, rule: str | Rule) -> None:
+def register_rule(target: object, rule: str | Rule) -> None:
     """Teach autopar to shard an op.
 
     `target` is an op (what `torch.library.custom_op` returns, `torch.ops.mylib.scale`) or its name, `"mylib::scale"`; `rule` an equation
@@ -40,7 +41,7 @@ def register_rule(target, rule: str | Rule) -> None:
     _RULES[name] = equation_rule(name, rule) if isinstance(rule, str) else rule
 
 
-def _op_name(target) -> str:
+def _op_name(target: object) -> str:
     target = getattr(target, "_opoverload", target)  # what torch.library.custom_op returns
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name
@@ -218,16 +219,16 @@ def _matmul(call: Call) -> OpDims:
             linear=(frozenset({0}), frozenset({1})),
             contraction=True,
         )
-    out = call.results[0]
-    batch = batch_letters(out)
-    sizes = dict(zip(batch, out.shape[:-2], strict=True)) | {
+    product = call.results[0]
+    batch = batch_letters(product)
+    sizes = dict(zip(batch, product.shape[:-2], strict=True)) | {
         "m": a.shape[-2],
         "k": a.shape[-1],
         "n": b.shape[-1],
         "!b": 1,
     }
     return OpDims(
-        ((*batch_letters(out, a), "m", "k"), (*batch_letters(out, b), "k", "n")),
+        ((*batch_letters(product, a), "m", "k"), (*batch_letters(product, b), "k", "n")),
         ((*batch, "m", "n"),),
         sizes,
         frozenset("k"),
@@ -293,12 +294,12 @@ def _attention(call: Call) -> OpDims:
     )
 
 
-def _attention_joints(call: Call, grouped: bool) -> dict[str, Joint]:
+def _attention_joints(call: Call, grouped: bool) -> dict[str, JointSharding]:
     q, k = call.tensors[:2]
     masks = call.tensors[3:]
     heads, positions = q.shape[1], int(min(q.shape[-2], k.shape[-2]))
 
-    def dim_of(size, dim: int) -> tuple[int, ...]:
+    def dim_of(size: int | torch.SymInt, dim: int) -> tuple[int, ...]:
         """The dim of each mask that has the size of dim `dim` of the scores, or -1."""
         return tuple(
             m.dim() + dim
@@ -307,15 +308,17 @@ def _attention_joints(call: Call, grouped: bool) -> dict[str, Joint]:
             for m in masks
         )
 
-    found = {"ulysses": Joint("cp", (2, 2, 2, *(-1 for _ in masks)), (2,), positions)}
+    found = {"ulysses": JointSharding("cp", (2, 2, 2, *(-1 for _ in masks)), (2,), positions)}
     if not any(n.meta.get("grad") for n in call.operands[3:]):
-        found["ring"] = Joint("cp", (2, 2, 2, *dim_of(q.shape[-2], -2)), (2,), positions)
+        found["ring"] = JointSharding("cp", (2, 2, 2, *dim_of(q.shape[-2], -2)), (2,), positions)
     if grouped:
-        found["grouped_heads"] = Joint("tp", (1, -1, -1, *dim_of(heads, -3)), (1,), int(heads))
+        found["grouped_heads"] = JointSharding(
+            "tp", (1, -1, -1, *dim_of(heads, -3)), (1,), int(heads)
+        )
     return found
 
 
-def _attention_flops(call: Call):
+def _attention_flops(call: Call) -> Any:
     """Two products of (queries x keys x channels) a head; a causal mask halves them."""
     q, k, v = call.tensors[:3]
     total = 2 * k.shape[-2] * (q.shape[-1] + v.shape[-1])
@@ -405,10 +408,10 @@ _TABLE: dict[str, Rule] = {
     "stack": _stack,
     # constants, and ops that mix all elements
     **dict.fromkeys(
-        """
+        words("""
         arange ones zeros full empty scalar_tensor new_ones new_zeros new_full new_empty eye linspace logspace meshgrid tril_indices
         triu_indices histc searchsorted
-        """.split(),
+        """),
         whole,
     ),
 }

@@ -109,7 +109,7 @@ def shard_letter(
         pattern.rows or pattern.sections != (1,)
     ):  # lowerings know positions in natural or zigzag order
         return None
-    inputs: list[Layout] = []
+    inputs: list[Layout | None] = []
     for i, term in enumerate(dims.inputs):
         place = locate(term, letter)
         if place is not None:
@@ -119,12 +119,14 @@ def shard_letter(
         else:
             inputs.append(RP if input_grads[i] and letter not in dims.replicated_result else R)
     outputs = [_result(dims, term, letter, pattern) for term in dims.outputs]
-    if None in inputs or None in outputs:
+    read = tuple(layout for layout in inputs if layout is not None)
+    written = tuple(layout for layout in outputs if layout is not None)
+    if len(read) < len(inputs) or len(written) < len(outputs):
         return None
     return OpStrategy(
         strategy_name(letter, pattern),
-        tuple(inputs),
-        tuple(outputs),
+        read,
+        written,
         letter,
         dims.special.get(letter, ""),
     )

@@ -19,7 +19,7 @@ def is_getitem(node: Node) -> bool:
 def value_name(node: Node) -> str:
     """The value that a tensor node stands for: `name`, or `name.i` for result i of an op with several results."""
     if is_getitem(node):
-        return f"{node.args[0].name}.{node.args[1]}"
+        return f"{node.all_input_nodes[0].name}.{node.args[1]}"
     return node.name
 
 
@@ -67,4 +67,5 @@ def ops(graph: Graph) -> list[Node]:
 
 def output_nodes(graph: Graph) -> tuple[Node, ...]:
     """The nodes that the graph returns."""
-    return tuple(graph.output_node().args[0])
+    returned: Any = graph.output_node().args[0]  # a tuple of nodes, in every class graph
+    return tuple(returned)

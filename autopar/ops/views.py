@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
@@ -106,11 +107,12 @@ class Factors:
         self._left[left[0]] = self._right[right[0]] = letter
 
 
-def _runs(before: tuple, after: tuple):
+def _runs(before: tuple, after: tuple) -> Iterator[tuple[list[int], list[int]]]:
     """Pairs of dims of the two shapes, as short as possible, with equal products."""
     i = j = 0
     while i < len(before) or j < len(after):
-        left, right = [], []
+        left: list[int] = []
+        right: list[int] = []
         p = q = 1
         while True:
             if p <= q and i < len(before) and (p < q or not left):

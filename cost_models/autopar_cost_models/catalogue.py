@@ -6,6 +6,7 @@ NVIDIA's datasheets since Hopper print rates with sparsity; the dense rates here
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar_cost_models import constants as c
@@ -46,249 +47,260 @@ _NVIDIA_SMI = "memory: nvidia-smi, github.com/modal-labs/modal-client/pull/2797"
 _FP8_ASSUMED = "fp8 at the H100 SXM's share of its best bf16 matmul: assumed"
 
 
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """A row of the catalogue: a GPU whose best product in bf16 reaches `matmul`, in fp8 `fp8`, of its peak.
+
+    The rates are those of a device of `full_power_W` if it is limited to `power_W`.
+    """
+
+    name: str
+    generation: str
+    units: int
+    tflops: dict[str, float]
+    memory_MiB: int
+    bandwidth_Bps: float
+    matmul: float
+    source: str
+    fp8: float | None = None
+    power_W: float | None = None
+    full_power_W: float | None = None
+
+    def device(self, fitted: FittedConstants) -> Device:
+        """The device, with the fitted constants put into it."""
+        slowed = 1.0
+        if self.power_W and self.full_power_W:
+            slowed = (self.power_W / self.full_power_W) ** fitted.power_exponent
+        trained = slowed * fitted.matmul_efficiency(self.generation)
+        other = {}
+        if "fp8" in self.tflops and self.fp8:
+            other["fp8"] = self.fp8 * trained * fitted.fp8_efficiency
+        return Device(
+            name=self.name,
+            flops={dtype: rate * 1e12 for dtype, rate in self.tflops.items()},
+            memory_bytes=self.memory_MiB * c.MIB,
+            memory_bandwidth_Bps=self.bandwidth_Bps,
+            launch_s=fitted.launch_s,
+            matmul_efficiency=self.matmul * trained,
+            bandwidth_efficiency=fitted.hbm_efficiency,
+            reserved_bytes=int(fitted.reserved_bytes),
+            source=self.source,
+            compute_units=self.units,
+            generation=self.generation,
+            dtype_efficiency=other,
+            tile_s=fitted.tile_s if self.generation in _TILES_END_TO_END else 0.0,
+        )
+
+
+_FP8_SHARE = c.MATMUL_H100_SXM_FP8 / c.MATMUL_H100_SXM
+"""fp8 / bf16 share of the peak."""
+_GPUS = (
+    _Gpu(
+        "a100-40g",
+        "ampere",
+        108,
+        _AMPERE,
+        40960,
+        1.555e12,
+        c.MATMUL_A100_SXM,
+        f"NVIDIA A100 Tensor Core GPU datasheet (SXM4 40 GB, 400 W); {_NVIDIA_SMI}",
+    ),
+    _Gpu(
+        "a100-80g",
+        "ampere",
+        108,
+        _AMPERE,
+        81920,
+        2.039e12,
+        c.MATMUL_A100_SXM,
+        f"NVIDIA A100 Tensor Core GPU datasheet (SXM4 80 GB, 400 W); {_NVIDIA_SMI}",
+    ),
+    _Gpu(
+        "a100-pcie-40g",
+        "ampere",
+        108,
+        _AMPERE,
+        40960,
+        1.555e12,
+        c.MATMUL_A100_PCIE,
+        "NVIDIA A100 40 GB PCIe product brief (250 W); memory as the SXM part",
+    ),
+    _Gpu(
+        "a100-pcie-80g",
+        "ampere",
+        108,
+        _AMPERE,
+        81920,
+        1.935e12,
+        c.MATMUL_A100_PCIE,
+        "NVIDIA A100 Tensor Core GPU datasheet (PCIe 80 GB, 300 W); memory as the SXM part",
+    ),
+    _Gpu(
+        "h100",
+        "hopper",
+        132,
+        _HOPPER,
+        81559,
+        3.35e12,
+        c.MATMUL_H100_SXM,
+        f"NVIDIA H100 Tensor Core GPU datasheet (SXM5 80 GB, 700 W), half of the figures with sparsity; {_NVIDIA_SMI}",
+        fp8=c.MATMUL_H100_SXM_FP8,
+    ),
+    _Gpu(
+        "h100-96g-500w",
+        "hopper",
+        132,
+        _HOPPER,
+        97871,
+        2.4e12,
+        c.MATMUL_H100_SXM,
+        "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: HBM2e 96 GB at 2.4 TB/s, 500 W; rates as H100, "
+        "slowed by the power limit (power_exponent); memory: nvidia-smi",
+        fp8=c.MATMUL_H100_SXM_FP8,
+        power_W=500.0,
+        full_power_W=c.H100_SXM_POWER_W,
+    ),
+    _Gpu(
+        "h100-pcie",
+        "hopper",
+        114,
+        _H100_PCIE,
+        81559,
+        2.0e12,
+        c.MATMUL_H100_PCIE,
+        f"NVIDIA H100 Tensor Core GPU datasheet (PCIe 80 GB, 350 W), half of the figures with sparsity; {_FP8_ASSUMED}; memory as SXM",
+        fp8=c.MATMUL_H100_PCIE * _FP8_SHARE,
+    ),
+    _Gpu(
+        "h100-nvl",
+        "hopper",
+        132,
+        _H100_NVL,
+        95830,
+        3.9e12,
+        c.MATMUL_H100_PCIE,
+        "NVIDIA H100 NVL datasheet (94 GB, 400 W), half of the figures with sparsity; best matmul as the H100 PCIe: assumed; "
+        f"{_FP8_ASSUMED}; memory: nvidia-smi",
+        fp8=c.MATMUL_H100_PCIE * _FP8_SHARE,
+    ),
+    _Gpu(
+        "h800",
+        "hopper",
+        132,
+        {**_HOPPER, "fp64": 1.0},
+        81559,
+        3.35e12,
+        c.MATMUL_H100_SXM,
+        "as the H100 SXM (github.com/deepseek-ai/FlashMLA/issues/75: 990 TFLOP/s, 3.35 TB/s) but for NVLink (400 GB/s) and fp64 (1 "
+        "TFLOP/s, as the press has it): DeepSeek-AI, Insights into DeepSeek-V3, arXiv:2505.09343; memory as the H100",
+        fp8=c.MATMUL_H100_SXM_FP8,
+    ),
+    _Gpu(
+        "h200",
+        "hopper",
+        132,
+        _HOPPER,
+        143771,
+        4.8e12,
+        c.MATMUL_H100_SXM,
+        "NVIDIA H200 Tensor Core GPU datasheet (SXM 141 GB, 700 W), half of the figures with sparsity; memory: nvidia-smi",
+        fp8=c.MATMUL_H200_FP8,
+    ),
+    _Gpu(
+        "l40s",
+        "ada",
+        142,
+        _ADA,
+        46068,
+        0.864e12,
+        c.MATMUL_A100_PCIE,
+        f"NVIDIA L40S datasheet (48 GB, 350 W); best matmul as the A100 PCIe: assumed; {_FP8_ASSUMED}; {_NVIDIA_SMI}",
+        fp8=c.MATMUL_A100_PCIE * _FP8_SHARE,
+    ),
+    _Gpu(
+        "b200",
+        "blackwell",
+        148,
+        _B200,
+        182630,
+        7.7e12,
+        c.MATMUL_B200,
+        "NVIDIA Blackwell datasheet, HGX B200 (180 GB, 1000 W), half of the figures with sparsity; memory: 178.35 GiB by device query, "
+        "github.com/pytorch/ao/pull/4002",
+        fp8=c.MATMUL_B200_FP8,
+    ),
+    _Gpu(
+        "b300",
+        "blackwell",
+        148,
+        _B300,
+        275040,
+        7.7e12,
+        c.MATMUL_B300,
+        "NVIDIA DGX B300 datasheet (288 GB HBM3e, 270 GB shown), half of the figures with sparsity; bandwidth: "
+        "verda.com/blog/gb300-nvl72-architecture; memory: nvidia-smi; multiprocessors as the B200: assumed",
+        fp8=c.MATMUL_B300_FP8,
+    ),
+    _Gpu(
+        "gb200",
+        "blackwell",
+        152,
+        _GB200,
+        189471,
+        8.0e12,
+        c.MATMUL_GB200,
+        "NVIDIA Blackwell datasheet, GB200 NVL72 (186 GB per GPU, 1200 W), half of the figures with sparsity; memory: nvidia-smi",
+        fp8=c.MATMUL_GB200_FP8,
+    ),
+    _Gpu(
+        "gb300",
+        "blackwell",
+        152,
+        _GB300,
+        284208,
+        8.0e12,
+        c.MATMUL_GB200,
+        "NVIDIA GB300 NVL72 specifications (279 GB shown per GPU, 1400 W), half of the figures with sparsity; best matmul as the "
+        "GB200 (1200 W) under the higher power limit (power_exponent), multiprocessors too: assumed; memory: nvidia-smi",
+        fp8=c.MATMUL_GB200_FP8,
+        power_W=1400.0,
+        full_power_W=1200.0,
+    ),
+    _Gpu(
+        "mi300x",
+        "cdna3",
+        304,
+        _MI300X,
+        196592,
+        5.3e12,
+        c.MATMUL_MI300X,
+        "AMD Instinct MI300X data sheet (192 GB, 750 W), dense figures; memory: rocm-smi; fp8 at the bf16 share: assumed",
+        fp8=c.MATMUL_MI300X,
+    ),
+)
+_CPU = Device(
+    name="cpu",
+    flops={
+        "fp64": c.CPU_FP64_FLOPS,
+        "fp32": c.CPU_FP32_FLOPS,
+        "bf16": c.CPU_BF16_FLOPS,
+        "fp16": c.CPU_BF16_FLOPS,
+    },
+    memory_bytes=c.CPU_MEMORY_BYTES,
+    memory_bandwidth_Bps=c.CPU_COPY_BPS,
+    launch_s=c.CPU_LAUNCH_S,
+    matmul_efficiency=1.0,
+    bandwidth_efficiency=1.0,
+    reserved_bytes=c.CPU_RESERVED_BYTES,
+    source="measured on one thread of an AMD EPYC (Zen 3), see constants.py; memory assumed",
+    generation="cpu",
+)
+
+
 @lru_cache(maxsize=64)
 def devices(fitted: FittedConstants = FITTED) -> dict[str, Device]:
     """The catalogue, by name, with the fitted constants put into it.  Do not change the dict: it is shared."""
-
-    def gpu(
-        name,
-        generation,
-        units,
-        tflops,
-        memory_MiB,
-        bandwidth_Bps,
-        matmul,
-        source,
-        *,
-        fp8=None,
-        power_W=None,
-        full_power_W=None,
-    ):
-        slowed = (power_W / full_power_W) ** fitted.power_exponent if power_W else 1.0
-        trained = slowed * fitted.matmul_efficiency(generation)
-        share = matmul * trained
-        other = {"fp8": fp8 * trained * fitted.fp8_efficiency} if "fp8" in tflops and fp8 else {}
-        flops = {dtype: rate * 1e12 for dtype, rate in tflops.items()}
-        return Device(
-            name,
-            flops,
-            memory_MiB * c.MIB,
-            bandwidth_Bps,
-            fitted.launch_s,
-            share,
-            fitted.hbm_efficiency,
-            int(fitted.reserved_bytes),
-            source,
-            units,
-            generation,
-            other,
-            tile_s=fitted.tile_s if generation in _TILES_END_TO_END else 0.0,
-        )
-
-    sxm8 = c.MATMUL_H100_SXM_FP8
-    relative8 = c.MATMUL_H100_SXM_FP8 / c.MATMUL_H100_SXM  # fp8 / bf16 share of the peak
-    catalogue = (
-        gpu(
-            "a100-40g",
-            "ampere",
-            108,
-            _AMPERE,
-            40960,
-            1.555e12,
-            c.MATMUL_A100_SXM,
-            f"NVIDIA A100 Tensor Core GPU datasheet (SXM4 40 GB, 400 W); {_NVIDIA_SMI}",
-        ),
-        gpu(
-            "a100-80g",
-            "ampere",
-            108,
-            _AMPERE,
-            81920,
-            2.039e12,
-            c.MATMUL_A100_SXM,
-            f"NVIDIA A100 Tensor Core GPU datasheet (SXM4 80 GB, 400 W); {_NVIDIA_SMI}",
-        ),
-        gpu(
-            "a100-pcie-40g",
-            "ampere",
-            108,
-            _AMPERE,
-            40960,
-            1.555e12,
-            c.MATMUL_A100_PCIE,
-            "NVIDIA A100 40 GB PCIe product brief (250 W); memory as the SXM part",
-        ),
-        gpu(
-            "a100-pcie-80g",
-            "ampere",
-            108,
-            _AMPERE,
-            81920,
-            1.935e12,
-            c.MATMUL_A100_PCIE,
-            "NVIDIA A100 Tensor Core GPU datasheet (PCIe 80 GB, 300 W); memory as the SXM part",
-        ),
-        gpu(
-            "h100",
-            "hopper",
-            132,
-            _HOPPER,
-            81559,
-            3.35e12,
-            c.MATMUL_H100_SXM,
-            f"NVIDIA H100 Tensor Core GPU datasheet (SXM5 80 GB, 700 W), half of the figures with sparsity; {_NVIDIA_SMI}",
-            fp8=sxm8,
-        ),
-        gpu(
-            "h100-96g-500w",
-            "hopper",
-            132,
-            _HOPPER,
-            97871,
-            2.4e12,
-            c.MATMUL_H100_SXM,
-            "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: HBM2e 96 GB at 2.4 TB/s, 500 W; rates as H100, "
-            "slowed by the power limit (power_exponent); memory: nvidia-smi",
-            fp8=sxm8,
-            power_W=500.0,
-            full_power_W=c.H100_SXM_POWER_W,
-        ),
-        gpu(
-            "h100-pcie",
-            "hopper",
-            114,
-            _H100_PCIE,
-            81559,
-            2.0e12,
-            c.MATMUL_H100_PCIE,
-            f"NVIDIA H100 Tensor Core GPU datasheet (PCIe 80 GB, 350 W), half of the figures with sparsity; {_FP8_ASSUMED}; memory as SXM",
-            fp8=c.MATMUL_H100_PCIE * relative8,
-        ),
-        gpu(
-            "h100-nvl",
-            "hopper",
-            132,
-            _H100_NVL,
-            95830,
-            3.9e12,
-            c.MATMUL_H100_PCIE,
-            "NVIDIA H100 NVL datasheet (94 GB, 400 W), half of the figures with sparsity; best matmul as the H100 PCIe: assumed; "
-            f"{_FP8_ASSUMED}; memory: nvidia-smi",
-            fp8=c.MATMUL_H100_PCIE * relative8,
-        ),
-        gpu(
-            "h800",
-            "hopper",
-            132,
-            {**_HOPPER, "fp64": 1.0},
-            81559,
-            3.35e12,
-            c.MATMUL_H100_SXM,
-            "as the H100 SXM (github.com/deepseek-ai/FlashMLA/issues/75: 990 TFLOP/s, 3.35 TB/s) but for NVLink (400 GB/s) and fp64 (1 "
-            "TFLOP/s, as the press has it): DeepSeek-AI, Insights into DeepSeek-V3, arXiv:2505.09343; memory as the H100",
-            fp8=sxm8,
-        ),
-        gpu(
-            "h200",
-            "hopper",
-            132,
-            _HOPPER,
-            143771,
-            4.8e12,
-            c.MATMUL_H100_SXM,
-            "NVIDIA H200 Tensor Core GPU datasheet (SXM 141 GB, 700 W), half of the figures with sparsity; memory: nvidia-smi",
-            fp8=c.MATMUL_H200_FP8,
-        ),
-        gpu(
-            "l40s",
-            "ada",
-            142,
-            _ADA,
-            46068,
-            0.864e12,
-            c.MATMUL_A100_PCIE,
-            f"NVIDIA L40S datasheet (48 GB, 350 W); best matmul as the A100 PCIe: assumed; {_FP8_ASSUMED}; {_NVIDIA_SMI}",
-            fp8=c.MATMUL_A100_PCIE * relative8,
-        ),
-        gpu(
-            "b200",
-            "blackwell",
-            148,
-            _B200,
-            182630,
-            7.7e12,
-            c.MATMUL_B200,
-            "NVIDIA Blackwell datasheet, HGX B200 (180 GB, 1000 W), half of the figures with sparsity; memory: 178.35 GiB by device query, "
-            "github.com/pytorch/ao/pull/4002",
-            fp8=c.MATMUL_B200_FP8,
-        ),
-        gpu(
-            "b300",
-            "blackwell",
-            148,
-            _B300,
-            275040,
-            7.7e12,
-            c.MATMUL_B300,
-            "NVIDIA DGX B300 datasheet (288 GB HBM3e, 270 GB shown), half of the figures with sparsity; bandwidth: "
-            "verda.com/blog/gb300-nvl72-architecture; memory: nvidia-smi; multiprocessors as the B200: assumed",
-            fp8=c.MATMUL_B300_FP8,
-        ),
-        gpu(
-            "gb200",
-            "blackwell",
-            152,
-            _GB200,
-            189471,
-            8.0e12,
-            c.MATMUL_GB200,
-            "NVIDIA Blackwell datasheet, GB200 NVL72 (186 GB per GPU, 1200 W), half of the figures with sparsity; memory: nvidia-smi",
-            fp8=c.MATMUL_GB200_FP8,
-        ),
-        gpu(
-            "gb300",
-            "blackwell",
-            152,
-            _GB300,
-            284208,
-            8.0e12,
-            c.MATMUL_GB200,
-            "NVIDIA GB300 NVL72 specifications (279 GB shown per GPU, 1400 W), half of the figures with sparsity; best matmul as the "
-            "GB200 (1200 W) under the higher power limit (power_exponent), multiprocessors too: assumed; memory: nvidia-smi",
-            fp8=c.MATMUL_GB200_FP8,
-            power_W=1400.0,
-            full_power_W=1200.0,
-        ),
-        gpu(
-            "mi300x",
-            "cdna3",
-            304,
-            _MI300X,
-            196592,
-            5.3e12,
-            c.MATMUL_MI300X,
-            "AMD Instinct MI300X data sheet (192 GB, 750 W), dense figures; memory: rocm-smi; fp8 at the bf16 share: assumed",
-            fp8=c.MATMUL_MI300X,
-        ),
-        Device(
-            "cpu",
-            {
-                "fp64": c.CPU_FP64_FLOPS,
-                "fp32": c.CPU_FP32_FLOPS,
-                "bf16": c.CPU_BF16_FLOPS,
-                "fp16": c.CPU_BF16_FLOPS,
-            },
-            c.CPU_MEMORY_BYTES,
-            c.CPU_COPY_BPS,
-            c.CPU_LAUNCH_S,
-            1.0,
-            1.0,
-            c.CPU_RESERVED_BYTES,
-            "measured on one thread of an AMD EPYC (Zen 3), see constants.py; memory assumed",
-            generation="cpu",
-        ),
-    )
-    return {device.name: device for device in catalogue}
+    return {gpu.name: gpu.device(fitted) for gpu in _GPUS} | {_CPU.name: _CPU}
 
 
 DEVICES: dict[str, Device] = devices()

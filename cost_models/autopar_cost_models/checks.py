@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from math import isfinite
 from numbers import Real
+from typing import SupportsFloat
 
 from autopar_cost_models.echo import LONGEST_WORD, shortened, shown
 
@@ -24,11 +25,17 @@ def whole(name: str, value: object, least: int = 1) -> int:
 
 def positive(name: str, value: object, zero_allowed: bool = False) -> float:
     """`value` as a float if it is a finite real number > 0 (or >= 0 where zero is allowed); otherwise ValueError."""
-    number = type(value) in (int, float) or (
-        isinstance(value, Real) and not isinstance(value, bool)
-    )  # the first is much quicker
-    good = number and finite(value)
-    if not good or value < 0 or (value == 0 and not zero_allowed):
+    # to ask for the type itself is much quicker
+    if (
+        not (
+            type(value) is float
+            or type(value) is int
+            or (isinstance(value, Real) and not isinstance(value, bool))
+        )
+        or not finite(value)
+        or value < 0
+        or (value == 0 and not zero_allowed)
+    ):
         raise ValueError(
             f"{name}={shown(value)} must be a finite number {'>= 0' if zero_allowed else '> 0'}"
         )
@@ -37,11 +44,12 @@ def positive(name: str, value: object, zero_allowed: bool = False) -> float:
 
 def fraction(name: str, value: object) -> float:
     """`value` as a float if 0 < `value` <= 1; otherwise ValueError."""
-    if positive(name, value) > 1:
+    share = positive(name, value)
+    if share > 1:
         raise ValueError(
             f"{name}={shown(value)} must be at most 1: it is a share of the datasheet figure"
         )
-    return float(value)
+    return share
 
 
 def text(name: str, value: object) -> None:
@@ -50,7 +58,7 @@ def text(name: str, value: object) -> None:
         raise ValueError(f"{name}={shown(value)} must be a non-empty text")
 
 
-def finite(value: Real) -> bool:
+def finite(value: SupportsFloat) -> bool:
     """Whether a number is a finite float: not so nan, infinities, and whole numbers above 1.8e308."""
     try:
         return isfinite(value)

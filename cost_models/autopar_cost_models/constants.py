@@ -6,6 +6,10 @@ Achieved rate = datasheet rate * efficiency.  Each number names its source, or s
 GIB = 2**30
 MIB = 2**20
 
+BUCKET_BYTES = 25 * MIB
+"""Gradients are reduced, and ZeRO's updated parameters gathered, in buckets of about this size: the default of PyTorch's DDP
+(Li et al. 2020, section 4.2.2)."""
+
 # Best matmul measured over many shapes / dense datasheet peak, github.com/stas00/ml-engineering, compute/accelerator/README.md,
 # "Maximum Achievable Matmul FLOPS Comparison Table" (MAMF), 2026-08.  TFLOP/s measured of TFLOP/s on the datasheet, bf16 then fp8.
 # The bf16 fraction is assumed for fp16, tf32, fp32 and fp64.

@@ -42,11 +42,21 @@ class Host:
 
     @property
     def achieved_memory_Bps(self) -> float:
+        """Bytes a second that an optimizer in host memory reaches."""
         return self.memory_bandwidth_Bps * self.memory_efficiency
 
     @property
     def achieved_link_Bps(self) -> float:
+        """Bytes a second that large copies to a device reach."""
         return self.link_bandwidth_Bps * self.link_efficiency
+
+
+_TABLES = {
+    "flops": "FLOP/s, e.g. {'bf16': 989e12}",
+    "dtype_efficiency": "shares, e.g. {'fp8': 0.7}",
+    "matmul_curves": "curves, {'bf16': [[1e6, 1e-5], ...]}",
+}
+"""The fields of `Device` by dtype, and what they map dtypes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +94,8 @@ class Device:
         text("device name", self.name)
         text(f"source of device {self.name}", self.source)
         text(f"generation of device {self.name}", self.generation)
+        self._check_tables()
         prefix = f"device {self.name}:"
-        if not isinstance(self.flops, dict) or not self.flops:
-            raise ValueError(
-                f"{prefix} flops={shown(self.flops)} must map dtypes to FLOP/s, e.g. {{'bf16': 989e12}}"
-            )
-        if not isinstance(self.dtype_efficiency, dict):
-            raise ValueError(
-                f"{prefix} dtype_efficiency={shown(self.dtype_efficiency)} must map dtypes to shares, e.g. {{'fp8': 0.7}}"
-            )
-        if not isinstance(self.matmul_curves, dict):
-            raise ValueError(
-                f"{prefix} matmul_curves={shown(self.matmul_curves)} must map dtypes to curves, {{'bf16': [[1e6, 1e-5], ...]}}"
-            )
-        for name in ("flops", "dtype_efficiency", "matmul_curves"):
-            table = getattr(self, name)
-            for dtype in table:
-                if dtype not in DTYPES:
-                    raise ValueError(
-                        f"{prefix} {name} has the unknown dtype {shown(dtype)}; {nearest(dtype, list(DTYPES))}"
-                    )
-        if unknown := [dtype for dtype in self.matmul_curves if dtype not in self.flops]:
-            raise ValueError(
-                f"{prefix} matmul_curves has {unknown[0]}, of which flops has no rate; flops has {', '.join(self.flops)}"
-            )
         whole(f"{prefix} memory_bytes", self.memory_bytes)
         whole(f"{prefix} reserved_bytes", self.reserved_bytes, least=0)
         whole(f"{prefix} compute_units", self.compute_units)
@@ -116,7 +104,30 @@ class Device:
                 f"{prefix} reserved_bytes={self.reserved_bytes} leaves nothing of memory_bytes={self.memory_bytes}"
             )
         # Stored as floats, so that a figure written as an int gives the same device, and the same hash of a cluster.
-        floats = {
+        for name, value in self._floats().items():
+            object.__setattr__(self, name, value)
+
+    def _check_tables(self) -> None:
+        prefix = f"device {self.name}:"
+        for name, what in _TABLES.items():
+            table = getattr(self, name)
+            if not isinstance(table, dict) or (name == "flops" and not table):
+                raise ValueError(f"{prefix} {name}={shown(table)} must map dtypes to {what}")
+        for name in _TABLES:
+            for dtype in getattr(self, name):
+                if dtype not in DTYPES:
+                    raise ValueError(
+                        f"{prefix} {name} has the unknown dtype {shown(dtype)}; {nearest(dtype, list(DTYPES))}"
+                    )
+        if unknown := [dtype for dtype in self.matmul_curves if dtype not in self.flops]:
+            raise ValueError(
+                f"{prefix} matmul_curves has {unknown[0]}, of which flops has no rate; flops has {', '.join(self.flops)}"
+            )
+
+    def _floats(self) -> dict[str, object]:
+        """The fields that are numbers, tables of numbers and curves, checked and converted."""
+        prefix = f"device {self.name}:"
+        floats: dict[str, object] = {
             "flops": {
                 dtype: positive(f"{prefix} flops[{dtype}]", rate)
                 for dtype, rate in self.flops.items()
@@ -145,8 +156,7 @@ class Device:
             floats["dispatch_s"] = positive(
                 f"{prefix} dispatch_s", self.dispatch_s, zero_allowed=True
             )
-        for name, value in floats.items():
-            object.__setattr__(self, name, value)
+        return floats
 
     @property
     def usable_bytes(self) -> int:
@@ -155,6 +165,7 @@ class Device:
 
     @property
     def achieved_bandwidth_Bps(self) -> float:
+        """Bytes a second that kernels reach."""
         return self.memory_bandwidth_Bps * self.bandwidth_efficiency
 
     @property
@@ -220,6 +231,7 @@ class Link:
 
     @property
     def achieved_Bps(self) -> float:
+        """Bytes a second that large messages reach."""
         return self.bandwidth_Bps * self.efficiency
 
 

@@ -27,7 +27,9 @@ ZeRO stages follow Rajbhandari et al., "ZeRO: Memory Optimizations Toward Traini
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from autopar_cost_models.checks import nearest, whole
 from autopar_cost_models.constants import NCCL_CHANNELS, NCCL_CONNECTION_BYTES, NCCL_CONNECTIONS
@@ -67,6 +69,7 @@ class StaticMemory:
 
     @property
     def total(self) -> int:
+        """Bytes on the device."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -117,7 +120,10 @@ def activation_itemsize(precision: str) -> int:
     return _entry(ACTIVATION_ITEMSIZE, precision)
 
 
-def _entry(table: dict, precision: str):
+_T = TypeVar("_T")
+
+
+def _entry(table: Mapping[str, _T], precision: str) -> _T:
     if precision not in table:
         what = "recipe" if table is STATE_RECIPES else "precision"
         raise ValueError(f"unknown {what} {shown(precision)}; {nearest(precision, list(table))}")

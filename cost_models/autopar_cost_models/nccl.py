@@ -13,6 +13,7 @@ Left out: caps of LL by processor, tree corrections for middle sizes, CollNet an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, log2
 
@@ -46,13 +47,15 @@ class Path:
 
     @property
     def ranks(self) -> int:
+        """Ranks of all nodes together."""
         return self.ranks_per_node * self.nodes
 
     def protocols(self) -> list[int]:
         """LL128 needs NVLink inside the node (`ncclTopoTuneModel`: typeIntra <= PATH_NVB)."""
         return [0, 2] if self.ranks_per_node > 1 and self.intra.kind == "pcie" else [0, 1, 2]
 
-    def step_us(self, table: dict[str, tuple[float, ...]], link: Link, protocol: int) -> float:
+    def step_us(self, table: Mapping[str, tuple[float, ...]], link: Link, protocol: int) -> float:
+        """Microseconds of one step of a protocol over a link, by a table of NCCL's latencies."""
         return table[link.kind][protocol] * link.latency_s / (_RING_STEP[link.kind][1] * MICRO)
 
 

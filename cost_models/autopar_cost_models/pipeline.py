@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
 
 from autopar_cost_models.checks import positive, whole
@@ -167,12 +167,16 @@ def held_moments(
     return tuple(found)
 
 
+def _weighs_more(total: int, other: tuple[int, tuple[int, ...]]) -> bool:
+    return other[0] > total
+
+
 def _undominated(moments: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
     """Those that hold no less of every stage than any other; who holds less of all together is compared alone."""
     by_sum = sorted(((sum(moment), moment) for moment in moments), reverse=True)
     for total, moment in by_sum:
-        more = takewhile(lambda other, least=total: other[0] > least, by_sum)
-        if not any(all(a <= b for a, b in zip(moment, other, strict=True)) for _, other in more):
+        heavier = takewhile(partial(_weighs_more, total), by_sum)
+        if not any(all(a <= b for a, b in zip(moment, other, strict=True)) for _, other in heavier):
             yield moment
 
 

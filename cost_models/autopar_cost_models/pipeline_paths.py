@@ -14,6 +14,8 @@ Uniform stages give the textbook: (m - 1) periods of the slowest rank plus one p
 
 from __future__ import annotations
 
+from functools import partial
+
 from autopar_cost_models.pipeline_order import Order
 
 Rows = list[list[float]]
@@ -34,8 +36,8 @@ def pivot_path_s(
     """The longest path of the family.  Rows are in the order in which chunks run: forward first to last, backward last to first.
     `least`: of those paths that are in the family of any rows that take no less."""
     up_end, up = _ramp_s(order, forward, backward, None, hop_s, least)
-    mirror = [rows and [row[::-1] for row in rows] for rows in (backward, forward, weight)]
-    down_end, down = _ramp_s(order, *mirror, hop_s, least)
+    extra = _mirrored(weight) if weight else weight
+    down_end, down = _ramp_s(order, _mirrored(backward), _mirrored(forward), extra, hop_s, least)
     best_s = 0.0
     for rank in range(order.ranks):
         if order.warm_up[rank] < order.forwards - 1:
@@ -46,20 +48,21 @@ def pivot_path_s(
     if order.chunks == 1 and hop_s:
         columns = [f + b for (f,), (b,) in zip(forward, backward, strict=True)]
         weights = [w for (w,) in weight] if weight else [0.0] * order.ranks
+        looping_s = partial(_looping_s, order, columns, weights, hop_s)
         for first, last in (
             () if least else _loops(columns, weights, hop_s, run_ends(forward, backward, weight))
         ):
             heavy = max(range(first, last + 1), key=columns.__getitem__)
             for rank, arc in {(first, 0), (heavy, 0), (heavy, heavy - first)}:
                 if order.micro_batches - 2 - order.warm_up[rank] >= arc:
-                    path_s = _looping_s(order, first, rank, last, arc, columns, weights, hop_s)
+                    path_s = looping_s(first, rank, last, arc)
                     best_s = max(best_s, up[rank] + path_s + down[rank])
         from_first = {(0, last) for last in range(1, order.ranks)}
         for first, last in from_first | {
             (last - more, last) for more in (1, 2) for last in range(more, order.ranks)
         }:
             if order.micro_batches - 2 >= order.warm_up[first]:
-                path_s = _looping_s(order, first, first, last, 0, columns, weights, hop_s)
+                path_s = looping_s(first, first, last, 0)
                 best_s = max(best_s, up[first] + path_s + down[first])
     return best_s
 
@@ -79,23 +82,22 @@ def run_ends(forward: Rows, backward: Rows, weight: Rows | None) -> list[int]:
     ]
 
 
-def _ramp_s(
-    order: Order, first: Rows, turn: Rows, extra: Rows | None, hop_s: float, least: bool
-) -> tuple[list[float], list[float]]:
-    """Way in: ([rank] -> end of operation number warm_up of kind `first`, [rank] -> end of the first operation of kind `turn`).
+def _mirrored(rows: Rows) -> Rows:
+    """Rows when time runs backwards."""
+    return [row[::-1] for row in rows]
 
-    Each `first` number j follows, on its rank, the `extra` up to number j + lag: the weight gradients, when time runs backwards.
-    """
-    lap, last, ranks = order.lap, order.chunks - 1, order.ranks
-    ends_s: list[float] = []  # [rank]: end of the first operation of a lap
+
+def _lap_ends_s(order: Order, first: Rows, extra: Rows | None, hop_s: float) -> list[float]:
+    """[rank] -> end of the first operation of the last lap of the way in."""
+    ends_s: list[float] = []  # of a lap
     for chunk in range(order.chunks):
         arrival_s = ends_s[-1] + hop_s if chunk else 0.0  # of its micro-batch, at each rank in turn
+        free_s = [0.0] * order.ranks
         if chunk:  # the lap before keeps the rank busy until then
+            more = order.lap - 1
             free_s = [
-                end_s + (lap - 1) * row[chunk - 1] for end_s, row in zip(ends_s, first, strict=True)
+                end_s + more * row[chunk - 1] for end_s, row in zip(ends_s, first, strict=True)
             ]
-        else:
-            free_s = [0.0] * ranks
         if extra:
             free_s = [
                 busy_s + _extra_s(order, rank, extra, chunk) for rank, busy_s in enumerate(free_s)
@@ -105,7 +107,18 @@ def _ramp_s(
             end_s = (arrival_s if arrival_s > busy_s else busy_s) + row[chunk]
             ends_s.append(end_s)
             arrival_s = end_s + hop_s
+    return ends_s
 
+
+def _ramp_s(
+    order: Order, first: Rows, turn: Rows, extra: Rows | None, hop_s: float, least: bool
+) -> tuple[list[float], list[float]]:
+    """Way in: ([rank] -> end of operation number warm_up of kind `first`, [rank] -> end of the first operation of kind `turn`).
+
+    Each `first` number j follows, on its rank, the `extra` up to number j + lag: the weight gradients, when time runs backwards.
+    """
+    lap, last, ranks = order.lap, order.chunks - 1, order.ranks
+    ends_s = _lap_ends_s(order, first, extra, hop_s)
     warm_s: list[float] = []
     travel_s: dict[int, list[float]] = {}  # chunk -> [rank]: a micro-batch from rank 0 to there
     slow = 0  # the slowest rank so far in the last lap: it spaces out what follows, where there are several laps as a rule only
@@ -217,13 +230,13 @@ def _loops(
 
 def _looping_s(
     order: Order,
+    columns: list[float],
+    weights: list[float],
+    hop_s: float,
     first: int,
     rank: int,
     last: int,
     arc: int,
-    columns: list[float],
-    weights: list[float],
-    hop_s: float,
 ) -> float:
     """Seconds from the end of the first backward of `rank` to the start of its last forward, by loops first..last that contain it.
 

@@ -79,6 +79,78 @@ _Item = tuple[
 ]  # what an action yields: ("F", stage, micro-batch) activations, ("I", ...) the gradient of the stage's input
 
 
+class _Ranks:
+    """The ranks of a pipeline while they run: what each is at, and what has arrived."""
+
+    def __init__(
+        self,
+        actions: Sequence[Sequence[Action]],
+        stages: Sequence[StageTimes],
+        hop_s: float,
+        overlap: bool,
+    ) -> None:
+        self.actions, self.stages, self.hop_s, self.overlap = actions, stages, hop_s, overlap
+        self.home = _homes(actions, len(stages))
+        self.position = [0] * len(actions)
+        self.idle = [True] * len(actions)
+        self.here: list[set[_Item]] = [set() for _ in actions]
+        self.timelines: list[list[Span]] = [[] for _ in actions]
+        # (time, order of posting, rank, what arrives or None: the rank is free)
+        self.events: list[tuple[float, int, int, _Item | None]] = []
+        self.posted = 0
+
+    def run(self) -> None:
+        """Run until nothing happens any more."""
+        for rank in range(len(self.actions)):
+            self._start(rank, 0.0)
+        while self.events:
+            now_s, _, rank, item = heapq.heappop(self.events)
+            if item is None:
+                self.idle[rank] = True
+            else:
+                self.here[rank].add(item)
+            self._start(rank, now_s)
+
+    def check_finished(self) -> None:
+        """ValueError for a deadlock."""
+        for rank, todo in enumerate(self.actions):
+            if self.position[rank] == len(todo):
+                continue
+            action = todo[self.position[rank]]
+            needs = _needs(action, len(self.stages))
+            kind, stage, micro_batch = next(item for item in needs if item not in self.here[rank])
+            what = "gradient" if kind == "I" and action.kind != "W" else KINDS[kind]
+            raise ValueError(
+                f"deadlock: rank {rank} waits at action {self.position[rank]} of {len(todo)}, {action}, "
+                f"for the {what} of stage {stage}, micro-batch {micro_batch}, that never comes"
+            )
+
+    def _post(self, time_s: float, rank: int, item: _Item | None) -> None:
+        heapq.heappush(self.events, (time_s, self.posted, rank, item))
+        self.posted += 1
+
+    def _start(self, rank: int, now_s: float) -> None:
+        """Start the next action of an idle rank if all that it needs is here."""
+        if not self.idle[rank] or self.position[rank] == len(self.actions[rank]):
+            return
+        action = self.actions[rank][self.position[rank]]
+        if not self.here[rank].issuperset(_needs(action, len(self.stages))):
+            return
+        self.position[rank] += 1
+        self.idle[rank] = False
+        end_s = now_s + _duration_s(action, self.stages[action.stage])
+        self.timelines[rank].append(Span(action, now_s, end_s))
+        receiver = _receiver(action, self.home)
+        free_s = end_s
+        for item in _yields(action):
+            self._post(end_s, rank, item)
+            if receiver is not None and receiver != rank:
+                self._post(end_s + self.hop_s, receiver, item)
+        if receiver is not None and receiver != rank and not self.overlap:
+            free_s += self.hop_s
+        self._post(free_s, rank, None)
+
+
 def simulate_pipeline(
     actions: Sequence[Sequence[Action]],
     stages: Sequence[StageTimes],
@@ -90,65 +162,16 @@ def simulate_pipeline(
     Raises ValueError for lists that contradict themselves, and for a deadlock: it names a rank, its action and what that waits for.
     """
     positive("hop_s", hop_s, zero_allowed=True)
-    home = _homes(actions, len(stages))
-    position = [0] * len(actions)
-    idle = [True] * len(actions)
-    here: list[set[_Item]] = [set() for _ in actions]
-    timelines: list[list[Span]] = [[] for _ in actions]
-    events: list[
-        tuple[float, int, int, _Item | None]
-    ] = []  # (time, order of posting, rank, what arrives or None: the rank is free)
-    posted = 0
-
-    def post(time_s: float, rank: int, item: _Item | None) -> None:
-        nonlocal posted
-        heapq.heappush(events, (time_s, posted, rank, item))
-        posted += 1
-
-    def start(rank: int, now_s: float) -> None:
-        """Start the next action of an idle rank if all that it needs is here."""
-        if not idle[rank] or position[rank] == len(actions[rank]):
-            return
-        action = actions[rank][position[rank]]
-        if not here[rank].issuperset(_needs(action, len(stages))):
-            return
-        position[rank] += 1
-        idle[rank] = False
-        end_s = now_s + _duration_s(action, stages[action.stage])
-        timelines[rank].append(Span(action, now_s, end_s))
-        receiver = _receiver(action, home)
-        sends = receiver is not None and receiver != rank
-        for item in _yields(action):
-            post(end_s, rank, item)
-            if sends:
-                post(end_s + hop_s, receiver, item)
-        post(end_s + (hop_s if sends and not overlap else 0.0), rank, None)
-
-    for rank in range(len(actions)):
-        start(rank, 0.0)
-    while events:
-        now_s, _, rank, item = heapq.heappop(events)
-        if item is None:
-            idle[rank] = True
-        else:
-            here[rank].add(item)
-        start(rank, now_s)
-
-    for rank, todo in enumerate(actions):
-        if position[rank] < len(todo):
-            action = todo[position[rank]]
-            missing = next(item for item in _needs(action, len(stages)) if item not in here[rank])
-            what = f"the {'gradient' if missing[0] == 'I' and action.kind != 'W' else KINDS[missing[0]]}"
-            raise ValueError(
-                f"deadlock: rank {rank} waits at action {position[rank]} of {len(todo)}, {action}, "
-                f"for {what} of stage {missing[1]}, micro-batch {missing[2]}, that never comes"
-            )
+    ranks = _Ranks(actions, stages, hop_s, overlap)
+    ranks.run()
+    ranks.check_finished()
     return Simulation(
-        makespan_s=max((line[-1].end_s for line in timelines if line), default=0.0),
-        timelines=tuple(map(tuple, timelines)),
+        makespan_s=max((line[-1].end_s for line in ranks.timelines if line), default=0.0),
+        timelines=tuple(map(tuple, ranks.timelines)),
         in_flight=tuple(_peak(todo) for todo in actions),
         in_flight_by_stage=tuple(
-            _peak([a for a in actions[home[s]] if a.stage == s]) for s in range(len(stages))
+            _peak([a for a in actions[home] if a.stage == stage])
+            for stage, home in enumerate(ranks.home)
         ),
     )
 
@@ -187,7 +210,7 @@ def _needs(action: Action, num_stages: int) -> list[_Item]:
     if action.kind == "W":
         return [("I", stage, micro_batch)]
     own: list[_Item] = [("F", stage, micro_batch)]
-    return own + [("I", stage + 1, micro_batch)] if stage < num_stages - 1 else own
+    return [*own, ("I", stage + 1, micro_batch)] if stage < num_stages - 1 else own
 
 
 def _yields(action: Action) -> list[_Item]:

@@ -35,4 +35,5 @@ class StageTimes:
 
     @property
     def total_s(self) -> float:
+        """Seconds of forward and backward."""
         return self.forward_s + self.backward_s

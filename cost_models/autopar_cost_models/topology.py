@@ -85,6 +85,7 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
+        """Devices of all nodes together."""
         return self.devices_per_node * self.nodes
 
     @property
@@ -93,6 +94,7 @@ class Topology:
         return self.devices_per_node if self.nics_per_node is None else self.nics_per_node
 
     def link(self, crosses_nodes: bool) -> Link:
+        """The link inside a node, or between nodes."""
         return self.inter if crosses_nodes else self.intra
 
     def group_inter_Bps(self, ranks_per_node: int, concurrent_groups: int | None = None) -> float:
@@ -140,6 +142,7 @@ class NodePreset:
         whole("devices_per_host", self.devices_per_host)
 
     def topology(self, nodes: int, fitted: FittedConstants = FITTED) -> Topology:
+        """The topology of so many nodes of this kind."""
         return Topology(
             self.devices_per_node, nodes, self.intra, self.inter, self.nics_per_node
         ).calibrated(fitted)

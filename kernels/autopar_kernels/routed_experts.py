@@ -16,10 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Shape = tuple[int, ...]
 
 # ------------------------------------------------------------------------------------------------------------------- activations
 
@@ -48,7 +52,9 @@ GATED = ("gated", "gated_clamp", "interleaved_clamp", "concatenated_clamp")
 
 @lru_cache
 def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
-    """What happens between the two products of an expert, (rows, F') -> (rows, F).  The text is one of
+    """What happens between the two products of an expert, (rows, F') -> (rows, F).
+
+    The text is one of
 
         gated:silu                  act(gate) * up, where gate|up are the halves of F' = 2 F
         plain:gelu                  act(u), F' = F
@@ -167,17 +173,17 @@ def _after(ends: Tensor, rows: int) -> Tensor:
 def _slices(ends: Tensor) -> list[tuple[int, int]]:
     """(start, end) of every slice, read on the host once."""
     bounds = [0, *ends.tolist()]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
-def _save_operands(ctx, inputs, output) -> None:
+def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, weight, ends, transposed = inputs
     needs_rows, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(rows if needs_weight else None, weight if needs_rows else None, ends)
     ctx.transposed = transposed
 
 
-def _grouped_mm_backward(ctx, grad: Tensor):
+def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     rows, weight, ends = ctx.saved_tensors
     grad = grad.contiguous()
     needs_rows, needs_weight = ctx.needs_input_grad[:2]
@@ -195,7 +201,7 @@ def _grouped_mm_backward(ctx, grad: Tensor):
 grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_operands)
 
 
-def _flops(left, right, *rest, out_shape, **kwargs) -> int:
+def _flops(left: Shape, right: Shape, *rest: object, out_shape: Shape, **kwargs: object) -> int:
     """2 S I O, as if every row were in a slice: S I (the rows) times O."""
     return 2 * left[0] * left[1] * out_shape[-1]
 
@@ -256,7 +262,7 @@ def _add_bias(rows: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
 
 
 def inverse_order(order: Tensor) -> Tensor:
-    """Where each element went: inverse_order(order)[order[i]] = i."""
+    """Where each element went: the result at `order[i]` is i."""
     return torch.empty_like(order).scatter_(
         0, order, torch.arange(order.shape[0], device=order.device)
     )
@@ -296,7 +302,17 @@ def routed_experts(
     order, ids, ends = sort_by_expert(index, up.shape[0], capacity_factor)
     rows = x.index_select(0, order // index.shape[1])
     return combine(
-        expert_mlp(rows, ids, ends, up, up_bias, down, down_bias, activation, transposed),
+        expert_mlp(
+            rows,
+            ids,
+            ends,
+            up=up,
+            up_bias=up_bias,
+            down=down,
+            down_bias=down_bias,
+            activation=activation,
+            transposed=transposed,
+        ),
         order,
         weights,
     )

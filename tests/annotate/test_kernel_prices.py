@@ -394,7 +394,7 @@ def test_communication_is_told_apart(llama):
     )
 
 
-@pytest.mark.parametrize("cluster, ahead", [("cpu:2", False), ("dgx-h100:1", True)])
+@pytest.mark.parametrize(("cluster", "ahead"), [("cpu:2", False), ("dgx-h100:1", True)])
 def test_what_zero_3_gathers_is_there_while_a_segment_runs(cluster, ahead):
     """By hand: its parameters in bf16, on GPUs those of the segment that comes next, and twice in fp32 the gradients of the one before,
     here less than a bucket; the root unit of FSDP has embedding and head, with their gradients, through all of backward."""
@@ -558,7 +558,7 @@ def test_the_host_is_told_apart(llama):
 
 
 def test_a_part_is_not_more_than_the_whole():
-    with pytest.raises(ValueError, match="forward_comm_s=2.0 is a part of forward_s=1.0"):
+    with pytest.raises(ValueError, match=r"forward_comm_s=2.0 is a part of forward_s=1.0"):
         Strategy("R", (), (), forward_s=1.0, forward_comm_s=2.0)
     with pytest.raises(ValueError, match="backward_comm_s"):
         Conversion(1.0, 0.0, 0.0, 1.0)
@@ -611,7 +611,7 @@ def test_software_must_fit_the_device():
         Software(matmul_dtype="fp8").check(ClusterSpec.parse("a100-80g:2").device, "bf16")
     with pytest.raises(
         AutoparError,
-        match="'flash3' was not measured on a100-80g .ampere.; flash1, flash2, triton were",
+        match=r"'flash3' was not measured on a100-80g .ampere.; flash1, flash2, triton were",
     ):
         Software(attention_kernel="flash3").check(ClusterSpec.parse("a100-80g:2").device, "bf16")
     with pytest.raises(AutoparError, match="needs precision bf16; this is fp32"):
@@ -797,7 +797,7 @@ def test_a_softmax_by_hand_takes_scale_and_mask_but_no_dropout():
         for i, b in enumerate(annotator.traced.classes)
         if any("softmax" in n.name for n in b.graph.nodes)
     )
-    shares = {joins: annotator.facts.shares(index, joins) for joins in get_args(Joins)}
+    shares = {joins: annotator.facts.classes[index].shares(joins) for joins in get_args(Joins)}
     first = {
         str(n.target).split(".")[1]: n.name
         for n in reversed(list(graph.nodes))

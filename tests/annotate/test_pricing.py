@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from autopar_cost_models import collective_time_s, point_to_point_time_s
+from autopar_cost_models.constants import BUCKET_BYTES
 
 from autopar.annotate.annotator import Annotator
-from autopar.annotate.class_pricer import BUCKET_BYTES
 from autopar.annotate.context_method import ContextAttention, context_extra_s
 from autopar.annotate.setting import Setting
 from autopar.api import trace
@@ -125,7 +125,7 @@ NODES = ClusterSpec.make(
 
 
 def test_gradients_over_axes_that_lie_apart_are_reduced_over_each(annotator):
-    """dp and cp are one group where they are neighbours, and two where pp lies between them."""
+    """The axes dp and cp are one group where they are neighbours, and two where pp lies between them."""
 
     def reduction_s(order: str) -> float:
         model = annotator.annotate(

@@ -152,11 +152,7 @@ def again_of(annotator: Annotator, compiled: bool) -> Counter:
         for i, block in enumerate(annotator.traced.classes)
         if sum(s.class_index == i for s in annotator.traced.segments) > 1
     )
-    rerun = next(
-        found
-        for (place, mode, how), found in annotator.facts._reruns.items()
-        if (place, mode, how) == (index, "op", compiled)
-    )
+    rerun = annotator.facts.classes[index].rerun("op", compiled)
     graph = annotator.traced.classes[index].graph
     return Counter(
         op_name(node)
@@ -234,7 +230,8 @@ def test_it_costs_what_its_ops_cost():
             annotated(traced, "none", compiled)[1],
             annotated(traced, "op", compiled),
         )
-        rerun = next(r for (_, mode, _), r in annotator.facts._reruns.items() if mode == "op")
+        layer = next(own for own in annotator.facts.classes if own.place.count > 1)
+        rerun = layer.rerun("op", compiled)
         for before, after in zip(layer_of(plain).ops, layer_of(model).ops, strict=True):
             one, other = before.strategies[0], after.strategies[0]
             again = one.forward_s if before.name in rerun.ops else 0.0

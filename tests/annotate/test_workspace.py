@@ -31,7 +31,7 @@ PIN = {
 
 
 def test_gradients_replace_what_was_kept():
-    """x (10) -a-> h (40) -b-> y (10).  a keeps x, b keeps h: at b the gradients of y and h (50); at a those of h and x, h being freed."""
+    """In x (10) -a-> h (40) -b-> y (10), a keeps x, b keeps h: at b the gradients of y and h (50); at a those of h and x, h being freed."""
     sizes = {"x": 10, "h": 40, "y": 10}
     a, b = BackwardOp(("h",), ("x",), {"x": 10}), BackwardOp(("y",), ("h",), {"h": 40})
     assert backward_workspace([a, b], sizes, ["y"]) == 50
@@ -46,7 +46,7 @@ def test_gradients_replace_what_was_kept():
 
 
 def test_a_sum_hands_its_gradient_on():
-    """y = x + f(x): the gradient of x is that of y, to which f's is added."""
+    """In y = x + f(x) the gradient of x is that of y, to which f's is added."""
     sizes = {"x": 10, "f": 10, "y": 10}
     f, add = BackwardOp(("f",), ("x",), {"x": 10}), BackwardOp(("y",), ("x", "f"), {}, passes=True)
     assert backward_workspace([f, add], sizes, ["y"]) == 10

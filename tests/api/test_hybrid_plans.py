@@ -7,11 +7,11 @@ from functools import cache
 
 import pytest
 from autopar_cost_models import collective_time_s, static_bytes
+from autopar_cost_models.constants import BUCKET_BYTES
 
 import autopar
 from autopar import api
 from autopar.annotate.annotator import annotator_of
-from autopar.annotate.class_pricer import BUCKET_BYTES
 from autopar.annotate.setting import Setting
 from autopar.errors import AutoparError
 from autopar.explaining.plan_report import explain

@@ -113,9 +113,9 @@ def test_unfused_traffic_by_hand():
 
 
 def test_unknown_kernels_name_those_that_were_measured():
-    with pytest.raises(ValueError, match="'flash4' on h100 .hopper.; did you mean .*flash"):
+    with pytest.raises(ValueError, match=r"'flash4' on h100 .hopper.; did you mean .*flash"):
         flash(kernel="flash4")
     with pytest.raises(
-        ValueError, match="on mi300x .cdna3.; generations with one: ada, ampere, blackwell, hopper"
+        ValueError, match=r"on mi300x .cdna3.; generations with one: ada, ampere, blackwell, hopper"
     ):
         flash(cm.device("mi300x"))

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 from dataclasses import fields, replace
 
 import autopar_cost_models as cm
@@ -24,7 +25,7 @@ def test_at_most_fifteen_each_with_its_docstring():
     ).body
     documented = [
         a.target.id
-        for a, b in zip(body, body[1:], strict=False)
+        for a, b in itertools.pairwise(body)
         if isinstance(a, ast.AnnAssign)
         and isinstance(b, ast.Expr)
         and isinstance(b.value.value, str)

@@ -144,7 +144,7 @@ def test_wrong_links_are_refused(change):
 def test_unknown_names_suggest_the_nearest():
     with pytest.raises(ValueError, match="h100"):
         cm.device("h1000")
-    with pytest.raises(ValueError, match="known: .*a100-40g"):
+    with pytest.raises(ValueError, match=r"known: .*a100-40g"):
         cm.device(7)
     with pytest.raises(ValueError, match="dgx-h100"):
         cm.node_preset("dgx-h10")

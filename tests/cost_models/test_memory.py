@@ -65,7 +65,7 @@ def test_activation_itemsize(precision, itemsize):
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="did you mean .*bf16"):
+    with pytest.raises(ValueError, match=r"did you mean .*bf16"):
         cm.static_bytes(1, "bf61", 0, 1)
     with pytest.raises(ValueError, match="unknown precision"):
         cm.activation_itemsize("int4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
+import re
 import time
 from math import inf, nan
 from pathlib import Path
@@ -215,7 +216,7 @@ def test_zero_bubble_beats_1f1b_beats_nothing(pipeline):
 
 @given(pipelines(most_hop=0.0))
 def test_no_schedule_beats_its_slowest_rank_or_one_pass(pipeline):
-    schedule, stages, p, m, hop_s, overlap = pipeline
+    schedule, stages, p, m, _hop_s, _overlap = pipeline
     closed = cm.pipeline_time(*pipeline)
     work_s = max(m * sum(s.forward_s + s.backward_s for s in stages[rank::p]) for rank in range(p))
     one_pass_s = sum(
@@ -337,9 +338,8 @@ def test_fast_enough_for_a_search():
     ],
 )
 def test_impossible_combinations_say_what_works(schedule, ranks, chunks, micro_batches, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         cm.check_schedule(schedule, ranks, chunks, micro_batches)
-    assert message in str(error.value)
 
 
 def test_bad_inputs():
@@ -358,7 +358,7 @@ def test_bad_inputs():
     for bad in (-1.0, nan, inf, None):
         with pytest.raises(ValueError, match="forward_s"):
             cm.StageTimes(bad, 1.0)
-    with pytest.raises(ValueError, match="weight_s=2.0 is a part of backward_s=1.0"):
+    with pytest.raises(ValueError, match=r"weight_s=2.0 is a part of backward_s=1.0"):
         cm.StageTimes(1, 1, 2)
 
 

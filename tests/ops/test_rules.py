@@ -1045,7 +1045,7 @@ def in_ranks(run, axis: str, parts: int, threads: bool) -> list:
     def work(rank: int) -> None:
         try:
             results[rank] = one(rank)
-        except Exception as error:  # noqa: BLE001 - raised below
+        except Exception as error:  # raised below
             errors.append(error)
             meeting.barrier.abort()
 

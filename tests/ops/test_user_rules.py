@@ -122,7 +122,7 @@ def gain_node():
 
 
 @pytest.mark.parametrize(
-    "rule, message",
+    ("rule", "message"),
     [
         ("b.. h, h", "must have one '->'"),
         ("b.. h -> h -> b.. h", "must have one '->'"),
@@ -142,7 +142,7 @@ def test_wrong_text_is_refused_at_once(rule, message):
 
 
 @pytest.mark.parametrize(
-    "rule, message",
+    ("rule", "message"),
     [
         ("b h, h -> b h", r"the term 'b h' has 2 dims; the tensor has 3, \('s\d+', '6', '16'\)"),
         ("b.. h -> b.. h", "it has 1 operands and 1 results; the call has 2 tensors"),

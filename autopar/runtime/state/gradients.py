@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from autopar_cost_models.constants import BUCKET_BYTES
 
 from autopar.ir.sharding import RP, Layout
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.primitives import apply_primitive, sum_in_place
 from autopar.runtime.state.zero import buckets
-
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced in buckets of about this size, PyTorch DDP's default (Li et al. 2020, section 4.2.2)."""
 
 Layouts = Mapping[str, Mapping[str, Layout]]
 """The layout of each parameter on each axis with more than one rank."""

@@ -28,6 +28,7 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
+from autopar_cost_models.constants import BUCKET_BYTES
 from torch import Tensor, nn
 
 from autopar.ir.mesh import COPIES
@@ -38,7 +39,7 @@ from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split
 from autopar.rewrite.program import Program
 from autopar.runtime.state.gathering import Gathering
-from autopar.runtime.state.gradients import BUCKET_BYTES, add_up
+from autopar.runtime.state.gradients import add_up
 from autopar.runtime.state.precision import PRECISIONS, master_dtype
 from autopar.runtime.state.whole_matrices import Cutting, WholeMatrices
 from autopar.runtime.state.zero import (

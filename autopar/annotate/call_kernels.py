@@ -1,0 +1,292 @@
+"""The kernels of one call under one strategy: from the shapes of this rank's shards to seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, prod
+
+from torch.fx import Node
+
+from autopar.annotate.fusion import FusedShare
+from autopar.annotate.kernels import FREE, KernelTime, Product, Shape, product_of
+from autopar.annotate.local_class import LocalClass
+from autopar.annotate.transfers import attention_of
+from autopar.ir.annotated import Saved
+from autopar.ir.calls import is_attention, op_name
+from autopar.ir.plan_fields import AxisChoice
+from autopar.ops.convolution import CONVOLUTIONS
+from autopar.ops.dims import Call, OpDims
+from autopar.ops.random import drops
+from autopar.ops.strategies import OpStrategy, letter_of
+
+_LOOKUPS = {
+    f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "take_along_dim")
+}
+_CONVOLUTIONS = {f"aten::{name}" for name in CONVOLUTIONS if name.startswith("conv")}
+_NORM_KERNELS = 7  # forward of a composite norm; those of backward are about as many
+_GROUPED = ("autopar::grouped_mm", "aten::_grouped_mm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedCall:
+    """A call under one strategy.  `read` and `written` are the bytes of this rank's operands and results, `kept` what autograd keeps."""
+
+    node: Node
+    dims: OpDims | None
+    names: tuple[str, ...]
+    outs: tuple[str, ...]
+    grads: tuple[bool, ...]
+    added: tuple[bool, ...]
+    fixed: dict[str, AxisChoice]
+    shares: FusedShare | None
+    choice: OpStrategy
+    read: list[int]
+    written: list[int]
+    kept: tuple[Saved, ...]
+
+    @property
+    def letters(self) -> OpDims:
+        """The dims of an op that has letters; ValueError for others."""
+        if self.dims is None:
+            raise ValueError(f"{self.node.name} ({self.node.target}) has no letters")
+        return self.dims
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of all operands."""
+        return sum(b for b, grad in zip(self.read, self.grads, strict=True) if grad)
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of dropout's mask.  What else an op keeps beside values of the graph are statistics; where the meta device shows more, it
+        ran a composite of an op that has one kernel on a GPU."""
+        return sum(
+            s.size_bytes for s in self.kept if s.key == f"{self.node.name}:own" and drops(self.node)
+        )
+
+    @property
+    def kept_values(self) -> list[Saved]:
+        """The values of the graph that backward reads."""
+        return [s for s in self.kept if s.key != f"{self.node.name}:own"]
+
+
+def kernel_time(local: LocalClass, call: PricedCall) -> KernelTime:
+    """Seconds of the op's kernels."""
+    name, dims = op_name(call.node), call.dims
+    if dims is not None and dims.movement_free:
+        return FREE
+    if is_attention(call.node):
+        return _attention(local, call)
+    if name == "autopar::routed_experts":
+        return _experts(local, call)
+    if name in _GROUPED and all(
+        len(_operand_shape(local, call, i)) == n for i, n in ((0, 2), (1, 3))
+    ):
+        return _grouped(local, call)
+    if dims is not None and dims.contraction:
+        product = _convolution(local, call) if name in _CONVOLUTIONS else _product(local, call)
+        if product is not None:
+            return local.pricing.kernels.product(product)
+        products = sum(call.grads)
+        backward_bytes = 2 * call.gradient_bytes + sum(call.written)
+        return local.pricing.kernels.roofline(
+            _flops(local, call), sum(call.read) + sum(call.written), backward_bytes, products
+        )
+    if name in _LOOKUPS:
+        return _lookup(local, call)
+    if name == "aten::cross_entropy_loss":
+        return _cross_entropy(local, call)
+    if (
+        name == "aten::rms_norm"
+        and local.setting.software.composite_norms
+        and not local.setting.software.compiled
+    ):
+        return _composite_norm(local, call)
+    return _streamed(local, call)
+
+
+def _flops(local: LocalClass, call: PricedCall) -> int:
+    """FLOPs of this rank's part, if every axis that shards the op divides them."""
+    if not (flops := local.pricing.number(call.letters.total_flops())):
+        return 0
+    for axis, own in call.fixed.items():
+        if any(x.is_shard for x in (*own.inputs, *own.outputs)):
+            flops = ceil(flops / local.setting.mesh.size(axis))
+    return ceil(flops / local.pricing.tp) if call.choice.letter else flops
+
+
+def _operand_shape(local: LocalClass, call: PricedCall, i: int) -> Shape:
+    """The shape of this rank's operand i."""
+    layouts = {axis: choice.inputs[i] for axis, choice in call.fixed.items()}
+    return local.pricing.local_shape(
+        local.shapes[call.names[i]], layouts | {"tp": call.choice.inputs[i]}
+    )
+
+
+def _product(local: LocalClass, call: PricedCall) -> Product | None:
+    shapes = [_operand_shape(local, call, i) for i in range(len(call.names))]
+    parameters = [name in local.facts.weights for name in call.names]
+    fp8 = call.node.name not in local.facts.heads or local.setting.software.fp8_head
+    return product_of(call.letters, shapes, list(call.grads), parameters, fp8)
+
+
+def _convolution(local: LocalClass, call: PricedCall) -> Product | None:
+    """The implicit matrix product of a convolution: positions x (channels x kernel) x channels, for each group."""
+    x, weight, space = (
+        _operand_shape(local, call, 0),
+        _operand_shape(local, call, 1),
+        len(local.shapes[call.names[1]]) - 2,
+    )
+    groups = max(x[-space - 1] // weight[1], 1)
+    rows, columns = (
+        weight[0] // groups,
+        prod(weight[1:]),
+    )  # output channels of a group, and what each of them sums
+    if bool(Call(call.node).arg("transposed", False)) or "transpose" in op_name(call.node):
+        groups = max(x[-space - 1] // weight[0], 1)
+        sizes = prod(x[: -space - 1]) * prod(x[-space:]), columns, weight[0] // groups
+    else:
+        out = local.shapes[call.outs[0]]
+        sizes = prod(x[: -space - 1]) * prod(out[-space:]), rows, columns
+    if not prod(sizes) * groups:
+        return None
+    m, n, k = sizes
+    return Product(
+        m=m,
+        n=n,
+        k=k,
+        batch=groups,
+        left_grad=call.grads[0],
+        right_grad=call.grads[1],
+        parameter=1 if call.names[1] in local.facts.weights else -1,
+    )
+
+
+def _attention(local: LocalClass, call: PricedCall) -> KernelTime:
+    shapes, whole = (
+        [_operand_shape(local, call, i) for i in range(3)],
+        [local.shapes[name] for name in call.names[:3]],
+    )
+    letter = letter_of(call.fixed["cp"].strategy) if "cp" in call.fixed else ""
+    context = local.setting.mesh.cp if letter in ("s", "ring", "ulysses") else 1
+    ranks = context * (local.pricing.tp if call.choice.letter == "s" else 1)
+    if ranks > 1:
+        shapes = [
+            (*shape[:-2], all_ranks[-2], shape[-1])
+            for shape, all_ranks in zip(shapes, whole, strict=True)
+        ]
+    ulysses = context if letter == "ulysses" else 1
+    blocks, mask = context if letter == "ring" else 1, local.facts.mask_of(call.node)
+    attention = attention_of(Call(call.node), shapes, mask, ranks // ulysses, blocks, ulysses)
+    size = sum(call.read) + sum(call.written)
+    return local.pricing.kernels.attention(
+        attention, _flops(local, call), size, 2 * call.gradient_bytes + sum(call.written)
+    )
+
+
+def _experts(local: LocalClass, call: PricedCall) -> KernelTime:
+    """Routing is taken to be even, so that every expert of every rank has as many rows."""
+    node = Call(call.node)
+    place = [
+        name
+        for name in ("x", "index", "weights", "up", "up_bias", "down")
+        if node.arg(name) is not None
+    ].index
+    x, index, up, down = (
+        _operand_shape(local, call, place(name)) for name in ("x", "index", "up", "down")
+    )
+    flip = node.arg("transposed")
+    return local.pricing.kernels.experts(
+        x[0], prod(index), x[1], down[0], up[2 if flip else 1], down[1 if flip else 2]
+    )
+
+
+def _grouped(local: LocalClass, call: PricedCall) -> KernelTime:
+    """A grouped product of its own: (rows, k) by (groups, n, k) or (groups, k, n), evenly."""
+    (rows, k), weight = _operand_shape(local, call, 0), _operand_shape(local, call, 1)
+    return local.pricing.kernels.grouped(rows, weight[0], prod(weight[1:]) // k, k, any(call.grads))
+
+
+def _lookup(local: LocalClass, call: PricedCall) -> KernelTime:
+    """Rows of a table: as many as come out are read.  The gradient of an embedding is a whole table of zeros to which rows are added;
+    where the gradient's buffer has another dtype, the table is then added to it."""
+    out, indices = sum(call.written), sum(call.read[1:])
+    table = call.read[0] * call.grads[0]
+    itemsize, kept = local.pricing.kernels.itemsize, local.pricing.kernels.gradient_itemsize
+    buffer = (
+        table + 2 * table // itemsize * kept
+        if call.names[0] in local.facts.weights and kept != itemsize
+        else 0
+    )
+    backward = table + 3 * out + indices + buffer if table else 0
+    return local.pricing.kernels.stream(2 * out + indices, backward, any(call.grads))
+
+
+def _cross_entropy(local: LocalClass, call: PricedCall) -> KernelTime:
+    """Eager mode runs log_softmax and nll_loss, whose gradient is a tensor of the logits' size; a compiler or a fused loss writes
+    neither."""
+    logits, rest = call.read[0], sum(call.read[1:]) + sum(call.written)
+    if local.setting.software.compiled or local.setting.software.loss_kernel == "fused":
+        return local.pricing.kernels.stream(logits + rest, 2 * logits + rest, any(call.grads))
+    return local.pricing.kernels.stream(2 * logits + rest, 4 * logits + rest, any(call.grads), 2)
+
+
+def _composite_norm(local: LocalClass, call: PricedCall) -> KernelTime:
+    """A root-mean-square norm of n elements op by op.  Forward casts to fp32, squares, averages, multiplies, casts back and multiplies
+    by the weight; backward runs the derivative of each, casts from and to fp32, and adds up the two gradients of the fp32 input."""
+    n, low, high = (
+        sum(call.written) // local.pricing.kernels.itemsize,
+        local.pricing.kernels.itemsize,
+        max(local.pricing.kernels.itemsize, 4),
+    )
+    forward = (low + high) + 2 * high + high + 2 * high + (high + low) + 2 * low
+    weight, scaled, mean = (
+        6 * low,
+        (2 + 3 + 1) * high,
+        1 * high,
+    )  # gradients of two factors, one of them summed up
+    squared, summed = (2 + 2 + 3) * high, 3 * high  # of the power: power, doubled, product
+    backward = weight + (low + high) + scaled + mean + squared + summed + (high + low)
+    return local.pricing.kernels.stream(n * forward, n * backward, any(call.grads), _NORM_KERNELS)
+
+
+def _streamed(local: LocalClass, call: PricedCall) -> KernelTime:
+    """A memory-bound op: reads operands and writes results; backward reads their gradients and what autograd kept and writes gradients.
+
+    A sum passes its gradient on as it is, unless it was broadcast.
+    """
+    shares = call.shares if local.setting.software.fuses else None
+    mask = (
+        0 if shares and local.setting.software.compiled else call.mask_bytes
+    )  # a compiler draws the numbers again
+    reads = shares.reads if shares else (True,) * len(call.read)
+    writes = shares.writes if shares else (True,) * len(call.written)
+    arriving = sum(b for b, counted in zip(call.written, writes, strict=True) if counted)
+    leaving = [
+        b for b, counted, grad in zip(call.read, reads, call.grads, strict=True) if counted and grad
+    ]
+    forward = (
+        sum(b for b, counted in zip(call.read, reads, strict=True) if counted) + arriving + mask
+    )
+    if op_name(call.node) == "aten::add":
+        broadcast = [b for b in leaving if b < sum(call.written)]
+        whole = (
+            max(leaving, default=0) if not arriving else 0
+        )  # of a chain: the gradient that comes out of it, once for both operands
+        backward = sum(broadcast) + (sum(call.written) if broadcast and arriving else whole)
+    else:
+        backward = arriving + sum(leaving) + _kept_bytes(local, call, shares) + mask
+    kernels = int(any(writes)) if shares else 1
+    return local.pricing.kernels.stream(forward, backward, any(call.grads), kernels)
+
+
+def _kept_bytes(local: LocalClass, call: PricedCall, shares: FusedShare | None) -> int:
+    """What backward reads of the kept tensors: in a chain, those that enter it."""
+    if shares is None:
+        return sum(s.size_bytes for s in call.kept_values)
+    entering = {
+        local.facts.roots[name]
+        for name, counted in zip(call.names, shares.reads, strict=True)
+        if counted
+    }
+    return sum(s.size_bytes for s in call.kept_values if s.key.partition("/")[0] in entering)

@@ -1,0 +1,126 @@
+"""Price one call under one strategy: what its kernels compute, and what it sends.
+
+It sends because of the axes that propagation decides, or of a special lowering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.annotate.call_kernels import PricedCall, kernel_time
+from autopar.annotate.context_method import context_extra_s
+from autopar.annotate.kernels import KernelTime
+from autopar.annotate.local_class import LocalClass
+from autopar.ir.annotated import Saved, Strategy
+from autopar.ir.calls import is_attention
+from autopar.ir.sharding import COLLECTIVES
+from autopar.ops.dims import Call
+
+
+@dataclass(frozen=True, slots=True)
+class PaidMove:
+    """A change of layout on a propagated axis that a call is the first to ask for: of which operand, the moves of forward and of backward,
+    and bytes before tp."""
+
+    operand: int
+    axis: str
+    forward: str
+    backward: str
+    size_bytes: int
+
+
+def call_strategy(
+    local: LocalClass,
+    call: PricedCall,
+    paid: Sequence[PaidMove],
+    saved: tuple[Saved, ...],
+    late: tuple[Saved, ...],
+) -> Strategy:
+    """The strategy with its prices and with what it keeps; `paid` are the changes of layout on propagated axes that the op is the
+    first to ask for, of which what is sent over dp is left out (`CallPricer.over_dp`)."""
+    computed = kernel_time(local, call)
+    local_s, sent_s = _sent(local, call, computed, paid)
+    added = [b for b, more in zip(call.read, call.added, strict=True) if more]
+    local_s[1] += _added_s(local, call, added)
+    view = (
+        call.dims is not None and call.dims.movement_free and not local.setting.software.compiled
+    )  # costs the host, not the device
+    issued = (
+        computed.forward_kernels + view,
+        computed.backward_kernels + (view and any(call.grads)) + len(added),
+    )
+    return Strategy(
+        call.choice.name,
+        call.choice.inputs,
+        call.choice.outputs,
+        computed.forward_s + local_s[0] + sent_s[0],
+        computed.backward_s + local_s[1] + sent_s[1],
+        saved=saved,
+        late=late,
+        forward_comm_s=sent_s[0],
+        backward_comm_s=sent_s[1],
+        backward_weight_s=computed.weight_s,
+        forward_dispatch_s=issued[0] * local.pricing.device.issue_s,
+        backward_dispatch_s=issued[1] * local.pricing.device.issue_s,
+    )
+
+
+def _added_s(local: LocalClass, call: PricedCall, added: list[int]) -> float:
+    """Autograd adds up the gradients of a value's readers: a kernel for each but the first, or one more read of a fused kernel."""
+    if local.setting.software.compiled:
+        fused = call.shares is None or not any(
+            more and not r for more, r in zip(call.added, call.shares.reads, strict=True)
+        )
+        return local.pricing.kernels.stream(sum(added) if fused else 0, 0, False, 0).forward_s
+    return sum(local.pricing.kernels.stream(3 * size, 0, False).forward_s for size in added)
+
+
+def _sent(
+    local: LocalClass, call: PricedCall, computed: KernelTime, paid: Sequence[PaidMove]
+) -> tuple[list[float], list[float]]:
+    """Seconds (forward, backward) besides the op's kernels: local work, and communication."""
+    local_s, sent_s = [0.0, 0.0], [0.0, 0.0]
+    if call.choice.lowering == "vocab_parallel_cross_entropy":
+        tokens = local.bytes[call.names[1]] // 8 * 4
+        sent_s[0] += 3 * local.pricing.move_s("all_reduce", tokens)
+    if "cp" in call.fixed and is_attention(call.node):
+        for place, (idle, sent) in enumerate(_context_extra(local, call, computed)):
+            local_s[place] += idle
+            sent_s[place] += sent
+    if local.lowered(call.node) == "expert_parallel":
+        x, down = local.facts.tensors[call.names[0]], Call(call.node).arg("down").meta["val"]
+        for place, extra in enumerate(
+            local.pricing.expert_parallel_s(
+                call.read[1], int(x.shape[1]), int(down.shape[0]), local.pricing.itemsize(x)
+            )
+        ):
+            sent_s[place] += extra
+    for one in paid:
+        part = local.pricing.sharded(one.size_bytes, call.choice.inputs[one.operand])
+        moves = (one.forward, one.backward) if call.grads[one.operand] else (one.forward,)
+        for place, move in enumerate(moves):
+            if move not in COLLECTIVES:
+                local_s[place] += local.pricing.move_s(move, part, one.axis)
+            elif one.axis != "dp":
+                sent_s[place] += local.pricing.move_s(move, part, one.axis)
+    return local_s, sent_s
+
+
+def _context_extra(
+    local: LocalClass, call: PricedCall, computed: KernelTime
+) -> tuple[tuple[float, float], ...]:
+    """What context parallelism adds to an attention op, forward and backward: (waiting for the slowest rank, what rings and all-to-alls
+    do not hide)."""
+    letter, _, pattern = call.fixed["cp"].strategy.partition(" ")
+    if letter not in ("s", "ring", "ulysses"):
+        return ()
+    op = local.pricing.context_attention(
+        call.node, call.letters, bool(pattern), local.facts.mask_of(call.node)
+    )
+    op = replace(op, forward_s=computed.forward_s, backward_s=computed.backward_s)
+    method = "gather" if letter == "s" else letter
+    extra = context_extra_s(method, op, local.setting.mesh, local.setting.cluster, gathers=False)
+    waste = op.waste(local.setting.mesh.cp) if method != "ulysses" else 0.0
+    idle = op.forward_s * waste, op.backward_s * waste
+    return tuple((waits, max(total - waits, 0.0)) for waits, total in zip(idle, extra, strict=True))

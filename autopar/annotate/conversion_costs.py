@@ -1,0 +1,108 @@
+"""What changes of layout over tp cost inside one block class, and which of them a setting allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.annotate.call_pricer import least_compute_s
+from autopar.annotate.local_class import LocalClass
+from autopar.annotate.transfers import Conversions
+from autopar.ir.annotated import AnnotatedOp, Conversion
+from autopar.ir.sharding import COLLECTIVES, Layout, P, transition
+
+
+def conversion_costs(
+    local: LocalClass,
+    calls: Sequence[AnnotatedOp],
+    name: str,
+    have: set[Layout],
+    wanted: set[Layout],
+) -> Conversions:
+    """Prices of all changes of layout of a value.
+
+    The pin of sequence parallelism asks for Megatron's layout: weights stay as they are stored, and their gradients are added up once a
+    step; what a product shards along features goes on so, into attention or the product that sums over them.
+    """
+    facts, pricing = local.facts, local.pricing
+    found = pricing.conversions(local.bytes[name], have, wanted, facts.grads[name])
+    if name in facts.weights:
+        if not local.setting.sequence_parallel:
+            return found
+        return {
+            pair: price
+            for pair, price in found.items()
+            if not set(COLLECTIVES) & set(transition(*pair))
+        }
+    readers = [op for op in calls if name in op.inputs]
+    found = _gathered_in_fp8(local, name, readers, found)
+    beside = _beside(local, calls, name, readers)
+    found = {pair: pricing.overlapped(price, *beside) for pair, price in found.items()}
+    found = _pinned(local, name, have | wanted, found)
+    if name in local.rerun.values:  # a sum whose result is kept is not made again
+        sums = local.rerun.sums
+        found = {
+            (a, b): price if sums and a == P else price.rerun() for (a, b), price in found.items()
+        }
+    return found
+
+
+def boundary_layouts(local: LocalClass, name: str, layouts: set[Layout]) -> set[Layout]:
+    """The layouts that the pin of sequence parallelism leaves for a value between segments: with it, activations of blocks are
+    sharded along positions."""
+    pin = local.setting.sequence_parallel
+    positions = {x for x in layouts if local.along_positions(name, x)}
+    if pin is False:
+        return layouts - positions
+    return positions if pin and positions and local.facts.grads[name] else layouts
+
+
+def _pinned(local: LocalClass, name: str, layouts: set[Layout], found: Conversions) -> Conversions:
+    """The changes of layout that the pin of sequence parallelism leaves of an activation."""
+    pin = local.setting.sequence_parallel
+    if pin is None or not local.facts.grads[name]:
+        return found
+    along = {x for x in layouts if local.along_positions(name, x)}
+    found = {(a, b): price for (a, b), price in found.items() if not a.is_shard or a in along}
+    if pin and along:  # what is partial becomes a shard, not whole
+        found = {(a, b): price for (a, b), price in found.items() if a in along or b in along}
+    return found
+
+
+def _gathered_in_fp8(
+    local: LocalClass, name: str, readers: Sequence[AnnotatedOp], found: Conversions
+) -> Conversions:
+    """Changes of layout where a value that only products in fp8 read, and the gradient of one that such a product made, are cast before
+    they are gathered."""
+    read = bool(readers) and all(op.name in local.narrow for op in readers)
+    made = name in local.narrow
+    if not local.setting.software.fp8_gathers or not (read or made):
+        return found
+    size = local.bytes[name] // local.pricing.itemsize(local.facts.tensors[name])
+    have, wanted = {a for a, _ in found}, {b for _, b in found}
+    cast = local.pricing.conversions(size, have, wanted, local.facts.grads[name])
+    for pair in found:
+        forward, backward = transition(*pair)
+        there = cast[pair] if read and forward == "all_gather" else found[pair]
+        back = cast[pair] if made and backward == "all_gather" else found[pair]
+        found[pair] = Conversion(
+            there.forward_s, back.backward_s, there.forward_comm_s, back.backward_comm_s
+        )
+    return found
+
+
+def _beside(
+    local: LocalClass, calls: Sequence[AnnotatedOp], name: str, readers: Sequence[AnnotatedOp]
+) -> tuple[float, float]:
+    """Seconds (forward, backward) of the products beside which a value travels over tp."""
+    software = local.setting.software
+    if software.tp_overlap:
+        products = [
+            op
+            for op in calls
+            if (name in op.inputs or name in op.outputs) and op.name in local.facts.products
+        ]
+        if products:
+            return least_compute_s(products)
+    if not software.late_gradients:
+        return 0.0, 0.0
+    return 0.0, sum(min(s.backward_weight_s for s in op.strategies) for op in readers)

@@ -1,0 +1,135 @@
+"""One block class on one device under one setting, before anything is priced: shapes, bytes, what is fused, what runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from autopar.annotate.class_facts import ClassFacts, ModelFacts
+from autopar.annotate.fusion import FusedShare
+from autopar.annotate.kernels import Shape
+from autopar.annotate.recomputed import Rerun
+from autopar.annotate.setting import AxisChoices, Setting
+from autopar.annotate.transfers import Pricing
+from autopar.ir.plan_fields import AxisChoice
+from autopar.ir.sharding import Layout, R
+from autopar.ops.strategies import lowering_of
+from autopar.ops.values import ops, result_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalClass:
+    """One block class on one device.
+
+    `choices` and `fixed` are the choices of its ops and the layouts of its values on the axes that propagation decides, `shapes` the sizes
+    of its values over all ranks, `bytes` those on one rank of these axes, before tp.  `common` are the inputs that reach all segments as
+    they were made, with the (segment, output) that makes them; `as_made` are the keys of such inputs kept as they arrive.  `shares` is what
+    fused kernels share, `unwritten` are the values that live inside one of them, `narrow` the calls that multiply by a parameter in fp8.
+    """
+
+    facts: ClassFacts
+    setting: Setting
+    pricing: Pricing
+    choices: dict[str, dict[str, AxisChoice]]
+    fixed: dict[str, dict[str, Layout]]
+    shapes: dict[str, Shape]
+    bytes: dict[str, int]
+    common: dict[str, tuple[int, int]]
+    as_made: frozenset[str]
+    shares: dict[str, FusedShare]
+    unwritten: frozenset[str]
+    narrow: frozenset[str]
+    rerun: Rerun
+
+    def along_positions(self, name: str, layout: Layout) -> bool:
+        """Whether a layout of a value shards positions of sequences."""
+        return layout.is_shard and any(
+            dim == layout.dim and pattern.rows == layout.pattern.rows
+            for dim, pattern in self.facts.positions.get(name, ())
+        )
+
+    def lowered(self, node: Node) -> str:
+        """The special lowering that propagation chose for an op, or ''."""
+        dims = self.facts.dims[node.name]
+        found = (
+            lowering_of(dims, choice.strategy)
+            for choice in self.choices.get(node.name, {}).values()
+        )
+        return next(filter(None, found), "")
+
+
+def local_class(
+    model: ModelFacts, index: int, setting: Setting, choices: AxisChoices
+) -> LocalClass:
+    """The class `index`; `choices` are those of propagation for all classes."""
+    facts, software, pricing = model.classes[index], setting.software, Pricing(setting)
+    fixed = _fixed_layouts(facts, choices[index])
+    common = _common(model, facts, setting, choices, fixed)
+    shares = facts.shares(software.joins)
+    in_fp8 = facts.products if software.matmul_dtype == "fp8" else frozenset()
+    return LocalClass(
+        facts=facts,
+        setting=setting,
+        pricing=pricing,
+        choices=choices[index],
+        fixed=fixed,
+        shapes={name: tuple(map(pricing.number, t.shape)) for name, t in facts.tensors.items()},
+        bytes={name: pricing.size_bytes(t, fixed[name]) for name, t in facts.tensors.items()},
+        common=common,
+        as_made=frozenset(name + sharding_key(fixed[name]) for name in common),
+        shares=shares,
+        unwritten=_unwritten(facts, shares)
+        if software.compiled or software.fused_kernels
+        else frozenset(),
+        narrow=in_fp8 if software.fp8_head else in_fp8 - facts.heads,
+        rerun=facts.rerun(setting.recompute, software.compiled),
+    )
+
+
+def sharding_key(layouts: Mapping[str, Layout]) -> str:
+    """'/dp/tp': the axes that shard a value, in the key of what is saved of it."""
+    return "".join(f"/{axis}" for axis, layout in layouts.items() if layout.is_shard)
+
+
+def _fixed_layouts(
+    facts: ClassFacts, choices: dict[str, dict[str, AxisChoice]]
+) -> dict[str, dict[str, Layout]]:
+    found: dict[str, dict[str, Layout]] = {}
+    for node in facts.graph.nodes:
+        if (node.op != "output" and node.name in facts.tensors) or node.op == "call_function":
+            for k, name in enumerate(result_names(node)):
+                found[name] = {
+                    axis: choice.outputs[k] for axis, choice in choices.get(node.name, {}).items()
+                }
+    return found
+
+
+def _common(
+    model: ModelFacts,
+    facts: ClassFacts,
+    setting: Setting,
+    choices: AxisChoices,
+    fixed: dict[str, dict[str, Layout]],
+) -> dict[str, tuple[int, int]]:
+    """Of the inputs that all segments read (`ClassPlace.common`) those that reach each as they were made.  What an edge converts is a
+    copy for each reader; over tp the solver might have it convert what has a gradient, and makes the rest whole from the start."""
+    found = {}
+    for name, (segment, k) in facts.place.common.items():
+        made = choices[model.segments[segment]].get(f"output{k}", {})
+        alike = all(fixed[name].get(axis, R) == choice.inputs[0] for axis, choice in made.items())
+        if alike and not (setting.mesh.tp > 1 and facts.grads[name]):
+            found[name] = segment, k
+    return found
+
+
+def _unwritten(facts: ClassFacts, shares: dict[str, FusedShare]) -> frozenset[str]:
+    """Values that live inside one fused kernel: nobody keeps them."""
+    return frozenset(
+        name
+        for node in ops(facts.graph)
+        if node.name in shares
+        for name, written in zip(result_names(node), shares[node.name].writes, strict=True)
+        if not written
+    )
