@@ -19,6 +19,7 @@ from random_instances import Task
 
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.search.branch_and_bound import search
+from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.result import SearchResult
 
 CLOSE = 1e-9
@@ -85,7 +86,11 @@ def judge(seed: int) -> Verdict:
     everything = set().union(*by_candidate.values())
     capacity = _capacity(rng, everything)
     result = search(
-        task.candidates, task.annotate, capacity, time_limit_s=30.0, cell_of=task.cell_of
+        task.candidates,
+        task.annotate,
+        capacity,
+        SearchLimits(time_s=30.0),
+        cell_of=task.cell_of,
     )
     fitting = _fastest(everything, capacity)
     kinds = ["task", *(["mixed"] if any(c.recompute == "mixed" for c in task.candidates) else [])]
