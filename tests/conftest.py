@@ -13,15 +13,15 @@ import pytest
 import torch
 from support.effort import RUNSLOW
 
+from autopar.planning import planner
 from autopar.runtime.ranks.launch import WorkerPool
-from autopar.solve.search import work_sharing
 
 sys.path.append(
     str(Path(__file__).parents[1])
 )  # for `benchmarks`; an installed autopar comes first
 torch.set_num_threads(1)
 # one process: two searches for the same find the same, to the last outcome (`test_team.py` has several)
-work_sharing._ALONE_S = float("inf")
+planner.processes_for_search = lambda: 1
 hypothesis.settings.register_profile("autopar", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("autopar")
 

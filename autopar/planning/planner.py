@@ -19,6 +19,7 @@ from autopar.planning.plan_writer import make_plan
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.search.branch_and_bound import search
+from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.mixed_devices import search_groups
 from autopar.solve.search.result import SearchResult
 from autopar.solve.search.workers import processes_for_search
@@ -31,14 +32,14 @@ def find_best(
     request: PlanRequest,
     traced: TracedModel,
     annotator: Annotator,
-    time_limit_s: float,
-    progress=None,
+    limits: SearchLimits,
+    progress: Callable[[str], None] | None = None,
 ) -> SearchResult:
     """Search all candidates of a request."""
     if request.is_mixed:
         return search_groups(
             candidates_for(request, traced), lambda candidate, group: annotator.annotate(setting_of(candidate, request, group)),
-            [group.device.memory_bytes for group in request.cluster.groups], time_limit_s, progress,
+            [group.device.memory_bytes for group in request.cluster.groups], limits, progress,
             lambda candidate, group: annotator.alike(setting_of(candidate, request, group)),
         )  # fmt: skip
 
@@ -46,8 +47,14 @@ def find_best(
         return annotator.annotate(setting_of(candidate, request))
 
     capacity = request.cluster.device.memory_bytes
-    return search(candidates_for(request, traced), annotate, capacity, time_limit_s=time_limit_s, progress=progress,
-                  cell_of=lambda candidate: annotator.alike(setting_of(candidate, request)), processes=processes_for_search())  # fmt: skip
+    return search(
+        candidates_for(request, traced),
+        annotate,
+        capacity,
+        limits,
+        progress,
+        cell_of=lambda candidate: annotator.alike(setting_of(candidate, request)),
+    )
 
 
 @seldom_collected()
@@ -61,7 +68,8 @@ def plan_traced(
     check_pins(request, traced)
     traced = as_recomputed(traced, request.pin.recompute)
     annotator = annotator_of(traced)
-    found = find_best(request, traced, annotator, time_limit_s, progress)
+    limits = SearchLimits(time_s=time_limit_s, processes=processes_for_search())
+    found = find_best(request, traced, annotator, limits, progress)
     if found.best is None:
         raise no_plan_fits(found, request)
     return make_plan(found, request, traced, annotator)

@@ -22,6 +22,7 @@ if not __package__:  # as a script
 
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.search.branch_and_bound import search
+from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.result import SearchResult
 from benchmarks.search.exhaustive_oracle import Point, above_hull, best, points
 from benchmarks.search.random_instances import Task
@@ -90,7 +91,11 @@ def judge(seed: int) -> Verdict:
     everything = set().union(*by_candidate.values())
     capacity = _capacity(rng, everything)
     result = search(
-        task.candidates, task.annotate, capacity, time_limit_s=30.0, cell_of=task.cell_of
+        task.candidates,
+        task.annotate,
+        capacity,
+        SearchLimits(time_s=30.0),
+        cell_of=task.cell_of,
     )
     fitting = _fastest(everything, capacity)
     kinds = ["task", *(["mixed"] if any(c.recompute == "mixed" for c in task.candidates) else [])]

@@ -18,7 +18,8 @@ from autopar.ir.sharding import transition
 from autopar.models import parse_model
 from autopar.rewrite.program import assemble
 from autopar.solve.bounds.cell import Cell
-from autopar.solve.search import branch_and_bound, mixed_devices
+from autopar.solve.search.driver import Driver
+from autopar.solve.search.search_state import SearchState
 
 BLOCK = "llama:layers=4,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256"
 
@@ -420,10 +421,7 @@ def test_what_a_search_held_is_freed_when_it_ends(llama, cluster):
     model, inputs, traced = llama
 
     def held() -> int:
-        return sum(
-            isinstance(o, (branch_and_bound._Search, mixed_devices._Search, Cell))
-            for o in gc.get_objects()
-        )
+        return sum(isinstance(o, (Driver, SearchState, Cell)) for o in gc.get_objects())
 
     gc.collect()
     before = held()

@@ -32,7 +32,7 @@ from autopar.solve.costs.schedule import Schedule
 from autopar.solve.elimination import bucket_elimination, cost_tables
 from autopar.solve.elimination.bucket_elimination import Question, Tables
 from autopar.solve.integer_program.lp_relaxation import least_static_by_class
-from autopar.solve.search.candidate_solver import ALONE, Joint
+from autopar.solve.search.uniform_solver import ALONE, UniformSolver
 from autopar.solve.staging.interleaved import dealt_sizes
 from autopar.solve.staging.least_recomputation import least
 from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
@@ -195,7 +195,7 @@ def test_candidates_that_fit_nowhere_leave_the_likely_price_of_a_byte_alone(seed
     cell, first = Cell.of(models), next(iter(models.values()))
     likely = cell.likely_price
     for _ in range(3):
-        Joint(
+        UniformSolver(
             models.__getitem__, tuple(models), (ALONE,), first.fixed_bytes + 1, cell
         ).raise_bounds(math.inf)
     assert cell.likely_price == likely
@@ -263,14 +263,14 @@ def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, se
     least_s = min(seconds for seconds, size in everything if size <= capacity)
     at = ALONE if ranks == 1 else Schedule(schedule, ranks, 1)
     cell = Cell.of(models)
-    joint = Joint(models.__getitem__, tuple(models), (at,), capacity, cell)
-    assert sketched(joint) <= least_s * (1 + 1e-9)
-    assert joint.raise_bounds(math.inf)[0] <= least_s * (1 + 1e-9), "totals"
-    assert joint.narrow(math.inf, 0, 60.0)[1] <= least_s * (1 + 1e-9), "the family of all"
-    found, bound_s = joint.solve(math.inf, 60.0)
+    solver = UniformSolver(models.__getitem__, tuple(models), (at,), capacity, cell)
+    assert sketched(solver) <= least_s * (1 + 1e-9)
+    assert solver.raise_bounds(math.inf)[0] <= least_s * (1 + 1e-9), "totals"
+    assert solver.narrow(math.inf, 0, 60.0)[1] <= least_s * (1 + 1e-9), "the family of all"
+    found, bound_s = solver.solve(math.inf, 60.0)
     assert bound_s <= least_s * (1 + 1e-9)
     best_s = found.solution.time_s if found else math.inf
-    better, bound_s = joint.narrow(best_s, 40, 10.0)
+    better, bound_s = solver.narrow(best_s, 40, 10.0)
     assert bound_s <= least_s * (1 + 1e-9), "families"
     for one in (found, better):
         if one is not None:
@@ -327,23 +327,23 @@ def test_bounds_hold_under_one_mode_and_with_several_stages_a_rank(
         1 + 1e-9
     )
     at, cell = Schedule(schedule, ranks, chunks), Cell.of({mode: model})
-    joint = Joint({mode: model}.__getitem__, (mode,), (at,), capacity, cell)
-    assert sketched(joint) <= least_s
-    assert joint.raise_bounds(math.inf)[0] <= least_s, "totals"
-    assert joint.narrow(math.inf, 0, 60.0)[1] <= least_s, "the family of all"
-    found, _ = joint.solve(math.inf, 60.0)
-    better, bound_s = joint.narrow(found.solution.time_s if found else math.inf, 40, 10.0)
+    solver = UniformSolver({mode: model}.__getitem__, (mode,), (at,), capacity, cell)
+    assert sketched(solver) <= least_s
+    assert solver.raise_bounds(math.inf)[0] <= least_s, "totals"
+    assert solver.narrow(math.inf, 0, 60.0)[1] <= least_s, "the family of all"
+    found, _ = solver.solve(math.inf, 60.0)
+    better, bound_s = solver.narrow(found.solution.time_s if found else math.inf, 40, 10.0)
     assert bound_s <= least_s, "families"
     assert all(
         one is None or one.solution.time_s * (1 + 1e-8) >= least_s for one in (found, better)
     )
 
 
-def sketched(joint: Joint) -> float:
+def sketched(solver: UniformSolver) -> float:
     """The bound of a candidate by its cell, with memory, which is no lower than the one without."""
-    first = joint.first
-    glance_s = joint.glance(first.num_microbatches)
-    bound_s, likely_s = joint.sketch(
+    first = solver.models.first
+    glance_s = solver.bounds.glance(first.num_microbatches)
+    bound_s, likely_s = solver.bounds.raise_by_cell(
         least_static_by_class(first), first.fixed_bytes, first.num_microbatches, math.inf
     )
     assert glance_s <= bound_s <= likely_s
@@ -402,10 +402,10 @@ def test_bounds_count_what_the_last_segment_keeps_once_where_it_gives_that_back(
     for choices, cut in itertools.product(every_choice(model), cuts):
         one = pipelined(model, choices, cut)
         capacity, took_s = max(one.memory_bytes), one.time_s * (1 + 1e-9)
-        joint = Joint({"none": model}.__getitem__, ("none",), (at,), capacity, cell)
-        assert sketched(joint) <= took_s
-        assert joint.raise_bounds(math.inf)[0] <= took_s, "totals"
-        assert joint.narrow(math.inf, 0, 60.0)[1] <= took_s, "the family of all"
+        solver = UniformSolver({"none": model}.__getitem__, ("none",), (at,), capacity, cell)
+        assert sketched(solver) <= took_s
+        assert solver.raise_bounds(math.inf)[0] <= took_s, "totals"
+        assert solver.narrow(math.inf, 0, 60.0)[1] <= took_s, "the family of all"
         groups = Weighted(lambda candidate, group: model, [capacity] * 2)
         assert (
             groups.least_s(dealt, replace(dealt, mesh=MeshShape(pp=2)), [cell] * 2, at) <= took_s
@@ -421,9 +421,10 @@ def _families(
     models: Models, schedule: str = "1f1b", worth: float = 1.0
 ) -> tuple[Models, Families]:
     at = Schedule(schedule, models["none"].pipeline.ranks, 1)
-    joint = Joint(models.__getitem__, tuple(models), (at,), None, Cell.of(models))
-    joint.raise_bounds(math.inf)
-    return models, Families(replace(joint.families.facts, price=worth * joint.cell.prices[2]))
+    solver = UniformSolver(models.__getitem__, tuple(models), (at,), None, Cell.of(models))
+    solver.raise_bounds(math.inf)
+    facts = solver.bounds.families.facts
+    return models, Families(replace(facts, price=worth * solver.bounds.cell.prices[2]))
 
 
 @settings(max_examples=examples(3, 15))
@@ -558,14 +559,14 @@ def test_what_runs_of_a_family_take_at_least_no_placement_that_fits_goes_below(
 def test_one_placement_that_is_too_slow_is_not_impossible(schedule, ranks):
     models = random_models(5, schedule, ranks, 1, 4)
     at = ALONE if ranks == 1 else Schedule(schedule, ranks, 1)
-    joint = Joint(models.__getitem__, tuple(models), (at,), 10**6, Cell.of(models))
-    assert joint.decided
-    bound_s, _ = joint.raise_bounds(
+    solver = UniformSolver(models.__getitem__, tuple(models), (at,), 10**6, Cell.of(models))
+    assert solver.models.has_one_placement
+    bound_s, _ = solver.raise_bounds(
         1e-3
     )  # what is wanted is faster than all there is, so that no placement is looked for
-    found, least_s = joint.solve(1e-3, 60.0)
+    found, least_s = solver.solve(1e-3, 60.0)
     assert found is None and bound_s <= least_s < math.inf
-    found, least_s = joint.solve(math.inf, 60.0)
+    found, least_s = solver.solve(math.inf, 60.0)
     assert found is not None and least_s <= found.solution.time_s
 
 

@@ -15,9 +15,9 @@ from autopar.ir.mesh import MeshShape
 from autopar.solve.costs import pipeline_cost, placement_cost
 from autopar.solve.costs.candidate import MIXED, Candidate
 from autopar.solve.integer_program.placement_solver import SolverAuditError
-from autopar.solve.search import candidate_solver
+from autopar.solve.search import row_bound
 from autopar.solve.search.branch_and_bound import search
-from autopar.solve.search.candidate_solver import Joint
+from autopar.solve.search.uniform_solver import UniformSolver
 from benchmarks.search import exhaustive_oracle
 from benchmarks.search.exhaustive_oracle import Point, above_hull, best, deals, front, placements
 from benchmarks.search.exhaustive_search import Counts, judge, points_of
@@ -142,8 +142,8 @@ def _slower(function):
 
 
 @pytest.mark.parametrize(("module", "name", "wrong"), [
-    (placement_cost, "saved_bytes", _half), (placement_cost, "transient_bytes", _half), (Joint, "raise_bounds", _longer),
-    (candidate_solver, "best_staging", _slower),
+    (placement_cost, "saved_bytes", _half), (placement_cost, "transient_bytes", _half), (UniformSolver, "raise_bounds", _longer),
+    (row_bound, "best_staging", _slower),
     (pipeline_cost, "peak_held", lambda right: lambda *args: tuple(size // 2 for size in right(*args))),
     pytest.param(
         pipeline_cost, "fullest_of", lambda right: lambda *args: tuple(size // 2 for size in right(*args)), marks=pytest.mark.slow

@@ -178,7 +178,6 @@ def outcome(seed: int) -> str | None:
         given.candidates,
         given.annotate,
         limits,
-        60.0,
         cell_of=lambda c, group: (given.task.cell_of(c), group),
     )
     best_s = min(fitting, default=inf)

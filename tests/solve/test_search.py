@@ -19,8 +19,9 @@ from autopar.solve.costs.schedule import Schedule
 from autopar.solve.integer_program.lp_relaxation import quick_time_bound
 from autopar.solve.integer_program.placement_solver import Infeasible, Solution, solve_placement
 from autopar.solve.search.branch_and_bound import search
-from autopar.solve.search.candidate_solver import Staged
 from autopar.solve.search.candidate_state import Entry
+from autopar.solve.search.limits import SearchLimits
+from autopar.solve.search.staged_placement import Staged
 
 several = settings(
     max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -90,7 +91,7 @@ def check_outcomes(result, order, exact) -> None:
 @pytest.mark.parametrize("lie", [1.0, 0.0])
 def test_loose_bounds_cost_time_but_never_the_optimum(lie, monkeypatch):
     """With the quick bound at zero, the candidates are relaxed in the given order, worst first."""
-    from autopar.solve.search import branch_and_bound as module
+    from autopar.solve.search import fixed_candidates as module
 
     quick = module.quick_time_bound
     monkeypatch.setattr(module, "quick_time_bound", lambda model: lie * quick(model))
@@ -128,7 +129,7 @@ def test_a_spent_time_limit_tells_the_truth():
     }
     exact = search(models, models.__getitem__, 40 << 30)
     for limit_s in (0.0, 0.05, 0.2):
-        result = search(models, models.__getitem__, 40 << 30, time_limit_s=limit_s)
+        result = search(models, models.__getitem__, 40 << 30, SearchLimits(time_s=limit_s))
         assert result.bound_s <= exact.best[1].time_s
         if result.best is None:
             assert result.status == "time limit" and result.gap == 1.0
@@ -191,7 +192,7 @@ def test_what_a_helper_tells_has_the_outcomes_of_all_that_were_solved_together()
     solution = brute_force(model, None)
     assert isinstance(solution, Solution)
     for variant in range(3):
-        staged = Staged(solution, Mixed(model, ()), Schedule("1f1b", 2, 1), "none", variant)
+        staged = Staged(solution, (Mixed(model, ()),), Schedule("1f1b", 2, 1), "none", variant)
         entry = Entry(
             first, tuple(others), outcome="solved", bound_s=0.5, solution=solution, staged=staged
         )

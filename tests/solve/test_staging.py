@@ -24,7 +24,7 @@ from autopar.solve.costs.pipeline_cost import pipelined, stages_of
 from autopar.solve.costs.placement_cost import price
 from autopar.solve.costs.recompute_mix import Models, mixed
 from autopar.solve.costs.schedule import Schedule, Staging
-from autopar.solve.search.candidate_solver import Joint
+from autopar.solve.search.uniform_solver import UniformSolver
 from autopar.solve.staging import one_stage_per_rank
 from autopar.solve.staging.best_staging import best_staging, quick_bound_s
 from autopar.solve.staging.interleaved import dealt_sizes
@@ -317,9 +317,9 @@ def test_recomputation_may_pay_where_memory_does_not_ask_for_it(seed, schedule, 
         models, best_staging(row_of_placement(models, choices_of(models)), at, None)
     )
     for capacity in (None, size):
-        joint = Joint(models.__getitem__, tuple(models), (at,), capacity, Cell.of(models))
-        assert joint.raise_bounds(math.inf)[0] <= best_s * (1 + 1e-9)
-        staged, bound_s = joint.solve(math.inf, 30.0)
+        solver = UniformSolver(models.__getitem__, tuple(models), (at,), capacity, Cell.of(models))
+        assert solver.raise_bounds(math.inf)[0] <= best_s * (1 + 1e-9)
+        staged, bound_s = solver.solve(math.inf, 30.0)
         assert staged.solution.time_s == pytest.approx(best_s, rel=1e-9) and bound_s <= best_s * (
             1 + 1e-9
         )

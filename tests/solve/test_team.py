@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import chain, islice
 from multiprocessing import get_context
@@ -27,10 +28,12 @@ from autopar.solve.costs.candidate import Candidate
 from autopar.solve.search import branch_and_bound as searching
 from autopar.solve.search import work_sharing
 from autopar.solve.search.board import NOBODY, Board
-from autopar.solve.search.branch_and_bound import search
-from autopar.solve.search.candidate_solver import Joint
+from autopar.solve.search.branch_and_bound import driver_of, search
+from autopar.solve.search.driver import Driver
 from autopar.solve.search.frontier import Frontier
+from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.result import SearchResult
+from autopar.solve.search.uniform_solver import UniformSolver
 from autopar.solve.search.work_sharing import Loan, Sharing
 from autopar.solve.search.workers import processes_for_search
 from benchmarks.search.random_instances import Task
@@ -50,10 +53,9 @@ def shared(
         task.candidates,
         annotate or task.annotate,
         capacity,
-        time_limit_s,
+        SearchLimits(time_s=time_limit_s, processes=processes, alone_s=0.0),
         tell,
         cell_of=task.cell_of,
-        processes=processes,
     )
 
 
@@ -63,12 +65,6 @@ def large_task() -> Task:
     task = next(task for task in map(Task, range(100)) if len(task.candidates) >= 5)
     task.cell_of = lambda candidate: candidate
     return task
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Helpers are called before the first candidate is refined."""
-    monkeypatch.setattr(work_sharing, "_ALONE_S", 0.0)
 
 
 def assert_same(found: SearchResult, alone: SearchResult, capacity: int = CAPACITY) -> None:
@@ -93,12 +89,10 @@ def assert_same(found: SearchResult, alone: SearchResult, capacity: int = CAPACI
 @given(st.integers(0, 10**6), st.integers(2, 3))
 @settings(max_examples=examples(6, 25))
 def test_several_processes_find_what_one_finds(seed: int, processes: int):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work_sharing, "_ALONE_S", 0.0)
-        assert_same(shared(Task(seed), processes), shared(Task(seed), 1))
+    assert_same(shared(Task(seed), processes), shared(Task(seed), 1))
 
 
-def test_helpers_open_and_refine_candidates(at_once):
+def test_helpers_open_and_refine_candidates():
     """Each process notes what it annotates: without company it would be one process that does all."""
     reader, writer = os.pipe()
     task = large_task()
@@ -115,7 +109,7 @@ def test_helpers_open_and_refine_candidates(at_once):
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_what_a_killed_helper_was_to_do_is_done_by_others(at_once, after: int):
+def test_what_a_killed_helper_was_to_do_is_done_by_others(after: int):
     task, parent, calls, heard = large_task(), os.getpid(), [], []
 
     def annotate(candidate: Candidate) -> AnnotatedModel:
@@ -130,7 +124,7 @@ def test_what_a_killed_helper_was_to_do_is_done_by_others(at_once, after: int):
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_who_has_nothing_left_hears_of_a_helper_that_fails(at_once, dies: bool):
+def test_who_has_nothing_left_hears_of_a_helper_that_fails(dies: bool):
     """While the helper opens its first cell the others do all the rest."""
     task, parent, start = large_task(), os.getpid(), time.monotonic()
 
@@ -151,7 +145,7 @@ def test_who_has_nothing_left_hears_of_a_helper_that_fails(at_once, dies: bool):
 
 
 @pytest.mark.parametrize("most", [0, 1])
-def test_a_search_goes_on_without_helpers_that_cannot_be_started(at_once, monkeypatch, most: int):
+def test_a_search_goes_on_without_helpers_that_cannot_be_started(monkeypatch, most: int):
     task, fork, heard, forked = large_task(), os.fork, [], []
 
     def refused() -> int:
@@ -165,7 +159,7 @@ def test_a_search_goes_on_without_helpers_that_cannot_be_started(at_once, monkey
     assert any("no process more" in text for text in heard)
 
 
-def test_an_error_of_a_helper_is_raised(at_once):
+def test_an_error_of_a_helper_is_raised():
     task, parent = large_task(), os.getpid()
 
     def annotate(candidate: Candidate) -> AnnotatedModel:
@@ -184,9 +178,8 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
     program = textwrap.dedent("""
         import os, sys, time
         from benchmarks.search.random_instances import Task
-        from autopar.solve.search import work_sharing
         from autopar.solve.search.branch_and_bound import search
-        work_sharing._ALONE_S = 0.0
+        from autopar.solve.search.limits import SearchLimits
         task, parent = next(task for task in map(Task, range(100)) if len(task.candidates) >= 5), os.getpid()
 
         def annotate(candidate):
@@ -196,7 +189,7 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
             time.sleep(0.2)
             return task.annotate(candidate)
 
-        search(task.candidates, annotate, 60, processes=2)
+        search(task.candidates, annotate, 60, SearchLimits(processes=2, alone_s=0.0))
     """)
     path = os.pathsep.join(sys.path)
     process = subprocess.Popen(
@@ -217,7 +210,6 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
 def lending(monkeypatch: pytest.MonkeyPatch):
     """Whoever splits a candidate lends some of its families as soon as there are two; `value` is how often any process did."""
     values = (
-        (work_sharing, "_ALONE_S", 0.0),
         (work_sharing, "_LENT", 2),
         (searching, "_SPLITS", 1),
         (searching, "_CLOSE", 0.0),
@@ -257,8 +249,8 @@ def split_search(
         [candidate],
         lambda candidate: models[candidate.recompute],
         int(0.8 * wanted),
-        progress=tell,
-        processes=processes,
+        SearchLimits(processes=processes, alone_s=0.0),
+        tell,
     )
 
 
@@ -280,15 +272,15 @@ def test_families_that_are_lent_are_accounted_for(lending, processes: int):
 def test_families_that_a_killed_helper_was_lent_are_split_by_who_lent_them(
     lending, monkeypatch, after: int
 ):
-    narrow, parent, calls, heard = Joint.narrow, os.getpid(), [], []
+    narrow, parent, calls, heard = UniformSolver.narrow, os.getpid(), [], []
 
-    def killed(self: Joint, *given):
+    def killed(self: UniformSolver, *given):
         calls.append(os.getpid())
         if os.getpid() != parent and calls.count(os.getpid()) > after:
             os.kill(os.getpid(), signal.SIGKILL)
         return narrow(self, *given)
 
-    monkeypatch.setattr(Joint, "narrow", killed)
+    monkeypatch.setattr(UniformSolver, "narrow", killed)
     for seed in SPLIT:
         assert_same_plan(split_search(seed, 2, heard.append), split_search(seed, 1))
     assert lending.value and any("killed" in text for text in heard)
@@ -297,13 +289,13 @@ def test_families_that_a_killed_helper_was_lent_are_split_by_who_lent_them(
 @pytest.fixture
 def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is lent something has no time for it."""
-    borrow = Sharing._borrow
+    borrow = Driver._borrow
 
     def without_time(self, loan, *given):
-        self.time_limit_s = 0.0
+        self.state.limits = replace(self.state.limits, time_s=0.0)
         return borrow(self, loan, *given)
 
-    monkeypatch.setattr(Sharing, "_borrow", without_time)
+    monkeypatch.setattr(Driver, "_borrow", without_time)
 
 
 def test_what_a_lent_family_leaves_open_is_in_the_bound(lending, no_time):
@@ -322,11 +314,11 @@ def test_what_a_lent_family_leaves_open_is_in_the_bound(lending, no_time):
 def test_what_a_helper_leaves_of_what_it_was_lent_is_not_infeasible(lending, no_time, monkeypatch):
     """No placement of the half that was kept fits, and no plan is known."""
     monkeypatch.setattr(
-        Joint, "solve", lambda self, upper_bound_s, limit_s: (None, min(self.bounds_s.values()))
+        UniformSolver, "solve", lambda self, upper_bound_s, limit_s: (None, self.bounds.least_s)
     )
-    monkeypatch.setattr(Joint, "_met", lambda self, family, upper_bound_s: None)
+    monkeypatch.setattr(UniformSolver, "_met", lambda self, family, upper_bound_s: None)
     monkeypatch.setattr(
-        Joint, "_settle", lambda self, family, best, upper_bound_s: (best, upper_bound_s)
+        UniformSolver, "_settle", lambda self, frontier, family, upper_bound_s: None
     )
     models = with_choices(random_models(0, "1f1b", 2, 1, 6), random.Random(0))
     candidate = Candidate(
@@ -339,7 +331,12 @@ def test_what_a_helper_leaves_of_what_it_was_lent_is_not_infeasible(lending, no_
         "1f1b",
         (("1f1b", 1), ("gpipe", 1)),
     )
-    found = search([candidate], lambda candidate: models[candidate.recompute], 10**9, processes=2)
+    found = search(
+        [candidate],
+        lambda candidate: models[candidate.recompute],
+        10**9,
+        SearchLimits(processes=2, alone_s=0.0),
+    )
     assert (
         lending.value
         and found.status == "time limit"
@@ -350,15 +347,14 @@ def test_what_a_helper_leaves_of_what_it_was_lent_is_not_infeasible(lending, no_
 @pytest.fixture
 def generous(monkeypatch: pytest.MonkeyPatch):
     """Whoever owns two candidates lends one, and so do those that are lent some; `value` is how many were."""
-    monkeypatch.setattr(work_sharing, "_ALONE_S", 0.0)
     monkeypatch.setattr(work_sharing, "_LENT", 2)
     monkeypatch.setattr(Board, "is_free", lambda self, most: True)
     count, lend = get_context("fork").Value("i", 0), Sharing._lend_to_one
 
-    def noted(self: Sharing, loan: Loan) -> None:
+    def noted(self: Sharing, loan: Loan, borrow) -> None:
         with count.get_lock():
             count.value += 0 if loan.families is not None else len(loan.numbers)
-        lend(self, loan)
+        lend(self, loan, borrow)
 
     monkeypatch.setattr(Sharing, "_lend_to_one", noted)
     return count
@@ -389,15 +385,15 @@ def test_candidates_that_are_lent_are_accounted_for(generous):
 def test_candidates_that_a_killed_helper_was_lent_are_refined_by_who_lent_them(
     generous, monkeypatch
 ):
-    work_off, parent, heard = Sharing._work_off, os.getpid(), []
+    work_off, parent, heard = Driver._work_off, os.getpid(), []
 
-    def killed(self: Sharing) -> None:
-        self.queue = self.queue[:1]  # some of it is done
+    def killed(self: Driver) -> None:
+        self.state.queue = self.state.queue[:1]  # some of it is done
         work_off(self)
         if os.getpid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(Sharing, "_work_off", killed)
+    monkeypatch.setattr(Driver, "_work_off", killed)
     for task, capacity in CROWDED:
         assert_same(
             shared(task, 2, tell=heard.append, capacity=capacity),
@@ -411,14 +407,14 @@ def test_candidates_that_a_killed_helper_was_lent_are_refined_by_who_lent_them(
 def mortal(generous, monkeypatch: pytest.MonkeyPatch) -> None:
     """Helpers are killed anywhere: those that were lent something, those that lent it, and those that had told nothing yet of what others
     asked for."""
-    refine, parent = searching._Search._refine, os.getpid()
+    refine, parent = Driver._refine, os.getpid()
 
-    def killed(self: Sharing, number: int, at_once: bool = False) -> None:
+    def killed(self: Driver, number: int, at_once: bool = False) -> None:
         if os.getpid() != parent and random.Random(f"{os.getpid()} {number}").random() < 0.1:
             os.kill(os.getpid(), signal.SIGKILL)
         refine(self, number, at_once)
 
-    monkeypatch.setattr(searching._Search, "_refine", killed)
+    monkeypatch.setattr(Driver, "_refine", killed)
 
 
 @pytest.mark.slow
@@ -465,19 +461,17 @@ def test_a_helper_tells_nothing_of_a_candidate_that_another_had(monkeypatch):
     """Who owned it died, and it is nobody's for a moment: who hears of that does it anew, which must stay."""
     task, dropped = large_task(), []
 
-    def work(self: Sharing) -> None:
+    def work(self: Driver) -> None:
         self._open_all()
-        dropped.append(self.queue.pop()[-1])  # as `_next` does of what another owns
+        dropped.append(self.state.queue.pop()[-1])  # as `_next` does of what another owns
         self._end()
 
-    monkeypatch.setattr(Sharing, "_work", work)
-    helper = searching._Search(
-        time_limit_s=60.0, progress=print, processes=2, candidates=list(task.candidates), annotate=task.annotate, capacity_bytes=CAPACITY,
-        workers=1, cell_of=task.cell_of,
-    )  # fmt: skip
+    monkeypatch.setattr(Driver, "_work", work)
+    limits = SearchLimits(processes=2)
+    helper = driver_of(task.candidates, task.annotate, CAPACITY, limits, print, task.cell_of)
     entries, best = helper._help(1, print)
-    assert entries.keys() == set(range(len(helper.entries))) - set(dropped) and not best
-    assert helper.entries[dropped[0]].outcome == "open"
+    assert entries.keys() == set(range(len(helper.state.entries))) - set(dropped) and not best
+    assert helper.state.entries[dropped[0]].outcome == "open"
 
 
 def test_what_a_lent_candidate_leaves_open_is_in_the_bound(generous, no_time):

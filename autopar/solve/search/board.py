@@ -66,6 +66,7 @@ class Board:
         return float(self._best[0])
 
     def found(self, time_s: float) -> None:
+        """A placement was found that takes so long."""
         with self._alone():
             self._best[0] = min(self._best[0], time_s)
 

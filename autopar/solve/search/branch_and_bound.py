@@ -1,35 +1,29 @@
-"""The search over candidates: mesh, micro-batch, ZeRO and recompute, each with its best placement, and in a pipeline its best stages.
+"""The search over candidates on devices of one kind: mesh, micro-batch, ZeRO and recompute, each with its best placement, and in a
+pipeline its best stages.
 
 Best-first, with lower bounds of increasing price. Every candidate has a bound (in a pipeline one for all ZeRO stages that share out,
-`zero_variants.py`); the one with the lowest (longer by what it likely takes besides) is refined next. Of a candidate whose recomputation
-and stages are fixed:
+`zero_variants.py`). Of a candidate whose recomputation and stages are fixed (`fixed_candidates.py`):
 
     annotated   every op at its cheapest strategy (`quick_time_bound`)
     relaxed     the LP relaxation, memory included (`prepare`)
     solved      the placement itself, by CP-SAT if the relaxation is not integral
 
-and of one where they are found together with the placement (`candidate_solver.py`):
+and of one where they are found together with the placement (`uniform_solver.py`):
 
     opened      what its cell tells in whatever memory (`Cell.glance_s`), which is annotated once for many candidates
     sketched    also what memory asks for (`Cell.sketch`)
-    relaxed     by totals of all ranks (`Joint.raise_bounds`), then by the row of what no placement goes below (`Joint.narrow`)
+    relaxed     by totals of all ranks (`raise_bounds`), then by the row of what no placement goes below (`narrow`)
     solved      the best of some placements, each staged best
     narrowed    placements are split into families until none may be faster than the best plan, a few at a time
 
-A candidate is left as soon as its bound reaches the time of the best placement found, so that no pruned candidate can hold a faster one.
-The bound of the whole search is the least bound over all candidates, the pruned and unexplored ones included.
-
-A search that goes on for a while is shared out to several processes (`work_sharing.py`).
+`driver.py` has the branch and bound itself. A search that goes on for a while is shared out to several processes (`work_sharing.py`).
 """
 
 from __future__ import annotations
 
-import heapq
-import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import chain
 from math import inf
 from random import Random
 
@@ -39,23 +33,18 @@ from autopar.solve.bounds.cell import Cell
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.pipeline_cost import pipelined
 from autopar.solve.costs.schedule import Schedule
-from autopar.solve.integer_program.lp_relaxation import (
-    least_static_by_class,
-    quick_memory_bound,
-    quick_time_bound,
-)
-from autopar.solve.integer_program.placement_solver import (
-    OPTIMALITY_GAP,
-    Infeasible,
-    Solution,
-    prepare,
-    smallest_memory,
-    solve_prepared,
-)
-from autopar.solve.search.board import NOBODY, Board
-from autopar.solve.search.candidate_solver import ALONE, Joint, Staged
-from autopar.solve.search.candidate_state import Entry
+from autopar.solve.integer_program.lp_relaxation import least_static_by_class
+from autopar.solve.integer_program.placement_solver import Infeasible, smallest_memory
+from autopar.solve.search import steps
+from autopar.solve.search.board import Board
+from autopar.solve.search.candidate_models import ModelOf
+from autopar.solve.search.candidate_state import Entry, FixedSolver
+from autopar.solve.search.driver import Driver, shape_of
+from autopar.solve.search.fixed_candidates import bound_quickly, relax, solve_fixed
+from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.result import SearchResult
+from autopar.solve.search.search_state import SearchState
+from autopar.solve.search.uniform_solver import ALONE, UniformSolver
 from autopar.solve.search.work_sharing import Sharing
 from autopar.solve.search.workers import Team
 
@@ -65,9 +54,6 @@ in vain, then three times, and so on."""
 
 _HASTY = 2
 """So many candidates are solved in vain before others have all their bounds raised first."""
-
-_BESIDE = 3
-"""So many candidates of the best one's mesh are solved in vain before others have their turn again."""
 
 _SPLITS = 4
 """How many families of a candidate are split before the next candidate has its turn."""
@@ -79,7 +65,7 @@ take about as long, and as many as there is time for while a candidate may be fa
 _PATIENCE = 40
 """A candidate that is solved counts as half as promising as its bound says; after so many splits as a third."""
 
-_BOUNDS_OF_JOINT = 3
+_BOUNDS_TO_RAISE = 3
 """A sketch, the bounds by totals and the first family."""
 
 
@@ -87,442 +73,273 @@ def search(
     candidates: Iterable[Candidate],
     annotate: Callable[[Candidate], AnnotatedModel],
     capacity_bytes: int | None,
-    time_limit_s: float = 60.0,
+    limits: SearchLimits | None = None,
     progress: Callable[[str], None] | None = None,
-    workers: int = 1,
     cell_of: Callable[[Candidate], Hashable] = lambda candidate: candidate,
-    processes: int = 1,
 ) -> SearchResult:
     """The fastest placement over all candidates.
 
-    Candidates of one `cell_of` must have ops that cost the same, and those of one `parameters` the same parameters.
-    `time_limit_s` covers annotation and solving; while nothing has been found it is stretched to twice that.  `progress` gets one line
-    of text per event.  `workers`: threads of CP-SAT.  `processes`: how many may search; they are forked if it takes a while.
+    Args:
+        candidates: What the search goes through.
+        annotate: The model of a candidate.
+        capacity_bytes: Memory of a device; None if it does not matter.
+        limits: Time and processes.
+        progress: Gets one line of text for each event.
+        cell_of: Candidates for which it is equal must have ops that cost the same, and those of one `parameters` the same parameters.
     """
-    of = list(candidates)
-    return _Search(
-        time_limit_s=time_limit_s, progress=progress or (lambda text: None), processes=processes, candidates=of, annotate=annotate,
-        capacity_bytes=capacity_bytes, workers=workers, cell_of=cell_of,
-    ).run()  # fmt: skip
+    limits, tell = limits or SearchLimits(), progress or (lambda text: None)
+    return driver_of(list(candidates), annotate, capacity_bytes, limits, tell, cell_of).run()
+
+
+def driver_of(
+    candidates: Sequence[Candidate],
+    annotate: Callable[[Candidate], AnnotatedModel],
+    capacity_bytes: int | None,
+    limits: SearchLimits,
+    progress: Callable[[str], None],
+    cell_of: Callable[[Candidate], Hashable],
+) -> Driver:
+    """A search that has not begun; arguments as of `search`."""
+    members = _solved_together(candidates)
+    entries = [
+        Entry(candidates[first], tuple(candidates[n] for n in others)) for first, *others in members
+    ]
+    cells: dict[Hashable, int] = {}
+    kinds: dict[Hashable, int] = {}
+    cell_numbers, kind_numbers = [], []
+    for entry in entries:
+        c, kind = entry.candidate, tuple(one.holds for one in (entry.candidate, *entry.others))
+        cell = (cell_of(c), c.modes) if c.is_joint else c
+        cell_numbers.append(cells.setdefault(cell, len(cells)))
+        kind_numbers.append(kinds.setdefault(kind, len(kinds)))
+    state = SearchState(
+        entries=entries,
+        limits=limits,
+        progress=progress,
+        board=Board(len(entries), len(cells), len(kinds), limits.processes > 1),
+    )
+    refiner = UniformRefiner(
+        state=state,
+        annotate=annotate,
+        capacity_bytes=capacity_bytes,
+        cells=cell_numbers,
+        kinds=kind_numbers,
+    )
+    sharing = Sharing(state=state, team=Team(progress), cells=cell_numbers)
+    return Driver(
+        state=state, refiner=refiner, sharing=sharing, members=members, order=_order(entries)
+    )
+
+
+def _solved_together(candidates: Sequence[Candidate]) -> list[list[int]]:
+    """The numbers of candidates, those together that are solved together.
+
+    In a pipeline, ZeRO stages that share out differ little."""
+    together: dict[Hashable, list[int]] = {}
+    for number, c in enumerate(candidates):
+        alike = c.is_joint and c.mesh.pp > 1 and c.zero > 0
+        together.setdefault(replace(c, zero=0, shard=0) if alike else number, []).append(number)
+    return list(together.values())
+
+
+def _order(entries: Sequence[Entry]) -> list[int]:
+    """The numbers of candidates as they are opened: the small micro-batches of all meshes first, so that meshes of all sorts are known if
+    time ends."""
+    random = Random(0)
+    meshes = dict.fromkeys(entry.candidate.mesh for entry in entries)
+    turn = {mesh: random.random() for mesh in meshes}
+    return sorted(
+        range(len(entries)),
+        key=lambda n: (entries[n].candidate.micro_batch, turn[entries[n].candidate.mesh]),
+    )
 
 
 @dataclass(slots=True, kw_only=True)
-class _Search(Sharing):
-    candidates: list[Candidate]
+class UniformRefiner:
+    """The `Refiner` of candidates on devices of one kind.
+
+    By entry, `cells` has the number of its cell, and `kinds` that of its kind: parameters of one kind hold the same bytes.
+    """
+
+    opening_share = 0.5
+    most_beside = 3
+    without_plan = "infeasible"
+
+    state: SearchState
     annotate: Callable[[Candidate], AnnotatedModel]
     capacity_bytes: int | None
-    workers: int
-    cell_of: Callable[[Candidate], Hashable]
-    members: list[list[int]] = field(default_factory=list)  # by entry: numbers of its candidates
-    order: list[int] = field(default_factory=list)  # in which entries are opened
-    cells: dict[int, Cell] = field(default_factory=dict)  # what candidates share, by number
-    fixed: dict[int, tuple[list[int], int]] = field(
+    cells: Sequence[int]
+    kinds: Sequence[int]
+    known_cells: dict[int, Cell] = field(default_factory=dict)  # by number
+    held: dict[int, tuple[list[int], int]] = field(
         default_factory=dict
     )  # by kind, bytes: static of a segment by class, fixed
     dived: set[MeshShape] = field(default_factory=set)  # of which some candidate was solved
     raised: int = 0  # bounds
-    due: int = (
-        _TURNS  # so many bounds, when the next candidate is solved, whether it is its turn or not
-    )
     in_vain: int = 0  # candidates that were solved since the best one was found
+    due: int = _TURNS  # with so many bounds raised, the next candidate is solved out of turn
 
-    def __post_init__(self) -> None:
-        together: dict[Hashable, list[int]] = {}
-        for number, c in enumerate(self.candidates):
-            alike = (
-                c.is_joint and c.mesh.pp > 1 and c.zero > 0
-            )  # in a pipeline ZeRO stages that share out differ little
-            together.setdefault(replace(c, zero=0, shard=0) if alike else number, []).append(number)
-        self.members = list(together.values())
-        self.entries = [
-            Entry(self.candidates[first], tuple(self.candidates[n] for n in others))
-            for first, *others in self.members
-        ]
-        random = Random(0)
-        turn = {
-            mesh: random.random()
-            for mesh in dict.fromkeys(entry.candidate.mesh for entry in self.entries)
-        }
-        by_mesh = sorted(
-            enumerate(self.entries),
-            key=lambda pair: (pair[1].candidate.micro_batch, turn[pair[1].candidate.mesh]),
-        )
-        self.order = [
-            number for number, _ in by_mesh
-        ]  # so that meshes of all sorts are known if time ends
-        cells: dict[Hashable, int] = {}
-        kinds: dict[Hashable, int] = {}
-        for entry in self.entries:
-            c, kind = entry.candidate, tuple(one.holds for one in (entry.candidate, *entry.others))
-            cell = cells.setdefault((self.cell_of(c), c.modes) if c.is_joint else c, len(cells))
-            self.places.append((cell, kinds.setdefault(kind, len(kinds))))
-        self.board = Board(len(self.entries), len(cells), len(kinds), self.processes > 1)
-        self.team = Team(self.progress)
-
-    def run(self) -> SearchResult:
-        self._complete(self._work)
-        return self._result()
-
-    def _refine(self, number: int, at_once: bool = False) -> None:
-        """As `Sharing._refine`; `at_once`: raise the bound and solve it."""
-        entry = self.entries[number]
-        if not self._prune(entry):
-            self._advance(entry, self.places[number][1], at_once)
-        if entry.outcome == "open":
-            heapq.heappush(self.queue, (*entry.turn, number))
-
-    def _refine_beside(self) -> None:
-        """Solve what is most promising of the best one's mesh, such as the next micro-batch, which is often better still."""
-        mesh, missed = _shape(self.best.candidate), 0
-        numbers = [
-            number
-            for number, entry in enumerate(self.entries)
-            if _shape(entry.candidate) == mesh and not entry.is_solved
-        ]
-        for number in sorted(numbers, key=self._likely_s):
-            best = self.best
-            if missed == _BESIDE or not self._time_left():
-                break
-            if self._likely_s(number) < self._wanted_s and self._take(number):
-                self.queue = [turn for turn in self.queue if turn[-1] != number]
-                heapq.heapify(self.queue)
-                self._refine(number, at_once=True)
-                missed = 0 if self.best is not best else missed + self.entries[number].is_solved
-
-    def _likely_s(self, number: int) -> float:
-        """What the step of a candidate is likely to take, by what is known here or by who opened it."""
-        entry = self.entries[number]
-        return entry.estimate_s if entry.is_opened else float(self.board.estimate_s[number])
-
-    def _advance(self, entry: Entry, kind: int, at_once: bool) -> None:
-        """The next bound of a candidate, or its solution; both at once if asked for, and for the first of each mesh that is likely to be
-        better, since what is found prunes others."""
-        if entry.joint is not None and entry.bounds_left == _BOUNDS_OF_JOINT:
-            self._sketch(entry, kind)
-            if not at_once or entry.outcome != "open" or entry.bound_s >= self._wanted_s:
-                return
-        is_new = _shape(entry.candidate) not in self.dived and entry.estimate_s < self._wanted_s
-        at_once = at_once or is_new or self.raised > self.due
-        row_waits = (
-            at_once and self.in_vain < _HASTY and entry.joint is not None and not entry.is_solved
-        )
-        while entry.outcome == "open":
-            if (
-                entry.prepared is None and entry.bounds_left > row_waits
-            ):  # the bound by its row may wait until it is solved
-                self._relax(entry)
-            elif entry.joint is None:
-                self._solve(entry)
-            elif not entry.is_solved:
-                self._solve_jointly(entry)
-            else:
-                self._narrow(entry)
-            if not at_once or entry.is_solved or entry.bound_s >= self._wanted_s:
-                return
-
-    def _open_all(self) -> None:
-        """Open what nobody has opened."""
-        self.board.busy[self.me] = 1
-        for place, number in enumerate(self.order):
-            entry, (cell, _) = self.entries[number], self.places[number]
-            if (
-                entry.outcome != "unexplored"
-                or entry.is_opened
-                or self.board.owner[number] not in (self.me, NOBODY)
-            ):
-                continue
-            if time.perf_counter() - self.start > self.time_limit_s / 2:
-                self.progress(
-                    f"half of the time is spent on annotating {place} of {len(self.entries)} candidates"
-                )
-                break
-            if self.board.take(self.board.opener, cell, self.me):
-                self._open(number)
-                if entry.outcome == "open":
-                    heapq.heappush(self.queue, (*entry.turn, number))
-                self._share_out()
-        self.board.busy[self.me] = 0
-
-    def _open(self, number: int) -> None:
-        """The first bounds of a candidate."""
-        entry, (cell, kind) = self.entries[number], self.places[number]
-        candidate, too_much = entry.candidate, self.board.too_much
-        if candidate.is_joint and candidate.micro_batch > too_much[kind]:
-            entry.close("infeasible", f"a micro-batch of {too_much[kind]:.0f} does not fit", inf)
+    def open(self, number: int) -> None:
+        """Find the first bound of a candidate."""
+        entry = self.state.entries[number]
+        candidate, most = entry.candidate, self.state.board.too_much[self.kinds[number]]
+        if candidate.is_joint and candidate.micro_batch > most:
+            entry.close("infeasible", f"a micro-batch of {most:.0f} does not fit", inf)
             return
         entry.outcome, entry.is_opened = "open", True
         if candidate.is_joint:
-            self._open_jointly(entry, cell)
+            solver = entry.solver = self._solver(entry, self.cells[number])
+            entry.bounds_left = _BOUNDS_TO_RAISE
+            entry.bound_s = solver.bounds.glance(candidate.num_microbatches)
         else:
-            entry.model = model = self.annotate(candidate)
+            model = self.annotate(candidate)
             _check_micro_batches(candidate, model)
-            entry.bound_s, entry.least_bytes = (
-                quick_time_bound(model) / entry.ranks,
-                quick_memory_bound(model) // entry.ranks,
-            )
-            if self.capacity_bytes is not None and entry.least_bytes > self.capacity_bytes:
-                entry.close("infeasible", f"needs at least {entry.least_bytes} bytes", inf)
-        self.board.bound_s[number], self.board.estimate_s[number] = entry.bound_s, entry.estimate_s
+            bound_quickly(entry, model, self.capacity_bytes)
 
-    def _open_jointly(self, entry: Entry, number: int) -> None:
-        """The bound of a candidate from what it shares with others of its cell, in whatever memory."""
-        candidate, cells, annotate = entry.candidate, self.cells, self.annotate
+    def _solver(self, entry: Entry, number: int) -> UniformSolver:
+        """The solver of a candidate, with what it shares with others of its cell."""
+        candidate, cells, annotate = entry.candidate, self.known_cells, self.annotate
 
         def model_of(
             candidate: Candidate,
-        ) -> Callable[
-            [str], AnnotatedModel
-        ]:  # knows nothing of the search, which ends without a cycle
+        ) -> ModelOf:  # not of the search, which ends without a cycle
             return cache(lambda mode: annotate(replace(candidate, recompute=mode)))
 
         first, *others = map(model_of, (candidate, *entry.others))
-        cell = cells[number] = cells[number] if number in cells else Cell(first, candidate.modes)
+        if number not in cells:
+            cells[number] = Cell(first, candidate.modes)
         schedules = tuple(
             Schedule(name, entry.ranks, count) for name, count in candidate.schedules
         ) or (ALONE,)
-        entry.joint = Joint(
-            first, candidate.modes, schedules, self.capacity_bytes, cell, tuple(others)
-        )
-        entry.bounds_left, entry.bound_s = (
-            _BOUNDS_OF_JOINT,
-            entry.joint.glance(candidate.num_microbatches),
+        return UniformSolver(
+            first, candidate.modes, schedules, self.capacity_bytes, cells[number], tuple(others)
         )
 
-    def _sketch(self, entry: Entry, kind: int) -> None:
+    def advance(self, number: int, at_once: bool) -> None:
+        """The next bound of a candidate, or its solution; both if asked for, and for the first of each mesh that is likely to be better,
+        since what is found prunes others."""
+        entry, state = self.state.entries[number], self.state
+        together = isinstance(entry.solver, UniformSolver)
+        if isinstance(entry.solver, UniformSolver) and entry.bounds_left == _BOUNDS_TO_RAISE:
+            self._sketch(entry, entry.solver, self.kinds[number])
+            if not at_once or entry.outcome != "open" or entry.bound_s >= state.wanted_s:
+                return
+        is_new = shape_of(entry.candidate) not in self.dived and entry.estimate_s < state.wanted_s
+        at_once = at_once or is_new or self.raised > self.due
+        row_waits = at_once and self.in_vain < _HASTY and together and not entry.is_solved
+        while entry.outcome == "open":
+            self._step(entry, row_waits)
+            if not at_once or entry.is_solved or entry.bound_s >= state.wanted_s:
+                return
+
+    def _step(self, entry: Entry, row_waits: bool) -> None:
+        """`row_waits`: the bound by the row is raised after the candidate is solved."""
+        solver = entry.solver
+        if isinstance(solver, FixedSolver):
+            if solver.prepared is None:
+                self.raised += 1
+                relax(entry, solver, self.capacity_bytes)
+            else:
+                self._count_solved(entry)
+                if solve_fixed(self.state, entry, solver.prepared, self.capacity_bytes):
+                    self._set_in_vain(0)
+        elif not isinstance(solver, UniformSolver):
+            raise TypeError(f"{entry.candidate} is open, but has no solver: {solver!r}")
+        elif entry.bounds_left > row_waits:
+            self.raised += 1
+            _check_micro_batches(entry.candidate, solver.models.first)
+            steps.raise_bound(self.state, entry, solver)
+        elif not entry.is_solved:
+            self._count_solved(entry)
+            if steps.solve(self.state, entry, solver):
+                self._set_in_vain(0)
+            self._lengthen(entry)
+        else:
+            self._narrow(entry, solver)
+
+    def _sketch(self, entry: Entry, solver: UniformSolver, kind: int) -> None:
         """A bound of a candidate by what its cell tells and the bytes that candidates of its kind hold."""
-        candidate, joint, too_much = entry.candidate, entry.joint, self.board.too_much
+        candidate, cell, too_much = entry.candidate, solver.bounds.cell, self.state.board.too_much
         entry.bounds_left -= 1
         if candidate.micro_batch > too_much[kind]:
             entry.close("infeasible", f"a micro-batch of {too_much[kind]:.0f} does not fit", inf)
             return
-        if kind not in self.fixed:
-            model = joint.least_of(candidate.modes[0])
-            self.fixed[kind] = least_static_by_class(model), model.fixed_bytes
-        (static, fixed), segments = self.fixed[kind], joint.cell.first.segments
-        entry.least_bytes = (
-            fixed
-            + sum(static[index] for index in segments) // entry.ranks
-            + joint.cell.moment_bytes
-        )
+        if kind not in self.held:
+            model = solver.models.least_of(candidate.modes[0])
+            self.held[kind] = least_static_by_class(model), model.fixed_bytes
+        static, fixed = self.held[kind]
+        segments_bytes = sum(static[index] for index in cell.first.segments)
+        entry.least_bytes = fixed + segments_bytes // entry.ranks + cell.moment_bytes
         if self.capacity_bytes is not None and entry.least_bytes > self.capacity_bytes:
             entry.close("infeasible", f"needs at least {entry.least_bytes} bytes", inf)
             too_much[kind] = min(too_much[kind], candidate.micro_batch)
             return
-        entry.expect(*joint.sketch(static, fixed, candidate.num_microbatches, self._wanted_s))
-
-    def _prune(self, entry: Entry) -> bool:
-        if entry.bound_s < self._wanted_s:
-            return False
-        if entry.bound_s == inf:
-            entry.close("infeasible", "no placement fits its ranks, or none is consistent", inf)
-        else:
-            entry.close(
-                "solved" if entry.solution else "pruned",
-                f"takes at least {entry.bound_s:.6g} s",
-                entry.bound_s,
-            )
-        return True
-
-    def _capacity_bytes(self, entry: Entry) -> int | None:
-        """What all ranks of the pipeline hold together; that each fits is checked once stages are cut."""
-        return None if self.capacity_bytes is None else self.capacity_bytes * entry.ranks
-
-    def _relax(self, entry: Entry) -> None:
-        entry.bounds_left -= 1
-        self.raised += 1
-        if entry.joint is not None:
-            _check_micro_batches(entry.candidate, entry.joint.first)
-            if entry.bounds_left:
-                entry.expect(*entry.joint.raise_bounds(self._wanted_s))
-            else:
-                entry.expect(entry.joint.narrow(self._wanted_s, 0, 0.0)[1])
-            return
-        prepared = prepare(entry.model, self._capacity_bytes(entry))
-        if isinstance(prepared, Infeasible):
-            entry.close("infeasible", prepared.detail, inf)
-        elif prepared.fits_not:
-            entry.close("infeasible", f"needs at least {prepared.relaxed.bound_bytes} bytes", inf)
-        else:
-            entry.prepared, entry.bound_s = (
-                prepared,
-                max(entry.bound_s, prepared.relaxed.bound_s / entry.ranks),
-            )
-
-    def _solve_jointly(self, entry: Entry) -> None:
-        self._count_solved(entry)
-        staged, bound_s = entry.joint.solve(self._wanted_s, max(self._time_left(), 0.5))
-        entry.bound_s, entry.is_solved = max(entry.bound_s, bound_s), True
-        if staged is not None:
-            self._found(entry, staged)
-        if entry.bound_s == inf:
-            entry.close("infeasible", "no staging of its placements fits", inf)
-        self._put_back(entry)
-
-    def _narrow(self, entry: Entry) -> None:
-        """Split some families of a candidate."""
-        splits, is_close = (
-            sum(one.splits for one in self.entries),
-            entry.bound_s >= (1 - _CLOSE) * self._best_s,
+        wanted_s = self.state.wanted_s
+        entry.expect(
+            *solver.bounds.raise_by_cell(static, fixed, candidate.num_microbatches, wanted_s)
         )
+
+    def _narrow(self, entry: Entry, solver: UniformSolver) -> None:
+        """Split some families of a candidate."""
+        splits = sum(one.splits for one in self.state.entries)
+        is_close = entry.bound_s >= (1 - _CLOSE) * self.state.best_s
         if is_close and splits >= max(_MOST_SPLITS, self.raised // _BOUNDS):
-            entry.close(
-                "solved" if entry.solution else "unexplored",
-                f"{splits} families were split",
-                entry.bound_s,
-            )
+            outcome = "solved" if entry.solution else "unexplored"
+            entry.close(outcome, f"{splits} families were split", entry.bound_s)
             return
-        staged, bound_s = entry.joint.narrow(self._wanted_s, _SPLITS, self._time_left())
-        entry.bound_s = max(entry.bound_s, bound_s)
-        if staged is not None:
-            self._found(entry, staged)
-        entry.splits += _SPLITS
-        self._put_back(entry)
-        if not entry.joint.frontier.waiting:
-            others = (
-                "infeasible"
-                if entry.bound_s == inf
-                else "pruned"
-                if self._best_s < inf
-                else "too large"
-            )
-            entry.close(
-                "solved" if entry.solution else others,
-                "all its placements are accounted for",
-                entry.bound_s,
-            )
+        if steps.narrow(self.state, entry, solver, _SPLITS):
+            self._set_in_vain(0)
+        self._lengthen(entry)
 
-    def _put_back(self, entry: Entry) -> None:
+    def _lengthen(self, entry: Entry) -> None:
         """Those that may hold a good plan and are not solved yet go first, then those that were not split often in vain."""
-        entry.lengthened = 0.0
-        if self._best_s < inf and entry.bound_s > 0:
+        entry.lengthened, best_s = 0.0, self.state.best_s
+        if best_s < inf and entry.bound_s > 0:
             part = (entry.splits + _PATIENCE) / (entry.splits + 2 * _PATIENCE)
-            entry.lengthened = max(self._best_s / entry.bound_s - 1, 0.0) * part
-
-    def _found(self, entry: Entry, staged: Staged) -> None:
-        """A faster way than all before."""
-        entry.staged, entry.solution = staged, staged.solution
-        self._set_best(entry)
-        self.progress(f"{entry.chosen()}: {entry.solution.time_s * 1e3:.3f} ms")
+            entry.lengthened = max(best_s / entry.bound_s - 1, 0.0) * part
 
     def _count_solved(self, entry: Entry) -> None:
         """A candidate of its mesh is solved, and the next one out of turn is due later; soon, as long as nothing is found."""
-        self.dived.add(_shape(entry.candidate))
-        self._set_in_vain(self.in_vain + (self._best_s < inf))
-
-    def _set_best(self, entry: Entry) -> None:
-        self.best = entry
-        self._set_in_vain(0)
-        self.board.found(entry.solution.time_s)
+        self.dived.add(shape_of(entry.candidate))
+        self._set_in_vain(self.in_vain + (self.state.best_s < inf))
 
     def _set_in_vain(self, count: int) -> None:
         self.in_vain, self.due = count, self.raised + _TURNS * (1 + count)
 
-    def _solve(self, entry: Entry) -> None:
-        self._count_solved(entry)
-        upper_bound_s = self._best_s * entry.ranks if self._best_s < inf else None
-        result = solve_prepared(entry.prepared, self._time_left(), upper_bound_s, self.workers)
-        result = replace(result, bound_s=result.bound_s / entry.ranks)
-        if isinstance(result, Solution) and entry.model.pipeline is not None:
-            result = replace(
-                result, pipelined=pipelined(entry.model, result.choices), status="feasible"
-            )
-        if (
-            isinstance(result, Solution)
-            and self.capacity_bytes is not None
-            and result.memory_bytes > self.capacity_bytes
-        ):
-            entry.solution = result
-            entry.close(
-                "too large",
-                f"its fullest rank needs {result.memory_bytes} bytes",
-                max(entry.bound_s, result.bound_s),
-            )
-        elif isinstance(result, Solution):
-            entry.solution = result
-            entry.close("solved", result.status, max(entry.bound_s, result.bound_s))
-            if self.best is None or result.time_s < self.best.solution.time_s:
-                self._set_best(entry)
-                self.progress(f"{entry.candidate}: {result.time_s * 1e3:.3f} ms")
-        elif result.reason == "bound":
-            entry.close("pruned", result.detail, max(entry.bound_s, result.bound_s))
-        elif result.reason == "time limit":
-            entry.close("unexplored", result.detail, max(entry.bound_s, result.bound_s))
-        else:
-            entry.close("infeasible", result.detail, inf)
-
-    def _result(self) -> SearchResult:
-        for entry in self.entries:  # of what a process that was killed had, nobody takes what cannot be faster, nor what is late
-            if entry.outcome == "unexplored":
-                self._prune(entry)
-            self._close_in_time(entry)
-        status, best, smallest = "infeasible", None, None
-        bound_s = min((entry.bound_s for entry in self.entries), default=inf)
-        if self.best is not None:
-            self.best.outcome = "chosen"
-            best = self.best.chosen(), self.best.solution
-            bound_s = min(bound_s, self.best.solution.time_s)
-            status = (
-                "optimal"
-                if self.best.solution.time_s - bound_s <= OPTIMALITY_GAP * self.best.solution.time_s
-                else "feasible"
-            )
-        elif any(entry.outcome == "unexplored" for entry in self.entries):
-            status = "time limit"
-        else:
-            smallest = self._smallest()
-        took_s = time.perf_counter() - self.start
-        pairs = (
-            zip(numbers, entry.outcomes(), strict=True)
-            for numbers, entry in zip(self.members, self.entries, strict=True)
-        )
-        outcomes = tuple(
-            outcome for _, outcome in sorted(chain.from_iterable(pairs), key=lambda pair: pair[0])
-        )
-        staged = self.best and self.best.staged
-        model, origin = (
-            (staged.mixed.model, staged.mixed.origin)
-            if staged
-            else (self.best and self.best.model, None)
-        )
-        return SearchResult(status, best, model, origin, bound_s, outcomes, smallest, took_s)
-
-    def _smallest(self) -> tuple[Candidate, Infeasible] | None:
+    def smallest(self) -> tuple[Candidate, Infeasible] | None:
         """The least memory over all candidates, most promising first; None if no candidate has a consistent placement."""
         bounds = sorted(
             (entry.least_bytes, number)
-            for number, entry in enumerate(self.entries)
+            for number, entry in enumerate(self.state.entries)
             if entry.least_bytes is not None
         )
-        found: tuple[Candidate, Infeasible] | None = None
+        least_bytes, found = inf, None
         for bound_bytes, number in bounds:
-            if found is not None and bound_bytes >= found[1].memory_bytes:
+            if bound_bytes >= least_bytes:
                 break
-            entry = self.entries[number]
+            entry = self.state.entries[number]
             for candidate in (entry.candidate, *entry.others):
-                left_s = max(2 * self.time_limit_s - (time.perf_counter() - self.start), 0.0)
+                left_s = max(2 * self.state.limits.time_s - self.state.elapsed_s, 0.0)
                 if (
                     found is not None and left_s == 0.0
                 ):  # what is left may need less, but not less than this bound
-                    return found[0], replace(
-                        found[1], bound_bytes=min(found[1].bound_bytes, bound_bytes)
-                    )
-                model = self.annotate(replace(candidate, recompute=candidate.modes[-1]))
-                result = smallest_memory(
-                    model, self.capacity_bytes or 0, max(left_s, 1.0), self.workers
-                )
-                if model.pipeline is not None and result.choices is not None:
-                    fullest = max(pipelined(model, result.choices).memory_bytes)
-                    result = replace(result, memory_bytes=fullest, bound_bytes=bound_bytes)
-                if result.memory_bytes is not None and (
-                    found is None or result.memory_bytes < found[1].memory_bytes
-                ):
-                    found = candidate, result
+                    known_bytes = found[1].bound_bytes
+                    least = bound_bytes if known_bytes is None else min(known_bytes, bound_bytes)
+                    return found[0], replace(found[1], bound_bytes=least)
+                result = self._least_memory(candidate, bound_bytes, left_s)
+                if result.memory_bytes is not None and result.memory_bytes < least_bytes:
+                    least_bytes, found = result.memory_bytes, (candidate, result)
         return found
 
-
-def _shape(candidate: Candidate) -> MeshShape:
-    """The mesh, however its ranks lie."""
-    return replace(candidate.mesh, order="")
+    def _least_memory(self, candidate: Candidate, bound_bytes: int, limit_s: float) -> Infeasible:
+        """What the leanest placement of a candidate needs; in a pipeline at least `bound_bytes`."""
+        model = self.annotate(replace(candidate, recompute=candidate.modes[-1]))
+        threads = self.state.limits.threads
+        result = smallest_memory(model, self.capacity_bytes or 0, max(limit_s, 1.0), threads)
+        if model.pipeline is not None and result.choices is not None:
+            fullest = max(pipelined(model, result.choices).memory_bytes)
+            result = replace(result, memory_bytes=fullest, bound_bytes=bound_bytes)
+        return result
 
 
 def _check_micro_batches(candidate: Candidate, model: AnnotatedModel) -> None:

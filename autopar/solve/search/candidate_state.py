@@ -8,11 +8,21 @@ from math import inf
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.costs.candidate import INFINITE, Candidate
 from autopar.solve.integer_program.placement_solver import Prepared, Solution
-from autopar.solve.search.candidate_solver import Joint, Staged
+from autopar.solve.search.candidate_solver import CandidateSolver
+from autopar.solve.search.frontier import Frontier
 from autopar.solve.search.result import outcome_data
+from autopar.solve.search.staged_placement import Staged
 
 NONE_LENT = (inf, "", "")
 """Of a candidate whose families no other process has."""
+
+
+@dataclass(slots=True)
+class FixedSolver:
+    """A candidate whose stages and recompute modes are fixed: its model, and its relaxation once that is known."""
+
+    model: AnnotatedModel
+    prepared: Prepared | None = None
 
 
 @dataclass(slots=True)
@@ -20,27 +30,28 @@ class Entry:
     """A candidate and what is known of it so far."""
 
     candidate: Candidate
-    others: tuple[
-        Candidate, ...
-    ] = ()  # that differ in what they share out alone (ZeRO) and are solved together with it
-    model: AnnotatedModel | None = None
-    prepared: Prepared | None = None
+    others: tuple[Candidate, ...] = ()  # that differ in ZeRO alone and are solved together with it
+    solver: FixedSolver | CandidateSolver | None = None  # once it was opened here
     outcome: str = "unexplored"
     reason: str = "the time limit came first"
     bound_s: float = 0.0
     lengthened: float = 0.0  # by what share the step is likely to be longer
     solution: Solution | None = None
-    joint: Joint | None = None
     staged: Staged | None = None
     found: Candidate | None = None  # with what was found, where `staged` is not here
     least_bytes: int | None = None  # of the fullest rank, once that is known
-    bounds_left: int = 2  # how many times it can be raised before the candidate is solved
-    is_solved: bool = False  # of a joint one: families are left
+    bounds_left: int = 0  # how many times its bound can be raised before it is solved
+    is_solved: bool = False  # by a `CandidateSolver`: families are left
+    is_split: bool = False  # into families, which go after candidates that are not
     splits: int = 0  # of families, so far
     is_opened: bool = False
-    lent: tuple[float, str, str] = (
-        NONE_LENT  # bound, outcome and reason of families that another process was given, of the least bound
-    )
+    lent: tuple[float, str, str] = NONE_LENT
+    """Bound, outcome and reason of the families that another process was given, of the least bound."""
+
+    @property
+    def frontier(self) -> Frontier | None:
+        """The families that are left of it, if this process splits it."""
+        return None if isinstance(self.solver, FixedSolver | None) else self.solver.frontier
 
     @property
     def estimate_s(self) -> float:
@@ -50,7 +61,7 @@ class Entry:
     @property
     def turn(self) -> tuple[bool, float]:
         """Candidates are looked at in this order: a good one comes early and prunes the rest, and families are split when all are known."""
-        return self.splits > 0, self.estimate_s
+        return self.is_split, self.estimate_s
 
     @property
     def ranks(self) -> int:
@@ -67,7 +78,10 @@ class Entry:
         )
 
     def close(self, outcome: str, reason: str, bound_s: float) -> None:
-        self.outcome, self.reason, self.bound_s, self.prepared = outcome, reason, bound_s, None
+        """Leave it with an outcome, as in `SearchResult.outcomes`."""
+        self.outcome, self.reason, self.bound_s = outcome, reason, bound_s
+        if isinstance(self.solver, FixedSolver):
+            self.solver.prepared = None
 
     def have_lent(self) -> None:
         """What others left of families that they were given is left of the candidate."""
@@ -77,9 +91,12 @@ class Entry:
 
     def alone(self) -> Entry:
         """The same as another process needs it."""
-        return replace(
-            self, found=self.chosen(), model=None, prepared=None, staged=None, joint=None
-        )
+        return replace(self, found=self.chosen(), solver=None, staged=None)
+
+    def with_plan(self) -> Entry:
+        """The same as another process needs it of the best plan."""
+        fixed = isinstance(self.solver, FixedSolver)
+        return replace(self, solver=self.solver if fixed else None)
 
     def chosen(self) -> Candidate:
         """The candidate with what was found."""

@@ -23,16 +23,27 @@ class Frontier:
     """Families that together have every placement that may still be the best, the one of the least bound first."""
 
     def __init__(self) -> None:
+        self.pushed = self.popped = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all families."""
         self.waiting: list[Waiting] = []
         self.settled_s = inf  # the least bound of families that were not split further
-        self.pushed = 0
 
     def push(self, family: Family, bound_s: float) -> None:
+        """Put a family back, to wait with its bound."""
         heapq.heappush(self.waiting, Waiting(bound_s, self.pushed, family))
         self.pushed += 1
 
     def pop(self) -> Family:
+        """Take the family of the least bound."""
+        self.popped += 1
         return heapq.heappop(self.waiting).family
+
+    def settle(self, bound_s: float) -> None:
+        """Leave a family with its bound: it is not split further."""
+        self.settled_s = min(self.settled_s, bound_s)
 
     def part(self) -> list[Waiting]:
         """Give every other family away, so that both parts have some of every bound."""

@@ -1,0 +1,171 @@
+"""Bounds of one candidate on devices of one kind by formulas: by a sketch of its cell, then by totals of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from autopar.solve.bounds.candidate_facts import CandidateFacts
+from autopar.solve.bounds.cell import Cell
+from autopar.solve.bounds.family import Family
+from autopar.solve.bounds.family_bounds import Families
+from autopar.solve.bounds.lagrangian import Total, parameters_s, raise_totals, shape_of
+from autopar.solve.bounds.sketch import Sketch, sums
+from autopar.solve.costs.pipeline_cost import blocks_of
+from autopar.solve.costs.placement_cost import Choices
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.elimination.bucket_elimination import Question
+from autopar.solve.elimination.cost_tables import Stack
+from autopar.solve.integer_program.lp_relaxation import least_static_by_class
+from autopar.solve.search.candidate_models import CandidateModels
+
+
+@dataclass
+class CandidateBounds:
+    """`by_schedule` has seconds that no placement of the candidate goes below under a schedule."""
+
+    models: CandidateModels
+    schedules: tuple[Schedule, ...]
+    capacity_bytes: int | None
+    cell: Cell
+    by_schedule: dict[Schedule, float] = field(default_factory=dict)
+
+    @property
+    def least_s(self) -> float:
+        """No placement is faster under any schedule."""
+        return min(self.by_schedule.values())
+
+    def raise_to(self, schedule: Schedule, bound_s: float) -> None:
+        """Raise the bound of a schedule, if that is below."""
+        self.by_schedule[schedule] = max(self.by_schedule[schedule], bound_s)
+
+    def below(self, upper_bound_s: float) -> dict[Schedule, float]:
+        """The schedules whose bound is below `upper_bound_s`."""
+        return {s: known_s for s, known_s in self.by_schedule.items() if known_s < upper_bound_s}
+
+    @cached_property
+    def totals(self) -> dict[Schedule, Total]:
+        """By schedule: the bound by totals, once `raise_by_totals` was called."""
+        first = self.models.first
+        micro, units = first.num_microbatches, len(blocks_of(first))
+        return {s: Total(shape_of(s, micro, units, self.cell.alike)) for s in self.schedules}
+
+    @cached_property
+    def families(self) -> Families:
+        """Bounds of families of placements."""
+        held = [held for total in self.totals.values() for held in total.shape.held if held]
+        price = max(total.dual.best_price for total in self.totals.values())
+        if (
+            self.capacity_bytes is not None
+        ):  # a rank may be short of memory where all together are not
+            price = max(price, self.cell.prices[1])
+        facts = CandidateFacts(
+            models=self.models.least,
+            cell=self.cell,
+            held=tuple(held) or (1.0,),
+            price=price,
+            parts_backward=any(s.splits_backward for s in self.schedules),
+        )
+        return Families(facts)
+
+    @cached_property
+    def parameters(self) -> list[Stack]:
+        """What parameters cost at least, by class."""
+        return self.cell.tables.parameters(self.models.least)
+
+    def glance(self, micro_batches: int) -> float:
+        """A bound of every placement without a limit of memory, by what the cell tells. Nothing but the cell is annotated for that."""
+        self.by_schedule = {s: self.cell.glance_s(s, micro_batches) for s in self.schedules}
+        return self.least_s
+
+    def raise_by_cell(
+        self,
+        static_bytes: Sequence[int],
+        fixed_bytes: int,
+        micro_batches: int,
+        upper_bound_s: float,
+    ) -> tuple[float, float]:
+        """(a bound of every placement by what the cell tells, what a step is likely to take).
+
+        `static_bytes`: of a segment of each class at least.
+        """
+        return self._sketched(
+            self.cell.sketch, static_bytes, fixed_bytes, micro_batches, upper_bound_s
+        )
+
+    def _sketched(
+        self,
+        sketch: Sketch,
+        static_bytes: Sequence[int],
+        fixed_bytes: int,
+        micro_batches: int,
+        upper_bound_s: float,
+    ) -> tuple[float, float]:
+        cell, likely_s = self.cell, inf
+        room_bytes = inf if self.capacity_bytes is None else self.capacity_bytes - fixed_bytes
+        static = sums(cell.by_unit([static_bytes[index] for index in cell.first.segments]))
+        for schedule in self.below(upper_bound_s):
+            held = shape_of(schedule, micro_batches, sketch.units, cell.alike).held
+            self.raise_to(
+                schedule, sketch.bound_s(schedule, micro_batches, held, room_bytes, static)
+            )
+            schedule_s = sketch.likely_s(schedule, micro_batches, held, room_bytes, int(static[-1]))
+            likely_s = min(likely_s, max(self.by_schedule[schedule], schedule_s))
+        return self.least_s, likely_s
+
+    def raise_by_totals(self, upper_bound_s: float) -> tuple[float, float]:
+        """(a bound of every placement by a sketch with parameters and by totals, what a step is likely to take)."""
+        least, first, cell = self.models.least, self.models.first, self.cell
+        of_class = parameters_s(least)
+        parts = (
+            cell.by_unit([of_class[index][part] for index in first.segments]) for part in range(3)
+        )
+        sketch, static = cell.sketch.with_parameters(*parts), least_static_by_class(first)
+        self.by_schedule = self.by_schedule or dict.fromkeys(self.schedules, 0.0)
+        _, likely_s = self._sketched(
+            sketch, static, first.fixed_bytes, first.num_microbatches, upper_bound_s
+        )
+        if open_ := [self.totals[schedule] for schedule in self.below(upper_bound_s)]:
+            raise_totals(cell, least, self.parameters, open_, self.capacity_bytes, upper_bound_s)
+        for schedule, total in self.totals.items():
+            self.raise_to(schedule, total.dual.best_s + first.fixed_s)
+        return self.least_s, likely_s
+
+    def possible(self, upper_bound_s: float) -> Family:
+        """The family of all placements, less the strategies of which totals show that no placement with them is faster than
+        `upper_bound_s`."""
+        root = self.families.root()
+        totals = [self.totals[schedule] for schedule in self.below(upper_bound_s)]
+        if upper_bound_s == inf or not totals:
+            return root
+        found = self.cell.tables.least_with(
+            [total.question(total.dual.best_price) for total in totals], self.parameters
+        )
+        first = self.models.first
+        room = 0 if self.capacity_bytes is None else self.capacity_bytes - first.fixed_bytes
+        for (c, op), cost_s in found.items():
+            least_s = np.array(
+                [
+                    total.bound_s(costs, total.dual.best_price, room)
+                    for total, costs in zip(totals, cost_s, strict=True)
+                ]
+            ).min(axis=0)
+            left = tuple(np.flatnonzero(least_s + first.fixed_s < upper_bound_s).tolist())
+            if 0 < len(left) < cost_s.shape[1]:
+                root.allowed[c][op] = left
+        return root
+
+    def likely(self, family: Family) -> Choices | None:
+        """The placement of a family that is best at a likely price of a byte under its best schedule; None if none is consistent."""
+        total = self.totals[min(family.bounds_s, key=family.bounds_s.__getitem__)]
+        question = total.question(total.dual.best_price)
+        found = self.cell.tables.least([question], self.parameters, family.by_op())
+        return None if found is None else found.decode(0)[0]
+
+    def is_consistent(self, family: Family) -> bool:
+        """Whether some placement of a family is consistent between segments."""
+        return self.cell.tables.least([Question()], self.parameters, family.by_op()) is not None

@@ -1,0 +1,292 @@
+"""The branch and bound of a search over candidates, best-first, in one process or shared out to several.
+
+The candidate of the lowest bound (longer by what it likely takes besides) is refined next: a `Refiner` raises its bound, solves it or
+splits it. A candidate is left as soon as its bound reaches the time of the best plan, so that no pruned candidate can hold a faster one.
+The bound of the whole search is the least bound over all candidates, the pruned and unexplored ones included.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from math import inf
+from typing import Protocol
+
+import numpy as np
+
+from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.mesh import MeshShape
+from autopar.solve.costs.candidate import Candidate
+from autopar.solve.integer_program.placement_solver import OPTIMALITY_GAP, Infeasible
+from autopar.solve.search.board import NOBODY
+from autopar.solve.search.candidate_state import Entry, FixedSolver
+from autopar.solve.search.result import SearchResult
+from autopar.solve.search.search_state import SearchState, time_of
+from autopar.solve.search.work_sharing import Loan, Sharing, Told
+
+_MUCH_BETTER = 0.9
+"""A candidate that another process has opened is opened again here if it is likely to take so much of what the next one does."""
+
+_NAP_S = 0.02
+"""How long a process waits for others to open candidates."""
+
+
+class Refiner(Protocol):
+    """Opens and refines candidates on some kind of cluster."""
+
+    opening_share: float  # of the time limit, after which no more candidates are opened in advance
+    most_beside: int  # candidates of the best mesh that are solved in vain before others have turns
+    without_plan: str  # status of a search that found no plan where none is proven not to exist
+
+    def open(self, number: int) -> None:
+        """Find the first bound of a candidate."""
+
+    def advance(self, number: int, at_once: bool) -> None:
+        """Raise the bound of an open candidate, solve it or split it; `at_once`: until it is solved."""
+
+    def smallest(self) -> tuple[Candidate, Infeasible] | None:
+        """The least memory over all candidates; None if no candidate has a consistent placement."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Driver:
+    """`members` has the numbers of the candidates of each entry, `order` that in which entries are opened."""
+
+    state: SearchState
+    refiner: Refiner
+    sharing: Sharing
+    members: Sequence[Sequence[int]]
+    order: Sequence[int] = field(default=())
+
+    def run(self) -> SearchResult:
+        """Search all candidates."""
+        self._complete(self._work)
+        return self._result()
+
+    def _complete(self, work: Callable[[], None]) -> None:
+        """Do what there is to do, what helpers were to do that died too, and have what they tell."""
+        try:
+            work()
+            while self.sharing.wait():
+                work()
+        finally:
+            self.sharing.team.dismiss()
+        self.sharing.merge()
+
+    def _work(self) -> None:
+        """Open and refine candidates until there is none left that nobody refines."""
+        self._open_all()
+        while (number := self._next()) is not None:
+            best = self.state.best
+            self._refine(number)
+            if self.state.best is not best:
+                self._refine_beside()
+            self._share_out()
+        self._end()
+
+    def _work_off(self) -> None:
+        """Refine what this process has, and nothing else."""
+        while self.state.queue and self.state.time_left_s:
+            *_, number = heapq.heappop(self.state.queue)
+            if self.state.entries[number].outcome == "open":  # else it was there twice
+                self._refine(number)
+            self.sharing.hear()
+            self.sharing.lend(self._borrow)
+        self._end()
+
+    def _end(self) -> None:
+        """Leave candidates of which something is left when time ends."""
+        for *_, number in self.state.queue:
+            self.state.close_in_time(self.state.entries[number])
+        self.state.queue.clear()
+
+    # ------------------------------------------------------------------------------------------------------ candidates
+
+    def _open_all(self) -> None:
+        """Open what nobody has opened."""
+        state, sharing = self.state, self.sharing
+        state.board.busy[sharing.me] = 1
+        for place, number in enumerate(self.order):
+            entry = state.entries[number]
+            if (
+                entry.outcome != "unexplored"
+                or entry.is_opened
+                or state.board.owner[number] not in (sharing.me, NOBODY)
+            ):
+                continue
+            if state.elapsed_s > state.limits.time_s * self.refiner.opening_share:
+                share = f"{self.refiner.opening_share:.0%} of the time"
+                state.progress(
+                    f"{share} is spent on annotating {place} of {len(state.entries)} candidates"
+                )
+                break
+            if state.board.take(state.board.opener, sharing.cells[number], sharing.me):
+                self._open(number)
+                if entry.outcome == "open":
+                    state.put_back(number)
+                self._share_out()
+        state.board.busy[sharing.me] = 0
+
+    def _open(self, number: int) -> None:
+        """The first bound of a candidate, which other processes may read."""
+        self.refiner.open(number)
+        entry, board = self.state.entries[number], self.state.board
+        if entry.is_opened:
+            board.bound_s[number], board.estimate_s[number] = entry.bound_s, entry.estimate_s
+
+    def _refine(self, number: int, at_once: bool = False) -> None:
+        """Raise the bound of a candidate that this process owns, or solve it, and put it back; `at_once`: both."""
+        entry = self.state.entries[number]
+        if not self.state.prune(entry):
+            self.refiner.advance(number, at_once)
+        if entry.outcome == "open":
+            self.state.put_back(number)
+
+    def _refine_beside(self) -> None:
+        """Solve what is most promising of the best one's mesh, such as the next micro-batch, which is often better still."""
+        state, missed = self.state, 0
+        if state.best is None:
+            return
+        mesh = shape_of(state.best.candidate)
+        numbers = [
+            number
+            for number, entry in enumerate(state.entries)
+            if shape_of(entry.candidate) == mesh and not entry.is_solved
+        ]
+        for number in sorted(numbers, key=self._likely_s):
+            best = state.best
+            if missed == self.refiner.most_beside or not state.time_left_s:
+                break
+            if self._likely_s(number) < state.wanted_s and self._take(number):
+                state.take_out({number})
+                self._refine(number, at_once=True)
+                missed = 0 if state.best is not best else missed + state.entries[number].is_solved
+
+    def _likely_s(self, number: int) -> float:
+        """What the step of a candidate is likely to take, by what is known here or by who opened it."""
+        entry = self.state.entries[number]
+        return entry.estimate_s if entry.is_opened else float(self.state.board.estimate_s[number])
+
+    def _next(self) -> int | None:
+        """The number of the candidate to go on with, which nobody else does; None if there is none, or no time."""
+        state, board, me = self.state, self.state.board, self.sharing.me
+        while state.time_left_s:
+            while state.queue and board.owner[state.queue[0][-1]] not in (me, NOBODY):
+                heapq.heappop(state.queue)
+            other = board.waiting(state.wanted_s) if board.is_shared else None
+            if state.queue and (other is None or not self._is_better(other)):
+                *_, number = heapq.heappop(state.queue)
+            elif other is not None:
+                number = other
+            elif board.busy.any():
+                time.sleep(_NAP_S)
+                if self.sharing.hear():
+                    self._open_all()
+                continue
+            else:
+                return None
+            if self._take(number):
+                return number
+        return None
+
+    def _is_better(self, other: int) -> bool:
+        """Whether a candidate that nobody refines is so much more promising than the next one here that it is opened again."""
+        is_split, estimate_s, _ = self.state.queue[0]
+        return self.state.entries[other].outcome == "unexplored" and (
+            is_split or self.state.board.estimate_s[other] < _MUCH_BETTER * estimate_s
+        )
+
+    def _take(self, number: int) -> bool:
+        """Whether this process owns a candidate that is left, from now on if nobody did."""
+        entry, board = self.state.entries[number], self.state.board
+        if number in self.sharing.away or not board.take(board.owner, number, self.sharing.me):
+            return False
+        if entry.outcome == "unexplored" and not entry.is_opened:
+            self._open(number)
+        return entry.outcome == "open"
+
+    # --------------------------------------------------------------------------------------------------------- helpers
+
+    def _share_out(self) -> None:
+        """Call helpers if there is more to do than one process does in a moment; hear what they tell, and lend."""
+        self.sharing.call_helpers(self._help)
+        if self.sharing.hear():
+            self._open_all()
+        self.sharing.lend(self._borrow)
+
+    def _help(self, me: int, tell: Callable[[str], None]) -> Told:
+        """What a helper does, and what it tells in the end."""
+        self.sharing.begin_to_help(tell)
+        self.sharing.me = me
+        try:
+            self._complete(self._work)
+        finally:
+            self.state.board.busy[me] = 0
+        known = np.flatnonzero(self.sharing.known_to() == me).tolist()
+        # of those that are open another process became the owner, and died since
+        closed = [number for number in known if self.state.entries[number].outcome != "open"]
+        return self.sharing.told_of(closed)
+
+    def _borrow(self, loan: Loan, _: int, tell: Callable[[str], None]) -> Told:
+        """What a helper does that was lent something."""
+        self.sharing.begin_to_help(tell)
+        self.sharing.begin_loan(loan)
+        self._complete(self._work_off)
+        return self.sharing.told_of(loan.numbers)
+
+    # ---------------------------------------------------------------------------------------------------------- result
+
+    def _result(self) -> SearchResult:
+        state, best, smallest = self.state, self.state.best, None
+        for entry in state.entries:  # of what a process that was killed had, nobody takes what cannot be faster, nor what is late
+            if entry.outcome == "unexplored":
+                state.prune(entry)
+            state.close_in_time(entry)
+        bound_s = min((entry.bound_s for entry in state.entries), default=inf)
+        if best is not None:
+            best.outcome, time_s = "chosen", time_of(best)
+            bound_s = min(bound_s, time_s)
+            status = "optimal" if time_s - bound_s <= OPTIMALITY_GAP * time_s else "feasible"
+        elif any(entry.outcome == "unexplored" for entry in state.entries):
+            status = "time limit"
+        else:
+            status = "infeasible" if bound_s == inf else self.refiner.without_plan
+            smallest = self.refiner.smallest()
+        model, origin, groups = (None, None, ()) if best is None else _models_of(best)
+        pairs = (
+            zip(numbers, entry.outcomes(), strict=True)
+            for numbers, entry in zip(self.members, state.entries, strict=True)
+        )
+        ordered = sorted(chain.from_iterable(pairs), key=lambda pair: pair[0])
+        return SearchResult(
+            status=status,
+            best=None if best is None or best.solution is None else (best.chosen(), best.solution),
+            model=model,
+            origin=origin,
+            bound_s=bound_s,
+            outcomes=tuple(outcome for _, outcome in ordered),
+            smallest=smallest,
+            solve_time_s=state.elapsed_s,
+            groups=groups,
+        )
+
+
+def shape_of(candidate: Candidate) -> MeshShape:
+    """The mesh, however its ranks lie."""
+    return replace(candidate.mesh, order="", deal="")
+
+
+def _models_of(
+    best: Entry,
+) -> tuple[AnnotatedModel, tuple[tuple[int, str], ...] | None, tuple[AnnotatedModel, ...]]:
+    """`SearchResult.model`, `.origin` and `.groups` of the best candidate."""
+    if best.staged is not None:
+        first, *others = best.staged.models
+        groups = tuple(own.model for own in (first, *others)) if others else ()
+        return first.model, first.origin, groups
+    if not isinstance(best.solver, FixedSolver):
+        raise TypeError(f"{best.candidate} is the best, but its model is lost")
+    return best.solver.model, None, ()

@@ -1,0 +1,26 @@
+"""What a search may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchLimits:
+    """Limits of one search.
+
+    A search with `processes` > 1 forks helpers once it took `alone_s` seconds, or at once if it has `alone_candidates` candidates. Of
+    two plans that are equally fast, a search in one process always finds the same.
+    """
+
+    time_s: float = 60.0  # of annotation and solving; twice that while no plan is known
+    processes: int = 1
+    alone_s: float = 0.5
+    alone_candidates: int = 100
+    threads: int = 1  # of CP-SAT
+
+    def __post_init__(self) -> None:
+        if self.processes < 1 or self.threads < 1:
+            raise ValueError(
+                f"a search needs a process and a thread: processes={self.processes}, threads={self.threads}"
+            )

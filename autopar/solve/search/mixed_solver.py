@@ -1,0 +1,235 @@
+"""One pipeline of which each rank lies within one *group* of devices of one kind.
+
+One placement is for all ranks. It is staged exactly, by a row of its units for each group (`staging_of_ranks`). Families of placements are
+bounded by the best staging of rows that cost no more than any placement of the family.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from math import inf
+
+from autopar.solve.bounds.cell import Cell, least_costs
+from autopar.solve.bounds.family import Family
+from autopar.solve.bounds.lagrangian import leanest
+from autopar.solve.costs.candidate import Candidate
+from autopar.solve.costs.placement_cost import Choices
+from autopar.solve.costs.recompute_mix import Models, hides
+from autopar.solve.costs.schedule import Schedule, Staging
+from autopar.solve.search.candidate_bounds import CandidateBounds
+from autopar.solve.search.candidate_models import CandidateModels
+from autopar.solve.search.frontier import Frontier
+from autopar.solve.search.search_state import time_to_beat_s
+from autopar.solve.search.staged_placement import Staged, in_first_modes, staged_placement
+from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
+from autopar.solve.staging.row_of_costs import in_first, row_of_costs, row_of_placement
+from autopar.solve.staging.unit_row import UnitRow
+
+_MOST_PLACEMENTS = 4
+"""How many placements of each group are staged."""
+
+RowsOf = Callable[[int], Sequence[UnitRow | None]]
+"""A row for each group in the first so many recompute modes; None where no placement is consistent."""
+
+
+@dataclass(kw_only=True)
+class MixedSolver:
+    """A `CandidateSolver` on devices of several kinds. By group: `models_of()`, `cells` and `capacities`; `bounds_s` is by schedule."""
+
+    candidate: Candidate
+    models_of: Callable[[], list[Models]]
+    cells: list[Cell]
+    capacities: Sequence[int | None]
+    bounds_s: dict[Schedule, float]
+    frontier: Frontier | None = None
+    is_raised: bool = False
+    tried: list[Choices] = field(default_factory=list)  # placements of families that were staged
+
+    @property
+    def models(self) -> list[Models]:
+        """By group: the models by recompute mode."""
+        return self.models_of()
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """By rank: its group."""
+        return self.candidate.mesh.groups
+
+    @property
+    def bound_s(self) -> float:
+        """No placement is faster."""
+        return min(self.bounds_s.values(), default=inf)
+
+    @cached_property
+    def hides(self) -> bool:
+        """Whether recomputation may pay where memory does not ask for it (`recompute_mix.hides`)."""
+        return any(map(hides, self.models))
+
+    @cached_property
+    def of_groups(self) -> list[CandidateBounds]:
+        """The bounds of a pipeline on each group alone, as if all ranks were on it."""
+        found = []
+        for models, cell, capacity in zip(self.models, self.cells, self.capacities, strict=True):
+            own = CandidateModels((models.__getitem__,), self.candidate.modes)
+            found.append(CandidateBounds(own, tuple(self.bounds_s), capacity, cell))
+            found[-1].raise_by_totals(inf)
+        return found
+
+    def raise_bounds(self, upper_bound_s: float) -> tuple[float, float]:
+        """(a bound by rows of what no placement goes below, 0)."""
+        self.is_raised, all_models = True, self.models
+        pairs = [
+            (models, least_costs(models, cell))
+            for models, cell in zip(all_models, self.cells, strict=True)
+        ]
+
+        def rows(modes: int) -> list[UnitRow]:
+            return [
+                row_of_costs(in_first_modes(models, modes), in_first(costs, modes))
+                for models, costs in pairs
+            ]
+
+        for schedule, known_s in self.bounds_s.items():
+            if known_s < upper_bound_s:
+                found = self._staging(rows, schedule, upper_bound_s)
+                self.bounds_s[schedule] = max(known_s, _bound_of(found))
+        return self.bound_s, 0.0
+
+    def _staging(
+        self, rows_of: RowsOf, schedule: Schedule, upper_bound_s: float
+    ) -> Staging | float:
+        """The best staging by a row for each group: in the first mode if memory leaves nothing out, else in all."""
+        capacities = [self.capacities[group] for group in self.groups]
+        found: Staging | float = inf
+        for modes in dict.fromkeys((1, len(self.candidate.modes))):
+            rows = [row for row in rows_of(modes) if row is not None]
+            if len(rows) < len(self.cells):
+                return inf
+            of_ranks = [rows[group] for group in self.groups]
+            found = staging_of_ranks(of_ranks, schedule, capacities, upper_bound_s)
+            is_free = not isinstance(found, float) and found.is_free
+            if is_free and (rows[0].is_bound or not self.hides):
+                break
+        return found
+
+    def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
+        """(the best plan of some placements, if one takes less than `upper_bound_s`; a bound of all)."""
+        best = None
+        for choices in self._placements():
+            schedules = sorted(self.bounds_s, key=self.bounds_s.__getitem__)
+            found, _ = self._try(choices, schedules, upper_bound_s)
+            if found is not None:
+                best, upper_bound_s = found, time_to_beat_s(found.solution.time_s)
+        if best is None:
+            lean = self.leanest()
+            if lean is not None:
+                best, _ = self._try(lean, list(self.bounds_s), upper_bound_s)
+        return best, self.bound_s
+
+    def _placements(self) -> Iterator[Choices]:
+        """Placements that are best on one of the groups at prices of a byte."""
+        seen: list[Choices] = []
+        for bounds in self.of_groups:
+            of_group: list[Choices] = []
+            for total in bounds.totals.values():
+                of_group += [one for one in reversed(total.placements) if one not in of_group]
+            for choices in of_group[:_MOST_PLACEMENTS]:
+                if choices not in seen:
+                    seen.append(choices)
+                    yield choices
+
+    def leanest(self) -> Choices | None:
+        """The placement that keeps least; None if none is consistent."""
+        tables = self.cells[0].tables
+        return leanest(tables, tables.parameters(self.models[0]))
+
+    def _try(
+        self, choices: Choices, schedules: Iterable[Schedule], upper_bound_s: float
+    ) -> tuple[Staged | None, float]:
+        """(a placement in its best stages, if it takes less than `upper_bound_s`; a bound of it under these schedules)."""
+        best, bounds_s, models = None, [], self.models
+        rows = cache(
+            lambda modes: [
+                row_of_placement(in_first_modes(of_group, modes), choices) for of_group in models
+            ]
+        )
+        for schedule in schedules:
+            bounds_s.append(upper_bound_s)
+            if self.bounds_s[schedule] < upper_bound_s:
+                staging = self._staging(rows, schedule, upper_bound_s)
+                bounds_s[-1] = _bound_of(staging)
+                if isinstance(staging, float):
+                    continue
+                found = staged_placement(models, self.groups, choices, staging, schedule)
+                if found.solution.time_s < upper_bound_s:
+                    best, upper_bound_s = found, time_to_beat_s(found.solution.time_s)
+        return best, min(bounds_s, default=inf)
+
+    def narrow(
+        self, upper_bound_s: float, splits: int, time_limit_s: float
+    ) -> tuple[Staged | None, float]:
+        """(the best plan that was met, if it takes less than `upper_bound_s`; a bound up to that), after at most `splits` splits."""
+        deadline, best = time.perf_counter() + time_limit_s, None
+        if self.frontier is None:
+            self.frontier = Frontier()
+            open_s = {s: known_s for s, known_s in self.bounds_s.items() if known_s < upper_bound_s}
+            root = replace(self.of_groups[0].families.root(), bounds_s=open_s)
+            self._push(self.frontier, root, upper_bound_s)
+        frontier = self.frontier
+        for _ in range(splits):
+            if (
+                frontier.bound_s >= upper_bound_s
+                or not frontier.waiting
+                or time.perf_counter() > deadline
+            ):
+                break
+            found = self._split(frontier, frontier.pop(), upper_bound_s)
+            if found is not None:
+                best, upper_bound_s = found, time_to_beat_s(found.solution.time_s)
+        for schedule, known_s in self.bounds_s.items():
+            self.bounds_s[schedule] = max(known_s, min(frontier.bound_s, upper_bound_s))
+        return best, self.bound_s
+
+    def _split(self, frontier: Frontier, family: Family, upper_bound_s: float) -> Staged | None:
+        """Stage a placement of a family, by the prices of one group after the other, and put back its parts."""
+        bounds, best = self.of_groups[frontier.popped % len(self.of_groups)], None
+        choices = bounds.likely(family)
+        if choices is not None and choices not in self.tried:
+            self.tried.append(choices)
+            best, _ = self._try(choices, family.bounds_s, upper_bound_s)
+            upper_bound_s = time_to_beat_s(best.solution.time_s) if best else upper_bound_s
+        parts = bounds.families.branching.split(family)
+        if not parts and bounds.is_consistent(family):
+            only = bounds.families.branching.only(family)
+            found, bound_s = self._try(only, family.bounds_s, upper_bound_s)
+            best = found or best
+            frontier.settle(max(bound_s, min(family.bounds_s.values())))
+        for part in parts:
+            self._push(frontier, part, upper_bound_s)
+        return best
+
+    def _push(self, frontier: Frontier, family: Family, upper_bound_s: float) -> None:
+        """Bound a family, and put it back unless none of its placements is faster than `upper_bound_s`.
+
+        Segments are bounded alone first, then together with their neighbours if that is not enough.
+        """
+        bounds_s = dict(family.bounds_s)
+        for closely in (False, True):
+            rows = cache(
+                lambda modes, closely=closely: [
+                    bounds.families.row(family, False, modes, closely) for bounds in self.of_groups
+                ]
+            )
+            for schedule, known_s in bounds_s.items():
+                found = self._staging(rows, schedule, upper_bound_s)
+                bounds_s[schedule] = max(known_s, _bound_of(found))
+            bounds_s = {s: bound_s for s, bound_s in bounds_s.items() if bound_s < upper_bound_s}
+        if bounds_s:
+            frontier.push(replace(family, bounds_s=bounds_s), min(bounds_s.values()))
+
+
+def _bound_of(found: Staging | float) -> float:
+    return found if isinstance(found, float) else found.bound_s

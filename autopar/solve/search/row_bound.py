@@ -1,0 +1,116 @@
+"""The bound of a family of placements under one schedule: the best staging of a row that costs no more than any of them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from autopar.solve.bounds.family import EVERY, Family, Part
+from autopar.solve.bounds.family_bounds import Families
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.staging.best_staging import best_staging
+from autopar.solve.staging.unit_row import UnitRow
+
+_PARTS, _CLOSE = 8, 1e-4
+"""At most `_PARTS` parts of a family are bounded, and only if that may raise its bound by a share of `_CLOSE`."""
+
+PartBounds = tuple[tuple[float, Part], ...]
+"""Parts of a family, each with its bound."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RowBound:
+    """A family under one schedule. `row_of` is `Families.row` of the family.
+
+    `is_limited`: whether memory asks for recomputation. If not, the first recompute mode alone bounds the family, else all modes.
+    """
+
+    families: Families
+    family: Family
+    row_of: Callable[[bool, int, bool, Part], UnitRow | None]
+    schedule: Schedule
+    capacity_bytes: int | None
+    upper_bound_s: float
+    is_limited: bool
+
+    def raised(self) -> tuple[float, PartBounds]:
+        """(a bound of the family, up to `upper_bound_s`; the parts that are left, if the family was parted)."""
+        left = [
+            (known_s, False, part) for known_s, part in self.family.parts.get(self.schedule, ())
+        ]
+        if not left:
+            known_s = self._of_all()
+            if known_s >= self.upper_bound_s or not self._gains_by_parts(known_s):
+                return known_s, ()
+            left = [(known_s, True, EVERY)]
+        return self._parted(left)
+
+    def _of_all(self) -> float:
+        """The bound of all its placements.
+
+        Segments are bounded alone first, then together with their neighbours if that is not enough. If it was not enough for a larger
+        family, segments alone are not tried again.
+        """
+        known_s, closest = 0.0, bool(self.families.facts.units)
+        for closely in dict.fromkeys((self.family.limited is not None and closest, closest)):
+            known_s = self._of_part(EVERY, closely, self.upper_bound_s)
+            if known_s >= self.upper_bound_s:
+                break
+        return known_s
+
+    def _of_part(self, part: Part, closely: bool, up_to_s: float) -> float:
+        schedule, all_modes, free_s = self.schedule, len(self.families.models), 0.0
+        found_s = 0.0
+        for modes in (all_modes,) if self.is_limited else dict.fromkeys((1, all_modes)):
+            row = self.row_of(schedule.stages_per_rank > 1, modes, closely, part)
+            if row is None:
+                return float("inf")
+            found = best_staging(row, schedule, self.capacity_bytes, up_to_s)
+            found_s = found if isinstance(found, float) else found.bound_s
+            if modes == all_modes:
+                break
+            if isinstance(found, float) or not found.is_free:
+                self.is_limited = True
+                continue
+            free_s = found_s
+            if free_s >= up_to_s or schedule.ranks == 1 or not self.families.facts.hides:
+                break  # with the least of all modes once a step: if that is not enough, it is asked what more backward takes for it
+        return max(found_s, free_s)
+
+    def _gains_by_parts(self, known_s: float) -> bool:
+        """Whether many parts may say more than the whole: the narrowest part does."""
+        least_s, slack_s = self.families.least_and_slack_s(self.family)
+        if self.schedule.ranks == 1 or self.upper_bound_s == float("inf") or not any(slack_s):
+            return False
+        (forward_s, once_s), closest = least_s, bool(self.families.facts.units)
+        narrowest = Part((forward_s, forward_s), (once_s, once_s))
+        bound_s = self._of_part(narrowest, closest, 2 * self.upper_bound_s)
+        return bound_s > known_s * (1 + _CLOSE)
+
+    def _parted(self, left: Iterable[tuple[float, bool, Part]]) -> tuple[float, PartBounds]:
+        """(a bound of the family by its parts; those that are left with their bounds).
+
+        `left` has the bound of each part, and whether it is that of the part in this family. Within a part, the total time of a block
+        leaves backward little room to take less. The part of the least bound is bounded next, or parted if it is bounded.
+        """
+        least_s, slack_s = self.families.least_and_slack_s(self.family)
+        closest, up_to_s = bool(self.families.facts.units), self.upper_bound_s
+        parts = [
+            (known_s, number, is_done, part) for number, (known_s, is_done, part) in enumerate(left)
+        ]
+        heapq.heapify(parts)
+        number, last = len(parts), len(parts) + _PARTS
+        while parts[0][0] < up_to_s and number < last:
+            known_s, _, is_done, part = parts[0]
+            smaller = part.halves(least_s, slack_s) if is_done else (part,)
+            if smaller is None:
+                break
+            heapq.heappop(parts)
+            for piece in smaller:
+                number += 1
+                bound_s = max(self._of_part(piece, closest, up_to_s), known_s)
+                heapq.heappush(parts, (bound_s, number, True, piece))
+        return parts[0][0], tuple(
+            (known_s, part) for known_s, *_, part in parts if known_s < up_to_s
+        )

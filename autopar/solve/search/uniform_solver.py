@@ -1,0 +1,248 @@
+"""One candidate on devices of one kind: placement, schedule, stages and recompute modes together.
+
+The first placements are those that are best for some price of a byte, found on the way to the best bound (`lagrangian.py`): the fastest
+without regard to memory, and leaner ones where memory makes blocks recompute. Each is staged best (`best_staging.py`), under each schedule
+that the candidate leaves. What others could still gain is found, or ruled out, family by family (`family_bounds.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from math import inf
+
+from autopar.ir.annotated import AnnotatedModel
+from autopar.solve.bounds.cell import Cell
+from autopar.solve.bounds.family import Family
+from autopar.solve.bounds.lagrangian import leanest
+from autopar.solve.costs.placement_cost import Choices
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.integer_program.placement_solver import SolverAuditError
+from autopar.solve.integer_program.recompute_counts import solve_together
+from autopar.solve.search.candidate_bounds import CandidateBounds
+from autopar.solve.search.candidate_models import CandidateModels
+from autopar.solve.search.frontier import Frontier
+from autopar.solve.search.row_bound import PartBounds, RowBound
+from autopar.solve.search.staged_placement import Staged, Stager, bound_of
+
+ALONE = Schedule("gpipe", 1, 1)
+"""The schedule without a pipeline."""
+
+_TOGETHER_S, _TOGETHER_PART = 10.0, 10
+"""The integer program of a candidate gets at most `_TOGETHER_S` seconds, and at most one part in `_TOGETHER_PART` of the time left."""
+
+_MOST_PLACEMENTS = 4
+"""How many placements are staged under one schedule."""
+
+
+class UniformSolver:
+    """A `CandidateSolver` on devices of one kind.
+
+    `model_of(mode)` is the candidate annotated for a recompute mode; `others` are the same under other ZeRO stages, of which the best is
+    taken. `modes` are the recompute modes allowed, the first keeping most.
+    """
+
+    def __init__(
+        self,
+        model_of: Callable[[str], AnnotatedModel],
+        modes: tuple[str, ...],
+        schedules: tuple[Schedule, ...],
+        capacity_bytes: int | None,
+        cell: Cell,
+        others: tuple[Callable[[str], AnnotatedModel], ...] = (),
+    ) -> None:
+        self.models = CandidateModels((model_of, *others), modes)
+        self.bounds = CandidateBounds(self.models, schedules, capacity_bytes, cell)
+        self.stager = Stager(self.models, capacity_bytes)
+        self.capacity_bytes = capacity_bytes
+        self.frontier: Frontier | None = None
+        self._possible: tuple[float, Family] | None = None  # an upper bound, and the family for it
+        self._asked_program = False  # whether the integer program of `recompute_counts.py` was
+        self._dropped_s = inf  # families whose placements take at least as long were dropped
+
+    def raise_bounds(self, upper_bound_s: float) -> tuple[float, float]:
+        """`CandidateBounds.raise_by_totals`."""
+        return self.bounds.raise_by_totals(upper_bound_s)
+
+    def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
+        """(the best plan of some placements, if one takes less than `upper_bound_s`; a bound of all), after `raise_bounds`.
+
+        With `upper_bound_s` infinite it is the leanest placement, if none of the others fits.
+        """
+        start, best, bounds_s = time.perf_counter(), None, self.bounds.by_schedule
+        for schedule in sorted(self.bounds.schedules, key=bounds_s.__getitem__):
+            least_s, placements = inf, self._placements(schedule)
+            for choices in placements:
+                late = time.perf_counter() - start > time_limit_s
+                if bounds_s[schedule] >= upper_bound_s or (best and late):
+                    break
+                found = self.stager.staged(choices, schedule, upper_bound_s)
+                least_s = min(least_s, bound_of(found))
+                if isinstance(found, Staged) and found.solution.time_s < upper_bound_s:
+                    best, upper_bound_s = found, found.solution.time_s
+            else:
+                if (
+                    self.models.has_one_placement and placements
+                ):  # none was met if the bound was beyond what is wanted
+                    self.bounds.raise_to(schedule, least_s)
+        if best is None and upper_bound_s == inf:
+            best = self._leanest()
+        return best, self.bounds.least_s
+
+    def _leanest(self) -> Staged | None:
+        """The placement that keeps least, under the schedule that is best for it."""
+        choices = leanest(self.bounds.cell.tables, self.bounds.parameters)
+        if choices is None:
+            return None
+        plans = (self.stager.staged(choices, schedule, inf) for schedule in self.bounds.schedules)
+        fitting = (plan for plan in plans if isinstance(plan, Staged))
+        return min(fitting, key=lambda plan: plan.solution.time_s, default=None)
+
+    def _together(self, capacity_bytes: int, upper_bound_s: float, limit_s: float) -> Staged | None:
+        """Without a pipeline: the best that fits and takes less than `upper_bound_s`, by one integer program, which also bounds the others.
+        It may be best at no price of a byte."""
+        allowed = self.bounds.possible(upper_bound_s).by_op()
+        found = solve_together(self.models.least, capacity_bytes, limit_s, upper_bound_s, allowed)
+        # placements that take at least `upper_bound_s` were left out
+        self.bounds.raise_to(ALONE, min(found.bound_s, upper_bound_s))
+        if found.choices is None:
+            return None
+        staged = self.stager.staged(found.choices, ALONE, inf)
+        if isinstance(staged, float) or staged.solution.time_s > found.time_s:
+            raise SolverAuditError(
+                f"CP-SAT found a placement that fits in {found.time_s} s; staged, it takes {staged}"
+            )
+        return staged if staged.solution.time_s < upper_bound_s else None
+
+    def narrow(
+        self, upper_bound_s: float, splits: int, time_limit_s: float
+    ) -> tuple[Staged | None, float]:
+        """(a plan that takes less than `upper_bound_s`, if one was met; a bound up to that), after at most `splits` splits of families.
+
+        The next call goes on with the families that are left. Without a pipeline one integer program is asked first.
+        """
+        deadline, best = time.perf_counter() + time_limit_s, None
+        if self._possible is None or upper_bound_s < self._possible[0]:
+            self._possible = upper_bound_s, self.bounds.possible(upper_bound_s)
+        _, possible = self._possible
+        if self.frontier is None:
+            self.frontier = self._root(possible, upper_bound_s)
+        frontier = self.frontier
+        if splits and self.capacity_bytes is not None and self._wants_program():
+            self._asked_program = True
+            limit_s = min(_TOGETHER_S, time_limit_s / _TOGETHER_PART)
+            best = self._together(self.capacity_bytes, upper_bound_s, limit_s)
+            upper_bound_s = best.solution.time_s if best else upper_bound_s
+        for _ in range(splits):
+            if (
+                self._left_s(frontier) >= upper_bound_s
+                or not frontier.waiting
+                or time.perf_counter() > deadline
+            ):
+                break
+            whole = frontier.pop()
+            family = whole.within(possible)
+            if family is whole:
+                found = self._split(frontier, family, upper_bound_s)
+                best, upper_bound_s = (
+                    (best, upper_bound_s) if found is None else (found, found.solution.time_s)
+                )
+            elif family is not None:  # a faster plan was found since it was bounded
+                self._push(frontier, family, upper_bound_s)
+        # the upper bound may rise again, where a process that found a plan dies
+        self._dropped_s = min(self._dropped_s, upper_bound_s)
+        return best, min(self._left_s(frontier), self._dropped_s)
+
+    def _root(self, possible: Family, upper_bound_s: float) -> Frontier:
+        """The frontier of all placements that may be faster than `upper_bound_s`."""
+        frontier, open_s = Frontier(), self.bounds.below(upper_bound_s)
+        self._push(frontier, replace(possible, bounds_s=open_s), upper_bound_s)
+        left_s = frontier.waiting[0].family.bounds_s if frontier.waiting else {}
+        for schedule in open_s:
+            self.bounds.raise_to(schedule, min(left_s.get(schedule, inf), upper_bound_s))
+        return frontier
+
+    def _wants_program(self) -> bool:
+        """Whether the integer program is asked: once, without a pipeline, if there are several placements."""
+        return (
+            self.bounds.schedules == (ALONE,)
+            and not self._asked_program
+            and not self.models.has_one_placement
+        )
+
+    def _left_s(self, frontier: Frontier) -> float:
+        """No placement that is still looked for is faster."""
+        if not self._asked_program:
+            return frontier.bound_s
+        return max(frontier.bound_s, self.bounds.by_schedule[ALONE])
+
+    def _split(self, frontier: Frontier, family: Family, upper_bound_s: float) -> Staged | None:
+        """Stage a likely placement of a family, and put back the parts of the family; the plan, if it takes less than `upper_bound_s`."""
+        best = self._met(family, upper_bound_s)
+        upper_bound_s = upper_bound_s if best is None else best.solution.time_s
+        parts = self.bounds.families.branching.split(family)
+        if not parts:
+            return self._settle(frontier, family, upper_bound_s) or best
+        for part in parts:
+            self._push(frontier, part, upper_bound_s)
+        return best
+
+    def _settle(self, frontier: Frontier, family: Family, upper_bound_s: float) -> Staged | None:
+        """Stage a family of one placement, if that is consistent; the plan, if it takes less than `upper_bound_s`."""
+        if not self.bounds.is_consistent(family):
+            return None
+        best, choices = None, self.bounds.families.branching.only(family)
+        for schedule, known_s in family.bounds_s.items():
+            found = self.stager.staged(choices, schedule, upper_bound_s)
+            if isinstance(found, Staged) and found.solution.time_s < upper_bound_s:
+                best, upper_bound_s = found, found.solution.time_s
+            frontier.settle(max(bound_of(found), known_s))
+        return best
+
+    def _push(self, frontier: Frontier, family: Family, upper_bound_s: float) -> None:
+        """Bound a family, and put it back unless none of its placements is faster than `upper_bound_s`."""
+        bounds_s: dict[Schedule, float] = {}
+        limited: set[Schedule] = set()
+        parts: dict[Schedule, PartBounds] = {}
+        row_of = cache(partial(self.bounds.families.row, family))
+        for schedule, known_s in family.bounds_s.items():
+            if known_s >= upper_bound_s:
+                continue
+            bound = RowBound(
+                families=self.bounds.families,
+                family=family,
+                row_of=row_of,
+                schedule=schedule,
+                capacity_bytes=self.capacity_bytes,
+                upper_bound_s=upper_bound_s,
+                is_limited=schedule in (family.limited or ()),
+            )
+            found_s, left = bound.raised()
+            if (bound_s := max(known_s, found_s)) < upper_bound_s:
+                bounds_s[schedule] = bound_s
+                limited |= {schedule} if bound.is_limited else set()
+                parts |= {schedule: left} if left else {}
+        if bounds_s:
+            family = replace(family, bounds_s=bounds_s, limited=frozenset(limited), parts=parts)
+            frontier.push(family, min(bounds_s.values()))
+
+    def _met(self, family: Family, upper_bound_s: float) -> Staged | None:
+        """A plan of a family that is best at a likely price of a byte, if it takes less than `upper_bound_s`."""
+        choices = self.bounds.likely(family)
+        if not choices or choices in self.stager.known:
+            return None
+        schedule = min(family.bounds_s, key=family.bounds_s.__getitem__)
+        found = self.stager.staged(choices, schedule, upper_bound_s)
+        if isinstance(found, Staged) and found.solution.time_s < upper_bound_s:
+            return found
+        return None
+
+    def _placements(self, schedule: Schedule) -> Sequence[Choices]:
+        """The last that were met for this schedule, which are nearest to the best price, then the first of others."""
+        totals = self.bounds.totals
+        found = list(reversed(totals[schedule].placements))
+        for total in totals.values():
+            found += [choices for choices in total.placements if choices not in found]
+        return found[:_MOST_PLACEMENTS]
