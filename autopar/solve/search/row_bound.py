@@ -60,7 +60,7 @@ class RowBound:
         return known_s
 
     def _of_part(self, part: Part, closely: bool, up_to_s: float) -> float:
-        schedule, all_modes, free_s = self.schedule, len(self.families.models), 0.0
+        schedule, all_modes, free_s = self.schedule, len(self.families.facts.models), 0.0
         found_s = 0.0
         for modes in (all_modes,) if self.is_limited else dict.fromkeys((1, all_modes)):
             row = self.row_of(schedule.stages_per_rank > 1, modes, closely, part)
