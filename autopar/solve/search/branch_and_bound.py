@@ -306,11 +306,16 @@ class UniformRefiner:
         self.in_vain, self.due = count, self.raised + _TURNS * (1 + count)
 
     def smallest(self) -> tuple[Candidate, Infeasible] | None:
-        """The least memory over all candidates, most promising first; None if no candidate has a consistent placement."""
+        """The least memory over all candidates, most promising first; None if no candidate has a consistent placement.
+
+        Micro-batches beyond one that does not fit need more; which of them were sketched depends on the order of the search.
+        """
+        too_much = self.state.board.too_much
         bounds = sorted(
             (entry.least_bytes, number)
             for number, entry in enumerate(self.state.entries)
             if entry.least_bytes is not None
+            and entry.candidate.micro_batch <= too_much[self.kinds[number]]
         )
         least_bytes, found = inf, None
         for bound_bytes, number in bounds:
