@@ -176,7 +176,7 @@ def mutations_of(trial: Trial) -> list[Mutation]:
             Mutation(
                 at,
                 "double",
-                forward == "mask" or forward == "identity" and (backward == "mask" or untouched),
+                forward == "mask" or (forward == "identity" and (backward == "mask" or untouched)),
                 what,
             )
         )
@@ -378,8 +378,7 @@ class Trial:
             wrong = (
                 raised
                 or not relative_error(found[0], loss) <= TOLERANCE
-                or batch is self.case.batches[0]
-                and self._parted()
+                or (batch is self.case.batches[0] and self._parted())
             )
             if any_rank(wrong):
                 return RAISED if any_rank(raised) else DIFFERS
@@ -400,6 +399,6 @@ def _fails(action: Callable[[], object]) -> bool:
     """Whether an action raises: any error catches a mutant."""
     try:
         action()
-    except Exception:  # noqa: BLE001
+    except Exception:
         return True
     return False

@@ -204,7 +204,7 @@ def run_cell(cell: Cell, pool: WorkerPool) -> Outcome:
         return outcome(
             "refused" if listed else "failed", str(error) if listed else f"refused: {error}"
         )
-    except Exception as error:  # noqa: BLE001 - a planner that breaks is a result of the matrix
+    except Exception as error:
         return outcome("failed", f"planning: {type(error).__name__}: {error}")
     if refusal is not None:
         return outcome("failed", f"not refused, though {refusal.reason}")

@@ -9,6 +9,7 @@ each depth to the next: 2.0 is linear in depth.  Each time is the least of the r
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from unittest import mock
@@ -208,10 +209,8 @@ def _timed(model: nn.Module, precision: str) -> tuple[float, float]:
 def line(kind: str, precision: str, times: Sequence[tuple[float, float]]) -> str:
     """One row of the table: seconds (of torch.export) at each depth, and the ratio of each depth to the one before."""
     cells = [f"{total_s:6.2f} ({export_s:5.2f})" for total_s, export_s in times]
-    ratios = [
-        f"{after / before:4.2f}" for (before, _), (after, _) in zip(times, times[1:], strict=False)
-    ]
-    rest = [f"{(a - b) / (c - d):4.2f}" for (c, d), (a, b) in zip(times, times[1:], strict=False)]
+    ratios = [f"{after / before:4.2f}" for (before, _), (after, _) in itertools.pairwise(times)]
+    rest = [f"{(a - b) / (c - d):4.2f}" for (c, d), (a, b) in itertools.pairwise(times)]
     return f"{kind:15s} {precision:5s} {' '.join(cells)}   {' '.join(ratios)}   {' '.join(rest)}"
 
 

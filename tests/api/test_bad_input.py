@@ -136,7 +136,7 @@ def engine_of():
     return autopar.parallelize(Model(), "cpu:1", BATCH)
 
 
-@pytest.mark.parametrize("name, content, words", [
+@pytest.mark.parametrize(("name", "content", "words"), [
     ("empty", b"", "is empty|not valid JSON|lacks the columns"), ("binary", b"\xff\xfe\x81\x00", "not a UTF-8 text"),
     ("truncated", b'{"format_version": 3, "mesh": {', "not valid|lacks the column"),
     ("list", b"[1, 2]", "format_version|holds list|lacks the column|no .model_type"),
@@ -171,7 +171,7 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize("text, words", [
+@pytest.mark.parametrize(("text", "words"), [
     (BOMB, "its aliases make it more than 1,000,000 values"), ("a: &a [*a]\n", "its aliases"), ("{a: " * 10_000, "nested too deep"),
     ("device: h100\nnodes: 2020-01-01\ndevices_per_node: 8\n", r"datetime.date\(2020, 1, 1\)"),
     ("device: h100\nnodes: .nan\ndevices_per_node: 8\n", "nodes=nan must be a whole number"),
@@ -209,7 +209,7 @@ class Lazy(Model):
 
 
 @pytest.mark.parametrize(
-    "make, words",
+    ("make", "words"),
     [
         (NoParameters, "NoParameters has no parameters"),
         (EmptyParameters, "EmptyParameters has no parameters"),
@@ -222,7 +222,7 @@ def test_models_with_nothing_to_train(make, words):
             call(make(), "cpu:1", BATCH)
 
 
-@pytest.mark.parametrize("example, words", [
+@pytest.mark.parametrize(("example", "words"), [
     ({"x": torch.ones(0, 6), "y": torch.ones(0, 6)}, r"example_inputs: 'x' has no rows, shape \(0, 6\)"),
     ({"x": X, "y": torch.ones(4, 0)}, r"example_inputs: 'y' has no elements, shape \(4, 0\)"), ({}, "example_inputs holds no tensor"),
     ("x", "example_inputs is 'x'; it must be a mapping"), (3, "example_inputs is 3; it must be"),
@@ -236,7 +236,7 @@ def test_example_inputs_are_named(example, words):
             call(Model(), "cpu:1", example)
 
 
-@pytest.mark.parametrize("batch, words", [
+@pytest.mark.parametrize(("batch", "words"), [
     ({"x": torch.ones(0, 6), "y": torch.ones(0, 6)}, "the batch has no rows"),
     ({"x": X}, "the batch has x; the model was planned for x, y"),
     ({"x": X, "y": torch.ones(4, 7)}, r"'y' has shape \(4, 7\)"), ({"x": X, "y": torch.ones(2, 6)}, "different numbers of rows"),
@@ -250,7 +250,7 @@ def test_batches_of_a_step_are_named(batch, words):
             call(batch)
 
 
-@pytest.mark.parametrize("text, words", [
+@pytest.mark.parametrize(("text", "words"), [
     ("gpt:layers=-1,hidden=8,heads=2,vocab=8", "layers=-1 must be at least 1"), ("gpt:layers=0,hidden=8,heads=2,vocab=8", "layers=0"),
     ("gpt:layers=1000000,hidden=8,heads=2,vocab=8", "layers=1000000 must be at least 1 and at most 10,000"),
     (f"llama:layers=2,hidden={10**12},heads=2,vocab=8", "hidden=1000000000000 must be"),

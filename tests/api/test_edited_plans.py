@@ -169,7 +169,7 @@ def without_op(data: dict) -> None:
     data["blocks"][1]["ops"].popitem()
 
 
-@pytest.mark.parametrize("change, words", [
+@pytest.mark.parametrize(("change", "words"), [
     (swap, "segment 0, where the model has 'prologue'"), (reorder, "the model has 'prologue'"), (twice, "is 2 times in its stages"),
     (move, "the model has 'prologue'"), (empty, "stage 1 has no segments"), (another, "lacks op|has the unknown op"),
     (layout, "which is no strategy of"), (without_op, "lacks op"),

@@ -104,7 +104,7 @@ def test_a_hybrid_plan_is_saved_told_replayed_and_audited():
     )
 
 
-@pytest.mark.parametrize("pin, words", [
+@pytest.mark.parametrize(("pin", "words"), [
     ({"shard": 3}, "shard=3 does not part the data-parallel ranks .dp x cp = 8 in dp=8. into groups .* 2, 4, 8 does"),
     ({"shard": 1}, "shard=1: a rank alone shares out nothing"),
     ({"shard": -2}, "shard=-2 must be a whole number"),
@@ -161,7 +161,7 @@ def moved_s(kind: str, ranks: int, stride: int) -> float:
     return collective_time_s(kind, BUCKET_BYTES, ranks, stride, CPUS.topology) / BUCKET_BYTES
 
 
-@pytest.mark.parametrize("mesh, inside, between", [
+@pytest.mark.parametrize(("mesh", "inside", "between"), [
     (MeshShape(dp=8), (4, 1), (2, 4)),  # a group is a node
     (MeshShape(pp=2, dp=4), (2, 1), (2, 2)),  # a stage is a node, and has both groups
     (MeshShape(pp=2, dp=4, order="dp-pp"), (2, 2), (2, 4)),

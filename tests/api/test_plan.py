@@ -144,7 +144,7 @@ def test_plan_survives_saving(megatron, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    ("text", "message"),
     [
         ("", "not valid JSON"),
         ("{", "not valid JSON"),
@@ -181,7 +181,7 @@ def test_damaged_fields_are_refused(megatron, tmp_path):
         damage(broken)
         with pytest.raises(AutoparError):
             Plan.from_json(json.dumps(broken))
-    with pytest.raises(AutoparError, match="absent.json does not exist"):
+    with pytest.raises(AutoparError, match=r"absent.json does not exist"):
         Plan.load(tmp_path / "absent.json")
 
 
@@ -203,7 +203,7 @@ def test_plan_for_something_else_is_refused():
 
 
 @pytest.mark.parametrize(
-    "pin, message",
+    ("pin", "message"),
     [
         ({"tp": 3}, "tp=3 does not divide 8 devices; 1, 2, 4, 8 do"),
         ({"dp": 5}, "dp=5 does not divide 8 devices"),
@@ -325,7 +325,7 @@ def test_cluster_may_be_a_spec_or_a_name():
 
 
 @pytest.mark.parametrize(
-    "family, blocks", [("llama:kv_heads=4,ffn=4096,", "layers"), ("gpt:", "blocks")]
+    ("family", "blocks"), [("llama:kv_heads=4,ffn=4096,", "layers"), ("gpt:", "blocks")]
 )
 def test_sequence_parallel_blocks_have_megatrons_collectives(family, blocks):
     """Korthikanti et al. 2022 (arXiv:2205.05198), figure 5: a layer all-gathers before and reduce-scatters after attention and MLP, and
@@ -374,7 +374,7 @@ def test_sequences_stay_whole_if_pinned():
 
 
 @pytest.mark.parametrize(
-    "pin, message",
+    ("pin", "message"),
     [
         ({"cp": 3}, "cp=3 does not divide 8 devices; 1, 2, 4, 8 do"),
         ({"cp": 4, "tp": 4}, "cp=4 = 16 devices, but the cluster has 8"),

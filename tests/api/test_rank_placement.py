@@ -62,7 +62,7 @@ def planned(task: tuple[int, int], order: str | None = None) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task, order", [(LONG, INSIDE), (SHORT, "")])
+@pytest.mark.parametrize(("task", "order"), [(LONG, INSIDE), (SHORT, "")])
 def test_the_search_keeps_on_a_node_what_sends_most(task, order):
     free, pinned = planned(task), {name: planned(task, name) for name in (DEFAULT, INSIDE)}
     times = {name: plan.predicted.step_time_s for name, plan in pinned.items()}

@@ -40,7 +40,7 @@ def hooked(out, y):
 
 
 @pytest.mark.parametrize(
-    "loss, message",
+    ("loss", "message"),
     [
         (lambda out, y: Straight.apply(out).mean(), "custom autograd.Function Straight"),
         (hooked, "register_hook"),
@@ -60,7 +60,7 @@ def test_hooks_on_modules_are_refused():
 
 
 @pytest.mark.parametrize(
-    "loss, joins",
+    ("loss", "joins"),
     [
         (lambda out, y: (out - y).pow(2).mean(), "mean"),
         (lambda out, y: (out - y).pow(2).sum(), "sum"),
@@ -112,7 +112,7 @@ class Counted(nn.Module):
         )
 
 
-@pytest.mark.parametrize("loss, splits", [
+@pytest.mark.parametrize(("loss", "splits"), [
     (lambda mean, logits: mean, True), (lambda mean, logits: 3 - 2 * mean / 7, True),
     (lambda mean, logits: mean + mean + logits.pow(2).mean(), True), (lambda mean, logits: torch.stack([mean, 2 * mean]).sum(), True),
     (lambda mean, logits: torch.log1p(mean), False), (lambda mean, logits: mean * mean, False), (lambda mean, logits: 1 / mean, False),
@@ -153,7 +153,7 @@ def test_what_a_plan_has_decided_is_not_asked_for_again():
         autopar.parallelize(model, "cpu:1", BATCH, plan=plan, global_batch=8)
 
 
-@pytest.mark.parametrize("given, message", [
+@pytest.mark.parametrize(("given", "message"), [
     ({"model": None}, "model is None, not a torch.nn.Module"), ({"model": Model}, "model is the class Model"),
     ({"cluster": 4}, "cluster is 4, not a ClusterSpec"), ({"pin": "tp=2"}, "pin is 'tp=2', not a mapping"),
     ({"pin": {"zero": 1.0}}, "zero=1.0 is not a ZeRO stage"), ({"time_limit_s": "5"}, "time_limit_s='5' must be a positive number"),
@@ -169,7 +169,7 @@ def test_arguments_of_another_kind_are_told(given, message):
         autopar.plan(**asked)
 
 
-@pytest.mark.parametrize("given, message", [
+@pytest.mark.parametrize(("given", "message"), [
     ({"plan": "plan.json"}, "autopar.Plan.load"), ({"max_grad_norm": "1"}, "max_grad_norm='1' must be"), ({"seed": "a"}, "seed is 'a'"),
     ({"buckets": 3}, "buckets is 3, not a sequence"), ({"timeout_s": -1}, "timeout_s=-1 must be"),
 ])  # fmt: skip
@@ -221,14 +221,14 @@ def test_an_optimizer_over_other_tensors_is_refused():
         autopar.parallelize(
             model, "cpu:1", BATCH, optimizer=torch.optim.SGD(model.parameters(), 0.1)
         )
-    with pytest.raises(AutoparError, match="LBFGS.step needs closure"):
+    with pytest.raises(AutoparError, match=r"LBFGS.step needs closure"):
         autopar.parallelize(model, "cpu:1", BATCH, optimizer=torch.optim.LBFGS)
     with pytest.raises(AutoparError, match="max_grad_norm=-1"):
         autopar.parallelize(model, "cpu:1", BATCH, max_grad_norm=-1)
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    ("change", "message"),
     [
         ({"micro_batch": "x"}, "micro_batch is 'x'"),
         ({"global_batch": None}, "global_batch is None"),
@@ -297,7 +297,7 @@ def rotate(x):
 
 
 @pytest.mark.parametrize(
-    "model, message",
+    ("model", "message"),
     [
         (
             Tokens(rotate),

@@ -318,7 +318,7 @@ def test_mistakes_are_answered_at_once(args, words):
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a CUDA device")
 def test_cuda_where_there_is_none(tmp_path):
     with pytest.raises(
-        AutoparError, match="no CUDA device is visible .* calibrate with --device cpu"
+        AutoparError, match=r"no CUDA device is visible .* calibrate with --device cpu"
     ):
         calibrate(2, "cuda")
     assert not list(Path(tmp_path).iterdir())

@@ -256,7 +256,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("args, words", MISTAKES, ids=lambda value: " ".join(value)[:60])
+@pytest.mark.parametrize(("args", "words"), MISTAKES, ids=lambda value: " ".join(value)[:60])
 def test_a_mistake_is_one_message_and_exit_code_2(args, words):
     result = run(*args)
     assert result.exit_code == 2

@@ -87,7 +87,7 @@ def test_odd_pins(pin, value):
     assert pin in told("explain", *ASKED, "--pin", f"{pin}={value}")
 
 
-@pytest.mark.parametrize("args, words", [
+@pytest.mark.parametrize(("args", "words"), [
     (["explain", *ASKED, "--pin", "tp=2,tp=2"], "tp is given twice, as 2 and 2"),
     (["why-not", *ASKED, "--pin", "tp=2,zero=1,tp=1"], "tp is given twice, as 2 and 1"),
     (["explain", *ASKED, "--pin", "tp=2", "--pin", "tp=1"], "--pin is given 2 times and taken once"),
@@ -103,7 +103,7 @@ def test_an_option_given_twice_is_told(args, words):
 HEADER = "id,model_family,layers,hidden,heads,vocab,seq,gpu,gpus,tp,pp,dtype,global_batch_seqs,step_time_s"
 
 
-@pytest.mark.parametrize("rows, words", [
+@pytest.mark.parametrize(("rows", "words"), [
     ("", "has no runs"), ("a,gpt,x,8,2,8,8,h100,8,1,1,bf16,8,1\n", "none of the 1 runs of .* could be predicted; the first, a: layers='x'"),
     (f"a,gpt,{HUGE},8,2,8,8,h100,8,1,1,bf16,8,1\n", "layers="), (f"a,gpt,{LONG},8,2,8,8,h100,8,1,1,bf16,8,1\n", "layers='xxx"),
     ("a,gpt,2,8,2,8,8,z100,8,1,1,bf16,8,1\n", "z100|can be predicted"), ("a,gpt,2,8,2,8,8,h100,8,3,1,bf16,8,1\nb\n", "none of the 2 runs"),
@@ -120,7 +120,7 @@ def test_predict_fails_where_nothing_could_be_predicted(tmp_path, rows, words, o
     assert re.search(words, " ".join(result.stderr.split())) and len(result.stderr) < 1500
 
 
-@pytest.mark.parametrize("redirect, code, words", [
+@pytest.mark.parametrize(("redirect", "code", "words"), [
     (">/dev/full", 74, "standard output cannot be written (No space left on device)"), (">&-", 74, "standard output is closed"),
     ("2>&- >/dev/full", 74, ""), ("2>/dev/full >/dev/null", 0, ""), ("| true", 141, ""),
 ])  # fmt: skip

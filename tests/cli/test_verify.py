@@ -196,7 +196,7 @@ def test_a_model_from_a_function():
     assert verify(make, 2, rows=4).exact
 
 
-@pytest.mark.parametrize("pin, words", [({"tp": 3}, "tp=3 does not divide 2"), ({"zero": 2, "tp": 2}, "zero=2 shares out"),
+@pytest.mark.parametrize(("pin", "words"), [({"tp": 3}, "tp=3 does not divide 2"), ({"zero": 2, "tp": 2}, "zero=2 shares out"),
                                         ({"speed": 1}, "unknown pin")])  # fmt: skip
 def test_impossible_requests_are_errors(pin, words):
     with pytest.raises(AutoparError, match=words):
@@ -231,7 +231,7 @@ def test_a_model_that_drops_is_compared_with_the_engine_on_one_device(capsys):
 
 
 @pytest.mark.parametrize(
-    "name, nproc, pin",
+    ("name", "nproc", "pin"),
     [
         ("llama-tiny", 2, {"pp": 2, "recompute": "selective"}),
         (
@@ -253,5 +253,5 @@ def test_compiled_programs_are_exact():
         cli, ["verify", "llama-tiny", "--nproc", "2", "--pin", "tp=2,recompute=full", "--compile"]
     )
     assert result.exit_code == 0 and "2 processes, compiled" in result.output, result.output
-    with pytest.raises(AutoparError, match="cannot run torch.compile under zero_bubble"):
+    with pytest.raises(AutoparError, match=r"cannot run torch.compile under zero_bubble"):
         verify(parse_model("llama-tiny"), 2, {"pp": 2, "schedule": "zero_bubble"}, compile=True)

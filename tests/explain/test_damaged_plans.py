@@ -83,7 +83,7 @@ def test_whatever_is_changed_is_told_or_shown(data):
         assert str(error).startswith("plan ") and len(str(error).splitlines()) == 1
 
 
-@pytest.mark.parametrize("path, value", [
+@pytest.mark.parametrize(("path", "value"), [
     (("predicted", "tokens_per_s"), -1), (("offload",), -1), (("devices",), ["a100"]), (("num_microbatches",), []), (("recompute",), 3),
     (("certificate", "status"), []), (("model_hash",), 7), (("certificate", "meshes", 0, "outcome"), ...), (("zero",), 0.0),
     (("certificate", "meshes", 0, "mesh", "ep"), "2"), (("certificate", "meshes", 0, "time_s"), "1"), (("stages", 0, 0), 5),

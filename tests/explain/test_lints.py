@@ -118,7 +118,7 @@ def test_a_bubble_says_how_many_micro_batches_fill_it():
     assert not named(lint(t.plan(), t.cluster, t.traced), "bubble")
 
 
-@pytest.mark.parametrize("share, expected", [(0.96, 0), (0.975, 1), (1.0, 1)])
+@pytest.mark.parametrize(("share", "expected"), [(0.96, 0), (0.975, 1), (1.0, 1)])
 def test_memory_within_three_percent(share, expected):
     t = task()
     peak = int(share * t.cluster.device.memory_bytes)

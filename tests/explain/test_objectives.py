@@ -241,7 +241,7 @@ def test_sizes():
     assert sizes_of(ClusterSpec.parse(f"dgx-h100:{MOST_NODES + 3}")) == [1, 2, 4, 8, 16, 32, 64, 88]
 
 
-@pytest.mark.parametrize("goal, words", [({"objective": "speed"}, "'speed' is not known"), ({"objective": "gpus"}, "has 0"),
+@pytest.mark.parametrize(("goal", "words"), [({"objective": "speed"}, "'speed' is not known"), ({"objective": "gpus"}, "has 0"),
                                          ({"objective": "gpus", "deadline_s": 1, "tokens_per_s": 1}, "has 2"),
                                          ({"objective": "gpus", "deadline_s": -1}, "deadline -1"),
                                          ({"objective": "cost", "deadline_s": 1}, "belongs to objective gpus")])  # fmt: skip

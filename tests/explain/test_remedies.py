@@ -61,7 +61,7 @@ def fits(ask: Ask) -> bool | None:
     return True
 
 
-@pytest.mark.parametrize("pin, gib, kinds", [
+@pytest.mark.parametrize(("pin", "gib", "kinds"), [
     (PINS, 0.6, ["micro_batch", "recompute", "seq"]), (PINS, 0.54, ["pins"]), ({"micro_batch": 8, "zero": 0}, 0.53, ["devices", "seq"]),
 ])  # fmt: skip
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_a_budget_that_is_spent_is_said():
     )
 
 
-@pytest.mark.parametrize("pinned, fits, expected, useless", [
+@pytest.mark.parametrize(("pinned", "fits", "expected", "useless"), [
     ("none", {"optimizer"}, ["optimizer"], 0), ("none", {"parameters"}, ["parameters"], 1),
     ("none", {"optimizer", "parameters"}, ["optimizer"], 0), ("optimizer", {"parameters"}, ["parameters"], 0),
     ("parameters", set(), [], 0), (None, {"optimizer"}, ["optimizer"], 0), (None, set(), [], 2),

@@ -162,7 +162,7 @@ def test_memory_that_binds_is_named_with_its_parts():
     )
 
 
-@pytest.mark.parametrize("pin, words", [({"tp": 3}, "tp=3 does not divide 8"), ({"tp": 4, "dp": 4}, "16 devices"),
+@pytest.mark.parametrize(("pin", "words"), [({"tp": 3}, "tp=3 does not divide 8"), ({"tp": 4, "dp": 4}, "16 devices"),
                                         ({"tp": 1, "schedule": "gpipe"}, "schedule=gpipe"), ({"zero": 7}, "not a ZeRO stage")])  # fmt: skip
 def test_what_is_impossible_is_answered_with_the_constraint(pin, words):
     t = task()

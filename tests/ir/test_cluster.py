@@ -324,10 +324,10 @@ def test_a_missing_file_names_the_nearest(tmp_path):
     with pytest.raises(AutoparError, match=r"does not exist; write dgx-h100:8"):
         ClusterSpec.parse(str(tmp_path / "cluster.yaml"))
     (tmp_path / "cluster.yaml").write_text("")
-    with pytest.raises(AutoparError, match="did you mean cluster.yaml"):
+    with pytest.raises(AutoparError, match=r"did you mean cluster.yaml"):
         ClusterSpec.parse(str(tmp_path / "clutser.yaml"))
+    (tmp_path / "folder.yaml").mkdir()
     with pytest.raises(AutoparError, match="cannot read"):
-        (tmp_path / "folder.yaml").mkdir()
         ClusterSpec.parse(str(tmp_path / "folder.yaml"))
 
 
@@ -377,7 +377,7 @@ def test_other_numbers_of_devices_keep_the_node():
     assert priced.with_devices(16).price_per_device_hour == 2.5
 
 
-@pytest.mark.parametrize("devices, enough", [(12, 16), (11, 8), (3, 8), (0, 8), (-8, 8)])
+@pytest.mark.parametrize(("devices", "enough"), [(12, 16), (11, 8), (3, 8), (0, 8), (-8, 8)])
 def test_devices_that_fill_no_nodes(devices, enough):
     with pytest.raises(
         AutoparError, match=f" {devices} devices are neither.* {enough} devices would do"

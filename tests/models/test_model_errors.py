@@ -92,12 +92,12 @@ def test_configs_validate_themselves(make, part):
         ("needs", "callable without arguments"),
     ],
 )
-def test_bad_functions(user_module, function, part):  # noqa: F811
+def test_bad_functions(user_module, function, part):
     with pytest.raises(AutoparError, match=re.escape(part)):
         parse_model(f"{user_module}:{function}").build()
 
 
-def test_a_function_without_inputs_and_a_module_that_fails(user_module):  # noqa: F811
+def test_a_function_without_inputs_and_a_module_that_fails(user_module):
     with pytest.raises(AutoparError, match="returns no example inputs"):
         parse_model(f"{user_module}:plain").example_inputs(2, 4)
     with pytest.raises(AutoparError, match="is a int, not a function"):

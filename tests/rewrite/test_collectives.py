@@ -648,7 +648,7 @@ def test_mistakes_are_explained():
         {"size": 2, "index": 2, "group_name": "g"},
         {"size": 1, "group_name": "g"},
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="axis 'tp'"):
             AxisGroup("tp", **wrong)
 
 

@@ -160,7 +160,7 @@ def attend(case: Case, inputs: list[Tensor]) -> Tensor:
 def joined(case: Case, parts: list[Tensor], slot: int, like: Tensor) -> Tensor:
     """The whole that the ranks' tensors of one slot (result, dquery, dkey, dvalue, dmask) stand for."""
     rows_are_sharded = slot == 4 and case.method != "ulysses" and like.shape[-2] > 1
-    if slot in (2, 3) and case.method == "gather" or slot == 4 and not rows_are_sharded:
+    if (slot in (2, 3) and case.method == "gather") or (slot == 4 and not rows_are_sharded):
         return torch.stack(parts).sum(0)
     dim, size = (-2, case.keys) if slot in (2, 3) else (-2, case.seq)
     order = [p for rank in range(case.ranks) for p in positions(case, size, rank)]
@@ -309,8 +309,8 @@ def test_other_keys_than_queries(pool4, method):
     ]
     check(
         pool4,
-        cases
-        + [
+        [
+            *cases,
             Case(method, 2, 8, 12, zigzag=True),
             Case(method, 3, 12, 6, heads=3, kv_heads=1, zigzag=True),
         ],

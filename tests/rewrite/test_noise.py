@@ -35,7 +35,7 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize("counter, key, expected", KNOWN)
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_philox_gives_the_published_answers(counter, key, expected):
     assert philox(counter, key) == expected
     words = philox([torch.tensor([c, c]) for c in counter], key)
@@ -191,7 +191,7 @@ def test_positions_within_rows_follow_patterns():
 
 
 @pytest.mark.parametrize(
-    "causal, mask", [(False, None), (True, None), (False, "bool"), (False, "float")]
+    ("causal", "mask"), [(False, None), (True, None), (False, "bool"), (False, "float")]
 )
 def test_attention_is_sdpa_where_nothing_drops(causal, mask):
     """With a vanishing p the mask keeps everything; grouped heads, a scale, and a row that may attend to nothing."""

@@ -197,7 +197,7 @@ def _program(model: str, pin: dict[str, int]) -> Program:
 
 
 @pytest.mark.parametrize(
-    "model, pin",
+    ("model", "pin"),
     [
         ("llama-tiny", {"tp": 4, "sequence_parallel": True}),
         ("llama-tiny", {"cp": 2, "tp": 2}),

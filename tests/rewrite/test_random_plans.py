@@ -46,7 +46,7 @@ def check(pool, name: str, mesh: MeshShape, seeds) -> None:
             )
 
 
-@pytest.mark.parametrize("name, mesh", [
+@pytest.mark.parametrize(("name", "mesh"), [
     pytest.param(name, mesh, id=f"{name}-{mesh}", marks=pytest.mark.slow if mesh.tp * mesh.cp > 1 and name not in SMALL else ())
     for name, mesh in product(MODELS, MESHES)
 ])  # fmt: skip

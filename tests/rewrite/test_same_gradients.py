@@ -192,8 +192,10 @@ def test_a_transition_that_is_waited_for_nowhere_is_refused():
     graph = Graph()
     node = graph.call_function(all_gather, (graph.placeholder("x"), "tp"), {"async_op": True})
     graph.output(graph.call_function(torch.relu, (node,)))
-    with pytest.raises(
-        RuntimeError, match="all_gather is asynchronous, and relu is not where it is waited for"
+    with (
+        pytest.raises(
+            RuntimeError, match="all_gather is asynchronous, and relu is not where it is waited for"
+        ),
+        same_gradients.arrivals([("m", GraphModule(nn.Module(), graph), node)]),
     ):
-        with same_gradients.arrivals([("m", GraphModule(nn.Module(), graph), node)]):
-            pass
+        pass

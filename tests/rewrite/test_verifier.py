@@ -33,7 +33,7 @@ def first(found: Program, wanted) -> tuple[torch.fx.GraphModule, Node]:
     raise AssertionError("the program has no such node")
 
 
-@pytest.mark.parametrize("rank", (0, 3))
+@pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", "moe-tiny"])
 def test_right_programs_pass(name, rank):
     assert verify_program(program(name, rank=rank)) > 50
@@ -88,7 +88,7 @@ def test_a_missing_gather():
 
 def test_the_message_names_node_rank_and_shapes():
     found = program("llama-tiny", MeshShape(tp=4), rank=2)
-    module, node = first(
+    _module, node = first(
         found,
         lambda n: (
             "whole" in n.meta

@@ -66,7 +66,7 @@ def batch_with(name, value, row=2, column=3):
     return {"tokens": IDS, "labels": IDS.clone()} | {name: changed}
 
 
-@pytest.mark.parametrize("model, name, value, words", [
+@pytest.mark.parametrize(("model", "name", "value", "words"), [
     (Model(cross_entropy()), "tokens", 11, "'tokens' holds 11 in row 2 at 3, an index of the 11 rows of embed.weight, which takes 0 to 10"),
     (Model(cross_entropy()), "tokens", -1, "'tokens' holds -1 in row 2"),
     (Model(cross_entropy()), "labels", 99, "'labels' holds 99 in row 2 at 3, an index of the 11 classes of .* or -100, which is ignored"),
@@ -84,7 +84,7 @@ def test_an_index_of_nothing_is_told_before_the_step(model, name, value, words):
     paragraph(refused.value)
 
 
-@pytest.mark.parametrize("model, name, value, row, column", [
+@pytest.mark.parametrize(("model", "name", "value", "row", "column"), [
     (Model(cross_entropy()), "labels", -100, 2, 3), (Model(cross_entropy(ignored=-1)), "labels", -1, 2, 3),
     (Model(cross_entropy(shift=1)), "labels", 99, 2, 0), (Model(taken), "labels", -11, 2, 3), (Model(masked), "labels", -5, 2, 3),
 ])  # fmt: skip

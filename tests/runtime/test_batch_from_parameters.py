@@ -155,7 +155,7 @@ def steps(rank: int, name: str, text: str):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    "dp, tp, pp, number", [(2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 2)]
+    ("dp", "tp", "pp", "number"), [(2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 2)]
 )
 def test_training_is_exact(pool2, name, dp, tp, pp, number):
     built, batches, traced = model(name)

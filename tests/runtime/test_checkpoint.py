@@ -39,7 +39,7 @@ def plan_text(name: str, mesh: MeshShape, seed: int | None = None) -> str:
 
 
 @pytest.mark.parametrize(
-    "name, optimizer, source, targets",
+    ("name", "optimizer", "source", "targets"),
     [
         ("fused", "grouped", TP4, (TP4, TP2DP2)),
         pytest.param("hf-gpt2", "grouped", TP4, (TP2DP2, DP4), marks=pytest.mark.slow),

@@ -493,7 +493,7 @@ def outlive(rank: int, directory: str, how: int, limit_s: float) -> None:
     Path(directory, "heard").write_text(json.dumps(heard))
 
 
-@pytest.mark.parametrize("how, limit_s", [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 2.0)])
+@pytest.mark.parametrize(("how", "limit_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 2.0)])
 def test_the_others_stop_when_a_rank_is_gone(tmp_path, how, limit_s):
     traced("small")
     context = multiprocessing.get_context("fork")

@@ -193,7 +193,7 @@ def test_dropout_draws_the_same_masks(pool2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh, schedule, cuts, modes", [
+@pytest.mark.parametrize(("mesh", "schedule", "cuts", "modes"), [
     (MeshShape(pp=4), "1f1b", (2, 1, 1, 1), ("none", "full")), (MeshShape(pp=2, tp=2), "interleaved_1f1b", (1, 2, 1, 1), ("full", "none")),
 ])  # fmt: skip
 def test_what_stages_pass_on_and_buffers_are_those_of_one_device(
@@ -357,17 +357,17 @@ def test_a_plan_made_to_be_compiled_is_priced_for_it():
 
 
 def test_what_cannot_be_compiled_is_refused():
-    with pytest.raises(AutoparError, match="cannot compile under zero_bubble.*pin schedule=1f1b"):
+    with pytest.raises(AutoparError, match=r"cannot compile under zero_bubble.*pin schedule=1f1b"):
         engine_for("gpt-tiny", pipelined("gpt-tiny", PP2, "zero_bubble", (2, 2), 4), compile=True)
-    with pytest.raises(AutoparError, match="cannot compile with recompute=op.*selective or full"):
+    with pytest.raises(AutoparError, match=r"cannot compile with recompute=op.*selective or full"):
         engine_for("gpt-tiny", alone("gpt-tiny", ONE, "op"), compile=True)
     spec = parse_model("llama-tiny")
-    with pytest.raises(AutoparError, match="cannot run torch.compile under zero_bubble"):
+    with pytest.raises(AutoparError, match=r"cannot run torch.compile under zero_bubble"):
         make_plan(spec.build("meta"), "cpu:2", spec.example_inputs(4, 16), 4, {"pp": 2, "schedule": "zero_bubble"}, runnable=True,
                   software=autopar.request.software.Software(compiled=True))  # fmt: skip
 
 
-@pytest.mark.parametrize("options, words", [
+@pytest.mark.parametrize(("options", "words"), [
     ("inductor", "compile='inductor' is not known"), ({"fullgraph": True}, "compile='fullgraph' is not known"),
     ({"backend": "nothing"}, "torch.compile does not take"), ({"mode": "fastest"}, "torch.compile does not take"),
 ])  # fmt: skip
@@ -381,7 +381,7 @@ def test_a_compiler_that_fails_says_what_to_do():
         raise OSError("no C++ compiler")
 
     engine = engine_for("llama-tiny", alone("llama-tiny", ONE), compile={"backend": broken})
-    with pytest.raises(AutoparError, match="torch.compile failed.*aot_eager.*no C\\+\\+ compiler"):
+    with pytest.raises(AutoparError, match=r"torch.compile failed.*aot_eager.*no C\\+\\+ compiler"):
         engine.step(case("llama-tiny").batches[0])
 
 
@@ -395,7 +395,7 @@ def test_too_many_shapes_are_no_secret():
     with torch._dynamo.config.patch(recompile_limit=2):
         for rows in (8, 4):
             engine.eval_step({name: tensor[:rows] for name, tensor in batch.items()})
-        with pytest.raises(AutoparError, match="torch.compile failed.*batches of fewer shapes"):
+        with pytest.raises(AutoparError, match=r"torch.compile failed.*batches of fewer shapes"):
             engine.eval_step({name: tensor[:2] for name, tensor in batch.items()})
 
 

@@ -101,7 +101,7 @@ def alone(name: str, zero: int, mesh: MeshShape) -> str:
 
 
 @pytest.mark.parametrize(
-    "name, optimizer",
+    ("name", "optimizer"),
     [
         ("gpt-tiny", "grouped"),
         pytest.param("gpt-tiny", "sgd", marks=pytest.mark.slow),

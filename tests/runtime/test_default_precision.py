@@ -112,7 +112,7 @@ def test_a_double_model_stays_double(pool2):
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize(
-    "precision, own",
+    ("precision", "own"),
     [
         ("fp64", torch.float32),
         ("fp32", torch.float64),
@@ -137,7 +137,7 @@ def test_a_precision_that_is_given_is_that_of_all(kind, precision, own):
 
 
 @pytest.mark.parametrize(
-    "dtype, name", [(torch.float64, "fp64"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+    ("dtype", "name"), [(torch.float64, "fp64"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
 )
 def test_a_model_keeps_its_dtype_everywhere(dtype, name, capsys):
     model, data = built(Rows, dtype), batches(Rows, dtype)
@@ -193,7 +193,7 @@ def fp32_adapter_of_frozen_bf16() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("make, kind, precision, cast", [
+@pytest.mark.parametrize(("make", "kind", "precision", "cast"), [
     (bf16_with_fp32_norm, Rows, "bf16", "cast to bf16: norm.weight (fp32), norm.bias (fp32), input x (fp32);"),
     (fp32_with_double_buffer, Signals, "fp32", "cast to fp32: audible (fp64);"),
     (fp32_adapter_of_frozen_bf16, Rows, "fp32", "cast to fp32: embed.weight (bf16), norm.weight (bf16), norm.bias (bf16) and 2 more;"),

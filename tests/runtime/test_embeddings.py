@@ -156,7 +156,7 @@ def check(pool, name: str, optimizer: str, found: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dp, tp, number", [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(("dp", "tp", "number"), [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
 def test_training_is_exact(pool2, name, dp, tp, number):
     if number > 1 and name in (*COUNTED, "largest"):
         assert model(name)[2].split.joins == ""
@@ -210,7 +210,7 @@ def test_optimizers_that_may_tell_sparse_gradients_from_dense_ones_are_refused(n
         return optimizer(list(parameters), lr=0.1)
 
     with pytest.raises(
-        AutoparError, match="'table.weight'.*sparse=True.*(Adam|sparse=False)"
+        AutoparError, match=r"'table.weight'.*sparse=True.*(Adam|sparse=False)"
     ) as error:
         parallelize(built, "cpu:1", batches[0], make, precision="fp64")
     paragraph(error.value)
@@ -253,7 +253,7 @@ def test_the_advice_for_sparse_adam_works():
         assert torch.allclose(state[key], value, rtol=0, atol=1e-11), key
 
 
-@pytest.mark.parametrize("kind, options, text", [
+@pytest.mark.parametrize(("kind", "options", "text"), [
     (Classifier, {"max_norm": 1.5}, r"'table' is an Embedding with max_norm=1.5.*norm\(2, -1, True\) / 1.5\).clamp\(min=1\)"),
     (Classifier, {"max_norm": 3, "norm_type": 1.0}, r"max_norm=3.*norm\(1, -1, True\) / 3"),
     (Bag, {"max_norm": 1.5, "mode": "sum"}, r"'table' is an EmbeddingBag"),

@@ -75,7 +75,7 @@ def test_clipping_by_global_norm(pool4, name):
 
 
 @pytest.mark.parametrize(
-    "name, number, recompute",
+    ("name", "number", "recompute"),
     [("llama-tiny", 2, "none"), ("gpt-tiny", 4, "full"), ("llama-tiny", 1, "full")],
 )
 def test_micro_batches_and_recompute(pool4, name, number, recompute):
@@ -133,7 +133,7 @@ def sums_of_a_step(rank: int, name: str, text: str) -> list[int]:
     return sums
 
 
-@pytest.mark.parametrize("name, inside", [("gpt-tiny", 0), ("moe-tiny", 2)])
+@pytest.mark.parametrize(("name", "inside"), [("gpt-tiny", 0), ("moe-tiny", 2)])
 def test_the_loss_is_added_up_once_a_step(pool4, name, inside):
     """A micro-batch adds up over dp only the share of each expert, which its loss multiplies: once a layer, and no gradient of it."""
     for number in (1, 2):

@@ -46,7 +46,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     for file in directory.glob("*.safetensors"):
         with safe_open(file, "pt") as reader:
             assert reader.metadata() == {"format": "pt"}
-            found |= {name: reader.get_tensor(name) for name in reader.keys()}
+            found |= {name: reader.get_tensor(name) for name in list(reader.keys())}
     return found
 
 
@@ -82,7 +82,7 @@ def test_exported_weights_are_read_again(pool2, tmp_path):
 def test_export_into_nowhere(tmp_path):
     (tmp_path / "file").write_text("")
     engine = engine_for("gpt-tiny", plan_for("gpt-tiny", ONE))
-    with pytest.raises(AutoparError, match="cannot export to .*below: NotADirectoryError"):
+    with pytest.raises(AutoparError, match=r"cannot export to .*below: NotADirectoryError"):
         engine.export(tmp_path / "file/below")
     with pytest.raises(AutoparError, match="max_file_bytes=0"):
         engine.export(tmp_path / "new", max_file_bytes=0)

@@ -40,7 +40,7 @@ def cells_of(name: str, cells, recompute: str = "none") -> list[Plan]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, cells", [
+@pytest.mark.parametrize(("name", "cells"), [
     ("llama-tiny", ((DP4, 2, 1, 2), (DP4, 2, 2, 1), (DP4, 2, 3, 2), (CP2DP2, 2, 3, 1))),
     ("moe-tiny", ((EP2, 2, 1, 1), (EP2, 2, 3, 1))),  # experts, which two ranks hold, are not shared out
 ])  # fmt: skip
@@ -145,7 +145,7 @@ def alone(name: str, zero: int, mesh: MeshShape, shard: int = 0) -> str:
     ).to_json()
 
 
-@pytest.mark.parametrize("optimizer, back", [("adamw", False), *(pytest.param(name, True, marks=pytest.mark.slow)
+@pytest.mark.parametrize(("optimizer", "back"), [("adamw", False), *(pytest.param(name, True, marks=pytest.mark.slow)
                                                                  for name in ("adamw", "adafactor"))])  # fmt: skip
 def test_checkpoints(pool4, tmp_path, optimizer, back):
     """What groups save another plan and one process load, and back."""

@@ -96,7 +96,7 @@ def test_run_workers_spawns_where_forking_is_unsafe(monkeypatch):
     assert run_workers(rank_sum, 2, (10,)) == [(0, 1, 1.0), (10, 1, 1.0)]
 
 
-@pytest.mark.parametrize("kind, error, message", FAILURES)
+@pytest.mark.parametrize(("kind", "error", "message"), FAILURES)
 def test_run_workers_reports_a_failing_rank(kind, error, message):
     start_s = time.monotonic()
     with pytest.raises(error, match=message):
@@ -126,7 +126,7 @@ def test_pool_carries_large_tensors(pool2):
     assert [result.unique().tolist() for result in results] == [[0.0], [2.0]]
 
 
-@pytest.mark.parametrize("kind, error, message", FAILURES)
+@pytest.mark.parametrize(("kind", "error", "message"), FAILURES)
 def test_pool_survives_a_failing_rank(pool2, kind, error, message):
     with pytest.raises(error, match=message):
         pool2.run(fail_on_rank_1, kind)

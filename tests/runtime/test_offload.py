@@ -143,7 +143,7 @@ def test_the_same_bits_as_without_and_as_many_bytes_as_predicted(precision, kind
         assert max(predicted[0].peak_memory_bytes) - max(predicted[1].peak_memory_bytes) == moved
 
 
-@pytest.mark.parametrize("first, then", [
+@pytest.mark.parametrize(("first", "then"), [
     ("optimizer", "parameters"), ("parameters", "none"), pytest.param("none", "optimizer", marks=pytest.mark.slow),
     pytest.param("none", "parameters", marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -215,7 +215,7 @@ def test_parameters_are_fetched_for_every_pass():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pin, words", [
+@pytest.mark.parametrize(("pin", "words"), [
     ({"pp": 2}, r"offload=parameters: a pipeline \(pp=2\) has the parameters of its stages on the device"),
     ({"zero": 1}, "under zero=1 each device holds all parameters and shares out what the update needs; use zero=3 or 0"),
 ])  # fmt: skip
@@ -224,8 +224,8 @@ def test_what_cannot_fetch_parameters(pin, words):
         big_plan(ClusterSpec.parse("h100:2"), offload="parameters", **pin)
     plan = replace(big_plan(ClusterSpec.parse("h100:2"), **pin), offload="parameters")
     model = parse_model("llama:layers=4,hidden=1024,heads=8,vocab=32000,seq=512")
+    traced = autopar.api.trace(model.build("meta"), model.example_inputs(1, 512))
     with pytest.raises(autopar.AutoparError, match=words):
-        traced = autopar.api.trace(model.build("meta"), model.example_inputs(1, 512))
         autopar.planning.saved_plan.check_plan(plan, traced, ClusterSpec.parse("h100:2"))
 
 
@@ -235,7 +235,7 @@ def test_what_the_host_does_not_have():
         ClusterSpec.parse("h100:1"),
         host=replace(ClusterSpec.parse("h100:1").host, memory_bytes=2**30),
     )
-    with pytest.raises(NoPlanFits, match="GiB of host memory per device of 1.00"):
+    with pytest.raises(NoPlanFits, match=r"GiB of host memory per device of 1.00"):
         big_plan(small, offload="optimizer")
     unknown = replace(small, device=replace(small.device, name="unheard-of"), host=None)
     with pytest.raises(autopar.AutoparError, match="nothing is known of the hosts of h100:1; give"):
@@ -259,7 +259,7 @@ def test_it_is_a_remedy_where_nothing_fits():
         for offload in ("none", "optimizer")
     ]
     tight = cluster.with_memory(sum(peaks) // 2)
-    with pytest.raises(NoPlanFits, match="with the optimizer state in host memory: .* a step"):
+    with pytest.raises(NoPlanFits, match=r"with the optimizer state in host memory: .* a step"):
         big_plan(tight)
     assert big_plan(tight, offload="optimizer").offload == "optimizer"
 

@@ -170,7 +170,7 @@ def test_a_mask_hides_what_is_filled_up(length):
 
 
 def test_attention_without_a_mask_is_refused():
-    model, engine = both_engine(False)
+    _model, engine = both_engine(False)
     before = engine.full_state_dict()
     for call in (engine.eval_step, engine.step):
         with pytest.raises(
@@ -191,7 +191,7 @@ def test_what_counts_all_positions_is_refused():
         engine.step(spec.example_inputs(4, 7, "cpu"))
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     batch = (torch.randn(4, 6), torch.randn(4, 6))
-    with pytest.raises(AutoparError, match="cannot be filled up .* statistics over all positions"):
+    with pytest.raises(AutoparError, match=r"cannot be filled up .* statistics over all positions"):
         autopar.parallelize(model, "cpu:1", batch, sgd, loss_fn=F.mse_loss, buckets=[])
     with pytest.raises(AutoparError, match="no mean over valid targets"):
         autopar.parallelize(model[0], "cpu:1", batch, sgd, loss_fn=F.mse_loss, buckets=[])

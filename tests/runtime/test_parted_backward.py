@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -250,7 +251,7 @@ def test_the_graph_of_a_micro_batch_goes_with_its_second_part():
 class Product(torch.autograd.Function):
     """A product in Python that notes which gradients it computes; it makes those that it is asked for."""
 
-    made: list[tuple[bool, bool]] = []
+    made: ClassVar[list[tuple[bool, bool]]] = []
 
     @staticmethod
     def forward(ctx, number: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

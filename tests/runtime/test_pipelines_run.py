@@ -105,7 +105,7 @@ def test_hugging_face_models(pool4, name):
 
 
 @pytest.mark.parametrize(
-    "schedule, cuts, seed, kind",
+    ("schedule", "cuts", "seed", "kind"),
     [
         ("gpipe", (2, 2), 6, "R/P"),
         pytest.param("interleaved_1f1b", ONES, 14, "R/P", marks=pytest.mark.slow),
@@ -134,7 +134,7 @@ def _crossing(name: str, plan: Plan) -> list:
 
 
 @pytest.mark.parametrize(
-    "mesh, schedule, cuts, modes",
+    ("mesh", "schedule", "cuts", "modes"),
     [
         pytest.param(PP4, "1f1b", (2, 1, 1, 1), ("none", "full"), marks=pytest.mark.slow),
         pytest.param(TP, "interleaved_1f1b", (1, 2, 1, 1), ("full", "op"), marks=pytest.mark.slow),

@@ -26,7 +26,7 @@ DP4, TP2DP2, PP2DP2, ONE = (
 
 
 @pytest.mark.parametrize(
-    "precision, cells",
+    ("precision", "cells"),
     [
         ("bf16", ((TP2DP2, 0, 1), (DP4, 1, 2), (TP2DP2, 3, 2), (PP2DP2, 3, 2))),
         pytest.param("fp16", ((TP2DP2, 2, 2),), marks=pytest.mark.slow),

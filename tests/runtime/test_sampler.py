@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +28,7 @@ def test_ranks_share_each_global_batch(rows, parts, share, seed, shuffle):
         list(DataParallelSampler(range(rows), batch, parts, index, lambda: 0, seed, shuffle))
         for index in range(parts)
     ]
-    assert [sum(pieces, []) for pieces in zip(*ranks, strict=True)] == alone
+    assert [list(chain.from_iterable(pieces)) for pieces in zip(*ranks, strict=True)] == alone
     seen = [row for found in alone for row in found]
     assert len(set(seen)) == len(seen) == rows // batch * batch
     assert shuffle or seen == sorted(seen)

@@ -81,7 +81,7 @@ def adamw(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 0.01)
 
 
-@pytest.mark.parametrize("optimizer, words", [
+@pytest.mark.parametrize(("optimizer", "words"), [
     (torch.optim.SGD(made().parameters(), 0.1), "takes a function .* such as lambda params: torch.optim.AdamW.*this is a SGD"),
     (lambda params: torch.optim.SGD(made().parameters(), 0.1), "build it from the parameters that the function is given"),
     (torch.optim.LBFGS, "LBFGS.step needs closure.* such as AdamW"), (list, "returned a list, .*lambda parameters: torch.optim.AdamW"),

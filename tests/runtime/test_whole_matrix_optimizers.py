@@ -118,7 +118,7 @@ def distance(result: Reference) -> float:
 CELLS = ((TP2, 0, 1), (DP2, 3, 2), (PP2, 0, 2), (DP2, 1, 2), (DP2, 2, 2), (DP2, 0, 1))
 
 
-@pytest.mark.parametrize("optimizer, cells", [
+@pytest.mark.parametrize(("optimizer", "cells"), [
     ("muon", CELLS[:2]), ("shampoo", CELLS[:2]), ("lamb", CELLS[2:4]), ("lars", CELLS[:2]), ("lion", CELLS[4:5]), ("hooked", CELLS[:1]),
     *(pytest.param(optimizer, CELLS, marks=pytest.mark.slow) for optimizer in WHOLE),
 ])  # fmt: skip
@@ -345,7 +345,7 @@ def loaded(rank: int, optimizer: str, text: str, directory: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer, source, targets", [
+@pytest.mark.parametrize(("optimizer", "source", "targets"), [
     ("muon", (TP2, 0), [(DP2, 3), (DP2, 0)]),
     ("shampoo", (DP2, 3), [(TP2, 0), (PP2, 0, 2)]),
     pytest.param("prodigal", (DP2, 0), [(TP2, 0), (DP2, 2)], marks=pytest.mark.slow),

@@ -42,7 +42,7 @@ def test_every_stage_on_every_mesh(pool4, name):
     check(pool4, reference(name), name, plans_for(name, meshes, cuts=cuts))
 
 
-@pytest.mark.parametrize("name, cells", [
+@pytest.mark.parametrize(("name", "cells"), [
     ("llama-tiny", ((TP2DP2, 1, 2), (CP2DP2, 2, 1), (TP2DP2, 3, 2))),
     pytest.param("gpt-tiny", ((DP4, 1, 1), (TP2DP2, 2, 2), (DP4, 3, 2)), marks=pytest.mark.slow),
     ("moe-tiny", ((EP2, 3, 1),)),
@@ -80,7 +80,7 @@ def test_recompute(pool4):
 
 
 @pytest.mark.parametrize(
-    "optimizer, mesh, zeros",
+    ("optimizer", "mesh", "zeros"),
     [("adamw", TP2DP2, (1, 3)), ("adam", DP4, (2,)), ("adafactor", TP2DP2, (3,))],
 )
 def test_odd_parameters_and_optimizers(pool4, optimizer, mesh, zeros):

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from support.loss_writer import HIDDEN, OUTPUTS, VOCAB
 from torch import Tensor
-
-KINDS = (
-    "ids",
-    "labels",
-    "padded labels",
-    "ignored labels",
-    "row labels",
-    "ignored row labels",
-    "bool mask",
-    "int mask",
-    "float mask",
-    "row mask",
-    "lengths",
-    "domains",
-    "features",
-    "targets",
-    "row targets",
-    "row floats",
-    "token floats",
-    "soft labels",
-    "row soft labels",
-)
 
 
 def sample_batch(
@@ -37,58 +18,52 @@ def sample_batch(
     return {name: _tensor(kind, rows, seq, zero_rows, generator) for name, kind in inputs.items()}
 
 
+@dataclass(frozen=True)
+class _Draw:
+    """Random tensors of one batch."""
+
+    rows: int
+    seq: int
+    generator: torch.Generator
+    keep: Tensor  # [rows, seq] booleans
+    some: Tensor  # [rows] booleans
+
+    def integers(self, low: int, high: int, *sizes: int) -> Tensor:
+        return torch.randint(low, high, sizes, generator=self.generator)
+
+    def floats(self, *sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=self.generator, dtype=torch.float64)
+
+    def positive(self, *sizes: int) -> Tensor:
+        return 0.3 + 2 * torch.rand(sizes, generator=self.generator, dtype=torch.float64)
+
+
+KINDS: dict[str, Callable[[_Draw], Tensor]] = {
+    "ids": lambda d: d.integers(0, VOCAB, d.rows, d.seq),
+    "labels": lambda d: d.integers(0, VOCAB, d.rows, d.seq),
+    "padded labels": lambda d: torch.where(d.keep, d.integers(1, VOCAB, d.rows, d.seq), 0),
+    "ignored labels": lambda d: torch.where(d.keep, d.integers(0, VOCAB, d.rows, d.seq), -100),
+    "row labels": lambda d: d.integers(0, VOCAB, d.rows),
+    "ignored row labels": lambda d: torch.where(d.some, d.integers(0, VOCAB, d.rows), -100),
+    "bool mask": lambda d: d.keep,
+    "int mask": lambda d: d.keep.long(),
+    "float mask": lambda d: d.keep.double(),
+    "row mask": lambda d: d.some,
+    "lengths": lambda d: d.keep.sum(1),
+    "domains": lambda d: torch.where(d.some, d.integers(1, 3, d.rows), 0),
+    "features": lambda d: d.floats(d.rows, d.seq, HIDDEN),
+    "targets": lambda d: d.floats(d.rows, d.seq, OUTPUTS),
+    "row targets": lambda d: d.floats(d.rows, OUTPUTS),
+    "row floats": lambda d: d.positive(d.rows),
+    "token floats": lambda d: d.positive(d.rows, d.seq),
+    "soft labels": lambda d: torch.softmax(d.floats(d.rows, d.seq, VOCAB), -1),
+    "row soft labels": lambda d: torch.softmax(d.floats(d.rows, VOCAB), -1),
+}
+
+
 def _tensor(kind: str, rows: int, seq: int, zero_rows: bool, generator: torch.Generator) -> Tensor:
-    def integers(low: int, high: int, *sizes: int) -> Tensor:
-        return torch.randint(low, high, sizes, generator=generator)
-
-    def floats(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator, dtype=torch.float64)
-
-    def positive(*sizes: int) -> Tensor:
-        return 0.3 + 2 * torch.rand(sizes, generator=generator, dtype=torch.float64)
-
     keep = _uneven(rows, seq, zero_rows, generator)
-    some = _some(rows, generator)
-    match kind:
-        case "ids":
-            return integers(0, VOCAB, rows, seq)
-        case "labels":
-            return integers(0, VOCAB, rows, seq)
-        case "padded labels":
-            return torch.where(keep, integers(1, VOCAB, rows, seq), 0)
-        case "ignored labels":
-            return torch.where(keep, integers(0, VOCAB, rows, seq), -100)
-        case "row labels":
-            return integers(0, VOCAB, rows)
-        case "ignored row labels":
-            return torch.where(some, integers(0, VOCAB, rows), -100)
-        case "bool mask":
-            return keep
-        case "int mask":
-            return keep.long()
-        case "float mask":
-            return keep.double()
-        case "row mask":
-            return some
-        case "lengths":
-            return keep.sum(1)
-        case "domains":
-            return torch.where(some, integers(1, 3, rows), 0)
-        case "features":
-            return floats(rows, seq, HIDDEN)
-        case "targets":
-            return floats(rows, seq, OUTPUTS)
-        case "row targets":
-            return floats(rows, OUTPUTS)
-        case "row floats":
-            return positive(rows)
-        case "token floats":
-            return positive(rows, seq)
-        case "soft labels":
-            return torch.softmax(floats(rows, seq, VOCAB), -1)
-        case "row soft labels":
-            return torch.softmax(floats(rows, VOCAB), -1)
-    raise ValueError(f"no batch tensor of kind {kind!r}")
+    return KINDS[kind](_Draw(rows, seq, generator, keep, _some(rows, generator)))
 
 
 def _uneven(rows: int, seq: int, zero_rows: bool, generator: torch.Generator) -> Tensor:

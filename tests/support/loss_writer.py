@@ -110,9 +110,7 @@ class Writer:
             if line.startswith("return ") or used & set(targets.split(", ")):
                 kept.append(line)
                 used |= set(
-                    re.findall(
-                        r"\w+", line.removeprefix("return ") if not expression else expression
-                    )
+                    re.findall(r"\w+", expression if expression else line.removeprefix("return "))
                 )
         self.lines = kept[::-1]
         self.inputs = {name: kind for name, kind in self.inputs.items() if name in used}

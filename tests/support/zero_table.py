@@ -75,7 +75,7 @@ def observe(rank: int, texts: list[str]) -> list[tuple[Counter, dict[str, int]]]
     return found
 
 
-class counted:  # noqa: N801 (a block)
+class counted:
     """Counts the collectives that move parameters and gradients, by kind and ranks: `all_reduce of 4`."""
 
     def __init__(self, calls: Counter) -> None:

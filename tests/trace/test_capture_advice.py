@@ -425,7 +425,7 @@ def loss_errors(rank: int, name: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("given, loss_fn, words", [
+@pytest.mark.parametrize(("given", "loss_fn", "words"), [
     ({"x": torch.ones(4, 6)}, None, r"forward of Layer returned a tensor of shape \(batch, 6\).*pass labels in example_inputs"),
     (labelled(torch.float32)[0], lambda out, labels: (out - labels) ** 2, r"loss_fn returned .*end it with .mean\(\) or .sum\(\)"),
     (labelled(torch.float32)[0], Scale(), r"tensors of its own \(scale\).*make it a part of the model"),
@@ -477,7 +477,7 @@ def shared_error(rank: int) -> float:
 
 def test_an_input_that_has_as_many_rows_as_the_batch(pool2):
     with pytest.raises(
-        AutoparError, match="dim 0 of 'table' and 'x'.*; if dim 0 of one of them is not the batch"
+        AutoparError, match=r"dim 0 of 'table' and 'x'.*; if dim 0 of one of them is not the batch"
     ) as refused:
         trace(shared(), {"x": torch.ones(ROWS, 6).double(), "table": torch.ones(ROWS).double()})
     paragraph(refused.value)

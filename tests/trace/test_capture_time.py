@@ -59,7 +59,7 @@ IN_CI = {("buffer-as-is", "bf16"), ("mask", "fp32"), ("u-net", "bf16")}
 
 
 @pytest.mark.parametrize(
-    "kind, precision",
+    ("kind", "precision"),
     [
         (kind, precision)
         if (kind, precision) in IN_CI

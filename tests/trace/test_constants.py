@@ -52,7 +52,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize(
-    "name, device",
+    ("name", "device"),
     [(name, "cpu") for name in KEPT] + [(name, "meta") for name in KEPT if "closure" not in name],
 )
 def test_they_are_known_for_what_they_are(name, device):
@@ -78,7 +78,7 @@ def test_a_closure_over_a_meta_model_is_refused():
     ids=["slice in a list", "transposed", "slice in a closure", "closure", "detached in a closure", "detached in a list"],
 )  # fmt: skip
 def test_parts_of_parameters_are_refused(keep):
-    with pytest.raises(AutoparError, match="parameter 'own.weight' past the module's attributes"):
+    with pytest.raises(AutoparError, match=r"parameter 'own.weight' past the module's attributes"):
         trace(Model(keep), {"x": torch.ones(3, 4)})
 
 
@@ -124,7 +124,7 @@ class Plain(nn.Module):
 
 def test_a_loss_that_reads_parameters_of_the_model_is_refused():
     model, batch = Plain(), {"x": torch.ones(3, 4), "y": torch.ones(3, 4)}
-    with pytest.raises(AutoparError, match="parameter 'own.weight' past"):
+    with pytest.raises(AutoparError, match=r"parameter 'own.weight' past"):
         trace(model, batch, lambda out, y: (out - y).square().mean() + model.own.weight.sum())
 
 

@@ -103,7 +103,7 @@ def test_what_cannot_be_copied_is_refused_by_name(name):
 def test_a_lazy_module_is_refused_before_its_first_call():
     model = nn.Sequential(nn.LazyLinear(3), nn.Flatten())
     batch, loss = (torch.ones(4, 6), torch.ones(4, 3)), nn.functional.mse_loss
-    with pytest.raises(AutoparError, match="parameter '0.weight' has no shape yet"):
+    with pytest.raises(AutoparError, match=r"parameter '0.weight' has no shape yet"):
         trace(model, batch, loss)
     with torch.no_grad():
         model(batch[0])  # the advice

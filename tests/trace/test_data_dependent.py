@@ -36,7 +36,7 @@ NUMBERS = {
     "float": lambda y: y * float(y.sum()),
     "if": lambda y: y if y.sum() > 0 else -y,
     "while": halved_until_small,
-    "range": lambda y: [y for _ in range(int(y[0, 0]))][0],
+    "range": lambda y: next(y for _ in range(int(y[0, 0]))),
     "index": lambda y: y[:, int(y[0, 0])],
     "in": lambda y: y if 3.0 in y else -y,
     "allclose": lambda y: y if torch.allclose(y, -y) else -y,
@@ -109,7 +109,7 @@ def test_printed_tensors_are_noted(capfd):
         print("sum", y.sum())
         return y * len(f"{y.mean()} {y.std():.3f}") * 0 + y
 
-    (note, *more) = notes(trace(Model(talkative), {"x": torch.ones(4, 6)}))
+    (note, *_more) = notes(trace(Model(talkative), {"x": torch.ones(4, 6)}))
     assert (
         "prints a tensor (test_data_dependent.py:" in note
         and "sum tensor(shape=()" in capfd.readouterr().out

@@ -198,7 +198,7 @@ def test_a_batch_of_any_other_loss_is_not_split(name):
     batch, model = batch_of(1, (0.9, 0.6, 0.2, 0.1)), model_of(REFUSED[name])
     with pytest.raises(
         autopar.AutoparError,
-        match="combines rows of the batch.*Pin micro_batch=4.*allow_micro_batch_mean=True",
+        match=r"combines rows of the batch.*Pin micro_batch=4.*allow_micro_batch_mean=True",
     ) as refused:
         stepped(REFUSED[name], batch, 2)
     paragraph(refused.value)

@@ -170,7 +170,7 @@ def test_a_loss_that_counts_is_refused():
         calls += 1
         return (output - y).square().mean() * calls
 
-    with pytest.raises(AutoparError, match="variable 'calls' of .*loss"):
+    with pytest.raises(AutoparError, match=r"variable 'calls' of .*loss"):
         trace(
             nn.Linear(6, 1), (torch.ones(4, 6), torch.ones(4, 1)), lambda output, y: loss(output, y)
         )

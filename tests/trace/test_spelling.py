@@ -47,7 +47,7 @@ def names(graph) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "function, expected",
+    ("function", "expected"),
     [
         (lambda x: torch.multiply(*x.tensor_split(2, -1)), ["split_with_sizes", "mul"]),
         (lambda x: torch.subtract(*x.hsplit(2)), ["split_with_sizes", "sub"]),
