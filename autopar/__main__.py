@@ -1,5 +1,5 @@
 """`python -m autopar`: the command line."""
 
-from autopar.cli.plan_commands import main
+from autopar.cli.console import main
 
 main()

@@ -5,12 +5,10 @@ Nothing here imports torch before a command runs, so that `autopar --help` is qu
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from textwrap import indent
 from typing import Any, NoReturn
@@ -21,10 +19,9 @@ from autopar_cost_models.echo import shortened_message
 from autopar import __version__
 from autopar.cli import options
 from autopar.cli.run_commands import calibrate, demo, predict, verify
-from autopar.cli.session import Planner, priced_cluster
+from autopar.cli.session import Asked, Planner, priced_cluster
 from autopar.cli.terminal import progress, show
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.garbage import seldom_collected
 from autopar.request.pins import parse_pins, pins_help
 
 
@@ -133,60 +130,37 @@ PINS_HELP = f"\b\nPins:\n{indent(pins_help(), '  ')}"
 @click.pass_context
 def explain(
     ctx: click.Context,
-    model: str | None,
-    cluster: str | None,
-    global_batch: int | None,
-    seq: int | None,
     pin: str,
     objective: str,
     deadline: float | None,
     tokens_per_second: float | None,
-    price: float | None,
-    precision: str | None,
-    time_limit: float,
-    runnable: bool,
-    micro_batch_mean: bool,
     save: str | None,
     saved: str | None,
     replays: bool,
     audits: bool,
     as_json: bool,
+    **asked: Any,
 ) -> None:
     """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives.
 
     Objectives: time, the fastest step; cost, the lowest cost per token on a part of CLUSTER; gpus, the fewest devices of CLUSTER that meet
     --deadline or --tokens-per-second; memory, the least memory of the fullest device.
     """
-    given = {"MODEL": model, "CLUSTER": cluster, "--global-batch": global_batch, "--seq": seq, "--pin": pin, "--save": save,
-             "--objective": objective if objective != "time" else "", "--deadline": deadline, "--tokens-per-second": tokens_per_second,
-             "--price": price, "--replay (autopar replay is for saved plans)": replays,
-             "--audit (autopar audit is for saved plans)": audits}  # fmt: skip
+    wanted = asked | {"pin": pin, "save": save, "deadline": deadline}
+    wanted |= {"tokens_per_second": tokens_per_second, "replay": replays, "audit": audits}
+    wanted["objective"] = objective if objective != "time" else None
     if saved is not None:
-        if unused := [name for name, value in given.items() if value]:
-            raise AutoparError(
-                f"explain --plan {saved} explains a saved plan, which says what it is for: leave out {', '.join(unused)}"
-            )
-        _explain_saved(saved, as_json)
+        _explain_saved(saved, wanted, as_json)
         return
-    if missing := [name for name in ("MODEL", "CLUSTER", "--global-batch") if given[name] is None]:
+    required = {"MODEL": "model", "CLUSTER": "cluster", "--global-batch": "global_batch"}
+    if missing := [name for name, key in required.items() if asked[key] is None]:
         raise click.UsageError(f"Missing {', '.join(missing)}")
     pins = parse_pins(pin)
     with progress("planning") as tell:
         from autopar.planning.objectives import Goal, choose
 
         goal = Goal(objective, deadline, tokens_per_second)
-        planned = Planner(
-            model,
-            cluster,
-            global_batch,
-            seq,
-            precision,
-            time_limit,
-            runnable,
-            tell,
-            price,
-            micro_batch_mean,
-        )
+        planned = Planner(Asked(**asked), tell)
         try:
             chosen = choose(goal, planned.plan, planned.cluster, pins, tell)
         except NoPlanFits as error:
@@ -213,7 +187,28 @@ def _refuse(error: NoPlanFits, planned: Planner, pins: dict[str, Any], as_json: 
     raise AutoparError(str(answer)) from None
 
 
-def _explain_saved(path: str, as_json: bool) -> None:
+_NOT_WITH_A_PLAN = {
+    "model": "MODEL",
+    "cluster": "CLUSTER",
+    "global_batch": "--global-batch",
+    "seq": "--seq",
+    "pin": "--pin",
+    "save": "--save",
+    "objective": "--objective",
+    "deadline": "--deadline",
+    "tokens_per_second": "--tokens-per-second",
+    "price": "--price",
+    "replay": "--replay (autopar replay is for saved plans)",
+    "audit": "--audit (autopar audit is for saved plans)",
+}
+"""What a saved plan says itself, by option."""
+
+
+def _explain_saved(path: str, wanted: Mapping[str, Any], as_json: bool) -> None:
+    if unused := [name for option, name in _NOT_WITH_A_PLAN.items() if wanted[option]]:
+        raise AutoparError(
+            f"explain --plan {path} explains a saved plan, which says what it is for: leave out {', '.join(unused)}"
+        )
     from autopar.explaining.lints import lint
     from autopar.ir.plan import Plan
     from autopar.text.plan_words import named_cluster
@@ -282,14 +277,15 @@ def audit(ctx: click.Context, **asked: Any) -> None:
     _check_saved(ctx, "audit", **asked)
 
 
-def _check_saved(ctx: click.Context, check: str, plan: str, model: str, cluster: str, seq: int | None, pin: str, precision: str | None,
-                 as_json: bool) -> None:  # fmt: skip
+def _check_saved(
+    ctx: click.Context, check: str, plan: str, pin: str, as_json: bool, **asked: Any
+) -> None:
     from autopar.ir.plan import Plan
 
     saved, pins = Plan.load(plan), parse_pins(pin)
     _note_stale(plan, saved)
     with progress(f"{check}ing") as tell:
-        planned = Planner(model, cluster, saved.global_batch, seq, precision, 0.0, False, tell)
+        planned = Planner(Asked(global_batch=saved.global_batch, **asked), tell)
         checked = getattr(planned, check)(saved, pins)
     if as_json:
         click.echo(json.dumps(checked.as_dict(), indent=1))
@@ -313,20 +309,7 @@ def _check_saved(ctx: click.Context, check: str, plan: str, model: str, cluster:
 @options.search
 @options.as_json
 @click.pass_context
-def why_not(
-    ctx: click.Context,
-    model: str,
-    cluster: str,
-    global_batch: int,
-    seq: int | None,
-    pin: str,
-    saved: str | None,
-    precision: str | None,
-    time_limit: float,
-    runnable: bool,
-    micro_batch_mean: bool,
-    as_json: bool,
-) -> None:
+def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **asked: Any) -> None:
     """What a choice would cost MODEL on CLUSTER, and where; or what forbids it.  Exit code 1 if it is impossible or does not fit."""
     pins = parse_pins(pin)
     with progress("planning") as tell:
@@ -337,17 +320,7 @@ def why_not(
         plan = None if saved is None else Plan.load(saved)
         if plan is not None:
             _note_stale(saved, plan)
-        planned = Planner(
-            model,
-            cluster,
-            global_batch,
-            seq,
-            precision,
-            time_limit,
-            runnable,
-            tell,
-            micro_batch_mean=micro_batch_mean,
-        )
+        planned = Planner(Asked(**asked), tell)
         answer = why_not(planned.plan, planned.cluster, pins, plan and planned.check(plan))
     if as_json:
         click.echo(json.dumps(why_not_data(answer), indent=1))
@@ -378,20 +351,7 @@ def why_not(
 @options.price
 @options.search
 @options.as_json
-def compare(
-    model: str,
-    cluster: str,
-    global_batch: int,
-    seq: int | None,
-    pins: tuple[str, ...],
-    saved: tuple[str, ...],
-    price: float | None,
-    precision: str | None,
-    time_limit: float,
-    runnable: bool,
-    micro_batch_mean: bool,
-    as_json: bool,
-) -> None:
+def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **asked: Any) -> None:
     """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved ones."""
     parsed = [parse_pins(pin) for pin in pins]
     with progress("planning") as tell:
@@ -400,18 +360,7 @@ def compare(
 
         check_compared(parsed, saved)
         plans = [(os.path.basename(path), Plan.load(path)) for path in saved]
-        planned = Planner(
-            model,
-            cluster,
-            global_batch,
-            seq,
-            precision,
-            time_limit,
-            runnable,
-            tell,
-            price,
-            micro_batch_mean,
-        )
+        planned = Planner(Asked(**asked), tell)
         entries = compare(planned.plan, planned.cluster, parsed, plans)
     if as_json:
         click.echo(json.dumps(compare_data(entries, planned.cluster), indent=1))
@@ -450,44 +399,27 @@ def compare(
 @options.search
 @options.as_json
 def sweep(
-    model: str,
-    cluster: str,
     gpus: tuple[int, ...],
     seq: tuple[int, ...],
     global_batch: tuple[int, ...],
     inter_bandwidth: tuple[float, ...],
-    price: float | None,
-    precision: str | None,
-    time_limit: float,
-    runnable: bool,
-    micro_batch_mean: bool,
     as_json: bool,
+    **asked: Any,
 ) -> None:
     """Plan MODEL for every combination of the given values; show the Pareto front, and the bandwidths at which the plan changes."""
     with progress("planning") as tell:
         from autopar.explaining.sweep import points_of, sweep, sweep_data, sweep_table
 
-        spec = priced_cluster(cluster, price)
+        spec = priced_cluster(asked["cluster"], asked["price"])
         points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
-        planned = Planner(
-            model,
-            cluster,
-            global_batch[0],
-            None,
-            precision,
-            time_limit,
-            runnable,
-            tell,
-            price,
-            micro_batch_mean,
-        )
+        planned = Planner(Asked(global_batch=global_batch[0], **asked), tell)
         found = sweep(
             lambda at, tokens, batch, pin: planned.plan(pin, at, batch, tokens), spec, points, tell
         )
     if as_json:
         click.echo(json.dumps(sweep_data(found), indent=1))
     else:
-        show(sweep_table(found, model, spec))
+        show(sweep_table(found, asked["model"], spec))
 
 
 @cli.command()
@@ -516,36 +448,14 @@ def sweep(
 @options.search
 @options.as_json
 def robust(
-    model: str,
-    cluster: str,
-    global_batch: int,
-    seq: int | None,
-    pin: str,
-    off: float,
-    together: bool,
-    near: float | None,
-    precision: str | None,
-    time_limit: float,
-    runnable: bool,
-    micro_batch_mean: bool,
-    as_json: bool,
+    pin: str, off: float, together: bool, near: float | None, as_json: bool, **asked: Any
 ) -> None:
     """How much slower than the best the plan of MODEL on CLUSTER is if rates, bandwidths and memory are not as predicted."""
     pins = parse_pins(pin)
     with progress("planning") as tell:
         from autopar.explaining.robust import robust_data, robust_table, robustness, scenarios_of
 
-        planned = Planner(
-            model,
-            cluster,
-            global_batch,
-            seq,
-            precision,
-            time_limit,
-            runnable,
-            tell,
-            micro_batch_mean=micro_batch_mean,
-        )
+        planned = Planner(Asked(**asked), tell)
         scenarios = scenarios_of(planned.cluster, off / 100, together)
         found = robustness(
             planned.plan, planned.cluster, pins, scenarios, off / 100, near and near / 100, tell
@@ -591,71 +501,3 @@ def _note_stale(path: str, plan: Any) -> None:
 
 for command in (verify, predict, calibrate, demo):
     cli.add_command(command)
-
-
-LOST_OUTPUT = 74
-"""Exit code where an output or another file cannot be written: EX_IOERR of sysexits.h."""
-
-
-def main() -> None:
-    """The console script.  Ctrl-C and a closed pipe end it quietly; an output that cannot be written ends it with one line."""
-    if sys.stderr is None:  # closed by who started this
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
-    with seldom_collected():  # nor at its end, which it does not reach
-        _end(_run())
-
-
-def _run() -> int:
-    """The exit code of the command that the arguments ask for, once its output is written."""
-    if sys.stdout is None:
-        click.echo(
-            "Error: standard output is closed, so that the answer would be lost; give it a file or a terminal",
-            err=True,
-        )
-        return LOST_OUTPUT
-    try:
-        code = _command()
-        sys.stdout.flush()
-        return code
-    except (BrokenPipeError, SystemExit):  # SystemExit: what click and rich make of the first
-        _drop_output()
-        return 141
-    except OSError as error:
-        reason = error.strerror or str(error)
-        # a write to a stream; what is written to files is told by `files.py`
-        if error.filename is None:
-            _drop_output()
-            reason = f"standard output cannot be written ({reason}), so that the answer is lost or cut short; send it to a place with room"
-        with suppress(OSError):
-            click.echo(f"Error: {shortened_message(reason)}", err=True)
-        return LOST_OUTPUT
-
-
-def _command() -> int:
-    try:
-        code = cli.main(standalone_mode=False)
-        return code if isinstance(code, int) else 0
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("Interrupted", err=True)
-        return 130
-
-
-def _drop_output() -> None:
-    """What is left to say goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _end(code: int) -> NoReturn:
-    """End the process as `sys.exit` does, but for taking apart what torch loaded and a search left, which takes more than a second."""
-    atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        with suppress(OSError):  # of standard error: nobody is left to be told
-            stream.flush()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ torch is loaded when the first `Planner` is made, after the cluster was read: a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, NoPlanFits
@@ -23,39 +23,40 @@ if TYPE_CHECKING:
     from autopar.request.plan_request import PlanRequest
 
 
-class Planner:
-    """Plans one model.  `cluster`, `global_batch` and `seq` (None: what the model was designed for) are what is asked for unless a call
-    says otherwise; `tell(text)` hears what goes on."""
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a command wants planned.  `seq` None: what the model was designed for; `price`: dollars a device and hour."""
 
-    def __init__(
-        self,
-        model: str,
-        cluster: str,
-        global_batch: int,
-        seq: int | None,
-        precision: str | None,
-        time_limit_s: float,
-        runnable: bool,
-        tell: Callable[[str], None],
-        price: float | None = None,
-        micro_batch_mean: bool = False,
-    ) -> None:
-        self.cluster = priced_cluster(cluster, price)
+    model: str
+    cluster: str
+    global_batch: int
+    seq: int | None = None
+    precision: str | None = None
+    time_limit: float = 60.0
+    runnable: bool = False
+    micro_batch_mean: bool = False
+    price: float | None = None
+
+
+class Planner:
+    """Plans what is asked for, unless a call says otherwise.  `tell(text)` hears what goes on."""
+
+    def __init__(self, asked: Asked, tell: Callable[[str], None]) -> None:
+        self.cluster = priced_cluster(asked.cluster, asked.price)
         from autopar.models import parse_model
         from autopar.request.plan_request import PlanRequest, choose_precision
 
-        self.spec = parse_model(model)
-        self.seq = seq or self.spec.max_seq or 512
-        self.precision, self.time_limit_s, self.tell = precision, time_limit_s, tell
-        wanted = precision or choose_precision(self.cluster)
+        self.spec = parse_model(asked.model)
+        self.seq = asked.seq or self.spec.max_seq or 512
+        self.time_limit_s, self.tell = asked.time_limit, tell
         self.request = PlanRequest(
             self.cluster,
-            global_batch,
+            asked.global_batch,
             Pins(),
-            wanted,
-            runnable,
+            asked.precision or choose_precision(self.cluster),
+            asked.runnable,
             self.spec.name,
-            micro_batch_mean=micro_batch_mean,
+            micro_batch_mean=asked.micro_batch_mean,
         )
         self._traced: dict[int, TracedModel] = {}
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.explain_tasks import task
 
-from autopar.cli.session import Planner
+from autopar.cli.session import Asked, Planner
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.remedies import (
@@ -30,16 +30,8 @@ PINS = {"micro_batch": 8, "recompute": "none", "zero": 0, "tp": 1, "dp": 2}
 
 @cache
 def planner() -> Planner:
-    return Planner(
-        "gpt:layers=2,hidden=256,heads=4,vocab=1024",
-        "cpu:2",
-        16,
-        256,
-        None,
-        60.0,
-        False,
-        lambda text: None,
-    )
+    model = "gpt:layers=2,hidden=256,heads=4,vocab=1024"
+    return Planner(Asked(model=model, cluster="cpu:2", global_batch=16, seq=256), lambda text: None)
 
 
 def refused(pin: dict, gib: float) -> tuple[Ask, NoPlanFits]:
