@@ -373,9 +373,9 @@ class _Transfer:
             if locate(term, letter) is not None:
                 fits = _row_dim(val) is not None
                 found.append(Fact(ROWS, own, min(outers), self.known) if fits else self._mixed())
-            elif letter in dims.summed and not dims.additive:
-                found.append(Fact(SUM, own, known=self.known))
-            elif letter in dims.summed and self._adds_nothing(dims):
+            elif (letter in dims.summed and not dims.additive) or (
+                letter in dims.summed and self._adds_nothing(dims)
+            ):
                 found.append(Fact(SUM, own, known=self.known))
             else:
                 found.append(self._mixed())
