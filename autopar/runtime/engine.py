@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from math import prod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,10 @@ from torch import nn
 from autopar.errors import AutoparError
 from autopar.files import path_of
 from autopar.ir.plan import Plan
-from autopar.ir.sharding import Layout
 from autopar.ir.traced import TracedModel
 from autopar.ops.work import model_flops
 from autopar.rewrite.collectives.axes import active_axes
-from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.rewrite.collectives.ranges import named
-from autopar.rewrite.lowerings.dropout import NOISE
-from autopar.rewrite.program import Program, evaluation_copy
 from autopar.rewrite.shape_check import checked_program
 from autopar.runtime.batches.batch_checks import IndexLimits
 from autopar.runtime.batches.micro_batches import BatchSplitter, MicroBatches
@@ -35,7 +31,7 @@ from autopar.runtime.checkpoint.checkpoint import Checkpoints
 from autopar.runtime.checkpoint.engine_methods import Durable
 from autopar.runtime.observe.metrics import Meter, Metrics
 from autopar.runtime.observe.profiling import Profile, named_segments, traced_run
-from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.runtime.passes import Passes
 from autopar.runtime.programs.compiled import Compiler, Coverage, check_compiles
 from autopar.runtime.programs.recompute import kept_in_split_backward, wrap_recomputed
 from autopar.runtime.ranks.agreement import TIMEOUT_S, lost_ranks
@@ -44,12 +40,29 @@ from autopar.runtime.state.gradients import global_norm, partial_axes
 from autopar.runtime.state.materialize import materialize
 from autopar.runtime.state.optimizers import is_elementwise, make_optimizer, step
 from autopar.runtime.state.parameters import HOST, Parameters
-from autopar.runtime.state.pieces import Cut, Held
 from autopar.runtime.state.precision import PRECISIONS, LossScale
 from autopar.runtime.state.sparse_gradients import check_dense_is_the_same
 from autopar.runtime.state.tied_parameters import StageParameters
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def _check_options(plan: Plan, max_grad_norm: float | None, compiles: bool) -> None:
+    if plan.precision not in PRECISIONS:
+        raise AutoparError(
+            f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}"
+        )
+    if plan.runnable:
+        raise AutoparError(f"the engine cannot run this plan yet: {plan.runnable}")
+    if kept_in_split_backward(plan):
+        raise AutoparError(
+            "the engine cannot run recompute=op under zero_bubble: torch keeps results for one backward, which zero "
+            "bubble parts in two; pin recompute=selective, or schedule=1f1b"
+        )
+    if compiles:
+        check_compiles(plan)
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise AutoparError(f"max_grad_norm={max_grad_norm} must be positive")
 
 
 class Engine(Durable):
@@ -76,21 +89,9 @@ class Engine(Durable):
     ) -> None:
         """`shorter`: the model traced with shorter batches, shortest first; with it, () too, shorter batches are filled up.  `compile`: as
         `parallelize` has it."""
-        if plan.precision not in PRECISIONS:
-            raise AutoparError(
-                f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}"
-            )
-        if plan.runnable:
-            raise AutoparError(f"the engine cannot run this plan yet: {plan.runnable}")
-        if kept_in_split_backward(plan):
-            raise AutoparError("the engine cannot run recompute=op under zero_bubble: torch keeps results for one backward, which zero "
-                               "bubble parts in two; pin recompute=selective, or schedule=1f1b")  # fmt: skip
         self._compiler = Compiler(compile)
-        if self._compiler.on:
-            check_compiles(plan)
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise AutoparError(f"max_grad_norm={max_grad_norm} must be positive")
-        self.plan, self.max_grad_norm = plan, max_grad_norm
+        _check_options(plan, max_grad_norm, self._compiler.on)
+        self.plan, self.max_grad_norm, self.seed, self.steps = plan, max_grad_norm, seed, 0
         self.device = start_process_group(device_type)
         self.device_mesh, self.axes = mesh_axes(plan.mesh, self.device.type)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -99,88 +100,97 @@ class Engine(Durable):
         self._shared = StageParameters(self.program, self.axes["pp"], self._stage_group)
         self._all_specs, self._constants = traced.parameters, traced.constants
         self._for_steps: dict[str, torch.Tensor] | None = None
-        self._specs = {
-            name: spec for name, spec in traced.parameters.items() if self._shared.holds(name)
-        }
         self._segments = tuple(segment.name for segment in traced.segments)
-        lengths = () if shorter is None else (*shorter, traced)
-        if lengths:
-            check_model(traced)
+        self._state_names = set(model.state_dict())
+        self._layouts = {p.spec.name: p.layouts for p in self.program.parameters}
+        self._filled_up: Counter[int] = Counter()
+        lengths = (traced,) if shorter is None else (*shorter, traced)
         programs = [checked_program(one, plan, self.rank, self.device) for one in lengths[:-1]]
         self._programs = (*programs, self.program)
-        flops = [model_flops(one, plan.global_batch) for one in lengths]
-        self.batches = BatchSplitter(
-            self.program,
-            plan,
-            self.axes,
-            self.device,
-            traced.split,
-            self._step_tensors,
-            self._programs if lengths else (),
-            flops,
-        )
-        self.batches.indices = tuple(map(IndexLimits, lengths or (traced,)))
-        self._layouts: dict[str, dict[str, Layout]] = {
-            parameter.spec.name: parameter.layouts for parameter in self.program.parameters
-        }
-        self._evaluations: dict[int, Program] = {}
-        self._pipelines: dict[tuple[str, int], Pipeline] = {}
-        self._filled_up: Counter[int] = Counter()
-        sharing_mesh, sharing = (
-            mesh_axes(plan.mesh, self.device.type, plan.shard)
-            if plan.shard
-            else (self.device_mesh, self.axes)
-        )
-        offloaded = plan.offload != "none" and self.device_mesh is not None
-        masters_mesh = mesh_axes(plan.mesh, HOST.type, plan.shard)[0] if offloaded else sharing_mesh
-        self.parameters = Parameters(
-            self.program, self._specs, self._layouts, plan, sharing, masters_mesh, self.device
-        )
-        own = self.parameters
-        tensors = materialize(self.program, model, self._all_specs, weights, self.device, own.home, own.stored_dtype, seed, self._specs,
-                              own.kept)  # fmt: skip
-        own.install(self.program, tensors, self.device)
+        self.batches = self._splitter(lengths, fills_up=shorter is not None)
+        self.parameters = self._placed_parameters(model, weights)
         self.optimizer = make_optimizer(
-            torch.optim.AdamW if optimizer is None else optimizer, own, plan
+            torch.optim.AdamW if optimizer is None else optimizer, self.parameters, plan
         )
-        self._leaves, self._masters = own.leaves, own.masters
+        self._leaves, self._masters = self.parameters.leaves, self.parameters.masters
         check_dense_is_the_same(self.optimizer, traced)
         for program in programs:
-            own.give(program, self.device)
-        for program, one in zip(self._programs, lengths or (traced,), strict=True):
+            self.parameters.give(program, self.device)
+        for program, one in zip(self._programs, lengths, strict=True):
             wrap_recomputed(program, plan, one)
             self._compiler.compile(program)
         self.loss_scale = LossScale.of(plan.precision)
-        self._state_names = set(model.state_dict())
-        self.seed, self.steps = seed, 0
+        self._passes = Passes(
+            plan=plan,
+            axes=self.axes,
+            device=self.device,
+            programs=self._programs,
+            parameters=self.parameters,
+            shared=self._shared,
+            batches=self.batches,
+            loss_scale=self.loss_scale,
+            compiler=self._compiler,
+            stage_group=self._stage_group,
+        )
         self._checkpoints = Checkpoints(self)
         self._meter = Meter(plan, self.device, self.axes["pp"].index)
+
+    def _splitter(self, lengths: Sequence[TracedModel], fills_up: bool) -> BatchSplitter:
+        """What cuts batches into micro-batches, and fills up those that are shorter than a model was traced for."""
+        if fills_up:
+            check_model(lengths[-1])
+        flops = [model_flops(one, self.plan.global_batch) for one in lengths] if fills_up else []
+        splitter = BatchSplitter(
+            self.program,
+            self.plan,
+            self.axes,
+            self.device,
+            split=lengths[-1].split,
+            tensors=self._step_tensors,
+            programs=self._programs if fills_up else (),
+            flops=flops,
+        )
+        splitter.indices = tuple(map(IndexLimits, lengths))
+        return splitter
+
+    def _placed_parameters(self, model: nn.Module, weights: str | Path | None) -> Parameters:
+        """This rank's parts of the model's tensors, in the program."""
+        plan, kind = self.plan, self.device.type
+        specs = {name: spec for name, spec in self._all_specs.items() if self._shared.holds(name)}
+        sharing_mesh, sharing = self.device_mesh, self.axes
+        if plan.shard:
+            sharing_mesh, sharing = mesh_axes(plan.mesh, kind, plan.shard)
+        offloaded = plan.offload != "none" and self.device_mesh is not None
+        own = Parameters(
+            self.program,
+            specs,
+            self._layouts,
+            plan,
+            axes=sharing,
+            device_mesh=mesh_axes(plan.mesh, HOST.type, plan.shard)[0]
+            if offloaded
+            else sharing_mesh,
+            device=self.device,
+        )
+        tensors = materialize(
+            self.program,
+            model,
+            self._all_specs,
+            weights,
+            self.device,
+            home=own.home,
+            dtype=own.stored_dtype,
+            seed=self.seed,
+            held=specs,
+            kept=own.kept,
+        )
+        own.install(self.program, tensors, self.device)
+        return own
 
     @property
     def compiled(self) -> Coverage | None:
         """How much of this rank's program torch.compile has; None without it."""
         return self._compiler.coverage
-
-    # ---------------------------------------------------------------------------------------------------------- parameters
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole tensors by the model's own names (tied names included), equal on every rank.  Every rank must call."""
-        wholes = {name: self._whole(name) for name in self._leaves}
-        state: dict[str, torch.Tensor] = {}
-        for name, whole in self._shared.everywhere(wholes, self._all_specs).items():
-            state.update(
-                (alias, whole)
-                for alias in (name, *self._all_specs[name].aliases)
-                if alias in self._state_names
-            )
-        return state
-
-    def _whole(self, name: str) -> torch.Tensor:
-        """The whole of a tensor that this rank holds a part of.  Every rank that holds one must call."""
-        whole = self.parameters.whole(name)
-        for group, split in reversed(self.parameters.splits(name)):
-            whole = apply_primitive("all_gather", whole, group, split, None)
-        return whole.clone()
 
     def _step_tensors(self) -> Mapping[str, torch.Tensor]:
         """Whole buffers and constants that values of a step are computed from; every rank calls."""
@@ -194,29 +204,6 @@ class Engine(Durable):
             }
             self._for_steps = constants | (self._shared.everywhere(buffers, specs) if specs else {})
         return self._for_steps
-
-    # --------------------------------------------------------------------------------------------------------- checkpoints
-
-    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of all that a checkpoint holds of the model: parameters and persistent buffers, tied ones under their first name."""
-        return {
-            name: spec.shape
-            for name, spec in self._all_specs.items()
-            if prod(spec.shape)
-            and any(alias in self._state_names for alias in (name, *spec.aliases))
-        }
-
-    def held(self) -> dict[str, Held]:
-        """What this rank holds of these: of trained parameters the master, which the optimizer updates, or nothing if another rank does."""
-        found = {}
-        for name, shape in self.saved_shapes().items():
-            if name in self._leaves and self.parameters.has_master(name):
-                cuts = tuple(
-                    Cut(split.dim, group.size, group.index, split.pattern)
-                    for group, split in self.parameters.cuts(name)
-                )
-                found[name] = Held(shape, self._masters.get(name, self._leaves[name]), cuts)
-        return found
 
     # --------------------------------------------------------------------------------------------------------------- steps
 
@@ -236,20 +223,9 @@ class Engine(Durable):
             with named("batch"):
                 work = self.batches.split(batch)
                 self._check_filled_up(work)
-            program = self._programs[work.number]
-            program.module.train()
             try:
-                with (
-                    active_axes(self.axes),
-                    self._compiler.running(),
-                    self._randomness(),
-                    self.parameters.present(),
-                ):
-                    total = (
-                        self._accumulate(program, work)
-                        if self._stage_group is None
-                        else self._run_pipeline(work, training=True)
-                    )
+                with self._running(), self._randomness():
+                    total = self._passes.train(work, partial(self._noise, work))
                 with named("update"):
                     self._update()
             except BaseException:
@@ -274,11 +250,6 @@ class Engine(Durable):
             for program in self._programs:
                 stack.enter_context(named_segments(program, self._segments))
             yield found
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        """Backward of one micro-batch's loss."""
-        (loss * self.loss_scale.scale if self.loss_scale.dynamic else loss).backward()
-        self.parameters.after_backward()
 
     def _update(self) -> None:
         """Reduce the gradients, clip them and train on them, unless the loss scale was too large for them."""
@@ -317,28 +288,13 @@ class Engine(Durable):
         return self._evaluate(work)
 
     def _evaluate(self, work: MicroBatches) -> torch.Tensor:
-        with (
-            active_axes(self.axes),
-            self._compiler.running(),
-            torch.no_grad(),
-            self.parameters.present(),
-        ):
-            if self._stage_group is not None:
-                return self._run_pipeline(work, training=False)
-            program = self._programs[work.number]
-            if work.number not in self._evaluations:
-                self._evaluations[work.number] = self._compiler.compile(evaluation_copy(program))
-                if self._evaluations[work.number] is not program:
-                    self.parameters.watch(self._evaluations[work.number].module)
-            evaluation, scale, noise = (
-                self._evaluations[work.number],
-                self.batches.scale(work),
-                self._noise(work, 0),
-            )  # read by no one
-            total = sum(
-                self._forward(evaluation, inputs, noise)[0] * scale for inputs in work.inputs
-            )
-            return evaluation.whole_loss(total, self.axes)
+        with self._running(), torch.no_grad():
+            return self._passes.evaluate(work, partial(self._noise, work))
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        with active_axes(self.axes), self._compiler.running(), self.parameters.present():
+            yield
 
     def _check_filled_up(self, work: MicroBatches) -> None:
         """Refuse a loss that depends on what batches are filled up with.  It is looked at ever more rarely: a weight that starts as zero
@@ -353,53 +309,6 @@ class Engine(Durable):
             ]
             padding = self.batches.paddings[work.number]
             check_alike(*losses, self.program.loss.dtype, work.size.longest, padding.length)
-
-    def _accumulate(self, program: Program, work: MicroBatches) -> torch.Tensor:
-        """Forward and backward of each micro-batch; returns the loss of the step."""
-        total, scale = torch.zeros((), device=self.device), self.batches.scale(work)
-        for k, inputs in enumerate(work.inputs):
-            with named("micro-batch", k, "forward"):
-                loss, updates = self._forward(program, inputs, self._noise(work, k))
-            loss = loss * scale
-            with named("micro-batch", k, "backward"):
-                self._backward(loss)
-            total = total + loss.detach()
-            self._update_buffers(updates)  # now that backward has read the old values
-        return program.whole_loss(total, self.axes)
-
-    def _run_pipeline(self, work: MicroBatches, training: bool) -> torch.Tensor:
-        """The loss of the step or of an evaluation, on every rank."""
-        kind = "training" if training else "evaluation"
-        key, program = (kind, work.number), self._programs[work.number]
-        if key not in self._pipelines:
-            program = program if training else self._compiler.compile(evaluation_copy(program))
-            self._pipelines[key] = Pipeline(
-                program, self.plan.schedule, len(self.plan.stages), self._stage_group, self.device
-            )
-        given = [inputs | {NOISE: self._noise(work, k)} for k, inputs in enumerate(work.inputs)]
-        pipeline, scale = self._pipelines[key], self.batches.scale(work)
-        with named("pipeline"):
-            losses = (
-                pipeline.train(given, work.rows, scale * self.loss_scale.scale)
-                if training
-                else pipeline.evaluate(given, work.rows)
-            )
-        total = torch.zeros((), device=self.device, dtype=self.program.loss.dtype)
-        return program.whole_loss(
-            self._shared.over_stages(sum((loss * scale for loss in losses), total)), self.axes
-        )
-
-    def _forward(
-        self, program: Program, inputs: dict[str, torch.Tensor], noise: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The loss, and the new values of `program.updates`."""
-        found = program.module(*inputs.values(), *((noise,) if program.draws else ()))
-        return (found[0], found[1:]) if program.updates else (found, ())
-
-    def _update_buffers(self, values: tuple[torch.Tensor, ...]) -> None:
-        with torch.no_grad():
-            for name, value in zip(self.program.updates, values, strict=True):
-                self._leaves[name].copy_(value)
 
     def _noise(self, work: MicroBatches, index: int) -> torch.Tensor:
         return self.batches.noise(work, index, self.seed, self.steps)

@@ -182,8 +182,8 @@ def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
         for _ in range(plan.num_microbatches):
             tracker.reset_mod_stats()
             with active_axes(engine.axes):
-                loss, _ = engine._forward(engine.program, batch, engine._noise(work, 0))
-                engine._backward(loss)
+                loss, _ = engine._passes.forward(engine.program, batch, engine._noise(work, 0))
+                engine._passes.backward(loss)
                 del loss
         engine._update() if update else engine.reduce_gradients()
 

@@ -92,7 +92,7 @@ def peaks(rank: int, name: str, precision: str, texts: list[str]) -> list[int]:
         )
         batch = {name: torch.zeros(ROWS * MICRO_BATCHES, SEQ, dtype=torch.long) for name in inputs}
         engine.step(batch)  # the optimizer makes its state
-        ((_, stages),) = engine._pipelines["training", 0]._schedules.values()
+        ((_, stages),) = engine._passes.pipelines["training", 0]._schedules.values()
         infos = [
             i
             for s in stages

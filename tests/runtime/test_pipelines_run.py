@@ -540,7 +540,7 @@ def who_runs_again(rank: int, text: str) -> list[bool]:
     engine, batch = engine_for("llama-tiny", Plan.from_json(text)), case("llama-tiny").batches[0]
     for rows in (8, 6, 8):
         engine.step(engine.local_batch({name: x[:rows] for name, x in batch.items()}))
-    schedules = engine._pipelines["training", 0]._schedules
+    schedules = engine._passes.pipelines["training", 0]._schedules
     assert len(schedules) == 2
     stages = next(iter(schedules.values()))[1]
     return [part.again == stage.parted.again for stage in stages if stage.parted for part in stage.submod.body.children()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -52,6 +52,23 @@ class MicroBatches:
     size: BatchSize = BatchSize(0, None, 0.0)
     number: int = 0
     filled: tuple[dict[str, torch.Tensor], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """What one rank was given, by name; `tensors` are filled up to the length of the program with `number`, `length` its own positions."""
+
+    given: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=False)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=False)
+    rows: int = -1
+    checksum: float = 0.0
+    number: int = 0
+    length: int
+
+    @property
+    def told(self) -> list[float]:
+        """What the other ranks hear of it."""
+        return [self.rows, self.checksum, self.number, self.length]
 
 
 class BatchSplitter:
@@ -118,28 +135,64 @@ class BatchSplitter:
 
     def split(self, batch: Any) -> MicroBatches:
         """Check this rank's batch with all ranks and cut it.  A mistake of any rank raises AutoparError on every rank."""
-        mistake: AutoparError | None = None
-        rows, sums, number, length, whole = -1, 0.0, 0, self.positions, self._tensors()
+        whole = self._tensors()
+        read, mistake = _Read(length=self.positions), None
         parts = torch.zeros(self._numbers, dtype=torch.float64, device=self.device)
         try:
-            given = batch_tensors(batch)
-            number, length = self._fitting(given)
-            tensors = self._checked(self._filled_up(given, number), number)
-            if self.indices:
-                self.indices[number].check(tensors)
-            rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
-            sums = _checksum(tensors.values()) if self._shared else 0.0
-            if rows and self._values[number] is not None:
-                parts = self._values[number].parts(tensors, rows, whole, self.device)
+            read = self._read(batch)
+            if read.rows and (step_inputs := self._values[read.number]) is not None:
+                parts = step_inputs.parts(read.tensors, read.rows, whole, self.device)
         except AutoparError as error:  # the other ranks must hear of it, or they would wait
-            mistake = error
-        size = min(self.plan.micro_batch, rows) or 1
-        # (data-parallel rank, rank that shares its batch): rows, checksum, number of the program, positions, parts of the step's values
-        own = torch.tensor([rows, sums, number, length], dtype=torch.float64, device=self.device)
+            mistake, read = error, replace(read, rows=-1)
+        # (data-parallel rank, rank that shares its batch): what was read, parts of the step's values
+        own = torch.tensor(read.told, dtype=torch.float64, device=self.device)
         everyone = self._gather_over_all(torch.cat([own, parts]))
-        seen = everyone[..., : len(own)].tolist()
         if mistake is not None:
             raise mistake
+        held, numbers, lengths = self._agreed(everyone[..., : len(own)].tolist())
+        rows, size = read.rows, min(self.plan.micro_batch, read.rows) or 1
+        self._check_counts(held, rows, size)
+        count, tensors = rows // size, read.tensors
+        chosen = max(numbers)  # every rank runs the program that the longest batch needs
+        if chosen != read.number:
+            tensors = self._checked(self._filled_up(read.given, chosen), chosen)
+        added = everyone[:, 0, len(own) :].sum(0)
+        values = self._step_values(tensors, added, chosen, count, whole)
+
+        def cut(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+            graph_inputs = {**tensors, **values}
+            return [
+                {name: self._part(name, t, k, count) for name, t in graph_inputs.items()}
+                for k in range(count)
+            ]
+
+        filled = []
+        if self.paddings and min(lengths) < self.paddings[chosen].length:
+            filled = cut(self._checked(self._filled_up(read.given, chosen, token=1), chosen))
+        share = (
+            rows * self.plan.mesh.dp / self.plan.global_batch * self.flops[chosen] / self.flops[-1]
+        )
+        found = BatchSize(rows * sum(lengths), self._counted(values), share, max(lengths))
+        return MicroBatches(cut(tensors), size, found, chosen, tuple(filled))
+
+    def _read(self, batch: Any) -> _Read:
+        """What this rank was given, filled up to the length of a program.  AutoparError if it does not fit the model."""
+        given = batch_tensors(batch)
+        number, length = self._fitting(given)
+        tensors = self._checked(self._filled_up(given, number), number)
+        if self.indices:
+            self.indices[number].check(tensors)
+        return _Read(
+            given,
+            tensors,
+            rows=next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1),
+            checksum=_checksum(tensors.values()) if self._shared else 0.0,
+            number=number,
+            length=length,
+        )
+
+    def _agreed(self, seen: list[list[list[float]]]) -> tuple[list[int], list[int], list[int]]:
+        """(rows, number of the program, positions) of each data-parallel rank, once those that share its batch have read the same."""
         for data_rank, sharing in enumerate(seen):
             if any(found[0] < 0 for found in sharing):
                 raise AutoparError(
@@ -156,6 +209,10 @@ class BatchSplitter:
         held, numbers, lengths = (
             [int(sharing[0][place]) for sharing in seen] for place in (0, 2, 3)
         )
+        return held, numbers, lengths
+
+    def _check_counts(self, held: list[int], rows: int, size: int) -> None:
+        """AutoparError unless every rank has the same number of rows, whole micro-batches, and the loss may be parted into these."""
         if len(set(held)) > 1:
             raise AutoparError(
                 f"data-parallel ranks hold {held} rows; every rank must hold the same number"
@@ -168,43 +225,8 @@ class BatchSplitter:
             )
         count = rows // size
         if count > 1 and not self.loss_split.joins and not self.plan.micro_batch_mean:
-            raise AutoparError(
-                not_split(
-                    self.loss_split,
-                    f"this batch of {rows} rows a rank into {count} micro-batches",
-                    rows,
-                )
-            )
-
-        chosen = max(numbers)  # every rank runs the program that the longest batch needs
-        if chosen != number:
-            tensors = self._checked(self._filled_up(given, chosen), chosen)
-        short = self.paddings and min(lengths) < self.paddings[chosen].length
-        added = everyone[:, 0, len(own) :].sum(0)
-        values = self._step_values(tensors, added, chosen, count, whole)
-
-        def cut(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-            graph_inputs = {**tensors, **values}
-            return [
-                {name: self._part(name, t, k, count) for name, t in graph_inputs.items()}
-                for k in range(count)
-            ]
-
-        filled = (
-            cut(self._checked(self._filled_up(given, chosen, token=1), chosen)) if short else ()
-        )
-        counted = self._counted(values)
-        share = (
-            rows * self.plan.mesh.dp / self.plan.global_batch * self.flops[chosen] / self.flops[-1]
-        )
-        tokens = rows * sum(lengths)
-        return MicroBatches(
-            cut(tensors),
-            size,
-            BatchSize(tokens, counted, share, max(lengths)),
-            chosen,
-            tuple(filled),
-        )
+            what = f"this batch of {rows} rows a rank into {count} micro-batches"
+            raise AutoparError(not_split(self.loss_split, what, rows))
 
     @property
     def _numbers(self) -> int:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from autopar.files import path_of
+from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.runtime.batches.sampler import DataParallelSampler
 from autopar.runtime.checkpoint.checkpoint import Checkpoints, Extra, Saving
 from autopar.runtime.checkpoint.export import export
+from autopar.runtime.state.pieces import Cut, Held
 
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan
+    from autopar.ir.traced import ParameterSpec
     from autopar.rewrite.collectives.axes import AxisGroup
+    from autopar.runtime.state.parameters import Parameters
+    from autopar.runtime.state.tied_parameters import StageParameters
 
 
 class Durable:
@@ -26,7 +32,51 @@ class Durable:
     steps: int
     seed: int
     _checkpoints: Checkpoints
+    parameters: Parameters
     _for_steps: dict[str, torch.Tensor] | None
+    _shared: StageParameters
+    _all_specs: Mapping[str, ParameterSpec]
+    _state_names: set[str]
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole tensors by the model's own names (tied names included), equal on every rank.  Every rank must call."""
+        wholes = {name: self._whole(name) for name in self.parameters.leaves}
+        state: dict[str, torch.Tensor] = {}
+        for name, whole in self._shared.everywhere(wholes, self._all_specs).items():
+            state.update(
+                (alias, whole)
+                for alias in (name, *self._all_specs[name].aliases)
+                if alias in self._state_names
+            )
+        return state
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """The whole of a tensor that this rank holds a part of.  Every rank that holds one must call."""
+        whole = self.parameters.whole(name)
+        for group, split in reversed(self.parameters.splits(name)):
+            whole = apply_primitive("all_gather", whole, group, split, None)
+        return whole.clone()
+
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of all that a checkpoint holds of the model: parameters and persistent buffers, tied ones under their first name."""
+        return {
+            name: spec.shape
+            for name, spec in self._all_specs.items()
+            if prod(spec.shape)
+            and any(alias in self._state_names for alias in (name, *spec.aliases))
+        }
+
+    def held(self) -> dict[str, Held]:
+        """What this rank holds of these: of trained parameters the master, which the optimizer updates, or nothing if another rank does."""
+        found, own = {}, self.parameters
+        for name, shape in self.saved_shapes().items():
+            if name in own.leaves and own.has_master(name):
+                cuts = tuple(
+                    Cut(split.dim, group.size, group.index, split.pattern)
+                    for group, split in own.cuts(name)
+                )
+                found[name] = Held(shape, own.masters.get(name, own.leaves[name]), cuts)
+        return found
 
     def save(
         self,
