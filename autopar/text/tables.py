@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def grid(
-    title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...] = ()
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
 ) -> Table:
     """A table without lines; `right` numbers the columns that are flush right."""
     from rich.box import SIMPLE_HEAD
