@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 
 def grid(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    right: Sequence[int] = (),
 ) -> Table:
     """A table without lines; `right` numbers the columns that are flush right."""
     from rich.box import SIMPLE_HEAD
