@@ -13,7 +13,18 @@ from autopar_cost_models import FITTED
 from autopar.predict.command import Predictions
 from autopar.predict.fit import FREE, Fit
 from autopar.predict.run import Run
-from autopar.predict.score import SELECTIONS, Scored, Scores, grouped, mape, mean, score, select
+from autopar.predict.score import (
+    SELECTIONS,
+    RankScore,
+    Scored,
+    Scores,
+    grouped,
+    mape,
+    mean,
+    score,
+    select,
+)
+from autopar.predict.score import Group as LayoutGroup
 from autopar.text.tables import grid
 
 if TYPE_CHECKING:
@@ -190,14 +201,15 @@ def _worst(scores: Scores) -> Table:
 
 def _ranking(scores: Scores) -> Table:
     rank = scores.rank
-    names = [(group.name, str(len(group.ids))) for group in rank.groups]
-    rows = [
-        (*name, _number(of.spearman), _percent(of.regret), f"{of.pairs_right} of {of.pairs}")
-        for name, of in zip([*names, ("mean (pairs: all)", "")], [*rank.groups, rank], strict=True)
-    ]
+    rows = [(group.name, str(len(group.ids)), *_rank_words(group)) for group in rank.groups]
+    rows.append(("mean (pairs: all)", "", *_rank_words(rank)))
     columns = ("layouts of one model on one cluster", "runs", "Spearman", "regret of the top",
                "pairs over 10 % apart in order")  # fmt: skip
     return _grid("Ranking", columns, rows, right=(1, 2, 3, 4))
+
+
+def _rank_words(of: LayoutGroup | RankScore) -> tuple[str, str, str]:
+    return _number(of.spearman), _percent(of.regret), f"{of.pairs_right} of {of.pairs}"
 
 
 def _verdicts(scores: Scores) -> list[str]:
