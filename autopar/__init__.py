@@ -6,6 +6,7 @@ Importing this package is light: torch is loaded when a name that needs it is fi
 """
 
 from importlib import import_module
+from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
@@ -20,14 +21,14 @@ __all__ = [
 _LAZY = {
     "diff": "autopar.explaining.diff",
     "explain": "autopar.explaining.plan_report",
-    "Software": "autopar.annotate.setting",
+    "Software": "autopar.request.software",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "register_rule": "autopar.ops.rules",
 }
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'autopar' has no attribute {name!r}")

@@ -21,6 +21,7 @@ from autopar.planning.planner import plan_traced
 from autopar.planning.remedies import Ask, remedies
 from autopar.planning.saved_plan import check_plan
 from autopar.request.arguments import (
+    check_beside_plan,
     check_callable,
     check_kind,
     check_lengths,
@@ -78,7 +79,9 @@ def trace(
     with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
         # our graphs hold batch sizes as expressions, on purpose
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
-        captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
+        captured = capture(
+            prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision or "")
+        )
         normalize(captured.graph)
         split, values = split_loss(captured)
         parameters = uncast_buffers(
@@ -134,15 +137,14 @@ def plan(
     check_callable("loss_fn", loss_fn)
     check_callable("progress", progress)
     check_kind("precision", precision, str, "a text such as 'bf16'")
-    check_kind("allow_micro_batch_mean", allow_micro_batch_mean, bool, "True or False")
-    check_kind("runnable", runnable, bool, "True or False")
+    for name, value in (("allow_micro_batch_mean", allow_micro_batch_mean), ("runnable", runnable)):
+        check_kind(name, value, bool, "True or False")
     check_kind("traced", traced, TracedModel, "what autopar.api.trace returns")
     check_positive("time_limit_s", time_limit_s)
     cluster, goal = parsed_cluster(cluster), Goal(objective, deadline_s)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     check_example(example_inputs)
-    rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
-    batch = global_batch if global_batch is not None else _round_up(rows, cluster.num_devices)
+    batch = _default_batch(example_inputs, cluster) if global_batch is None else global_batch
     chosen = precision if precision is not None else default_precision(model, cluster.device_type)
     request = PlanRequest(
         cluster,
@@ -228,11 +230,8 @@ def parallelize(
 
     Raises AutoparError if the plan belongs to another model, cluster or world size.
     """
-    from autopar.runtime.engine import (
-        Engine,
-        agree_on_plan,
-        start_process_group,
-    )  # which who only plans need not wait for
+    # who only plans need not wait for these
+    from autopar.runtime.engine import Engine, agree_on_plan, start_process_group
 
     check_model(model)
     check_plan_given(plan)
@@ -245,63 +244,51 @@ def parallelize(
     check_lengths("buckets", buckets)
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)
-    if plan is not None and pin:
-        raise AutoparError(
-            f"plan and pin={dict(pin)} are given: a plan has its choices; leave out one of them"
-        )
-    if plan is not None and global_batch not in (None, plan.global_batch):
-        raise AutoparError(
-            f"the plan is for a global batch of {plan.global_batch}, not global_batch={global_batch}: plan again, or leave it out"
-        )
-    if plan is not None and precision not in (None, plan.precision):
-        raise AutoparError(
-            f"the plan is for {plan.precision}, not precision={precision!r}: plan again, or leave it out"
-        )
+    if plan is not None:
+        check_beside_plan(plan, pin, global_batch, precision)
     cluster = parsed_cluster(cluster)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     check_example(example_inputs)
     lengths = None if buckets is None else shorter_lengths(example_inputs, buckets)
-    device_type = cluster.device_type
-    start_process_group(device_type, timeout_s)
-    chosen = plan.precision if plan is not None else precision
-    chosen = chosen if chosen is not None else default_precision(model, device_type)
-    traced, *shorter = _traced_alike(
-        model,
-        [example_inputs, *(shortened(example_inputs, n) for n in lengths or ())],
-        loss_fn,
-        chosen,
-    )
-    note = (
-        _precision_note(model, example_inputs, chosen, traced)
-        if plan is None and precision is None
-        else ""
-    )
+    start_process_group(cluster.device_type, timeout_s)
+    given = plan.precision if plan is not None else precision
+    chosen = given if given is not None else default_precision(model, cluster.device_type)
+    inputs = [example_inputs, *(shortened(example_inputs, n) for n in lengths or ())]
+    traced, *shorter = _traced_alike(model, inputs, loss_fn, chosen)
+    note = _precision_note(model, example_inputs, chosen, traced) if given is None else ""
     if note:
         say(note)
 
     def decide() -> Plan:
-        found = plan
-        if found is None:
-            software = Software(compiled=compile is not False)
-            found = _plan(model, cluster, example_inputs, global_batch, pin, precision=chosen, runnable=True, traced=traced,
-                          software=software, allow_micro_batch_mean=allow_micro_batch_mean)  # fmt: skip
+        found = plan or _plan(
+            model,
+            cluster,
+            example_inputs,
+            global_batch,
+            pin,
+            precision=chosen,
+            runnable=True,
+            traced=traced,
+            software=Software(compiled=compile is not False),
+            allow_micro_batch_mean=allow_micro_batch_mean,
+        )
         check_plan(found, traced, cluster)
         return _noted(found, note)
 
-    shorter, agreed = None if lengths is None else shorter, agree_on_plan(decide)
+    agreed = agree_on_plan(decide)
     for line in split_notes(traced, agreed.micro_batch_mean):
         say(line)
     return Engine(
         model,
         traced,
         agreed,
-        optimizer,
-        max_grad_norm,
-        weights,
-        device_type,
-        seed,
-        shorter,
-        compile,
+        optimizer=optimizer,
+        max_grad_norm=max_grad_norm,
+        weights=weights,
+        device_type=cluster.device_type,
+        seed=seed,
+        shorter=None if lengths is None else shorter,
+        compile=compile,
     )
 
 
@@ -372,5 +359,7 @@ def default_inputs(model: nn.Module) -> ExampleInputs:
     )
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _default_batch(example_inputs: ExampleInputs, cluster: Cluster) -> int:
+    """The rows of the example, rounded up to a multiple of the number of devices."""
+    rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
+    return -(-rows // cluster.num_devices) * cluster.num_devices

@@ -69,7 +69,10 @@ POSITIVE = click.IntRange(min=1, max=MOST)
 class _Positive(click.FloatRange):
     """A number above 0, which may be infinite."""
 
-    def convert(self, value, param, ctx):
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The number that a text is; infinity is one, NaN is not."""
         found = super().convert(value, param, ctx)
         return found if found == found else self.fail(f"{shown(value)} is no number", param, ctx)
 

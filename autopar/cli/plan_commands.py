@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from textwrap import indent
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from autopar_cost_models.echo import shortened_message
@@ -23,6 +23,10 @@ from autopar.cli.session import Asked, Planner, priced_cluster
 from autopar.cli.terminal import progress, show
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.request.pins import parse_pins, pins_help
+
+if TYPE_CHECKING:
+    from autopar.recheck.audit import Audit
+    from autopar.recheck.replay import Replay
 
 
 class _Mistake(click.ClickException):
@@ -58,7 +62,7 @@ def _brief() -> Iterator[None]:
     try:
         yield
     except click.ClickException as error:
-        error.message = shortened_message(error.message)
+        error.message = shortened_message(error.message)  # type: ignore[misc]  # click calls it final
         raise
 
 
@@ -167,7 +171,9 @@ def explain(
             _refuse(error, planned, pins, as_json)
         plan = chosen.plan
         counts, findings = planned.collectives(plan), planned.lints(plan, chosen.cluster)
-        checks = [planned.replay(plan, pins, chosen.cluster)] if replays else []
+        checks: list[Replay | Audit] = (
+            [planned.replay(plan, pins, chosen.cluster)] if replays else []
+        )
         checks += [planned.audit(plan, pins, chosen.cluster)] if audits else []
     if save:
         plan.save(save)
@@ -317,8 +323,9 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
         from autopar.ir.plan import Plan
 
         check_asked(pins)
-        plan = None if saved is None else Plan.load(saved)
-        if plan is not None:
+        plan = None
+        if saved is not None:
+            plan = Plan.load(saved)
             _note_stale(saved, plan)
         planned = Planner(Asked(**asked), tell)
         answer = why_not(planned.plan, planned.cluster, pins, plan and planned.check(plan))
@@ -458,7 +465,13 @@ def robust(
         planned = Planner(Asked(**asked), tell)
         scenarios = scenarios_of(planned.cluster, off / 100, together)
         found = robustness(
-            planned.plan, planned.cluster, pins, scenarios, off / 100, near and near / 100, tell
+            planned.plan,
+            planned.cluster,
+            pins,
+            scenarios,
+            off=off / 100,
+            near=near and near / 100,
+            tell=tell,
         )
     if as_json:
         click.echo(json.dumps(robust_data(found), indent=1))

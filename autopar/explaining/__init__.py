@@ -2,4 +2,4 @@
 
 from autopar.explaining.plan_report import explain, plan_data, plan_table
 
-__all__ = ["plan_data", "plan_table", "explain"]
+__all__ = ["explain", "plan_data", "plan_table"]

@@ -32,9 +32,8 @@ def _of_loss(node: Node) -> tuple[dict[str, int], dict[str, int]]:
 def _of_attention(node: Node) -> tuple[dict[str, int], dict[str, int]]:
     """Queries, keys, values and the result change from positions to heads and back, or keys and values go round the ring."""
     axis, method = node.args[3:5]
-    inside = {"ring": {f"ring over {axis}": 1}, "ulysses": {f"all_to_all over {axis}": 4}}.get(
-        method, {}
-    )
+    known = {"ring": {f"ring over {axis}": 1}, "ulysses": {f"all_to_all over {axis}": 4}}
+    inside = known.get(str(method), {})
     return inside, inside
 
 
@@ -64,7 +63,8 @@ def block_collectives(traced: TracedModel, plan: Plan) -> dict[str, Counts]:
 
 def program_collectives(traced: TracedModel, plan: Plan) -> dict[str, int]:
     """Collectives of the whole program per micro-batch, forward and backward, by kind; gradient reduction is not among them."""
-    program, total = assemble(traced, plan, 0, torch.device("meta"), whole=True), Counter()
+    program = assemble(traced, plan, 0, torch.device("meta"), whole=True)
+    total: Counter[str] = Counter()
     for segment in traced.segments:
         for counts in _of_segment(
             program, segment.name, traced.classes[segment.class_index]
@@ -81,7 +81,8 @@ def _of_segment(program: Program, segment: str, block: BlockClass) -> Counts:
 
 def _count(graph: Graph, grads: dict[str, bool]) -> Counts:
     """Count the transitions of a graph.  Those on values without gradient (`grads` by name; unknown ones have one) run forward only."""
-    forward, backward = Counter(), Counter()
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
     flowing: dict[Node, bool] = {}
     for node in graph.nodes:
         if node.op != "call_function":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,21 +25,25 @@ from autopar.text.units import gap_words, gib, ms, percent
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-_LABEL_WIDTH, _PLAN_WIDTH, _EDGES = (
-    24,
-    16,
-    2,
-)  # characters; three plans beside the labels, and what is around all, fit 80
+# characters; three plans beside the labels, and what is around all, fit 80
+_LABEL_WIDTH, _PLAN_WIDTH, _EDGES = 24, 16, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A named layout: its plan, or None with the `reason`; of a plan that cannot quite be compared, `note` says why."""
+    """A named plan; if it cannot quite be compared, `note` says why."""
 
     name: str
-    plan: Plan | None
-    reason: str = ""
+    plan: Plan
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Impossible:
+    """A named layout that has no plan, with the reason."""
+
+    name: str
+    reason: str
 
 
 def check_compared(pins: Sequence[Mapping[str, Any]], saved: Sequence[str]) -> None:
@@ -62,13 +66,13 @@ def compare(
     cluster: Cluster,
     pins: Sequence[Mapping[str, Any]],
     saved: Sequence[tuple[str, Plan]],
-) -> list[Entry]:
+) -> list[Entry | Impossible]:
     """The best plan, the best under each of `pins`, and the `saved` plans by name.
 
     A layout that is impossible has its reason; AutoparError is raised where nothing fits even without pins.
     """
     best = plan_on({}, cluster)
-    entries = [Entry("best", best)]
+    entries: list[Entry | Impossible] = [Entry("best", best)]
     for pin in pins:
         # the best of all is the best of those that have the pins
         if not first_difference(pin, best):
@@ -77,43 +81,43 @@ def compare(
         try:
             entries.append(Entry(pin_text(pin), plan_on(pin, cluster)))
         except AutoparError as error:
-            entries.append(Entry(pin_text(pin), None, str(error)))
+            entries.append(Impossible(pin_text(pin), str(error)))
     return entries + [_saved_entry(name, plan, best) for name, plan in saved]
 
 
-def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry:
+def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry | Impossible:
     """A saved plan beside the best, if both are for one task."""
     if plan.model_hash != best.model_hash:
-        return Entry(name, None, f"the plan is for {plan.model_name}, of structure {plan.model_hash[:12]}, and this model's is "
-                                 f"{best.model_hash[:12]}: give the model and --seq it was made for")  # fmt: skip
-    if plan.cluster_hash != best.cluster_hash:
-        return Entry(
-            name,
-            None,
-            f"the plan is for cluster {plan.cluster_name}, whose description differs from {best.cluster_name}'s",
+        reason = (
+            f"for {plan.model_name}, of structure {plan.model_hash[:12]}, and this model's is {best.model_hash[:12]}: "
+            "give the model and --seq it was made for"
         )
-    if plan.global_batch != best.global_batch:
-        return Entry(
-            name,
-            None,
-            f"the plan is for a global batch of {plan.global_batch}, not of {best.global_batch}",
+    elif plan.cluster_hash != best.cluster_hash:
+        reason = (
+            f"for cluster {plan.cluster_name}, whose description differs from {best.cluster_name}'s"
         )
-    return Entry(name, plan, note=staleness(plan))
+    elif plan.global_batch != best.global_batch:
+        reason = f"for a global batch of {plan.global_batch}, not of {best.global_batch}"
+    else:
+        return Entry(name, plan, staleness(plan))
+    return Impossible(name, f"the plan is {reason}")
 
 
-def compare_data(entries: Sequence[Entry], cluster: Cluster) -> list[dict[str, Any]]:
+def compare_data(entries: Sequence[Entry | Impossible], cluster: Cluster) -> list[dict[str, Any]]:
     """The entries as plain data; plans as plan files have them."""
-    best_s = entries[0].plan.predicted.step_time_s
+    best_s = next(e.plan.predicted.step_time_s for e in entries if isinstance(e, Entry))
     return [
         {
             "name": entry.name,
-            "reason": entry.reason,
+            "reason": "",
             "note": entry.note,
-            "ratio": entry.plan and entry.plan.predicted.step_time_s / best_s,
-            "dollars_per_million_tokens": entry.plan
-            and dollars_per_million_tokens(entry.plan, cluster),
-            "plan": entry.plan and plan_data(entry.plan),
+            "ratio": entry.plan.predicted.step_time_s / best_s,
+            "dollars_per_million_tokens": dollars_per_million_tokens(entry.plan, cluster),
+            "plan": plan_data(entry.plan),
         }
+        if isinstance(entry, Entry)
+        else {"name": entry.name, "reason": entry.reason, "note": ""}
+        | dict.fromkeys(("ratio", "dollars_per_million_tokens", "plan"))
         for entry in entries
     ]
 
@@ -122,14 +126,14 @@ def compare_data(entries: Sequence[Entry], cluster: Cluster) -> list[dict[str, A
 class CompareTable:
     """The comparison as a rich renderable: a column for each plan, as many beside one another as the terminal is wide."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[Entry | Impossible]
     cluster: Cluster
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        best = self.entries[0].plan
-        planned = [entry for entry in self.entries if entry.plan is not None]
+        planned = [entry for entry in self.entries if isinstance(entry, Entry)]
+        best = planned[0].plan
         yield Text(
             f"{best.model_name} on {best.cluster_name}, global batch {best.global_batch}",
             style="bold",
@@ -137,7 +141,7 @@ class CompareTable:
         room = options.max_width - _LABEL_WIDTH - _EDGES
         at_once = min(max(room // (_PLAN_WIDTH + 2), 1), len(planned))
         width = max(room // at_once - 2, _PLAN_WIDTH)
-        rows = self._rows(planned)
+        rows = self._rows([entry.plan for entry in planned])
         for first in range(0, len(planned), at_once):
             names = [entry.name.replace(",", ", ") for entry in planned[first : first + at_once]]
             table = grid("", ("", *names), [(what, *values[first : first + at_once]) for what, values in rows],
@@ -147,16 +151,13 @@ class CompareTable:
                 column.max_width = width
             yield table
         for entry in self.entries:
-            for why, words in (
-                ("is not possible", entry.reason),
-                ("is to be read with care", entry.note),
-            ):
-                if words:
-                    yield Text(f"{entry.name} {why}: {words}.", style="yellow")
+            if isinstance(entry, Impossible):
+                yield Text(f"{entry.name} is not possible: {entry.reason}.", style="yellow")
+            elif entry.note:
+                yield Text(f"{entry.name} is to be read with care: {entry.note}.", style="yellow")
 
-    def _rows(self, planned: Sequence[Entry]) -> list[tuple[str, list[str]]]:
+    def _rows(self, plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
         """(what, its value for each plan); what no plan has is left out."""
-        plans = [entry.plan for entry in planned]
         alike = len(self.cluster.groups) == 1
         best_s = plans[0].predicted.step_time_s
         fullest = [fullest_rank(plan, self.cluster) for plan in plans]
@@ -169,14 +170,11 @@ class CompareTable:
             rows.append(
                 ("stages a rank", [str(len(plan.stages) // plan.mesh.pp) for plan in plans])
             )
+        rows.append(("ZeRO stage", [sharing_words(plan.zero, plan.shard) for plan in plans]))
+        rows.append(("recompute", [plan.recompute for plan in plans]))
+        if any(plan.offload != "none" for plan in plans):
+            rows.append(("offload", [plan.offload for plan in plans]))
         rows += [
-            ("ZeRO stage", [sharing_words(plan.zero, plan.shard) for plan in plans]),
-            ("recompute", [plan.recompute for plan in plans]),
-            *(
-                [("offload", [plan.offload for plan in plans])]
-                if any(plan.offload != "none" for plan in plans)
-                else []
-            ),
             ("step time", [ms(plan.predicted.step_time_s) for plan in plans]),
             ("of the best", [f"{plan.predicted.step_time_s / best_s:.3f} x" for plan in plans]),
             ("tokens per second", [f"{plan.predicted.tokens_per_s:,.0f}" for plan in plans]),
@@ -190,30 +188,20 @@ class CompareTable:
         costs = [dollars_per_million_tokens(plan, self.cluster) for plan in plans]
         if None not in costs:
             rows.append(("cost of a million tokens", [f"${cost:.4g}" for cost in costs]))
-        found = [
-            part for plan in plans for part, seconds in plan.predicted.breakdown.items() if seconds
-        ]
-        for part in sorted(
-            dict.fromkeys(found),
-            key=lambda part: (
-                list(TIME_WORDS).index(part) if part in TIME_WORDS else len(TIME_WORDS)
-            ),
-        ):
-            # a pipeline has other parts than one rank
-            seconds = [plan.predicted.breakdown.get(part) for plan in plans]
-            rows.append(
-                (TIME_WORDS.get(part, part), ["-" if s is None else ms(s) for s in seconds])
-            )
-        rows.append(
-            (
-                "certificate",
-                [f"{p.certificate.status}, gap {gap_words(p.certificate.gap)}" for p in plans],
-            )
-        )
-        rows.append(
-            (
-                "engine runs it",
-                ["no: " + plan.runnable if plan.runnable else "yes" for plan in plans],
-            )
-        )
+        rows += _part_rows(plans)
+        certificates = [plan.certificate for plan in plans]
+        proofs = [f"{found.status}, gap {gap_words(found.gap)}" for found in certificates]
+        rows.append(("certificate", proofs))
+        runs = ["no: " + plan.runnable if plan.runnable else "yes" for plan in plans]
+        rows.append(("engine runs it", runs))
         return rows
+
+
+def _part_rows(plans: Sequence[Plan]) -> Iterator[tuple[str, list[str]]]:
+    """(part of a step, its time in each plan); a pipeline has other parts than one rank."""
+    order = {part: place for place, part in enumerate(TIME_WORDS)}
+    breakdowns = [plan.predicted.breakdown for plan in plans]
+    parts = dict.fromkeys(part for each in breakdowns for part, seconds in each.items() if seconds)
+    for part in sorted(parts, key=lambda part: order.get(part, len(order))):
+        found = [each.get(part) for each in breakdowns]
+        yield TIME_WORDS.get(part, part), ["-" if s is None else ms(s) for s in found]

@@ -126,13 +126,17 @@ def _stages(one: Plan, other: Plan) -> Iterator[Difference]:
             )
 
 
+_Pair = tuple[str, BlockPlan | None, BlockPlan | None]
+"""Blocks of two plans that have one name."""
+
+
 def _blocks(one: Plan, other: Plan) -> Iterator[Difference]:
     """Blocks by name; where layers of one structure recompute differently, by name and mode."""
     ours, theirs = _by_name(one), _by_name(other)
     for name in {**ours, **theirs}:
         mine, yours = ours.get(name, []), theirs.get(name, [])
         if len(mine) == len(yours) == 1:
-            pairs = [(name, mine[0], yours[0])]
+            pairs: list[_Pair] = [(name, mine[0], yours[0])]
         else:
             modes = [{block.recompute: block for block in blocks} for blocks in (mine, yours)]
             pairs = [
@@ -184,7 +188,8 @@ def _prediction(one: Plan, other: Plan) -> Iterator[Difference]:
     mine, yours = one.predicted, other.predicted
     pairs: list[tuple[str, float, float]] = [("step_time_s", mine.step_time_s, yours.step_time_s)]
     pairs += [(f"{part}_s", a, b) for part, a, b in time_parts(one, other)]
-    pairs += [("peak_memory_bytes", *(max(p.peak_memory_bytes, default=0) for p in (mine, yours)))]
+    peaks = [max(p.peak_memory_bytes, default=0) for p in (mine, yours)]
+    pairs.append(("peak_memory_bytes", peaks[0], peaks[1]))
     pairs += [(f"{part}_bytes", a, b) for part, a, b in memory_parts(one, other)]
     pairs += [("host_bytes", mine.host_bytes, yours.host_bytes)]
     pairs += [("tokens_per_s", mine.tokens_per_s, yours.tokens_per_s), ("mfu", mine.mfu, yours.mfu)]

@@ -8,10 +8,10 @@ from __future__ import annotations
 import io
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autopar.ir.cluster import Cluster, ClusterSpec
+from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import BlockPlan, Certificate, Prediction
@@ -118,77 +118,51 @@ def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:
 def summary_rows(plan: Plan, cluster: Cluster | None = None) -> list[tuple[str, str]]:
     """(what, value) of the choices and predictions that identify a plan."""
     cluster = cluster or named_cluster(plan)
-    predicted = plan.predicted
-    dollars = dollars_per_million_tokens(plan, cluster)
-    peak, capacity = (
-        fullest_rank(plan, cluster)
-        if cluster
-        else (max(predicted.peak_memory_bytes, default=0), None)
+    return [*_choice_rows(plan, cluster), *_prediction_rows(plan, cluster)]
+
+
+def _choice_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str, str]]:
+    mesh, stages = plan.mesh, len(plan.stages)
+    yield "mesh", f"{mesh} ({mesh.num_devices} devices)" if mesh.num_devices > 1 else "1 device"
+    if cluster and not mesh.deal and cluster.topology.nodes > 1:
+        yield "placement", placement_words(mesh, cluster.topology)
+    if plan.devices:
+        yield "devices", f"of the ranks of the pipeline: {kinds(plan.devices)}"
+    yield (
+        "micro-batches",
+        f"{plan.num_microbatches} of {plan.micro_batch} sequence(s) on each of {mesh.dp} data-parallel rank(s); "
+        f"global batch {plan.global_batch}",
     )
-    stages = len(plan.stages)
-    pipeline = [
-        (
-            "pipeline",
-            f"{plan.schedule}, {stages} stages, {stages // plan.mesh.pp} on each of {plan.mesh.pp} ranks",
-        )
-    ]
-    return [
-        (
-            "mesh",
-            f"{plan.mesh} ({plan.mesh.num_devices} devices)"
-            if plan.mesh.num_devices > 1
-            else "1 device",
-        ),
-        *(
-            [("placement", placement_words(plan.mesh, cluster.topology))]
-            if cluster and not plan.mesh.deal and cluster.topology.nodes > 1
-            else []
-        ),
-        *(
-            [("devices", f"of the ranks of the pipeline: {kinds(plan.devices)}")]
-            if plan.devices
-            else []
-        ),
-        (
-            "micro-batches",
-            f"{plan.num_microbatches} of {plan.micro_batch} sequence(s) on each of {plan.mesh.dp} data-parallel rank(s); "
-            f"global batch {plan.global_batch}",
-        ),
-        *(pipeline if plan.mesh.pp > 1 else []),
-        (
-            "ZeRO stage",
-            f"{plan.zero}"
-            + (
-                f", shared out by groups of {plan.shard} of {plan.mesh.dp * plan.mesh.cp} data-parallel ranks"
-                if plan.shard
-                else ""
-            ),
-        ),
-        ("recompute", plan.recompute),
-        *(
-            [
-                (
-                    "offload",
-                    f"{OFFLOAD_WORDS.get(plan.offload, plan.offload)}: {gib(predicted.host_bytes)} of host memory per device"
-                    + _share_words(cluster, predicted),
-                )
-            ]
-            if plan.offload != "none"
-            else []
-        ),
-        ("precision", plan.precision),
-        ("predicted step time", ms(predicted.step_time_s)),
-        ("tokens per second", f"{predicted.tokens_per_s:,.0f}"),
-        ("model FLOPs utilization", percent(predicted.mfu)),
-        (
-            "memory per device",
-            gib(peak) + (f" of {gib(capacity)} ({percent(peak / capacity)})" if capacity else ""),
-        ),
-        *([("cost of a million tokens", f"${dollars:.4g}")] if dollars is not None else []),
-    ]
+    if mesh.pp > 1:
+        each = f"{stages // mesh.pp} on each of {mesh.pp} ranks"
+        yield "pipeline", f"{plan.schedule}, {stages} stages, {each}"
+    groups = f"groups of {plan.shard} of {mesh.dp * mesh.cp} data-parallel ranks"
+    yield "ZeRO stage", f"{plan.zero}" + (f", shared out by {groups}" if plan.shard else "")
+    yield "recompute", plan.recompute
+    if plan.offload != "none":
+        held = f"{gib(plan.predicted.host_bytes)} of host memory per device"
+        what = OFFLOAD_WORDS.get(plan.offload, plan.offload)
+        yield "offload", f"{what}: {held}{_share_words(cluster, plan.predicted)}"
+    yield "precision", plan.precision
 
 
-def _summary(plan: Plan, cluster: ClusterSpec | None) -> Table:
+def _prediction_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str, str]]:
+    predicted = plan.predicted
+    yield "predicted step time", ms(predicted.step_time_s)
+    yield "tokens per second", f"{predicted.tokens_per_s:,.0f}"
+    yield "model FLOPs utilization", percent(predicted.mfu)
+    if cluster:
+        peak, capacity = fullest_rank(plan, cluster)
+        share = f" of {gib(capacity)} ({percent(peak / capacity)})"
+        yield "memory per device", gib(peak) + share
+    else:
+        yield "memory per device", gib(max(predicted.peak_memory_bytes, default=0))
+    dollars = dollars_per_million_tokens(plan, cluster)
+    if dollars is not None:
+        yield "cost of a million tokens", f"${dollars:.4g}"
+
+
+def _summary(plan: Plan, cluster: Cluster | None) -> Table:
     return grid("Plan", ("", ""), summary_rows(plan, cluster))
 
 
@@ -274,11 +248,8 @@ def _runners_up(plan: Plan) -> list[Table]:
         )
         if time_s is None:
             continue
-        key = tuple(entry["mesh"].values()) + (
-            entry["zero"],
-            entry.get("shard", 0),
-            entry["recompute"],
-        )
+        choices = entry["zero"], entry.get("shard", 0), entry["recompute"]
+        key = (*entry["mesh"].values(), *choices)
         if key not in known or time_s < known[key][0]:
             known[key] = (time_s, "solved" if solved else "at least", entry)
     best = sorted(known.values(), key=lambda item: item[0])[:RUNNERS_UP]

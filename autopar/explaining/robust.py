@@ -17,7 +17,7 @@ from autopar_cost_models import Device, Link
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.plan_report import plan_data
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import mesh_words
 from autopar.ir.plan import Plan
 from autopar.request.pins import choices_of, is_recompute, pins_of
@@ -71,7 +71,8 @@ class Priced:
     there: tuple[Plan | None, ...]
 
     def time_s(self, number: int) -> float:
-        return inf if self.there[number] is None else self.there[number].predicted.step_time_s
+        there = self.there[number]
+        return inf if there is None else there.predicted.step_time_s
 
     def adapts(self, number: int) -> bool:
         """Whether layouts of ops, recomputation or stages were chosen anew under a scenario."""
@@ -135,7 +136,7 @@ class Robustness:
 
 
 def scenarios_of(
-    cluster: ClusterSpec, off: float = OFF, together: bool = False
+    cluster: Cluster, off: float = OFF, together: bool = False
 ) -> tuple[Scenario, ...]:
     """Each factor lower and higher by `off`, alone; `together`: all of them at once, in every combination, too.
 
@@ -145,7 +146,7 @@ def scenarios_of(
         raise AutoparError(
             f"predictions cannot be off by {percent(off)}: more than 0 % and less than 100 % can be asked for"
         )
-    names = [name for name in FACTORS if _has(cluster, name)]
+    names = [name for name in FACTORS if _has(cluster.one_kind, name)]
     alone = [
         Scenario({name: factor})
         for name in (*names, "memory need")
@@ -158,26 +159,34 @@ def scenarios_of(
     return (*alone, *(corners if together else ()))
 
 
-def robustness(plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], scenarios: Sequence[Scenario], off: float = OFF,
-               near: float | None = None, tell: Callable[[str], None] = lambda text: None) -> Robustness:  # fmt: skip
+def robustness(
+    plan_on: PlanOn,
+    cluster: Cluster,
+    pin: Mapping[str, Any],
+    scenarios: Sequence[Scenario],
+    off: float = OFF,
+    near: float | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Robustness:
     """Plan now and under every scenario, and price the chosen plan there; with `near` (a share) also those plans of the chosen one's
     certificate that take at most so much longer.  AutoparError is raised where nothing fits as things are."""
     tell("planning")
     chosen = plan_on(pin, cluster)
-    pricing = _Pricing(plan_on, cluster, pin, scenarios)
+    spec = cluster.one_kind
+    pricing = _Pricing(plan_on, spec, pin, scenarios)
     best = []
     for scenario in scenarios:
         tell(f"planning with {scenario}")
-        best.append(pricing.plan(pin, scenario.cluster(cluster)))
+        best.append(pricing.plan(pin, scenario.cluster(spec)))
     plans, left_out = pricing.near(chosen, near, tell) if near is not None else ([], 0)
     return Robustness(
-        cluster,
-        off,
-        tuple(scenarios),
-        tuple(best),
-        tuple(map(pricing.priced, [chosen, *plans])),
-        near,
-        left_out,
+        cluster=spec,
+        off=off,
+        scenarios=tuple(scenarios),
+        best=tuple(best),
+        priced=tuple(map(pricing.priced, [chosen, *plans])),
+        near=near,
+        left_out=left_out,
     )
 
 
@@ -456,7 +465,8 @@ def _near_parts(found: Robustness) -> Iterator[Any]:
     left = (
         f" ({found.left_out} more candidates that may be were not priced)" if found.left_out else ""
     )
-    yield grid(f"Plans within {percent(found.near)} of the chosen one{left}",
+    near = percent(found.near or 0.0)
+    yield grid(f"Plans within {near} of the chosen one{left}",
                ("plan", "step", "slower", "fits always", "worst regret", "where"), rows, right=(1, 2, 4))  # fmt: skip
     robust = found.most_robust
     which = "the chosen one" if robust is found.chosen else layout_words(robust.plan)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
 from autopar.explaining.plan_report import plan_data
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.request.pins import choices_of, pins_of
 from autopar.text.plan_words import device_hours_per_million_tokens, layout_words, short_words
@@ -19,6 +19,7 @@ from autopar.text.units import gap_words, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
 BREAK_EVEN_RATIO = 1.05
 """A bandwidth at which the plan changes is bracketed by two whose ratio is at most this."""
@@ -56,18 +57,17 @@ class Point:
 
 
 _HEADS = {"devices": "GPUs", "seq": "seq", "global_batch": "batch", "inter_Bps": "GB/s"}
-PlanAt = Callable[[ClusterSpec, int | None, int, Mapping[str, Any]], Plan]
+PlanAt = Callable[[Cluster, int | None, int, Mapping[str, Any]], Plan]
 """Plans one model on a cluster, with sequences of so many tokens (None: the model's), for a global batch, under pins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A point with its plan, or None with the `reason`."""
+    """A point with its plan."""
 
     point: Point
-    cluster: ClusterSpec
-    plan: Plan | None
-    reason: str = ""
+    cluster: Cluster
+    plan: Plan
 
     @property
     def device_hours(self) -> float:
@@ -86,12 +86,22 @@ class Row:
 
     @property
     def peak_bytes(self) -> int:
+        """Of the fullest device."""
         return max(self.plan.predicted.peak_memory_bytes, default=0)
 
     @property
     def merits(self) -> tuple[float, float, float]:
         """What the Pareto front is over, the less the better."""
         return self.plan.predicted.step_time_s, self.cost, self.peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unplanned:
+    """A point without plan, and why."""
+
+    point: Point
+    cluster: Cluster
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +118,17 @@ class Sweep:
     """`axes` are the fields of a point that the user varied."""
 
     axes: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[Row | Unplanned, ...]
     break_evens: tuple[BreakEven, ...]
+
+    @property
+    def planned(self) -> list[Row]:
+        """The points that have plans."""
+        return [row for row in self.rows if isinstance(row, Row)]
 
 
 def points_of(
-    cluster: ClusterSpec,
+    cluster: Cluster,
     devices: Sequence[int],
     seqs: Sequence[int],
     batches: Sequence[int],
@@ -133,24 +148,24 @@ def points_of(
     return found
 
 
-def cluster_at(cluster: ClusterSpec, point: Point) -> ClusterSpec:
+def cluster_at(cluster: Cluster, point: Point) -> Cluster:
     """The cluster of a point."""
     sized = cluster.with_devices(point.devices)
     return sized if point.inter_Bps is None else sized.with_inter_bandwidth(point.inter_Bps)
 
 
 def sweep(
-    plan_at: PlanAt, cluster: ClusterSpec, points: Sequence[Point], tell: Callable[[str], None]
+    plan_at: PlanAt, cluster: Cluster, points: Sequence[Point], tell: Callable[[str], None]
 ) -> Sweep:
     """Plan at every point, and find the bandwidths at which the plan changes.  A point without plan has its reason."""
 
-    def planned(point: Point) -> Row:
+    def planned(point: Point) -> Row | Unplanned:
         tell(f"planning for {point}")
         at = cluster_at(cluster, point)
         try:
             return Row(point, at, plan_at(at, point.seq, point.global_batch, {}))
         except AutoparError as error:
-            return Row(point, at, None, str(error))
+            return Unplanned(point, at, str(error))
 
     def as_good(plan: Plan, row: Row) -> bool:
         """Whether a plan, priced at the point of `row`, is as good as the best there."""
@@ -170,17 +185,16 @@ def sweep(
     )
     alike: dict[Point, list[Row]] = {}
     for row in rows:
-        if row.plan is not None and row.point.inter_Bps is not None:
+        if isinstance(row, Row) and row.point.inter_Bps is not None:
             alike.setdefault(replace(row.point, inter_Bps=None), []).append(row)
-    return Sweep(
-        axes,
-        rows,
-        tuple(found for group in alike.values() for found in _break_evens(planned, as_good, group)),
-    )
+    groups = (_break_evens(planned, as_good, group) for group in alike.values())
+    return Sweep(axes, rows, tuple(found for group in groups for found in group))
 
 
 def _break_evens(
-    planned: Callable[[Point], Row], as_good: Callable[[Plan, Row], bool], rows: Sequence[Row]
+    planned: Callable[[Point], Row | Unplanned],
+    as_good: Callable[[Plan, Row], bool],
+    rows: Sequence[Row],
 ) -> Iterator[BreakEven]:
     """Follow the plan of the lowest bandwidth upwards until it is no longer as good as the best, then the plan that is best there.
 
@@ -190,55 +204,45 @@ def _break_evens(
     current = low = rows[0]
     for high in rows[1:]:
         while not as_good(current.plan, high):
-            below_Bps, above = low.point.inter_Bps, high
-            while above.point.inter_Bps > BREAK_EVEN_RATIO * below_Bps:
-                middle = planned(
-                    replace(low.point, inter_Bps=sqrt(below_Bps * above.point.inter_Bps))
-                )
-                if middle.plan is None or as_good(current.plan, middle):
-                    below_Bps = middle.point.inter_Bps
+            below_Bps, above, above_Bps = (
+                low.point.inter_Bps or 0.0,
+                high,
+                high.point.inter_Bps or 0.0,
+            )
+            while above_Bps > BREAK_EVEN_RATIO * below_Bps:
+                middle_Bps = sqrt(below_Bps * above_Bps)
+                middle = planned(replace(low.point, inter_Bps=middle_Bps))
+                if isinstance(middle, Unplanned) or as_good(current.plan, middle):
+                    below_Bps = middle_Bps
                 else:
-                    above = middle
+                    above, above_Bps = middle, middle_Bps
             yield BreakEven(current.plan, below_Bps, above)
             current = low = above
         low = high
 
 
-def pareto(rows: Sequence[Row]) -> list[bool]:
+def pareto(rows: Sequence[Row | Unplanned]) -> list[bool]:
     """For each row whether none is better in one of step time, cost and memory, and as good in the others."""
-    known = [row.merits for row in rows if row.plan is not None]
+    known = [row.merits for row in rows if isinstance(row, Row)]
 
     def dominated(own: tuple[float, float, float]) -> bool:
         return any(
             other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in known
         )
 
-    return [row.plan is not None and not dominated(row.merits) for row in rows]
+    return [isinstance(row, Row) and not dominated(row.merits) for row in rows]
 
 
 def sweep_data(found: Sweep) -> dict[str, Any]:
     """The sweep as plain data; plans as plan files have them, but without the candidates of their certificates, which are long."""
-    first = next((row for row in found.rows if row.plan is not None), None)
     rows = [
         _point_data(row.point)
-        | {"cluster": row.cluster.name, "reason": row.reason, "pareto": best, "plan": None}
-        if row.plan is None
-        else _point_data(row.point)
-        | {
-            "cluster": row.cluster.name,
-            "reason": "",
-            "pareto": best,
-            "gap": row.plan.certificate.gap,
-            "tokens_per_s_per_device": row.rate,
-            "efficiency": row.rate / first.rate,
-            "device_hours_per_million_tokens": row.device_hours,
-            "dollars_per_million_tokens": row.cost
-            if row.cluster.price_per_device_hour is not None
-            else None,
-            "plan": plan_data(
-                replace(row.plan, certificate=replace(row.plan.certificate, meshes=()))
-            ),
-        }
+        | {"cluster": row.cluster.name, "pareto": best}
+        | (
+            {"reason": row.reason, "plan": None}
+            if isinstance(row, Unplanned)
+            else _row_data(row, found)
+        )
         for row, best in zip(found.rows, pareto(found.rows), strict=True)
     ]
     changes = [
@@ -254,97 +258,93 @@ def sweep_data(found: Sweep) -> dict[str, Any]:
     return {"axes": list(found.axes), "rows": rows, "break_evens": changes}
 
 
+def _row_data(row: Row, found: Sweep) -> dict[str, Any]:
+    priced = row.cluster.price_per_device_hour is not None
+    plan = replace(row.plan, certificate=replace(row.plan.certificate, meshes=()))
+    return {
+        "reason": "",
+        "gap": row.plan.certificate.gap,
+        "tokens_per_s_per_device": row.rate,
+        "efficiency": row.rate / found.planned[0].rate,
+        "device_hours_per_million_tokens": row.device_hours,
+        "dollars_per_million_tokens": row.cost if priced else None,
+        "plan": plan_data(plan),
+    }
+
+
 def _point_data(point: Point) -> dict[str, Any]:
     return {name: getattr(point, name) for name in Point.__dataclass_fields__}
 
 
-def sweep_table(found: Sweep, model: str, cluster: ClusterSpec) -> Group:
+def sweep_table(found: Sweep, model: str, cluster: Cluster) -> Group:
     """The sweep as a rich renderable."""
     from rich.console import Group
     from rich.text import Text
 
+    points = "1 point" if len(found.rows) == 1 else f"{len(found.rows)} points"
+    title = Text(f"{model} on {cluster.name}: {points}", style="bold")
     varied, price = found.axes or ("devices",), cluster.price_per_device_hour
-    first = next((row for row in found.rows if row.plan is not None), None)
     unit = "GPUh/M" if price is None else "$/M"
-    heads = (
-        *(_HEADS[axis] for axis in varied),
-        "plan",
-        "step ms",
-        "tok/s/GPU",
-        "eff. %",
-        "GiB",
-        unit,
-        "",
-    )
+    cost = "hours of a GPU" if price is None else f"dollars at ${price:g} a GPU and hour"
+    at = found.rows[0].point
+    same = ", ".join(at.words(axis) for axis in _HEADS if axis not in varied and getattr(at, axis))
+    lines = [
+        f"{f'All points: {same}.  ' if same else ''}A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first "
+        f"row's.  {unit}: {cost} for a million tokens.  *: on the Pareto front of step time, cost and memory.",
+        *(
+            f"{_where(row, varied)}: {row.reason}."
+            for row in found.rows
+            if isinstance(row, Unplanned)
+        ),
+        *(_change_words(change, found.axes) for change in found.break_evens),
+        *_caveats(found, varied),
+    ]
+    return Group(title, _point_table(found, varied, unit), *map(Text, lines))
+
+
+def _where(row: Row | Unplanned, varied: Sequence[str]) -> str:
+    return ", ".join(row.point.words(axis) for axis in varied)
+
+
+def _point_table(found: Sweep, varied: Sequence[str], unit: str) -> Table:
+    numbers = ("step ms", "tok/s/GPU", "eff. %", "GiB", unit, "")
+    heads = (*(_HEADS[axis] for axis in varied), "plan", *numbers)
     rows = []
     for row, best in zip(found.rows, pareto(found.rows), strict=True):
         where = tuple(row.point.value(axis) for axis in varied)
-        if row.plan is None:
+        if isinstance(row, Unplanned):
             rows.append((*where, "none: see below", *("-",) * 5, ""))
             continue
-        step, memory = (
+        values = (
+            short_words(row.plan),
             ms(row.plan.predicted.step_time_s).removesuffix(" ms"),
-            gib(row.peak_bytes).removesuffix(" GiB"),
-        )
-        numbers = (
             f"{row.rate:,.0f}",
-            f"{100 * row.rate / first.rate:.1f}",
-            memory,
+            f"{100 * row.rate / found.planned[0].rate:.1f}",
+            gib(row.peak_bytes).removesuffix(" GiB"),
             f"{row.cost:.3g}",
-            "*" if best else "",
         )
-        rows.append((*where, short_words(row.plan), step, *numbers))
-    table = grid("", heads, rows, right=tuple(i for i in range(len(heads)) if heads[i] != "plan"))
+        rows.append((*where, *values, "*" if best else ""))
+    right = tuple(place for place, head in enumerate(heads) if head != "plan")
+    table = grid("", heads, rows, right=right)
     for column in table.columns:
         column.no_wrap = column.header != "plan"
         if column.header == "plan":
-            column.min_width = max(
-                len(word) for cells in rows for word in cells[len(varied)].split()
-            )
-    cost = "hours of a GPU" if price is None else f"dollars at ${price:g} a GPU and hour"
-    same = ", ".join(
-        found.rows[0].point.words(axis)
-        for axis in _HEADS
-        if axis not in varied and getattr(found.rows[0].point, axis)
-    )
-    common = f"All points: {same}.  " if same else ""
-    lines = [
-        f"{common}A plan's 8x4: 8 micro-batches of 4 sequences.  eff.: tokens/s/GPU, of the first row's.  {unit}: {cost} for "
-        "a million tokens.  *: on the Pareto front of step time, cost and memory.",
-        *(
-            f"{', '.join(row.point.words(axis) for axis in varied)}: {row.reason}."
-            for row in found.rows
-            if row.plan is None
-        ),
-        *(_change_words(change, found.axes) for change in found.break_evens),
-    ]
-    open_ = [
-        row for row in found.rows if row.plan is not None and row.plan.certificate.gap > PROVEN
-    ]
-    gaps = [
-        f"{', '.join(row.point.words(axis) for axis in varied)}: {gap_words(row.plan.certificate.gap)}"
-        for row in open_
-    ]
-    if gaps:
-        lines.append(
-            f"Not proven best, since the time limit came first (by how much another plan may be faster): {'; '.join(gaps)}."
-        )
-    if any(
-        change.above.plan.certificate.gap > PROVEN or change.below.certificate.gap > PROVEN
-        for change in found.break_evens
-    ):
-        lines.append(
-            "Plans at a change are not proven best: with a longer --time-limit it may be elsewhere, or not be."
-        )
-    if "inter_Bps" in found.axes and not found.break_evens and first is not None:
-        lines.append(
-            f"No bandwidth changes the plan: that of the lowest stays within {percent(TIE)} of the best."
-        )
-    title = Text(
-        f"{model} on {cluster.name}: {len(found.rows)} {'point' if len(found.rows) == 1 else 'points'}",
-        style="bold",
-    )
-    return Group(title, table, *map(Text, lines))
+            words = (word for cells in rows for word in cells[len(varied)].split())
+            column.min_width = max(map(len, words))
+    return table
+
+
+def _caveats(found: Sweep, varied: Sequence[str]) -> Iterator[str]:
+    """What the search did not prove."""
+    open_ = [row for row in found.planned if row.plan.certificate.gap > PROVEN]
+    if open_:
+        gaps = (f"{_where(row, varied)}: {gap_words(row.plan.certificate.gap)}" for row in open_)
+        yield f"Not proven best, since the time limit came first (by how much another plan may be faster): {'; '.join(gaps)}."
+    around = [plan for change in found.break_evens for plan in (change.above.plan, change.below)]
+    if any(plan.certificate.gap > PROVEN for plan in around):
+        yield "Plans at a change are not proven best: with a longer --time-limit it may be elsewhere, or not be."
+    if "inter_Bps" in found.axes and not found.break_evens and found.planned:
+        yield f"No bandwidth changes the plan: that of the lowest stays within {percent(TIE)} of the best."
 
 
 def _change_words(change: BreakEven, axes: Sequence[str]) -> str:

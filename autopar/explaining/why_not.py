@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from autopar.errors import AutoparError, NoPlanFits
 from autopar.explaining.cost_parts import memory_parts, time_parts
 from autopar.explaining.diff import diff
 from autopar.explaining.plan_report import plan_data
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.planning.smallest_plan import smallest_plan
 from autopar.request.pins import check_pin_names, choices_of, first_difference, pin_text
@@ -54,11 +54,16 @@ class WhyNot:
     @property
     def difference_s(self) -> float | None:
         """Seconds that a step takes longer under the pins."""
-        return (
-            None
-            if self.pinned is None
-            else self.pinned.predicted.step_time_s - self.chosen.predicted.step_time_s
-        )
+        if self.pinned is None:
+            return None
+        return self.pinned.predicted.step_time_s - self.chosen.predicted.step_time_s
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a word or three."""
+        if self.difference_s is None:
+            return "does not fit" if self.capacity_bytes else "impossible"
+        return "chosen" if self.same else "faster" if self.difference_s < 0 else "slower"
 
 
 def check_asked(pin: Mapping[str, Any]) -> None:
@@ -69,12 +74,12 @@ def check_asked(pin: Mapping[str, Any]) -> None:
 
 
 def why_not(
-    plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], chosen: Plan | None = None
+    plan_on: PlanOn, cluster: Cluster, pin: Mapping[str, Any], chosen: Plan | None = None
 ) -> WhyNot:
     """Plan without the pins, unless what was `chosen` is known, and with them.  An impossible choice is an answer; AutoparError is raised
     where nothing fits even without pins."""
     is_given = chosen is not None
-    chosen = chosen if is_given else plan_on({}, cluster)
+    chosen = plan_on({}, cluster) if chosen is None else chosen
     differs = first_difference(pin, chosen)
     # the best of all plans is the best of those that have the pins
     if not differs and not is_given:
@@ -96,20 +101,9 @@ def why_not(
 
 def why_not_data(answer: WhyNot) -> dict[str, Any]:
     """The answer as plain data: seconds and bytes; plans as plan files have them."""
-    verdict = (
-        "impossible"
-        if answer.pinned is None
-        else "chosen"
-        if answer.same
-        else "faster"
-        if answer.difference_s < 0
-        else "slower"
-    )
-    if answer.pinned is None and answer.capacity_bytes:
-        verdict = "does not fit"
     data = {
         "pin": answer.pin,
-        "answer": verdict,
+        "answer": answer.verdict,
         "reason": answer.reason,
         "difference_s": answer.difference_s,
         "first_difference": None,
@@ -153,41 +147,35 @@ def why_not_table(answer: WhyNot) -> Group:
         return Group(*parts, *_forbidden(answer))
     if answer.same:
         return Group(*parts, Text(f"{name} is what the chosen plan does."))
-    parts.append(
-        Text(
-            f"Pinned: {layout_words(answer.pinned)}: {ms(answer.pinned.predicted.step_time_s)}, {_memory_words(answer.pinned)}."
-        )
+    return Group(*parts, *_compared(answer, answer.pinned))
+
+
+def _compared(answer: WhyNot, pinned: Plan) -> Iterator[Any]:
+    """The plan under the pins beside the chosen one: in words, by part of the time and by part of the memory."""
+    from rich.text import Text
+
+    chosen = answer.chosen
+    yield Text(
+        f"Pinned: {layout_words(pinned)}: {ms(pinned.predicted.step_time_s)}, {_memory_words(pinned)}."
     )
     words = (
-        _difference_words(answer),
+        _difference_words(answer, pinned),
         _first_words(answer),
-        _others_words(answer),
-        _unproven_words(answer),
+        _others_words(answer, pinned),
+        _unproven_words(answer, pinned),
     )
-    parts += [Text(line) for line in words if line]
-    rows = [
-        (TIME_WORDS.get(part, part), a, b)
-        for part, a, b in time_parts(chosen, answer.pinned)
-        if a or b
-    ]
-    parts.append(
-        _beside(
-            "Time of a step",
-            [*rows, ("step", chosen.predicted.step_time_s, answer.pinned.predicted.step_time_s)],
-            ms,
-        )
-    )
-    rows = [
-        (MEMORY_WORDS.get(part, part), a, b) for part, a, b in memory_parts(chosen, answer.pinned)
-    ]
-    peaks = (max(plan.predicted.peak_memory_bytes) for plan in (chosen, answer.pinned))
-    parts.append(_beside("Memory of the fullest device", [*rows, ("peak", *peaks)], gib))
-    return Group(*parts)
+    yield from (Text(line) for line in words if line)
+    rows = [(TIME_WORDS.get(p, p), a, b) for p, a, b in time_parts(chosen, pinned) if a or b]
+    rows.append(("step", chosen.predicted.step_time_s, pinned.predicted.step_time_s))
+    yield _beside("Time of a step", rows, ms)
+    rows = [(MEMORY_WORDS.get(p, p), a, b) for p, a, b in memory_parts(chosen, pinned)]
+    most, pinned_most = (max(plan.predicted.peak_memory_bytes) for plan in (chosen, pinned))
+    yield _beside("Memory of the fullest device", [*rows, ("peak", most, pinned_most)], gib)
 
 
-def _unproven_words(answer: WhyNot) -> str:
+def _unproven_words(answer: WhyNot, pinned: Plan) -> str:
     """What the pinned plan may not be the best of, if the search ended before that was known."""
-    certificate = answer.pinned.certificate
+    certificate = pinned.certificate
     if certificate.gap < _UNPROVEN:
         return ""
     most_s = certificate.bound_s - answer.chosen.predicted.step_time_s
@@ -204,10 +192,10 @@ def _forbidden(answer: WhyNot) -> list[Any]:
     name, first = pin_text(answer.pin), _first_words(answer)
     if not answer.capacity_bytes:
         return [Text(f"{name} is impossible: {answer.reason}.", style="yellow"), Text(first)]
-    found = [Text(f"{name} does not fit.  {answer.reason}", style="yellow"), Text(first)]
+    found: list[Any] = [Text(f"{name} does not fit.  {answer.reason}", style="yellow"), Text(first)]
     if answer.least is not None:
         peak, parts = max(answer.least.predicted.peak_memory_bytes), answer.least.predicted.memory
-        most = max(parts, key=parts.get)
+        most = max(parts, key=parts.__getitem__)
         found.append(Text(
             f"Memory binds: {layout_words(answer.least)} needs {gib(peak)} of {gib(answer.capacity_bytes)}, "
             f"{gib(peak - answer.capacity_bytes)} too much; most of it is {MEMORY_WORDS.get(most, most)} ({percent(parts[most] / peak)}).  "
@@ -232,12 +220,12 @@ def _memory_words(plan: Plan) -> str:
     return gib(max(plan.predicted.peak_memory_bytes))
 
 
-def _difference_words(answer: WhyNot) -> str:
+def _difference_words(answer: WhyNot, pinned: Plan) -> str:
     """How much slower, and which parts it is: those that make up most of the change, with what is saved."""
-    total_s = answer.difference_s
-    ratio = answer.pinned.predicted.step_time_s / answer.chosen.predicted.step_time_s
+    before_s, after_s = answer.chosen.predicted.step_time_s, pinned.predicted.step_time_s
+    total_s, ratio = after_s - before_s, after_s / before_s
     changes = sorted(
-        ((b - a, TIME_WORDS.get(p, p)) for p, a, b in time_parts(answer.chosen, answer.pinned)),
+        ((b - a, TIME_WORDS.get(p, p)) for p, a, b in time_parts(answer.chosen, pinned)),
         reverse=True,
     )
     more = [f"{words} {ms(s)}" for s, words in changes if s > _MATTERS * abs(total_s)]
@@ -265,9 +253,9 @@ def _first_words(answer: WhyNot) -> str:
     return f"First pinned choice that differs: {pin_text({key: answer.pin[key]})}; {what}."
 
 
-def _others_words(answer: WhyNot) -> str:
+def _others_words(answer: WhyNot, pinned: Plan) -> str:
     """What had to change besides the pins."""
-    before, after = choices_of(answer.chosen), choices_of(answer.pinned)
+    before, after = choices_of(answer.chosen), choices_of(pinned)
     changed = [
         f"{key} {before[key]} -> {after[key]}"
         for key in before

@@ -108,6 +108,11 @@ class ClusterSpec:
         return self.topology.num_devices
 
     @property
+    def one_kind(self) -> ClusterSpec:
+        """This cluster, whose devices are of one kind."""
+        return self
+
+    @property
     def groups(self) -> tuple[ClusterSpec, ...]:
         """Parts of one kind of devices each: this cluster is one (`MixedCluster` has several)."""
         return (self,)
@@ -451,6 +456,11 @@ class MixedCluster:
             sum(price * group.num_devices for price, group in zip(prices, self.groups, strict=True))
             / self.num_devices
         )
+
+    @property
+    def one_kind(self) -> NoReturn:
+        """Raise AutoparError: the devices are of several kinds."""
+        self._refuse("device")
 
     @property
     def device(self) -> NoReturn:

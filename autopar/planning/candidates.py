@@ -18,7 +18,7 @@ from autopar_cost_models import (
 
 from autopar.annotate.setting import Setting
 from autopar.errors import AutoparError
-from autopar.ir.cluster import Cluster
+from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.mesh import MeshShape, deal_text, groups_of
 from autopar.ir.traced import TracedModel, not_split
 from autopar.ops.work import tokens_per_row
@@ -348,5 +348,5 @@ def setting_of(candidate: Candidate, request: PlanRequest, group: int = 0) -> Se
         software=request.software,
         offload=candidate.offload,
         shard=candidate.shard,
-        between=request.cluster.between if request.is_mixed else None,
+        between=None if isinstance(request.cluster, ClusterSpec) else request.cluster.between,
     )

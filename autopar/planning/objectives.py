@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models.checks import finite
 
 from autopar.errors import AutoparError, NoPlanFits, shown
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.text.plan_words import (
     PlanOn,
@@ -74,8 +74,8 @@ class Goal:
 
     def limit_s(self, plan: Plan) -> float:
         """The longest step that meets the goal, for the tokens of a plan's step."""
-        if self.deadline_s is not None:
-            return self.deadline_s
+        if self.tokens_per_s is None:
+            return inf if self.deadline_s is None else self.deadline_s
         return plan.predicted.tokens_per_s * plan.predicted.step_time_s / self.tokens_per_s
 
     def __str__(self) -> str:
@@ -87,28 +87,16 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """A part of the cluster, or the whole with less memory: its fastest plan, or None with the `error`."""
+class Fitted:
+    """A part of the cluster, or the whole with less memory, with its fastest plan."""
 
-    cluster: ClusterSpec
-    plan: Plan | None
-    error: AutoparError | None = None
-
-    @property
-    def devices(self) -> int:
-        return self.cluster.num_devices
-
-    @property
-    def settled(self) -> bool:
-        """Whether there is a plan, or surely none."""
-        return self.plan is not None or not isinstance(self.error, NoPlanFits) or self.error.proven
+    cluster: Cluster
+    plan: Plan
 
     @property
     def bound_s(self) -> float:
-        """No plan here takes less for a step; infinite if there is none."""
-        return (
-            self.plan.certificate.bound_s if self.plan is not None else inf if self.settled else 0.0
-        )
+        """No plan here takes less for a step."""
+        return self.plan.certificate.bound_s
 
     @property
     def device_hours(self) -> float:
@@ -116,7 +104,26 @@ class Tried:
         return device_hours_per_million_tokens(self.plan)
 
 
-Attempt = Callable[[ClusterSpec], Tried]
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A part of the cluster, or the whole with less memory, for which no plan was found."""
+
+    cluster: Cluster
+    error: AutoparError
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is surely no plan."""
+        return not isinstance(self.error, NoPlanFits) or self.error.proven
+
+    @property
+    def bound_s(self) -> float:
+        """No plan here takes less for a step; infinite if there is none."""
+        return inf if self.settled else 0.0
+
+
+Tried = Fitted | Failed
+Attempt = Callable[[Cluster], Tried]
 """Plans on a cluster, under the pins that are asked for."""
 
 
@@ -129,7 +136,7 @@ class Chosen:
     """
 
     goal: Goal
-    cluster: ClusterSpec
+    cluster: Cluster
     plan: Plan
     value: float
     bound: float
@@ -147,7 +154,7 @@ class Chosen:
 def choose(
     goal: Goal,
     plan_on: PlanOn,
-    cluster: ClusterSpec,
+    cluster: Cluster,
     pin: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> Chosen:
@@ -156,12 +163,12 @@ def choose(
     Raises AutoparError as the planner does, and where no part of the cluster meets a deadline.
     """
 
-    def attempt(at: ClusterSpec) -> Tried:
+    def attempt(at: Cluster) -> Tried:
         tell(f"planning for {at.num_devices} devices of {gib(at.device.memory_bytes)}")
         try:
-            return Tried(at, plan_on(pin, at))
+            return Fitted(at, plan_on(pin, at))
         except AutoparError as error:
-            return Tried(at, None, error)
+            return Failed(at, error)
 
     if goal.objective == "time":
         return _fastest(goal, cluster, plan_on(pin, cluster))
@@ -181,7 +188,7 @@ def choose(
     )
 
 
-def sizes_of(cluster: ClusterSpec) -> list[int]:
+def sizes_of(cluster: Cluster) -> list[int]:
     """Numbers of devices that are considered, ascending: powers of two that divide a node, and whole nodes (see `MOST_NODES`)."""
     per_node, nodes = cluster.topology.devices_per_node, cluster.topology.nodes
     parts = [2**k for k in range(per_node.bit_length()) if 2**k < per_node and per_node % 2**k == 0]
@@ -193,7 +200,7 @@ def sizes_of(cluster: ClusterSpec) -> list[int]:
     return [*parts, *(per_node * count for count in counts)]
 
 
-def _fastest(goal: Goal, cluster: ClusterSpec, plan: Plan) -> Chosen:
+def _fastest(goal: Goal, cluster: Cluster, plan: Plan) -> Chosen:
     value, bound = plan.predicted.step_time_s, plan.certificate.bound_s
     return Chosen(
         goal,
@@ -205,62 +212,53 @@ def _fastest(goal: Goal, cluster: ClusterSpec, plan: Plan) -> Chosen:
     )
 
 
-def _cheapest(goal: Goal, cluster: ClusterSpec, attempt: Attempt) -> Chosen:
+def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
     """Every size is planned: the cost per token need not be monotone in it."""
     tried = tuple(attempt(cluster.with_devices(size)) for size in sizes_of(cluster))
-    planned = [one for one in tried if one.plan is not None]
-    if not planned:
-        raise tried[-1].error
+    planned = _planned(tried)
     best = min(planned, key=lambda one: (one.device_hours, one.plan.predicted.step_time_s))
-    bound = min(_device_hours(one.devices * one.bound_s, best.plan) for one in tried)
+    bound = min(_device_hours(one.cluster.num_devices * one.bound_s, best.plan) for one in tried)
     claim = (
-        f"{_cost_words(best.device_hours, cluster)} for a million tokens on {best.devices} of {cluster.num_devices} devices: the lowest "
-        f"found on {_listed(tried)}; no plan of the space on any of these costs less than {_cost_words(bound, cluster)}{_unsettled(tried)}"
+        f"{_cost_words(best.device_hours, cluster)} for a million tokens on {best.cluster.num_devices} of {cluster.num_devices} devices: "
+        f"the lowest found on {_listed(tried)}; no plan of the space on any of these costs less than {_cost_words(bound, cluster)}{_unsettled(tried)}"
     )
     return Chosen(goal, best.cluster, best.plan, best.device_hours, bound, claim, tried)
 
 
-def _fewest(goal: Goal, cluster: ClusterSpec, attempt: Attempt) -> Chosen:
+def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
     """Sizes ascend until one meets the goal."""
     tried: list[Tried] = []
     for size in sizes_of(cluster):
         last = attempt(cluster.with_devices(size))
         tried.append(last)
-        if last.plan is not None and last.plan.predicted.step_time_s <= goal.limit_s(last.plan):
+        if isinstance(last, Fitted) and last.plan.predicted.step_time_s <= goal.limit_s(last.plan):
             limit_s = goal.limit_s(last.plan)
-            bound = min(one.devices for one in tried if one.bound_s <= limit_s)
+            bound = min(one.cluster.num_devices for one in tried if one.bound_s <= limit_s)
             claim = f"{size} devices are the fewest found with {goal}: {ms(last.plan.predicted.step_time_s)}{_fewer_words(tried, limit_s)}"
             return Chosen(goal, last.cluster, last.plan, size, bound, claim, tuple(tried))
-    planned = [one for one in tried if one.plan is not None]
-    if not planned:
-        raise tried[-1].error
-    raise AutoparError(
-        _missed_words(
-            goal, cluster, min(planned, key=lambda one: one.plan.predicted.step_time_s), tried
-        )
-    )
+    best = min(_planned(tried), key=lambda one: one.plan.predicted.step_time_s)
+    raise AutoparError(_missed_words(goal, cluster, best, tried))
 
 
-def _leanest(goal: Goal, cluster: ClusterSpec, attempt: Attempt) -> Chosen:
+def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
     """Devices get less memory until nothing fits: first a little more than what the planner says that the smallest plan needs, then ever
     greater steps down, and from where nothing fits small ones again, until the interval is `TOLERANCE` wide."""
-    fastest = best = attempt(cluster)
-    if best.plan is None:
-        raise best.error
-    tried, high, low = [best], _peak_bytes(best.plan), cluster.device.reserved_bytes + 1
-    tried.append(attempt(cluster.with_memory(low)))  # nothing fits: the error tells the least
-    just = ceil(_ROOM * (getattr(tried[-1].error, "least_bytes", None) or high))
+    tried = [attempt(cluster)]
+    fastest = best = _planned(tried)[0]
+    high, low = _peak_bytes(best.plan), cluster.device.reserved_bytes + 1
+    least = attempt(cluster.with_memory(low))  # nothing fits: the error tells the least
+    tried.append(least)
+    known = least.error if isinstance(least, Failed) else None
+    just = ceil(_ROOM * (getattr(known, "least_bytes", None) or high))
     if just < high:
-        tried.append(attempt(cluster.with_memory(just)))
-        if tried[-1].plan is not None:
-            best, high = tried[-1], _peak_bytes(tried[-1].plan)
+        tried.append(last := attempt(cluster.with_memory(just)))
+        if isinstance(last, Fitted):
+            best, high = last, _peak_bytes(last.plan)
     bound, step = low, 1
     while high > (1 + TOLERANCE) * low:
-        tried.append(
-            attempt(cluster.with_memory(max(ceil(high / (1 + TOLERANCE) ** step), low + 1)))
-        )
-        last = tried[-1]
-        if last.plan is not None:
+        room = max(ceil(high / (1 + TOLERANCE) ** step), low + 1)
+        tried.append(last := attempt(cluster.with_memory(room)))
+        if isinstance(last, Fitted):
             best, high, step = last, _peak_bytes(last.plan), 2 * step
         else:
             low, step = last.cluster.device.memory_bytes, 1
@@ -269,6 +267,13 @@ def _leanest(goal: Goal, cluster: ClusterSpec, attempt: Attempt) -> Chosen:
     return Chosen(
         goal, cluster, plan, high, bound, _memory_words(fastest, best, bound, low), tuple(tried)
     )
+
+
+def _planned(tried: Sequence[Tried]) -> list[Fitted]:
+    """Those that have plans.  The error of the last one is raised if none has."""
+    if planned := [one for one in tried if isinstance(one, Fitted)]:
+        return planned
+    raise next(one.error for one in reversed(tried) if isinstance(one, Failed))
 
 
 def _peak_bytes(plan: Plan) -> int:
@@ -282,10 +287,10 @@ def _device_hours(device_seconds: float, plan: Plan) -> float:
 
 
 def _listed(tried: Sequence[Tried]) -> str:
-    return ", ".join(str(one.devices) for one in tried)
+    return ", ".join(str(one.cluster.num_devices) for one in tried)
 
 
-def _cost_words(device_hours: float, cluster: ClusterSpec) -> str:
+def _cost_words(device_hours: float, cluster: Cluster) -> str:
     """`$0.0745`, or `0.0298 device-hours` where no price is known."""
     price = cluster.price_per_device_hour
     return f"{device_hours:.4g} device-hours" if price is None else f"${device_hours * price:.4g}"
@@ -293,7 +298,7 @@ def _cost_words(device_hours: float, cluster: ClusterSpec) -> str:
 
 def _unsettled(tried: Sequence[Tried]) -> str:
     """What is not known of the sizes, or ''."""
-    unknown = [one for one in tried if not one.settled]
+    unknown = [one for one in tried if isinstance(one, Failed) and not one.settled]
     return (
         f"; on {_listed(unknown)} no plan was found in time, which proves nothing"
         if unknown
@@ -312,12 +317,12 @@ def _fewer_words(tried: Sequence[Tried], limit_s: float) -> str:
     return f"; that none on {_listed(open_)} takes at most {ms(limit_s)} is not proved{_unsettled(fewer)}"
 
 
-def _missed_words(goal: Goal, cluster: ClusterSpec, best: Tried, tried: Sequence[Tried]) -> str:
+def _missed_words(goal: Goal, cluster: Cluster, best: Fitted, tried: Sequence[Tried]) -> str:
     limit_s = goal.limit_s(best.plan)
     possible = _listed([one for one in tried if one.bound_s <= limit_s])
     return (
         f"no plan found on {_listed(tried)} devices of {cluster.name} has {goal}: the best takes {ms(best.plan.predicted.step_time_s)} "
-        f"({best.plan.predicted.tokens_per_s:,.0f} tokens a second) on {best.devices} ({layout_words(best.plan)})"
+        f"({best.plan.predicted.tokens_per_s:,.0f} tokens a second) on {best.cluster.num_devices} ({layout_words(best.plan)})"
         + (
             f"; that none on {possible} has is not proved"
             if possible
@@ -327,7 +332,7 @@ def _missed_words(goal: Goal, cluster: ClusterSpec, best: Tried, tried: Sequence
     )
 
 
-def _memory_words(fastest: Tried, best: Tried, bound: int, low: int) -> str:
+def _memory_words(fastest: Fitted, best: Fitted, bound: int, low: int) -> str:
     room, plan = best.cluster.device.memory_bytes, fastest.plan
     proof = f"no plan of the space fits into {gib(bound)}"
     if bound == low:
@@ -372,16 +377,16 @@ def chosen_data(chosen: Chosen) -> dict[str, Any]:
 
 
 def _tried_data(one: Tried) -> dict[str, Any]:
-    plan = one.plan
+    fitted = one if isinstance(one, Fitted) else None
     return {
-        "devices": one.devices,
+        "devices": one.cluster.num_devices,
         "memory_bytes": one.cluster.device.memory_bytes,
-        "plan": plan and short_words(plan),
-        "step_time_s": plan and plan.predicted.step_time_s,
+        "plan": fitted and short_words(fitted.plan),
+        "step_time_s": fitted and fitted.plan.predicted.step_time_s,
         "bound_s": None if isinf(one.bound_s) else one.bound_s,
-        "peak_memory_bytes": plan and _peak_bytes(plan),
-        "device_hours_per_million_tokens": plan and one.device_hours,
-        "reason": "" if plan else str(one.error),
+        "peak_memory_bytes": fitted and _peak_bytes(fitted.plan),
+        "device_hours_per_million_tokens": fitted and fitted.device_hours,
+        "reason": str(one.error) if isinstance(one, Failed) else "",
     }
 
 
@@ -417,15 +422,13 @@ def chosen_table(chosen: Chosen) -> Group:
 
 
 def _tried_row(one: Tried, price: float) -> tuple[str, ...]:
-    plan, room = one.plan, gib(one.cluster.device.memory_bytes).removesuffix(" GiB")
-    if plan is None:
-        why = "none fits" if isinstance(one.error, NoPlanFits) else "impossible"
-        return str(one.devices), room, why if one.settled else "not in time", *("-",) * 4
-    peak = gib(_peak_bytes(plan)).removesuffix(" GiB")
-    numbers = (
-        ms(plan.predicted.step_time_s),
-        ms(one.bound_s),
-        peak,
-        f"{one.device_hours * price:.3g}",
+    where = (
+        str(one.cluster.num_devices),
+        gib(one.cluster.device.memory_bytes).removesuffix(" GiB"),
     )
-    return str(one.devices), room, short_words(plan), *numbers
+    if isinstance(one, Failed):
+        why = "none fits" if isinstance(one.error, NoPlanFits) else "impossible"
+        return *where, why if one.settled else "not in time", *("-",) * 4
+    peak = gib(_peak_bytes(one.plan)).removesuffix(" GiB")
+    times = ms(one.plan.predicted.step_time_s), ms(one.bound_s)
+    return *where, short_words(one.plan), *times, peak, f"{one.device_hours * price:.3g}"

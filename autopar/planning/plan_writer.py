@@ -66,7 +66,7 @@ def make_plan(
         raise ValueError(f"the search found no plan: its status is {found.status!r}")
     (candidate, solution), model = found.best, found.model
     pipelined = solution.pipelined
-    stages = pipelined.stages if pipelined else (range(len(traced.segments)),)
+    stages = pipelined.stages if pipelined else (tuple(range(len(traced.segments))),)
     on_host = host_bytes(model, solution.choices, stages, candidate.mesh.pp)
     prediction = _prediction(solution, on_host, request, traced)
     check_host(prediction, request)

@@ -15,7 +15,7 @@ from typing import Any
 from autopar_cost_models import DEVICES, OFFLOADS, home_of
 
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.planning.smallest_plan import smallest_plan
 from autopar.request.pins import choices_of, pin_text
@@ -37,7 +37,7 @@ class Ask:
     """A request: `seq` is the tokens of a sequence, None if the model cannot be had with others."""
 
     pin: Mapping[str, Any]
-    cluster: ClusterSpec
+    cluster: Cluster
     global_batch: int
     seq: int | None
 
@@ -108,14 +108,23 @@ class Remedies:
         if self.least is None:
             return "."
         parts = self.least.predicted.memory
-        most = max(parts, key=parts.get)
+        most = max(parts, key=parts.__getitem__)
         return f"; most of it is {MEMORY_WORDS.get(most, most)}, {percent(parts[most] / max(self.least.predicted.peak_memory_bytes))}."
 
 
-def remedies(error: NoPlanFits, plan_for: PlanFor, ask: Ask, budget_s: float = BUDGET_S, clock: Callable[[], float] = time.monotonic,
-             tell: Callable[[str], None] = lambda text: None) -> Remedies:  # fmt: skip
+def remedies(
+    error: NoPlanFits,
+    plan_for: PlanFor,
+    ask: Ask,
+    budget_s: float = BUDGET_S,
+    clock: Callable[[], float] = time.monotonic,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Remedies:
     """The smallest changes of `ask`, which raised `error`, that fit."""
-    end_s, found, useless, unverified = clock() + budget_s, [], [], []
+    end_s = clock() + budget_s
+    found: list[Remedy] = []
+    useless: list[str] = []
+    unverified: list[str] = []
     least = smallest_plan(
         lambda pin, at: plan_for(replace(ask, cluster=at), budget_s / 4),
         ask.cluster,
@@ -265,7 +274,7 @@ def _relaxed(name: str, value: Any) -> list[Any]:
     return []
 
 
-def larger_clusters(cluster: ClusterSpec) -> list[ClusterSpec]:
+def larger_clusters(cluster: Cluster) -> list[Cluster]:
     """More devices of the same kind, ascending: in the node twice, four times, ... as many, if the cluster is a part of a known one; then
     whole nodes, every number up to twice as many, and from there twice, four times, ... as many, up to `MOST_TIMES`."""
     if len(cluster.groups) > 1:
@@ -282,12 +291,12 @@ def larger_clusters(cluster: ClusterSpec) -> list[ClusterSpec]:
         f"{kind}:{here * 2**k}" for k in range(1, MOST_TIMES.bit_length()) if here * 2**k <= most
     ]
     nodes = [f"{preset.name}:{count}" for count in _more_nodes(1)] if preset else []
-    return [
-        ClusterSpec.parse(text).with_price(cluster.price_per_device_hour) for text in inside + nodes
-    ]
+    price = cluster.price_per_device_hour
+    found = [ClusterSpec.parse(text) for text in inside + nodes]
+    return found if price is None else [each.with_price(price) for each in found]
 
 
-def _is_part(cluster: ClusterSpec) -> bool:
+def _is_part(cluster: Cluster) -> bool:
     """Whether the cluster is a number of devices of one node, as `h100:4` names them."""
     preset = home_of(cluster.device.name)
     if (

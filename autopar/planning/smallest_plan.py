@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from autopar.errors import NoPlanFits
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.text.plan_words import PlanOn
 
@@ -17,18 +17,15 @@ _ROOM = 1.001
 
 
 def smallest_plan(
-    plan_on: PlanOn, cluster: ClusterSpec, pin: Mapping[str, Any], least_bytes: int | None
+    plan_on: PlanOn, cluster: Cluster, pin: Mapping[str, Any], least_bytes: int | None
 ) -> Plan | None:
     """The best plan on devices with hardly more than the least memory that plans under the pins need; None if that is not known, as where
     the devices are of several kinds."""
     if least_bytes is None or len(cluster.groups) > 1:
         return None
     try:
-        return plan_on(
-            pin,
-            replace(
-                cluster, device=replace(cluster.device, memory_bytes=ceil(least_bytes * _ROOM))
-            ),
-        )
+        spec = cluster.groups[0]
+        device = replace(spec.device, memory_bytes=ceil(least_bytes * _ROOM))
+        return plan_on(pin, replace(spec, device=device))
     except NoPlanFits:
         return None

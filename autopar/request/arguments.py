@@ -55,6 +55,23 @@ def check_plan_given(plan: Any) -> None:
     check_kind("plan", plan, Plan, "a Plan: read a file of one with autopar.Plan.load")
 
 
+def check_beside_plan(
+    plan: Plan, pin: Mapping[str, Any] | None, global_batch: int | None, precision: str | None
+) -> None:
+    """AutoparError for what a given plan decides otherwise."""
+    if pin:
+        raise AutoparError(
+            f"plan and pin={dict(pin)} are given: a plan has its choices; leave out one of them"
+        )
+    given = ""
+    if global_batch not in (None, plan.global_batch):
+        given = f"a global batch of {plan.global_batch}, not global_batch={global_batch}"
+    elif precision not in (None, plan.precision):
+        given = f"{plan.precision}, not precision={precision!r}"
+    if given:
+        raise AutoparError(f"the plan is for {given}: plan again, or leave it out")
+
+
 def check_positive(name: str, value: Any) -> None:
     """AutoparError for anything but a number above 0, which may be infinite."""
     if not (is_whole(value, 1, 10**18) or (isinstance(value, float) and value > 0)):

@@ -16,7 +16,7 @@ from autopar.ir.plan import Plan
 OFFLOAD_WORDS = {"optimizer": "optimizer state", "parameters": "parameters and optimizer state"}
 """What each kind of offloading keeps in host memory, in words."""
 
-PlanOn = Callable[[Mapping[str, Any], ClusterSpec], Plan]
+PlanOn = Callable[[Mapping[str, Any], Cluster], Plan]
 """Plans one model under pins on a cluster.  Raises AutoparError as `api.plan` does."""
 
 
@@ -60,7 +60,7 @@ def staleness(plan: Plan) -> str:
     )
 
 
-def dollars_per_million_tokens(plan: Plan, cluster: ClusterSpec | None) -> float | None:
+def dollars_per_million_tokens(plan: Plan, cluster: Cluster | None) -> float | None:
     """Dollars that a million tokens cost, or None where the price is not known."""
     price = None if cluster is None else cluster.price_per_device_hour
     return None if price is None else device_hours_per_million_tokens(plan) * price

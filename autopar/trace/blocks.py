@@ -66,22 +66,12 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
         for k, node in enumerate(outputs):
             produced[node] = Source(len(segments), k)
         segments.append(Segment(name, class_of[kind], parameters, sources))
-    updates = dict(
-        zip(captured.updates, (produced[n] for n in graph.output_node().args[0][1:]), strict=True)
-    )
-    vals = tuple(
-        next(n for n in graph.nodes if n.name == p).meta["val"] for p in captured.input_nodes
-    )
-    symbols = sorted(
-        {
-            str(s)
-            for v in vals
-            for d in v.shape
-            if isinstance(d, torch.SymInt)
-            for s in d.node.expr.free_symbols
-        }
-    )
-    hints = [int(d.node.hint) for v in vals for d in v.shape if isinstance(d, torch.SymInt)]
+    changed = (produced[node] for node in graph.output_node().args[0][1:])
+    updates = dict(zip(captured.updates, changed, strict=True))
+    by_node = {node.name: node.meta["val"] for node in graph.nodes if node.op == "placeholder"}
+    vals = tuple(by_node[name] for name in captured.input_nodes)
+    dims = [d for val in vals for d in val.shape if isinstance(d, torch.SymInt)]
+    symbols = sorted({str(symbol) for d in dims for symbol in d.node.expr.free_symbols})
     digest = hashlib.sha256(
         json.dumps(
             [[s.class_index, s.parameters, [str(i) for i in s.inputs]] for s in segments]
@@ -90,18 +80,18 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
         ).encode()
     ).hexdigest()
     return TracedModel(
-        captured.inputs,
-        vals,
-        ",".join(symbols),
-        hints[0] if hints else 1,
-        tuple(classes),
-        tuple(segments),
-        captured.parameters,
-        captured.constants,
-        split,
-        values,
-        digest,
-        captured.notes,
+        inputs=captured.inputs,
+        input_vals=vals,
+        batch_symbol=",".join(symbols),
+        batch_hint=int(dims[0].node.hint) if dims else 1,
+        classes=tuple(classes),
+        segments=tuple(segments),
+        parameters=captured.parameters,
+        constants=captured.constants,
+        split=split,
+        step_values=values,
+        model_hash=digest,
+        notes=captured.notes,
         updates=updates,
     )
 

@@ -210,7 +210,7 @@ class Snapshot:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and (one == other or one != one and other != other)
+    return type(one) is type(other) and (one == other or (one != one and other != other))
 
 
 def _summary(value: Any, inner: list) -> Any:

@@ -18,7 +18,7 @@ on inputs, buffers and constants alone, so that it can be computed before the fi
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import isclose, prod
@@ -324,12 +324,9 @@ class _Transfer:
             return (
                 Fact(SAME, known=self.known) if not sizes or self._has_lifted() else self._mixed()
             )
-        if (
-            is_op(node, *_EQUAL_ROWS, "full_like", "zeros_like", "ones_like", "empty_like")
-            and len(vals) == 1
-        ):
-            if _row_dim(vals[0]) is not None:
-                return Fact(ROWS, known=self.known)
+        alike = (*_EQUAL_ROWS, "full_like", "zeros_like", "ones_like", "empty_like")
+        if is_op(node, *alike) and len(vals) == 1 and _row_dim(vals[0]) is not None:
+            return Fact(ROWS, known=self.known)
         return self._mixed()
 
     def _has_lifted(self) -> bool:
@@ -339,15 +336,15 @@ class _Transfer:
 
     def _of_rows(self, power: int) -> Any:
         node, vals = self.node, results(self.node)
+        moved: Fact | tuple[Fact, ...] | None = None
         if is_op(node, *_VIEWS):
-            return self._reshaped()
-        if is_op(node, "cat") and (fact := self._batches_in_a_row()) is not None:
-            return fact
-        if (
-            is_op(node, "split_with_sizes", "split", "chunk")
-            and (facts := self._single_batches()) is not None
-        ):
-            return facts
+            moved = _reshaped(node, self.operands[0], self.facts[0]) or self._mixed()
+        elif is_op(node, "cat"):
+            moved = _batches_in_a_row(node, self.operands, self.facts)
+        elif is_op(node, "split_with_sizes", "split", "chunk"):
+            moved = _single_batches(node, self.operands[0], self.facts[0])
+        if moved is not None:
+            return self._told(moved)
         dims = op_dims(node)
         places = [
             (k, row_dim_of(each))
@@ -373,9 +370,9 @@ class _Transfer:
             if locate(term, letter) is not None:
                 fits = _row_dim(val) is not None
                 found.append(Fact(ROWS, own, min(outers), self.known) if fits else self._mixed())
-            elif letter in dims.summed and not dims.additive:
-                found.append(Fact(SUM, own, known=self.known))
-            elif letter in dims.summed and self._adds_nothing(dims):
+            elif (letter in dims.summed and not dims.additive) or (
+                letter in dims.summed and self._adds_nothing(dims)
+            ):
                 found.append(Fact(SUM, own, known=self.known))
             else:
                 found.append(self._mixed())
@@ -433,44 +430,6 @@ class _Transfer:
         outer = next(fact.outer for fact in self.facts if fact.kind == ROWS)
         return Fact(ROWS, 0, outer, self.known)
 
-    def _reshaped(self) -> Fact:
-        """Elements stay in order, so that rows do: all that may change is what repeats the batch."""
-        source, fact = self.operands[0], self.facts[0]
-        before, after = source.meta["val"].shape, self.node.meta["val"].shape
-        here, there = row_dim_of(source), row_dim_of(self.node)
-        if here is None or there is None:
-            return self._mixed()
-        ahead = fact.outer * prod(map(concrete, before[:here]))
-        outer, rest = divmod(ahead, prod(map(concrete, after[:there])))
-        inside = after[there].node.expr.subs(dict.fromkeys(after[there].node.expr.free_symbols, 1))
-        if rest or not outer or int(inside) % outer:
-            return self._mixed()
-        return replace(fact, outer=outer, known=self.known)
-
-    def _batches_in_a_row(self) -> Fact | None:
-        """Several batches after each other along their dim of rows."""
-        dim = argument(self.node, "dim", 0) % max(self.operands[0].meta["val"].dim(), 1)
-        sizes = {str(each.meta["val"].shape[dim]) for each in self.operands}
-        plain = all(fact.kind == ROWS and fact.outer == 1 and not fact.power for fact in self.facts)
-        alike = all(row_dim_of(each) == dim for each in self.operands)
-        if not (plain and alike and len(sizes) == 1):
-            return None
-        return Fact(ROWS, 0, len(self.operands), self.known)
-
-    def _single_batches(self) -> tuple[Fact, ...] | None:
-        """What `_batches_in_a_row` joined, taken apart again."""
-        fact, vals, dim = self.facts[0], results(self.node), argument(self.node, "dim", 0)
-        dim %= max(self.operands[0].meta["val"].dim(), 1)
-        sizes = {str(val.shape[dim]) for val in vals}
-        if (
-            row_dim_of(self.operands[0]) != dim
-            or fact.outer == 1
-            or fact.outer != len(vals)
-            or len(sizes) > 1
-        ):
-            return None
-        return tuple(replace(fact, outer=1, known=self.known) for _ in vals)
-
     # ---------------------------------------------------------------------- sums over rows
 
     def _of_sums(self, power: int) -> Any:
@@ -492,6 +451,12 @@ class _Transfer:
         if is_op(node, "rsub") and len(self.operands) == 2:
             return self._summands(frozenset({0, 1}))
         return self._mixed()
+
+    def _told(self, facts: Fact | tuple[Fact, ...]) -> Any:
+        """Facts with whether the value is known."""
+        if isinstance(facts, Fact):
+            return replace(facts, known=self.known)
+        return tuple(replace(fact, known=self.known) for fact in facts)
 
     def _each(self, fact: Fact) -> Any:
         many = isinstance(self.node.meta["val"], list | tuple)
@@ -519,6 +484,36 @@ class _Transfer:
             return self._mixed()
         self.found.settled[self.node, self.operands[0]] = fact.power - 1
         return Fact(SUM, 1)
+
+
+def _reshaped(node: Node, source: Node, fact: Fact) -> Fact | None:
+    """Elements stay in order, so that rows do: all that may change is what repeats the batch."""
+    before, after = source.meta["val"].shape, node.meta["val"].shape
+    here, there = row_dim_of(source), row_dim_of(node)
+    if here is None or there is None:
+        return None
+    ahead = fact.outer * prod(map(concrete, before[:here]))
+    outer, rest = divmod(ahead, prod(map(concrete, after[:there])))
+    inside = after[there].node.expr.subs(dict.fromkeys(after[there].node.expr.free_symbols, 1))
+    return None if rest or not outer or int(inside) % outer else replace(fact, outer=outer)
+
+
+def _batches_in_a_row(node: Node, sources: Sequence[Node], facts: Sequence[Fact]) -> Fact | None:
+    """Several batches after each other along their dim of rows."""
+    dim = argument(node, "dim", 0) % max(sources[0].meta["val"].dim(), 1)
+    sizes = {str(each.meta["val"].shape[dim]) for each in sources}
+    plain = all(fact.kind == ROWS and fact.outer == 1 and not fact.power for fact in facts)
+    alike = all(row_dim_of(each) == dim for each in sources)
+    return Fact(ROWS, 0, len(sources)) if plain and alike and len(sizes) == 1 else None
+
+
+def _single_batches(node: Node, source: Node, fact: Fact) -> tuple[Fact, ...] | None:
+    """What `_batches_in_a_row` joined, taken apart again."""
+    vals, dim = results(node), argument(node, "dim", 0) % max(source.meta["val"].dim(), 1)
+    alike = len({str(val.shape[dim]) for val in vals}) == 1
+    if not alike or row_dim_of(source) != dim or fact.outer == 1 or fact.outer != len(vals):
+        return None
+    return (replace(fact, outer=1),) * len(vals)
 
 
 def _cuts_off(node: Node) -> bool:

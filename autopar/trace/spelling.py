@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch.fx import Graph, Node
@@ -32,89 +33,134 @@ def unify_spelling(graph: Graph) -> None:
     """reshape for every view, to.dtype for every cast, split_with_sizes for every split, permute and transpose for every reordering."""
     for node in list(graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
-            _respell(graph, node)
+            _respell(graph, node, node.target)
 
 
-def _respell(graph: Graph, node: Node) -> None:
-    val, source = node.meta.get("val"), node.args[0] if node.args else None
-    rank = (
-        len(source.meta["val"].shape)
-        if isinstance(source, Node) and isinstance(source.meta.get("val"), torch.Tensor)
-        else 0
-    )
-    name = node.target._schema.name.removeprefix("aten::")
-    if name in _ALIASES and node.target._overloadname in getattr(aten, _ALIASES[name]).overloads():
-        node.target = getattr(getattr(aten, _ALIASES[name]), node.target._overloadname)
-    elif is_op(node, "view", "_unsafe_view") and node.target is not aten.view.dtype:
+def _respell(graph: Graph, node: Node, operation: torch._ops.OpOverload) -> None:
+    name = operation._schema.name.removeprefix("aten::")
+    alias = getattr(aten, _ALIASES[name]) if name in _ALIASES else None
+    if alias is not None and operation._overloadname in alias.overloads():
+        node.target = getattr(alias, operation._overloadname)
+    elif name in _CONSTANTS:
+        _respell_constant(graph, node, name)
+    elif name in _SPELLINGS:
+        _SPELLINGS[name](graph, node)
+
+
+def _respell_view(graph: Graph, node: Node) -> None:
+    if node.target is not aten.view.dtype:
         node.target = aten.reshape.default
-    elif is_op(node, "native_dropout") and all(
-        user.args[1] == 0 for user in node.users
-    ):  # what functionalization makes of dropout
-        node.target, node.meta["val"] = aten.dropout.default, val[0]
-        node.args = (source, node.args[1], node.args[2] is not False)
-        for user in list(node.users):
-            user.replace_all_uses_with(node)
+
+
+def _respell_dropout(graph: Graph, node: Node) -> None:
+    """What functionalization makes of dropout."""
+    if any(user.args[1] != 0 for user in node.users):
+        return
+    node.target, node.meta["val"] = aten.dropout.default, node.meta["val"][0]
+    node.args = (node.args[0], node.args[1], node.args[2] is not False)
+    for user in list(node.users):
+        user.replace_all_uses_with(node)
+        graph.erase_node(user)
+
+
+def _respell_broadcast(graph: Graph, node: Node) -> None:
+    """What functionalization makes of two-sided losses."""
+    for user in list(node.users):
+        part, whole = node.args[0][user.args[1]], user.meta["val"]
+        if list(map(str, part.meta["val"].shape)) == list(map(str, whole.shape)):
+            user.replace_all_uses_with(part)
             graph.erase_node(user)
-    elif is_op(node, "broadcast_tensors"):  # what functionalization makes of two-sided losses
-        for user in list(node.users):
-            part, whole = node.args[0][user.args[1]], user.meta["val"]
-            if list(map(str, part.meta["val"].shape)) == list(map(str, whole.shape)):
-                user.replace_all_uses_with(part)
-                graph.erase_node(user)
-            else:
-                replace(graph, user, aten.expand.default, (part, list(whole.shape)))
-        graph.erase_node(node)
-    elif is_op(node, "flatten", "unflatten", "view_as", "reshape_as"):
-        replace(graph, node, aten.reshape.default, (source, _written_shape(val.shape)))
-    elif is_op(node, "copy"):  # what assigning to a slice leaves behind once it is functional
-        source = node.args[1]
-        if source.meta["val"].dtype != val.dtype:
-            with graph.inserting_before(node):
-                source = graph.call_function(aten.to.dtype, (source, val.dtype))
-            source.meta = dict(node.args[1].meta) | {"val": node.args[1].meta["val"].to(val.dtype)}
-        replace(graph, node, aten.expand.default, (source, list(val.shape)))
-    elif (
-        name in _CONSTANTS
-    ):  # of the tensor given only its dtype and device matter, so nobody needs to gather it
-        given = (
-            argument(node, "size"),
-            *((argument(node, "fill_value"),) if name == "new_full" else ()),
-        )
-        replace(graph, node, _CONSTANTS[name], given, {"dtype": val.dtype, "device": val.device})
-    elif is_op(node, "expand_as", "broadcast_to") or (
-        is_op(node, "repeat", "tile") and _repeats_ones(source, val)
-    ):
-        replace(graph, node, aten.expand.default, (source, list(val.shape)))
-    elif is_op(node, "to", "_to_copy", "type_as"):
-        replace(graph, node, aten.to.dtype, (source, val.dtype))
-    elif is_op(node, *_SPLITS):
-        dim = {"hsplit": int(rank > 1), "vsplit": 0, "dsplit": 2}.get(
-            name, argument(node, "dim", 0)
-        )
-        replace(
-            graph, node, aten.split_with_sizes.default, (source, [v.shape[dim] for v in val], dim)
-        )
-    elif is_op(node, "t", "numpy_T", "mT"):
-        replace(graph, node, aten.transpose.int, (source, -2, -1) if rank > 1 else (source, 0, 0))
-    elif is_op(node, "swapaxes", "swapdims"):
-        replace(graph, node, aten.transpose.int, tuple(node.args))
-    elif is_op(node, "movedim", "moveaxis"):
-        replace(
-            graph,
-            node,
-            aten.permute.default,
-            (source, _moved(rank, argument(node, "source"), argument(node, "destination"))),
-        )
-    elif (
-        is_op(node, "narrow")
-        and isinstance(argument(node, "start"), int)
-        and isinstance(argument(node, "length"), int)
-    ):
-        dim, start = argument(node, "dim"), argument(node, "start")
-        start += source.meta["val"].shape[dim] if start < 0 else 0
-        replace(
-            graph, node, aten.slice.Tensor, (source, dim, start, start + argument(node, "length"))
-        )
+        else:
+            replace(graph, user, aten.expand.default, (part, list(whole.shape)))
+    graph.erase_node(node)
+
+
+def _respell_reshape(graph: Graph, node: Node) -> None:
+    shape = _written_shape(node.meta["val"].shape)
+    replace(graph, node, aten.reshape.default, (node.args[0], shape))
+
+
+def _respell_copy(graph: Graph, node: Node) -> None:
+    """What assigning to a slice leaves behind once it is functional."""
+    source, val = node.args[1], node.meta["val"]
+    if source.meta["val"].dtype != val.dtype:
+        with graph.inserting_before(node):
+            source = graph.call_function(aten.to.dtype, (source, val.dtype))
+        source.meta = dict(node.args[1].meta) | {"val": node.args[1].meta["val"].to(val.dtype)}
+    replace(graph, node, aten.expand.default, (source, list(val.shape)))
+
+
+def _respell_constant(graph: Graph, node: Node, name: str) -> None:
+    """Of the tensor given only its dtype and device matter, so nobody needs to gather it."""
+    val = node.meta["val"]
+    filled = (argument(node, "fill_value"),) if name == "new_full" else ()
+    given = (argument(node, "size"), *filled)
+    replace(graph, node, _CONSTANTS[name], given, {"dtype": val.dtype, "device": val.device})
+
+
+def _respell_expand(graph: Graph, node: Node) -> None:
+    replace(graph, node, aten.expand.default, (node.args[0], list(node.meta["val"].shape)))
+
+
+def _respell_repeat(graph: Graph, node: Node) -> None:
+    if _repeats_ones(node.args[0], node.meta["val"]):
+        _respell_expand(graph, node)
+
+
+def _respell_cast(graph: Graph, node: Node) -> None:
+    replace(graph, node, aten.to.dtype, (node.args[0], node.meta["val"].dtype))
+
+
+def _respell_split(graph: Graph, node: Node) -> None:
+    name = node.target._schema.name.removeprefix("aten::")
+    fixed = {"hsplit": int(_rank(node) > 1), "vsplit": 0, "dsplit": 2}
+    dim = fixed.get(name, argument(node, "dim", 0))
+    sizes = [val.shape[dim] for val in node.meta["val"]]
+    replace(graph, node, aten.split_with_sizes.default, (node.args[0], sizes, dim))
+
+
+def _respell_transposed(graph: Graph, node: Node) -> None:
+    dims = (-2, -1) if _rank(node) > 1 else (0, 0)
+    replace(graph, node, aten.transpose.int, (node.args[0], *dims))
+
+
+def _respell_swapped(graph: Graph, node: Node) -> None:
+    replace(graph, node, aten.transpose.int, tuple(node.args))
+
+
+def _respell_moved(graph: Graph, node: Node) -> None:
+    order = _moved(_rank(node), argument(node, "source"), argument(node, "destination"))
+    replace(graph, node, aten.permute.default, (node.args[0], order))
+
+
+def _respell_narrow(graph: Graph, node: Node) -> None:
+    dim, start, length = (argument(node, name) for name in ("dim", "start", "length"))
+    if isinstance(start, int) and isinstance(length, int):
+        start += node.args[0].meta["val"].shape[dim] if start < 0 else 0
+        replace(graph, node, aten.slice.Tensor, (node.args[0], dim, start, start + length))
+
+
+_SPELLINGS: dict[str, Callable[[Graph, Node], None]] = {
+    **dict.fromkeys(("view", "_unsafe_view"), _respell_view),
+    "native_dropout": _respell_dropout,
+    "broadcast_tensors": _respell_broadcast,
+    **dict.fromkeys(("flatten", "unflatten", "view_as", "reshape_as"), _respell_reshape),
+    "copy": _respell_copy,
+    **dict.fromkeys(("expand_as", "broadcast_to"), _respell_expand),
+    **dict.fromkeys(("repeat", "tile"), _respell_repeat),
+    **dict.fromkeys(("to", "_to_copy", "type_as"), _respell_cast),
+    **dict.fromkeys(_SPLITS, _respell_split),
+    **dict.fromkeys(("t", "numpy_T", "mT"), _respell_transposed),
+    **dict.fromkeys(("swapaxes", "swapdims"), _respell_swapped),
+    **dict.fromkeys(("movedim", "moveaxis"), _respell_moved),
+    "narrow": _respell_narrow,
+}
+"""What else is written differently, by the name of the operation."""
+
+
+def _rank(node: Node) -> int:
+    """How many dims the first operand has."""
+    return node.args[0].meta["val"].dim()
 
 
 def _repeats_ones(source: Node, val: torch.Tensor) -> bool:

@@ -61,10 +61,8 @@ def _tree_of(code: types.CodeType) -> ast.AST | None:
         return None
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
-            if code.co_firstlineno in (
-                node.lineno,
-                *(decorator.lineno for decorator in node.decorator_list),
-            ):
+            starts = node.lineno, *(decorator.lineno for decorator in node.decorator_list)
+            if code.co_firstlineno in starts:
                 return node
         if (
             isinstance(node, ast.Lambda)
@@ -78,9 +76,9 @@ def _tree_of(code: types.CodeType) -> ast.AST | None:
 def _first_read(tree: ast.AST, names: set[str]) -> ast.AST | None:
     body = tree.body if isinstance(tree.body, list) else [tree.body]
     for statement in body:
-        if not _only_changes(statement, names):
-            if (node := _read_in(statement, names)) is not None:
-                return node
+        node = None if _only_changes(statement, names) else _read_in(statement, names)
+        if node is not None:
+            return node
     return None
 
 

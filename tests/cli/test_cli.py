@@ -305,7 +305,9 @@ def test_the_console_script_shows_no_traceback():
 
 def test_a_closed_pipe_and_an_interrupt_are_quiet():
     """The reader of the table is gone before the table comes; Ctrl-C."""
-    command = f"{sys.executable} -m autopar explain llama-tiny cpu:2 --global-batch 4 --seq 16 | true"
+    command = (
+        f"{sys.executable} -m autopar explain llama-tiny cpu:2 --global-batch 4 --seq 16 | true"
+    )
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert "Traceback" not in found.stderr and "BrokenPipe" not in found.stderr
     code = "import autopar.cli.console as c\ndef stop(*a, **k): raise KeyboardInterrupt\nc.cli.main = stop\nc.main()"

@@ -9,7 +9,14 @@ import pytest
 from support.explain_tasks import task, text_of, words_of
 
 from autopar.errors import AutoparError
-from autopar.explaining.compare import CompareTable, check_compared, compare, compare_data
+from autopar.explaining.compare import (
+    CompareTable,
+    Entry,
+    Impossible,
+    check_compared,
+    compare,
+    compare_data,
+)
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 
@@ -18,8 +25,8 @@ def test_the_best_comes_first_and_the_impossible_with_its_reason():
     t = task()
     entries = compare(t.plan, t.cluster, [{"tp": 2}, {"tp": 3}, {"tp": 4, "recompute": "full"}], [])
     assert [entry.name for entry in entries] == ["best", "tp=2", "tp=3", "tp=4,recompute=full"]
-    assert entries[2].plan is None and "does not divide 8" in entries[2].reason
-    times = [entry.plan.predicted.step_time_s for entry in entries if entry.plan]
+    assert isinstance(entries[2], Impossible) and "does not divide 8" in entries[2].reason
+    times = [entry.plan.predicted.step_time_s for entry in entries if isinstance(entry, Entry)]
     assert times[0] == min(times)
     data = json.loads(json.dumps(compare_data(entries, t.cluster)))
     assert [entry["ratio"] for entry in data] == [
@@ -67,9 +74,9 @@ def test_saved_plans_are_compared_if_they_are_for_the_same_task():
     saved = [("own", own), ("stale", replace(own, cost_model_version="0")), ("model", other_model),
              ("cluster", t.plan(cluster=ClusterSpec.parse("h100:4"))), ("batch", t.plan(batch=32))]  # fmt: skip
     entries = {entry.name: entry for entry in compare(t.plan, t.cluster, [], saved)}
-    assert entries["own"].plan is own and not entries["own"].note and not entries["own"].reason
+    assert entries["own"].plan is own and not entries["own"].note
     assert (
-        entries["stale"].plan is not None and "predicted by cost model 0" in entries["stale"].note
+        isinstance(entries["stale"], Entry) and "predicted by cost model 0" in entries["stale"].note
     )
     reasons = {
         "model": "is for GPT",
@@ -77,7 +84,9 @@ def test_saved_plans_are_compared_if_they_are_for_the_same_task():
         "batch": "global batch of 32, not of 16",
     }
     for name, words in reasons.items():
-        assert entries[name].plan is None and words in entries[name].reason, entries[name].reason
+        assert isinstance(entries[name], Impossible) and words in entries[name].reason, entries[
+            name
+        ].reason
     shown = words_of(CompareTable(list(entries.values()), t.cluster))
     assert "stale is to be read with care" in shown and "batch is not possible" in shown
 

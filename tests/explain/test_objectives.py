@@ -61,7 +61,7 @@ def test_the_cost_is_the_least_of_all_sizes():
         and found.proven
     )
     assert found.cluster.num_devices == found.plan.mesh.num_devices and [
-        one.devices for one in found.tried
+        one.cluster.num_devices for one in found.tried
     ] == [1, 2, 4, 8]
     assert found.plan.predicted == plans[found.cluster.num_devices].predicted
     assert f"${3 * found.value:.4g}" in found.claim and any(
@@ -173,7 +173,7 @@ def test_made_up_times(steps, deadline_s, slack):
         )
         return
     found = chosen_by(Goal("gpus", deadline_s), plan_on, FOUR_NODES)
-    assert found.value == meets[0] and [one.devices for one in found.tried] == [
+    assert found.value == meets[0] and [one.cluster.num_devices for one in found.tried] == [
         size for size in SIZES if size <= meets[0]
     ]
     assert found.proven == all(

@@ -77,7 +77,10 @@ def test_one_point_is_a_sweep():
 
 def test_a_point_without_plan_has_its_reason():
     found = swept(task().cluster, gpus=(8, 31 * 8), batch=(16, 3))
-    reasons = {(row.point.devices, row.point.global_batch): row.reason for row in found.rows}
+    reasons = {
+        (row.point.devices, row.point.global_batch): getattr(row, "reason", "")
+        for row in found.rows
+    }
     assert not reasons[8, 16] and "batch of 3" in reasons[248, 3]
     best = dict(zip(reasons, pareto(found.rows), strict=True))
     assert not best[248, 3] and any(best.values())

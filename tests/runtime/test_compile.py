@@ -381,7 +381,7 @@ def test_a_compiler_that_fails_says_what_to_do():
         raise OSError("no C++ compiler")
 
     engine = engine_for("llama-tiny", alone("llama-tiny", ONE), compile={"backend": broken})
-    with pytest.raises(AutoparError, match=r"torch.compile failed.*aot_eager.*no C\\+\\+ compiler"):
+    with pytest.raises(AutoparError, match=r"torch.compile failed.*aot_eager.*no C\+\+ compiler"):
         engine.step(case("llama-tiny").batches[0])
 
 

@@ -273,7 +273,8 @@ def random_plan(
     for places in nx.connected_components(
         nx.Graph([pair for group in model.ties for pair in pairwise(group)])
     ):
-        shared |= {key: {} for key in places}
+        one: dict[str, dict] = {}  # tied parameters read and write the same
+        shared |= {key: one for key in places}
     fixed = annotator.axis_choices(where)
     propagations = {
         axis: propagation(traced, annotator, where, axis)

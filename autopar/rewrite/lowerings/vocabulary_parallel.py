@@ -28,10 +28,8 @@ def own_key_heads(x: Tensor, axis: str, heads: int, key_heads: int) -> Tensor:
     start, length = shard_extent(heads, group.size, group.index)
     each = heads // key_heads
     if length and (
-        start % each == 0
-        and length % each == 0
-        or each % length == 0
-        and start // each == (start + length - 1) // each
+        (start % each == 0 and length % each == 0)
+        or (each % length == 0 and start // each == (start + length - 1) // each)
     ):
         return x.narrow(1, start // each, max(length // each, 1))
     return x.index_select(1, torch.arange(start, start + length, device=x.device) // each)

@@ -49,7 +49,7 @@ class MicroBatches:
 
     inputs: list[dict[str, torch.Tensor]]
     rows: int
-    size: BatchSize = BatchSize(0, None, 0.0)  # noqa: RUF009 (frozen)
+    size: BatchSize = BatchSize(0, None, 0.0)
     number: int = 0
     filled: tuple[dict[str, torch.Tensor], ...] = ()
 

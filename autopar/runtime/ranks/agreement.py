@@ -63,10 +63,8 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, str]:
 
 def lost_contact(error: BaseException) -> bool:
     """Whether an error is one of gloo, NCCL or the store."""
-    return (
-        isinstance(error, dist.DistError)
-        or isinstance(error, RuntimeError)
-        and "gloo" in str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
     )
 
 

@@ -255,7 +255,7 @@ def _worker(
             function, args = task if task is not None else pickle.loads(_receive(pipe))
             task = None
             pipe.send_bytes(pickle.dumps(("result", function(rank, *args))))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
+    except Exception as error:
         trace = "".join(traceback.format_exception(error))
         pipe.send_bytes(
             pickle.dumps(

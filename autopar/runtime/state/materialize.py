@@ -189,7 +189,7 @@ def _initialized_over(model: nn.Module, module: nn.Module, prefix: str, number: 
     return real
 
 
-class open_weights:  # noqa: N801  (reads like a function)
+class open_weights:
     """Reads tensors by name from a .safetensors file, a directory of them (with or without an index), or a torch checkpoint."""
 
     def __init__(self, path: str | Path) -> None:
