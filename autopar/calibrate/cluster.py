@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from autopar_cost_models import FITTED, Device, Link
 from autopar_cost_models.catalogue import ETHERNET
+from autopar_cost_models.checks import is_whole
 from autopar_cost_models.constants import CPU_RESERVED_BYTES
 from autopar_cost_models.curves import Curve, best_rate
 
@@ -51,7 +52,7 @@ def calibrate(
     if device_type == "cuda" and not gpus:
         raise AutoparError("no CUDA device is visible to this process; calibrate with --device cpu")
     nproc = nproc if nproc is not None else (gpus if device_type == "cuda" else CPU_PROCESSES)
-    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
+    if not is_whole(nproc):
         raise AutoparError(f"nproc={shown(nproc)} must be a whole number >= 1")
     if device_type == "cuda" and nproc > gpus:
         raise AutoparError(
@@ -90,9 +91,8 @@ def assemble(
 
     def in_a_step(points: Curve) -> Curve:
         """A point has in it what the smallest operation takes: in its place, what an operation costs."""
-        return tuple(
-            (size, max(seconds - memory[0][1], 0.0) + launch_s) for size, seconds in points
-        )
+        least_s = memory[0][1]
+        return tuple((size, max(seconds - least_s, 0.0) + launch_s) for size, seconds in points)
 
     matmuls = {
         dtype: in_a_step(merged([found.matmuls[dtype] for found in kernels]))
@@ -100,17 +100,17 @@ def assemble(
     }
     source = f"measured by autopar calibrate on {nproc} {'CPU processes' if cpu else first.name} at once, torch {torch.__version__}"
     device = Device(
-        first.name,
-        {dtype: best_rate(points) for dtype, points in matmuls.items()},
-        first.memory_bytes // nproc if cpu else first.memory_bytes,
-        memory[-1][0] / memory[-1][1],
-        launch_s,
-        1.0,
-        1.0,
-        CPU_RESERVED_BYTES if cpu else int(FITTED.reserved_bytes),
-        f"{source} ({platform.machine()})",
-        first.compute_units,
-        first.generation,
+        name=first.name,
+        flops={dtype: best_rate(points) for dtype, points in matmuls.items()},
+        memory_bytes=first.memory_bytes // nproc if cpu else first.memory_bytes,
+        memory_bandwidth_Bps=memory[-1][0] / memory[-1][1],
+        launch_s=launch_s,
+        matmul_efficiency=1.0,
+        bandwidth_efficiency=1.0,
+        reserved_bytes=CPU_RESERVED_BYTES if cpu else int(FITTED.reserved_bytes),
+        source=f"{source} ({platform.machine()})",
+        compute_units=first.compute_units,
+        generation=first.generation,
         matmul_curves=matmuls,
         memory_curve=in_a_step(memory),
         dispatch_s=None if cpu else operation_s,
@@ -121,12 +121,10 @@ def assemble(
     }
     intra = replace(ETHERNET, source="one device: no link")
     if curves:
-        (_, latency_s), (size_bytes, most_s) = (
-            curves["point_to_point"][2][place] for place in (0, -1)
-        )
-        intra = Link(
-            size_bytes / max(most_s - latency_s, most_s / 2), latency_s, source, curves=curves
-        )
+        messages = curves["point_to_point"][2]
+        latency_s, (size_bytes, most_s) = messages[0][1], messages[-1]
+        bandwidth_Bps = size_bytes / max(most_s - latency_s, most_s / 2)
+        intra = Link(bandwidth_Bps, latency_s, source, curves=curves)
     return ClusterSpec.make(
         device, 1, nproc, name=f"calibrated {device_type}:{nproc}",
         **{f"intra_{key}": getattr(intra, key) for key in ("bandwidth_Bps", "latency_s", "source", "efficiency", "kind", "curves")},
@@ -142,10 +140,8 @@ def merged(ranks: Sequence[Points]) -> Curve:
         seconds, count = statistics.median(found[place][1] for found in ranks), 1
         while pools and pools[-1][0] > seconds:
             before_s, others = pools.pop()
-            seconds, count = (
-                (before_s * others + seconds * count) / (others + count),
-                others + count,
-            )
+            seconds = (before_s * others + seconds * count) / (others + count)
+            count += others
         pools.append((seconds, count))
     fitted = [seconds for seconds, count in pools for _ in range(count)]
     return tuple((size, seconds) for (size, _), seconds in zip(ranks[0], fitted, strict=True))

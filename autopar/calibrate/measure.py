@@ -36,9 +36,8 @@ DTYPES = {
     "fp16": torch.float16,
 }
 MOST = 200  # repetitions between two readings of the clock; kernels ahead of a device, whose queue holds about 1000
-BLOCKERS = (
-    16  # products of 4096**3 that keep a device busy while a chain is issued: some 10 ms in tf32
-)
+# products of 4096**3 that keep a device busy while a chain is issued: some 10 ms in tf32
+BLOCKERS = 16
 WORK = 4  # products before a collective: milliseconds
 LEAST_S = 1e-6  # of a transfer that noise hides
 IN_A_ROW = 16  # operations
@@ -47,6 +46,9 @@ POOL_BYTES = 2**26
 POOL_TENSORS = 256  # at most
 ROWS = 4  # of a tensor whose second dim a collective gathers or scatters, as it does positions of a micro-batch
 Points = list[tuple[float, float]]
+Work = Callable[[], object]
+Sized = tuple[float, Work]
+"""Work, behind its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +95,8 @@ def measure_kernels(rank: int, device_type: str, effort: Effort, operations: flo
     clock = _Clock(device, effort)
     memory = _memory_curve(clock)
     matmuls = {dtype: points for dtype in effort.dtypes if (points := _matmul_curve(clock, dtype))}
-    return Kernels(
-        *_identity(device),
-        matmuls,
-        memory,
-        layers_s(clock.host_s, 2 * effort.rounds, device) / operations,
-    )
+    operation_s = layers_s(clock.host_s, 2 * effort.rounds, device) / operations
+    return Kernels(*_identity(device), matmuls, memory, operation_s)
 
 
 def measure_transfers(
@@ -108,8 +106,8 @@ def measure_transfers(
     device = _device(rank, device_type)
     clock, group = _Clock(device, effort), _group(rank, ranks, size, device)
     return {
-        name: _transfer_curve(clock, lambda n, p=prepare: p(n, group, device))
-        for name, prepare in _COLLECTIVES.items()
+        name: _transfer_curve(clock, partial(_collective, name, group=group, device=device))
+        for name in _COLLECTIVES
     }
 
 
@@ -127,20 +125,17 @@ def _identity(device: torch.device) -> tuple[str, int, int, str]:
 
         return "cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 1, "cpu"
     found = torch.cuda.get_device_properties(device)
-    generation = {
-        (8, 0): "ampere",
-        (8, 6): "ampere",
-        (8, 9): "ada",
-        (9, 0): "hopper",
-        (10, 0): "blackwell",
-        (10, 3): "blackwell",
-    }
-    return (
-        found.name,
-        found.total_memory,
-        found.multi_processor_count,
-        generation.get((found.major, found.minor), "other"),
-    )
+    generation = _GENERATIONS.get((found.major, found.minor), "other")
+    return found.name, found.total_memory, found.multi_processor_count, generation
+
+
+_GENERATIONS = {
+    **dict.fromkeys(((8, 0), (8, 6)), "ampere"),
+    (8, 9): "ada",
+    (9, 0): "hopper",
+    **dict.fromkeys(((10, 0), (10, 3)), "blackwell"),
+}
+"""By compute capability."""
 
 
 class _Clock:
@@ -150,7 +145,7 @@ class _Clock:
         self.device, self.effort = device, effort
         self.blocker = torch.ones(4096, 4096, device=device) if device.type == "cuda" else None
 
-    def slowest_s(self, work: Callable[[], object]) -> float:
+    def slowest_s(self, work: Work) -> float:
         """Seconds of doing `work` once, the longest of all ranks, after a warm-up."""
         self.run(work, 1, False)
         slowest = torch.tensor(self.run(work, 1, False)[0], dtype=torch.float64)
@@ -158,7 +153,7 @@ class _Clock:
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return max(float(slowest), 1e-7)
 
-    def run(self, work: Callable[[], object], times: int, ahead: bool) -> tuple[float, float]:
+    def run(self, work: Work, times: int, ahead: bool) -> tuple[float, float]:
         """(seconds on the device, seconds of the host) of doing `work` so often.  `ahead`: issue it while the device is still busy."""
         if dist.is_initialized():
             dist.barrier()
@@ -170,7 +165,7 @@ class _Clock:
             return took_s, took_s
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
-        if ahead:
+        if ahead and self.blocker is not None:
             for _ in range(BLOCKERS):
                 torch.mm(self.blocker, self.blocker)
         begin.record()
@@ -182,21 +177,18 @@ class _Clock:
         torch.cuda.synchronize(self.device)
         return begin.elapsed_time(end) / 1e3, host_s
 
-    def host_s(self, work: Callable[[], object]) -> float:
+    def host_s(self, work: Work) -> float:
         """Seconds that `work` takes the host."""
         times = max(1, int(self.effort.point_s / self.slowest_s(work)))
         return self.run(work, times, False)[1] / times
 
-    def curve(self, works: list[tuple[float, Callable[[], object], int]], ahead: bool) -> Points:
+    def curve(self, works: list[tuple[float, Work, int]], ahead: bool) -> Points:
         """(size, seconds) of each (size, work, operations in it).
 
         The rounds go over all sizes in turn, so that a disturbance does not hit one point alone; a point is the median of its rounds.
         """
-        most = (
-            MOST // max(operations for _, _, operations in works)
-            if ahead and self.device.type == "cuda"
-            else MOST
-        )
+        queued = max(operations for *_, operations in works)
+        most = MOST // queued if ahead and self.device.type == "cuda" else MOST
         plan = [
             (*work, max(1, min(most, int(self.effort.point_s / self.slowest_s(work[1])))))
             for work in works
@@ -213,13 +205,11 @@ class _Clock:
 
 def _in_turn(
     operation: Callable[[Tensor, Tensor], Tensor], make: Callable[[], Tensor], operations: int
-) -> Callable[[], object]:
+) -> Work:
     """So many operations on tensors that take turns, as their results do."""
-    first = make()
-    tensors = [
-        first,
-        *(make() for _ in range(max(1, min(POOL_TENSORS, POOL_BYTES // first.nbytes) - 1))),
-    ]
+    tensors = [make()]
+    count = min(POOL_TENSORS, POOL_BYTES // tensors[0].nbytes)
+    tensors += [make() for _ in range(max(1, count - 1))]
     results: list[Tensor | None] = [None] * len(tensors)
     turns = itertools.cycle(range(len(tensors)))
 
@@ -266,63 +256,36 @@ def _matmul_curve(clock: _Clock, dtype: str) -> Points:
 
 def _group(rank: int, ranks: int, size: int, device: torch.device) -> AxisGroup:
     """This rank's group of `size` neighbours.  All ranks make all groups."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    groups = [
-        dist.new_group(list(range(first, first + size)), backend=backend)
-        for first in range(0, ranks, size)
-    ]
+    groups = _groups(ranks, size, device)
     return AxisGroup("measured", size, rank % size, groups[rank // size].group_name)
 
 
-def _tensor(size_bytes: int, ranks: int, device: torch.device) -> tuple[Tensor, int]:
-    """A tensor (ROWS, columns, 1) of fp32 of about `size_bytes`, whose columns divide over the ranks, and its columns."""
-    columns = max(size_bytes // (4 * ROWS * ranks), 1) * ranks
-    return torch.ones(ROWS, columns, 1, device=device), columns
+def _groups(ranks: int, size: int, device: torch.device) -> list[dist.ProcessGroup]:
+    """Whole groups of neighbours; ranks that are left over are in none."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    starts = range(0, ranks - size + 1, size)
+    return [dist.new_group(list(range(at, at + size)), backend=backend) for at in starts]
 
 
-def _all_reduce(
-    size_bytes: int, group: AxisGroup, device: torch.device
-) -> tuple[float, Callable[[], object]]:
-    whole, _ = _tensor(size_bytes, group.size, device)
-    return whole.nbytes, lambda: apply_primitive("all_reduce", whole, group)
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def _all_gather(
-    size_bytes: int, group: AxisGroup, device: torch.device
-) -> tuple[float, Callable[[], object]]:
-    whole, columns = _tensor(size_bytes, group.size, device)
-    shard = whole[:, : columns // group.size].contiguous()
-    return whole.nbytes, lambda: apply_primitive("all_gather", shard, group, Split(1, columns))
+def _collective(name: str, size_bytes: int, group: AxisGroup, device: torch.device) -> Sized:
+    """A collective on fp32 tensors of about `size_bytes` over all ranks, whose dims divide over them."""
+    if name == "all_to_all":  # from shards of the second dim to shards of the third
+        side = max(round((size_bytes / (4 * ROWS)) ** 0.5 / group.size), 1) * group.size
+        shard = torch.ones(ROWS, side // group.size, side, device=device)
+        sides = Split(1, side), Split(2, side)
+        return shard.nbytes * group.size, lambda: apply_primitive(name, shard, group, *sides)
+    columns = max(size_bytes // (4 * ROWS * group.size), 1) * group.size
+    whole, split = torch.ones(ROWS, columns, 1, device=device), Split(1, columns)
+    have = split if name == "all_gather" else None
+    want = split if name == "reduce_scatter" else None
+    tensor = whole[:, : columns // group.size].contiguous() if have else whole
+    return whole.nbytes, lambda: apply_primitive(name, tensor, group, have, want)
 
 
-def _reduce_scatter(
-    size_bytes: int, group: AxisGroup, device: torch.device
-) -> tuple[float, Callable[[], object]]:
-    whole, columns = _tensor(size_bytes, group.size, device)
-    return whole.nbytes, lambda: apply_primitive(
-        "reduce_scatter", whole, group, None, Split(1, columns)
-    )
-
-
-def _all_to_all(
-    size_bytes: int, group: AxisGroup, device: torch.device
-) -> tuple[float, Callable[[], object]]:
-    """From shards of the second dim to shards of the third."""
-    side = max(round((size_bytes / (4 * ROWS)) ** 0.5 / group.size), 1) * group.size
-    shard = torch.ones(ROWS, side // group.size, side, device=device)
-    return shard.nbytes * group.size, lambda: apply_primitive(
-        "all_to_all", shard, group, Split(1, side), Split(2, side)
-    )
-
-
-_COLLECTIVES: dict[str, Callable[[int, AxisGroup, torch.device], tuple[float, Callable[[], object]]]] = {
-    "all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all,
-}  # fmt: skip
-
-
-def _transfer_curve(
-    clock: _Clock, prepare: Callable[[int], tuple[float, Callable[[], object]]]
-) -> Points:
+def _transfer_curve(clock: _Clock, prepare: Callable[[int], Sized]) -> Points:
     works = dict(map(prepare, clock.effort.messages))  # small sizes may round up to one
     side = 256 if clock.device.type == "cpu" else 2048
     x = torch.ones(side, side, device=clock.device)
@@ -331,26 +294,25 @@ def _transfer_curve(
         for _ in range(WORK):
             torch.mm(x, x)
 
-    def between(transfer: Callable[[], object]) -> Callable[[], object]:
-        return lambda: (compute(), transfer())
+    def between(transfer: Work) -> Work:
+        def work() -> None:
+            compute()
+            transfer()
 
-    points = clock.curve(
-        [(0.0, compute, 1), *((size, between(work), 1) for size, work in works.items())],
-        ahead=False,
-    )
+        return work
+
+    timed = [(0.0, compute, 1), *((size, between(work), 1) for size, work in works.items())]
+    points = clock.curve(timed, ahead=False)
     return [(size, max(seconds - points[0][1], LEAST_S)) for size, seconds in points[1:]]
 
 
 def measure_messages(rank: int, ranks: int, device_type: str, effort: Effort) -> Points:
     """Seconds of a message: half of a round trip, in all pairs of neighbours at once.  The last rank of an odd number looks on."""
     device = _device(rank, device_type)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    pairs = [
-        dist.new_group([first, first + 1], backend=backend) for first in range(0, ranks - 1, 2)
-    ]
+    pairs = _groups(ranks, 2, device)
     group = pairs[rank // 2] if rank // 2 < len(pairs) else None
 
-    def prepare(size_bytes: int) -> tuple[float, Callable[[], object], int]:
+    def prepare(size_bytes: int) -> tuple[float, Work, int]:
         message = torch.ones(size_bytes // 4, device=device)
 
         def work() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from math import fsum
 
 import torch
@@ -39,24 +40,27 @@ def count_operations(device_type: str) -> float:
     device = replace(
         device, flops=rates, memory_bandwidth_Bps=_TOO_FAST_TO_TELL, launch_s=1.0, dispatch_s=1.0
     )
-    setting = Setting(MeshShape(), 1, 1, 0, "none", "fp32", ClusterSpec.make(device, 1, 1))
+    setting = Setting(
+        mesh=MeshShape(),
+        micro_batch=1,
+        num_microbatches=1,
+        zero=0,
+        recompute="none",
+        precision="fp32",
+        cluster=ClusterSpec.make(device, 1, 1),
+    )
 
     def operations(kind: str, layers: int) -> float:
         traced = api.trace_spec(parse_model(_model(kind, layers)), _SEQ, "fp32")
         model = annotator_of(traced).annotate(setting)
-        found = [
-            op.strategies[0]
-            for segment in model.segments
-            for op in model.classes[segment].ops
-            if op.kind == "op"
-        ]
+        ops = chain.from_iterable(model.classes[segment].ops for segment in model.segments)
+        found = [op.strategies[0] for op in ops if op.kind == "op"]
         if device_type == "cpu":
             return fsum(s.forward_s + s.backward_s for s in found)
         return fsum(s.forward_dispatch_s + s.backward_dispatch_s for s in found)
 
-    return sum(operations(kind, _DEEP) - operations(kind, _SHALLOW) for kind in _KINDS) / (
-        _DEEP - _SHALLOW
-    )
+    more = sum(operations(kind, _DEEP) - operations(kind, _SHALLOW) for kind in _KINDS)
+    return more / (_DEEP - _SHALLOW)
 
 
 def layers_s(

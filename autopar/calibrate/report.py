@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autopar_cost_models.curves import best_rate
+
 from autopar.ir.cluster import ClusterSpec
 
 if TYPE_CHECKING:
@@ -22,20 +24,14 @@ def calibration_table(spec: ClusterSpec, path: str) -> Group:
     for column in table.columns[1:]:
         column.justify = "right"
 
-    def row(what: str, curve: tuple[tuple[float, float], ...], unit: str) -> None:
-        rate = max(size / seconds for size, seconds in curve) / 1e9
-        ends = (
-            f"{_size(size, unit)} in {1e3 * seconds:.3g} ms"
-            for size, seconds in (curve[0], curve[-1])
-        )
-        table.add_row(what, *ends, f"{rate:.3g} G{unit}/s")
-
-    for dtype, curve in device.matmul_curves.items():
-        row(f"matrix product {dtype}", curve, "FLOP")
-    row("element-wise fp32", device.memory_curve, "B")
+    curves = [(f"matrix product {dtype}", c, "FLOP") for dtype, c in device.matmul_curves.items()]
+    if device.memory_curve is not None:
+        curves.append(("element-wise fp32", device.memory_curve, "B"))
     for name, by_ranks in link.curves.items():
-        for ranks, curve in by_ranks.items():
-            row(f"{name.replace('_', ' ')} over {ranks}", curve, "B")
+        curves += [(f"{name.replace('_', ' ')} over {n}", c, "B") for n, c in by_ranks.items()]
+    for what, curve, unit in curves:
+        ends = (f"{_size(size, unit)} in {1e3 * s:.3g} ms" for size, s in (curve[0], curve[-1]))
+        table.add_row(what, *ends, f"{best_rate(curve) / 1e9:.3g} G{unit}/s")
     launch = f"an operation costs {1e6 * device.launch_s:.3g} us"
     if device.dispatch_s is not None:
         launch = f"a kernel is launched in {1e6 * device.launch_s:.3g} us, its operation issued in {1e6 * device.dispatch_s:.3g} us"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from math import log, prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from autopar_cost_models import FITTED, FittedConstants
 
 from autopar.errors import AutoparError
 from autopar.predict.evaluate import Case, case_of, evaluate, price
-from autopar.predict.fit import FREE, Sensitivities, sensitivities
+from autopar.predict.fit import FREE, NO_RUN, Sensitivities, sensitivities
 from autopar.predict.run import Run, RunPrediction
 from autopar.predict.score import mape
 
@@ -78,12 +79,11 @@ def _constants(**values: float) -> Callable[[FittedConstants], FittedConstants]:
 
 
 def _recompute(**modes: str) -> Callable[[Run], Run]:
-    return lambda run: replace(
-        run,
-        degrees=replace(
-            run.degrees, recompute=modes.get(run.degrees.recompute, run.degrees.recompute)
-        ),
-    )
+    def without(run: Run) -> Run:
+        mode = modes.get(run.degrees.recompute, run.degrees.recompute)
+        return replace(run, degrees=replace(run.degrees, recompute=mode))
+
+    return without
 
 
 def _one_node(case: Case) -> Case:
@@ -188,9 +188,8 @@ def ablate(
     """Predict every run that has a measured step time and can be predicted with each mechanism off in turn.  Run by run, so that a model
     is traced once."""
     tables: list[Sensitivities] = []
-    gains: list[
-        list[float]
-    ] = []  # log(time without / time with), by run and mechanism; NaN where refused
+    # log(time without / time with), by run and mechanism; NaN where refused
+    gains: list[list[float]] = []
     for run in runs:
         try:
             table, whole = sensitivities((run,), evaluate, tell), evaluate(run)
@@ -200,9 +199,7 @@ def ablate(
         tell(f"pricing {run.id} without each of {len(mechanisms)} mechanisms")
         gains.append([_gain(mechanism, run, whole) for mechanism in mechanisms])
     if not tables:
-        raise AutoparError(
-            "no run has a measured step time and can be predicted: there is nothing to compare"
-        )
+        raise AutoparError(f"{NO_RUN}: there is nothing to compare")
     whole_table = Sensitivities(
         tuple(run for table in tables for run in table.runs),
         np.concatenate([table.errors for table in tables]),
@@ -210,11 +207,8 @@ def ablate(
     )
     errors, refitted = _errors(whole_table)
     columns = np.array(gains).reshape(len(gains), len(mechanisms)).T
-    return Ablation(
-        errors,
-        refitted,
-        tuple(_without(*pair, whole_table) for pair in zip(mechanisms, columns, strict=True)),
-    )
+    pairs = zip(mechanisms, columns, strict=True)
+    return Ablation(errors, refitted, tuple(_without(*pair, whole_table) for pair in pairs))
 
 
 def _gain(mechanism: Mechanism, run: Run, whole: RunPrediction) -> float:
@@ -227,22 +221,14 @@ def _gain(mechanism: Mechanism, run: Run, whole: RunPrediction) -> float:
 def _without(mechanism: Mechanism, gains: np.ndarray, whole: Sensitivities) -> Without:
     names = [run.id for run in whole.runs]
     refused, gains = np.isnan(gains), np.nan_to_num(gains)
-    errors, refitted = _errors(
-        replace(whole, errors=whole.errors + gains, slopes=mechanism.slopes(whole.slopes))
-    )
+    slopes = mechanism.slopes(whole.slopes)
+    errors, refitted = _errors(replace(whole, errors=whole.errors + gains, slopes=slopes))
     changed = np.abs(np.expm1(gains)) > CHANGED
-    picked = (
-        tuple(name for name, chosen in zip(names, of, strict=True) if chosen)
-        for of in (changed, refused)
-    )
+    picked = (tuple(compress(names, of)) for of in (changed, refused))
     return Without(mechanism, errors, refitted, *picked)
 
 
 def _errors(table: Sensitivities) -> tuple[dict[str, float], dict[str, float]]:
     """Relative errors of the runs with the constants in use, and with constants fitted on them."""
-    names = [run.id for run in table.runs]
-    change = table.fit(np.ones(len(names), bool))
-    return tuple(
-        dict(zip(names, map(float, table.after(c)), strict=True))
-        for c in (np.zeros(len(FREE)), change)
-    )
+    change = table.fit(np.ones(len(table.runs), bool))
+    return table.errors_after(np.zeros(len(FREE))), table.errors_after(change)

@@ -14,10 +14,7 @@ from autopar.predict.score import Scored
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """Every run with its prediction, in the file's order; layouts that the notes say ran out of memory; what was not predicted, and why.
-
-    `scored` are the results of complete runs: those count in the scores.
-    """
+    """Every run with its prediction, in the file's order; layouts that the notes say ran out of memory; what was not predicted, and why."""
 
     path: str
     results: tuple[Scored, ...]
@@ -26,6 +23,7 @@ class Predictions:
 
     @property
     def scored(self) -> tuple[Scored, ...]:
+        """The results of complete runs: those count in the scores."""
         return tuple(result for result in self.results if result.run.complete)
 
 
@@ -35,9 +33,8 @@ def predict_file(
     """Predict the runs of a CSV file.  Raises AutoparError if it cannot be read; a run that cannot be predicted is a problem."""
     runs, problems = read_runs(path)
     results, failed = predict_runs(runs, evaluate, tell)
-    layouts, unpredicted = predict_runs(
-        out_of_memory_layouts(tuple(run for run in runs if run.complete)), evaluate, tell
-    )
+    failing = out_of_memory_layouts(tuple(run for run in runs if run.complete))
+    layouts, unpredicted = predict_runs(failing, evaluate, tell)
     # they are no rows of the file
     layout_problems = (replace(problem, complete=False) for problem in unpredicted)
     return Predictions(str(path), results, layouts, (*problems, *failed, *layout_problems))
@@ -54,10 +51,8 @@ def predict_runs(
             results.append(Scored(run, evaluate(run)))
         except AutoparError as error:
             problems.append(Problem(run.id, str(error), run.complete))
-        except (
-            Exception
-        ) as error:  # a defect of ours must not cost the other rows; it is shown as one
-            problems.append(
-                Problem(run.id, f"internal error: {type(error).__name__}: {error}", run.complete)
-            )
+        # a defect of ours must not cost the other rows; it is shown as one
+        except Exception as error:
+            reason = f"internal error: {type(error).__name__}: {error}"
+            problems.append(Problem(run.id, reason, run.complete))
     return tuple(results), tuple(problems)

@@ -98,12 +98,9 @@ def _tied(row: Stated) -> bool:
     published = row.get("parameters")
     if not published:
         return habit
-    names = {f.name for f in fields(Dims)} & row.keys()
+    stated = {f.name: row[f.name] for f in fields(Dims) if f.name in row}
     miss = {
-        tied: abs(
-            Dims(**{n: row[n] for n in names} | {"tied_embeddings": tied}).parameters / published
-            - 1
-        )
+        tied: abs(Dims(**stated | {"tied_embeddings": tied}).parameters / published - 1)
         for tied in (True, False)
     }
     return (not habit) if miss[habit] > TIED_TOLERANCE and miss[not habit] < miss[habit] else habit
@@ -162,9 +159,8 @@ def _recipe(row: Stated) -> str:
 
 
 def _grads(row: Stated) -> str:
-    return (
-        row["compute"] if _nvidia_recipe(row) or (_deepspeed(row) and row["zero"] == 3) else "fp32"
-    )
+    narrow = _nvidia_recipe(row) or (_deepspeed(row) and row["zero"] == 3)
+    return row["compute"] if narrow else "fp32"
 
 
 def _fuses(row: Stated) -> bool:
@@ -172,10 +168,19 @@ def _fuses(row: Stated) -> bool:
     return _megatron(row) and not _deepspeed(row) and _since(row, 2022)
 
 
+def _attention_kernel(row: Stated) -> str:
+    if _nvidia_recipe(row):
+        return "cudnn"
+    return "flash2" if _since(row, 2023) else "flash1"
+
+
+def _dropout(row: Stated) -> float:
+    return 0.1 if row["family"] == "gpt" and _megatron(row) and not _since(row, 2023) else 0.0
+
+
 def _overlaps_dp(row: Stated) -> bool:
-    prefetches = row["sharding"] in ("fsdp", "hsdp") or (
-        row["sharding"] == "zero" and row["zero"] == 3
-    )
+    zero_3 = row["sharding"] == "zero" and row["zero"] == 3
+    prefetches = zero_3 or row["sharding"] in ("fsdp", "hsdp")
     return prefetches or (_nvidia_recipe(row) and row["zero"] > 0)
 
 
@@ -183,253 +188,119 @@ def _overlaps_dp(row: Stated) -> bool:
 
 DEFAULTS: tuple[Default, ...] = (
     Default("framework", "''", "rules that depend on it then take their last case", lambda row: ""),
-    Default(
-        "year",
-        "None, taken as recent",
-        "rules by year ask whether a technique existed",
-        lambda row: None,
-    ),
-    Default(
-        "kv_heads",
-        "heads",
-        "one key and value per head before grouped-query attention",
-        lambda row: row["heads"],
-    ),
-    Default(
-        "ffn",
-        "gpt: 4 hidden; others: 8/3 hidden, rounded up to 256",
-        "GPT-2 and Touvron et al. 2023 (arXiv:2302.13971)",
-        _ffn,
-    ),
-    Default(
-        "head_dim",
-        "hidden / heads (latent attention: its plain and rotary dims)",
-        "what heads mean unless stated",
-        _head_dim,
-        matters=_never,
-    ),
-    Default(
-        "positions",
-        "gpt: learned; others: rope",
-        "the families' papers",
-        lambda row: "learned" if row["family"] == "gpt" else "rope",
-    ),
-    Default(
-        "activation",
-        "gpt: gelu; others: swiglu",
-        "the families' papers",
-        lambda row: "gelu" if row["family"] == "gpt" else "swiglu",
-        matters=_never,
-    ),
-    Default(
-        "window",
-        "stated without a size: seq / 4; else none",
-        "MegaScale (arXiv:2402.15627), section 3.1: w is much smaller than s",
-        lambda row: max(row["seq"] // 4, 1) if "window" in row else 0,
-        matters=lambda row: "window" in row,
-    ),
-    Default(
-        "moe_ffn",
-        "moe: ffn; others: none",
-        "Mixtral has one width",
-        lambda row: row["ffn"] if row["family"] == "moe" else 0,
-        matters=lambda row: row["family"] == "moe",
-    ),
-    Default(
-        "tied_embeddings",
-        f"gpt: tied; others: not; the other if params_b is missed by over {TIED_TOLERANCE:.0%} and it is nearer",
-        "GPT-2 and Megatron-LM tie, Llama and its mixtures do not; the published size decides where it can tell",
-        _tied,
-    ),
-    Default(
-        "gpus_per_node",
-        "4 if the GPU's name has NVL, else 8",
-        "trays of NVL72 racks; every DGX and HGX",
-        lambda row: 4 if "NVL" in row["gpu"].upper() else 8,
-    ),
-    Default(
-        "nvlink_domain",
-        "the number after NVL in the GPU's name, else gpus_per_node",
-        "what NVLink spans",
-        lambda row: nvlink_domain_of(row["gpu"], row["gpus_per_node"]),
-        matters=_never,
-    ),
-    Default(
-        "nic_Bps",
-        "by GPU: V100 100, A100 200, B300 and GB300 800, others 400 Gbit/s",
-        "the DGX or rack of that generation",
-        lambda row: nic_Bps_of(row["gpu"]),
-    ),
-    Default(
-        "memory_bytes",
-        "by the GPU's name",
-        "what nvidia-smi reports of it (machines.py)",
-        lambda row: memory_bytes_of(row["gpu"]),
-        matters=_never,
-    ),
+    Default("year", "None, taken as recent", "rules by year ask whether a technique existed",
+            lambda row: None),
+    Default("kv_heads", "heads", "one key and value per head before grouped-query attention",
+            lambda row: row["heads"]),
+    Default("ffn", "gpt: 4 hidden; others: 8/3 hidden, rounded up to 256",
+            "GPT-2 and Touvron et al. 2023 (arXiv:2302.13971)", _ffn),
+    Default("head_dim", "hidden / heads (latent attention: its plain and rotary dims)",
+            "what heads mean unless stated", _head_dim, matters=_never),
+    Default("positions", "gpt: learned; others: rope", "the families' papers",
+            lambda row: "learned" if row["family"] == "gpt" else "rope"),
+    Default("activation", "gpt: gelu; others: swiglu", "the families' papers",
+            lambda row: "gelu" if row["family"] == "gpt" else "swiglu", matters=_never),
+    Default("window", "stated without a size: seq / 4; else none",
+            "MegaScale (arXiv:2402.15627), section 3.1: w is much smaller than s",
+            lambda row: max(row["seq"] // 4, 1) if "window" in row else 0,
+            matters=lambda row: "window" in row),
+    Default("moe_ffn", "moe: ffn; others: none", "Mixtral has one width",
+            lambda row: row["ffn"] if row["family"] == "moe" else 0,
+            matters=lambda row: row["family"] == "moe"),
+    Default("tied_embeddings",
+            f"gpt: tied; others: not; the other if params_b is missed by over {TIED_TOLERANCE:.0%} and it is nearer",
+            "GPT-2 and Megatron-LM tie, Llama and its mixtures do not; the published size decides where it can tell",
+            _tied),
+    Default("gpus_per_node", "4 if the GPU's name has NVL, else 8",
+            "trays of NVL72 racks; every DGX and HGX",
+            lambda row: 4 if "NVL" in row["gpu"].upper() else 8),
+    Default("nvlink_domain", "the number after NVL in the GPU's name, else gpus_per_node",
+            "what NVLink spans", lambda row: nvlink_domain_of(row["gpu"], row["gpus_per_node"]),
+            matters=_never),
+    Default("nic_Bps", "by GPU: V100 100, A100 200, B300 and GB300 800, others 400 Gbit/s",
+            "the DGX or rack of that generation", lambda row: nic_Bps_of(row["gpu"])),
+    Default("memory_bytes", "by the GPU's name", "what nvidia-smi reports of it (machines.py)",
+            lambda row: memory_bytes_of(row["gpu"]), matters=_never),
     Default("cp", "1", "context parallelism is printed where it is used", lambda row: 1),
     Default("ep", "1", "expert parallelism is printed where it is used", lambda row: 1),
     Default("dp", "gpus / (tp pp cp)", "all GPUs are used", _dp),
-    Default(
-        "vpp",
-        "2 if the schedule is stated to be interleaved, else 1",
-        "interleaving is printed where it is used; 2 is its least",
-        lambda row: 2 if row.get("schedule") == "interleaved" and row["pp"] > 1 else 1,
-        matters=_pipelined,
-    ),
-    Default(
-        "sp",
-        "on if tp > 1 and torchtitan, NeMo or Megatron-Core, else off",
-        "those frameworks' recipes; it did not exist before 2022",
-        lambda row: row["tp"] > 1 and (_framework(row, "torchtitan") or _nvidia_recipe(row)),
-        matters=lambda row: row["tp"] > 1,
-    ),
-    Default(
-        "zero",
-        "FSDP frameworks 3, DeepSpeed 3 (with Megatron 1), Megatron since 2023 1, else 0",
-        "FULL_SHARD is FSDP's default; DeepSpeed's pipelines allow ZeRO-1 only; the distributed optimizer came to recipes in 2023",
-        _zero,
-    ),
-    Default(
-        "sharding",
-        "none at stage 0; FSDP frameworks fsdp, DeepSpeed zero, else dist_optimizer",
-        "whose ZeRO it is",
-        _sharding,
-        matters=lambda row: row["zero"] > 0,
-    ),
-    Default(
-        "shard_group",
-        "hsdp: gpus_per_node; else all ranks of dp x cp",
-        "HSDP shards within a node (PyTorch's HYBRID_SHARD)",
-        lambda row: row["gpus_per_node"] if row["sharding"] == "hsdp" else None,
-        matters=lambda row: row["sharding"] == "hsdp",
-    ),
-    Default(
-        "recompute",
-        "selective of unknown kind: torchtitan by op, else the attention core; blank: Megatron until 2021 full, else none",
-        "Korthikanti et al. 2022 introduced selective recomputation; the notes on NVIDIA's recipes say none",
-        _recompute,
-    ),
-    Default(
-        "recompute_every",
-        "1",
-        "all layers alike unless stated",
-        lambda row: 1,
-        matters=lambda row: row["recompute"] == "layers",
-    ),
+    Default("vpp", "2 if the schedule is stated to be interleaved, else 1",
+            "interleaving is printed where it is used; 2 is its least",
+            lambda row: 2 if row.get("schedule") == "interleaved" and row["pp"] > 1 else 1,
+            matters=_pipelined),
+    Default("sp", "on if tp > 1 and torchtitan, NeMo or Megatron-Core, else off",
+            "those frameworks' recipes; it did not exist before 2022",
+            lambda row: row["tp"] > 1 and (_framework(row, "torchtitan") or _nvidia_recipe(row)),
+            matters=lambda row: row["tp"] > 1),
+    Default("zero",
+            "FSDP frameworks 3, DeepSpeed 3 (with Megatron 1), Megatron since 2023 1, else 0",
+            "FULL_SHARD is FSDP's default; DeepSpeed's pipelines allow ZeRO-1 only; the distributed optimizer came to recipes in 2023",
+            _zero),
+    Default("sharding",
+            "none at stage 0; FSDP frameworks fsdp, DeepSpeed zero, else dist_optimizer",
+            "whose ZeRO it is", _sharding, matters=lambda row: row["zero"] > 0),
+    Default("shard_group", "hsdp: gpus_per_node; else all ranks of dp x cp",
+            "HSDP shards within a node (PyTorch's HYBRID_SHARD)",
+            lambda row: row["gpus_per_node"] if row["sharding"] == "hsdp" else None,
+            matters=lambda row: row["sharding"] == "hsdp"),
+    Default("recompute",
+            "selective of unknown kind: torchtitan by op, else the attention core; blank: Megatron until 2021 full, else none",
+            "Korthikanti et al. 2022 introduced selective recomputation; the notes on NVIDIA's recipes say none",
+            _recompute),
+    Default("recompute_every", "1", "all layers alike unless stated", lambda row: 1,
+            matters=lambda row: row["recompute"] == "layers"),
     Default("micro_batch", "1", "what runs on the limit of memory use", lambda row: 1),
-    Default(
-        "schedule",
-        "none without pp, interleaved if vpp > 1, else 1f1b",
-        "Megatron-LM's and DeepSpeed's schedules",
-        _schedule,
-        matters=_pipelined,
-    ),
-    Default(
-        "embedding_as_layer",
-        "if pp vpp does not divide the layers but divides them with embedding, head and extra predictors",
-        "Megatron's account_for_embedding_in_pipeline_split",
-        _as_layers,
-        matters=_pipelined,
-    ),
-    Default(
-        "padded_vocab",
-        f"Megatron and what is built on it: a multiple of {VOCAB_MULTIPLE} tp; others: vocab",
-        "Megatron-LM's make_vocab_size_divisible_by",
-        _padded_vocab,
-        matters=_never,
-    ),
-    Default(
-        "recipe",
-        "fp8: torchtitan tensorwise, else delayed scaling; fp4: mx; else none",
-        "torchao's and TransformerEngine's defaults",
-        _recipe,
-        matters=lambda row: row["matmul"] in ("fp8", "fp4"),
-    ),
-    Default(
-        "grads",
-        "NVIDIA's recipes and DeepSpeed ZeRO-3: the compute dtype; else fp32",
-        "Megatron accumulates in fp32 (18 bytes a parameter in Korthikanti et al. 2022, fig. 1); FSDP shards fp32 parameters",
-        _grads,
-    ),
+    Default("schedule", "none without pp, interleaved if vpp > 1, else 1f1b",
+            "Megatron-LM's and DeepSpeed's schedules", _schedule, matters=_pipelined),
+    Default("embedding_as_layer",
+            "if pp vpp does not divide the layers but divides them with embedding, head and extra predictors",
+            "Megatron's account_for_embedding_in_pipeline_split", _as_layers, matters=_pipelined),
+    Default("padded_vocab",
+            f"Megatron and what is built on it: a multiple of {VOCAB_MULTIPLE} tp; others: vocab",
+            "Megatron-LM's make_vocab_size_divisible_by", _padded_vocab, matters=_never),
+    Default("recipe", "fp8: torchtitan tensorwise, else delayed scaling; fp4: mx; else none",
+            "torchao's and TransformerEngine's defaults", _recipe,
+            matters=lambda row: row["matmul"] in ("fp8", "fp4")),
+    Default("grads", "NVIDIA's recipes and DeepSpeed ZeRO-3: the compute dtype; else fp32",
+            "Megatron accumulates in fp32 (18 bytes a parameter in Korthikanti et al. 2022, fig. 1); FSDP shards fp32 parameters",
+            _grads),
     Default("reduce", "as grads", "gradients travel as they are held", lambda row: row["grads"]),
-    Default(
-        "flash",
-        f"on since {FLASH_SINCE}, off before",
-        "FlashAttention (arXiv:2205.14135) reached Megatron and PyTorch by then",
-        lambda row: _since(row, FLASH_SINCE),
-    ),
-    Default(
-        "attention_kernel",
-        "NVIDIA's recipes cudnn; others flash2 since 2023, flash1 before",
-        "TransformerEngine calls cuDNN; FlashAttention-2 (arXiv:2307.08691) is what PyTorch and flash-attn run since",
-        lambda row: "cudnn" if _nvidia_recipe(row) else "flash2" if _since(row, 2023) else "flash1",
-        matters=lambda row: row["flash"],
-    ),
-    Default(
-        "fused_softmax",
-        "on for Megatron and what is built on it",
-        "Megatron-LM's fused scale-mask-softmax kernels",
-        _megatron,
-        matters=lambda row: not row["flash"],
-    ),
-    Default(
-        "compile",
-        "off",
-        "torch.compile is printed where it is used; torchtitan's default of 2024 is off",
-        lambda row: False,
-    ),
-    Default(
-        "tp_overlap",
-        "on with NVIDIA's recipes and sequence parallelism",
-        "TransformerEngine's user buffers (tp_comm_overlap)",
-        lambda row: _nvidia_recipe(row) and row["tp"] > 1 and row["sp"],
-        matters=lambda row: row["tp"] > 1,
-    ),
-    Default(
-        "pp_overlap",
-        "on with NVIDIA's recipes and interleaving",
-        "overlap_p2p_comm of those recipes",
-        lambda row: _nvidia_recipe(row) and row["vpp"] > 1,
-        matters=_pipelined,
-    ),
-    Default(
-        "dp_overlap",
-        "on with FSDP, DeepSpeed's ZeRO-3, and NVIDIA's recipes with the distributed optimizer",
-        "FSDP and DeepSpeed prefetch (stage3_prefetch_bucket_size, overlap_comm); overlap_grad_reduce",
-        _overlaps_dp,
-        matters=lambda row: row["dp"] * row["cp"] > 1,
-    ),
-    Default(
-        "early_stop",
-        "off for Megatron and what is built on it, else on",
-        "Megatron-LM's own checkpoint function runs a block to its end; torch.utils.checkpoint stops at the last tensor that is needed",
-        lambda row: not _megatron(row),
-        matters=lambda row: row["recompute"] == "full",
-    ),
-    Default(
-        "late_gradients",
-        "on for Megatron since 2022, off for others",
-        "Megatron-LM's async_tensor_model_parallel_allreduce (v2.6, 2021); DTensor's tensor parallelism waits at once",
-        _fuses,
-        matters=lambda row: row["tp"] > 1,
-    ),
-    Default(
-        "fused_accumulation",
-        "on for Megatron since 2022, off for others",
-        "Megatron-LM's gradient_accumulation_fusion (v2.6, 2021)",
-        _fuses,
-    ),
+    Default("flash", f"on since {FLASH_SINCE}, off before",
+            "FlashAttention (arXiv:2205.14135) reached Megatron and PyTorch by then",
+            lambda row: _since(row, FLASH_SINCE)),
+    Default("attention_kernel", "NVIDIA's recipes cudnn; others flash2 since 2023, flash1 before",
+            "TransformerEngine calls cuDNN; FlashAttention-2 (arXiv:2307.08691) is what PyTorch and flash-attn run since",
+            _attention_kernel, matters=lambda row: row["flash"]),
+    Default("fused_softmax", "on for Megatron and what is built on it",
+            "Megatron-LM's fused scale-mask-softmax kernels", _megatron,
+            matters=lambda row: not row["flash"]),
+    Default("compile", "off",
+            "torch.compile is printed where it is used; torchtitan's default of 2024 is off",
+            lambda row: False),
+    Default("tp_overlap", "on with NVIDIA's recipes and sequence parallelism",
+            "TransformerEngine's user buffers (tp_comm_overlap)",
+            lambda row: _nvidia_recipe(row) and row["tp"] > 1 and row["sp"],
+            matters=lambda row: row["tp"] > 1),
+    Default("pp_overlap", "on with NVIDIA's recipes and interleaving",
+            "overlap_p2p_comm of those recipes", lambda row: _nvidia_recipe(row) and row["vpp"] > 1,
+            matters=_pipelined),
+    Default("dp_overlap",
+            "on with FSDP, DeepSpeed's ZeRO-3, and NVIDIA's recipes with the distributed optimizer",
+            "FSDP and DeepSpeed prefetch (stage3_prefetch_bucket_size, overlap_comm); overlap_grad_reduce",
+            _overlaps_dp, matters=lambda row: row["dp"] * row["cp"] > 1),
+    Default("early_stop", "off for Megatron and what is built on it, else on",
+            "Megatron-LM's own checkpoint function runs a block to its end; torch.utils.checkpoint stops at the last tensor that is needed",
+            lambda row: not _megatron(row), matters=lambda row: row["recompute"] == "full"),
+    Default("late_gradients", "on for Megatron since 2022, off for others",
+            "Megatron-LM's async_tensor_model_parallel_allreduce (v2.6, 2021); DTensor's tensor parallelism waits at once",
+            _fuses, matters=lambda row: row["tp"] > 1),
+    Default("fused_accumulation", "on for Megatron since 2022, off for others",
+            "Megatron-LM's gradient_accumulation_fusion (v2.6, 2021)", _fuses),
     Default("optimizer", "adam", "what all sources train with unless stated", lambda row: "adam"),
-    Default(
-        "dropout",
-        "0.1 for gpt in Megatron or DeepSpeed before 2023, else 0",
-        "Megatron-LM's default; later recipes train without",
-        lambda row: (
-            0.1 if row["family"] == "gpt" and _megatron(row) and not _since(row, 2023) else 0.0
-        ),
-    ),
-)
+    Default("dropout", "0.1 for gpt in Megatron or DeepSpeed before 2023, else 0",
+            "Megatron-LM's default; later recipes train without",
+            _dropout),
+)  # fmt: skip
 
 
 def complete(stated: Stated) -> tuple[Stated, tuple[str, ...]]:

@@ -30,10 +30,6 @@ from autopar.request.software import Software
 UNLIMITED_BYTES = 2**50
 """The memory of the GPUs that are planned for: whether a layout fits is for the scores to say."""
 
-_UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
-    ("fp4 products", lambda run: run.precision.matmul == "fp4"),
-    ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in _SCHEDULES),
-)
 _RECOMPUTE = {
     "none": "none",
     "full": "full",
@@ -50,6 +46,13 @@ _SCHEDULES = {
 }
 _SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current", "rowwise": "rowwise", "blockwise": "block",
              "mx": "block"}  # fmt: skip
+_ALIKE = ("dp_overlap", "early_stop", "fused_accumulation", "fused_softmax", "late_gradients",
+          "tp_overlap")  # fmt: skip
+"""Fields of a run's software that `autopar.Software` has too."""
+_UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
+    ("fp4 products", lambda run: run.precision.matmul == "fp4"),
+    ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in _SCHEDULES),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +91,9 @@ def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Pl
     Layers that keep their shard of an input and gather it again do so under the pin of sequence parallelism alone; where the software has
     them, the choice is the better of that under the pin and that without, each found in `time_limit_s`.
     """
-    ways: list[dict[str, Any]] = (
-        [{}, {"sequence_parallel": True}] if case.software.gathers_again else [{}]
-    )
+    ways: list[dict[str, Any]] = [{}]
+    if case.software.gathers_again:
+        ways.append({"sequence_parallel": True})
     found, errors = [], []
     for pin in ways:
         try:
@@ -138,14 +141,10 @@ def _one_more(case: Case) -> RunPrediction:
     """Forward and backward of one layer inside a model, its input's gradient included: what a model of three has more than one of two.
     What is done once a step (update, reduction of gradients) is left out of the time; memory is what the layer adds."""
     two, three = (_prediction(_pinned(case, layers)) for layers in (2, 3))
-    parts = {
-        name: seconds - two.breakdown[name]
-        for name, seconds in three.breakdown.items()
-        if name != "step"
-    }
-    return RunPrediction(
-        sum(parts.values()), three.peak_memory_bytes - two.peak_memory_bytes, parts
-    )
+    names = [name for name in three.breakdown if name != "step"]
+    parts = {name: three.breakdown[name] - two.breakdown[name] for name in names}
+    memory_bytes = three.peak_memory_bytes - two.peak_memory_bytes
+    return RunPrediction(sum(parts.values()), memory_bytes, parts)
 
 
 def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
@@ -154,12 +153,12 @@ def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
     per_node = min(machine.nvlink_domain, machine.gpus)
     if machine.gpus % per_node:  # a part of a rack: as many GPUs of it as divide evenly
         per_node = next(size for size in range(per_node, 0, -1) if machine.gpus % size == 0)
-    device, links = device_of(machine.gpu), {"inter_bandwidth_Bps": machine.nic_Bps}
+    device = device_of(machine.gpu)
+    links: dict[str, Any] = {"inter_bandwidth_Bps": machine.nic_Bps}
     if node := node_of(device, per_node, machine.nic_Bps):
         inter = node.topology(1, fitted).inter
-        links = {f"inter_{f.name}": getattr(inter, f.name) for f in fields(inter)} | {
-            "nics_per_node": node.nics_per_node
-        }
+        links = {f"inter_{f.name}": getattr(inter, f.name) for f in fields(inter)}
+        links["nics_per_node"] = node.nics_per_node
     return ClusterSpec.make(
         device,
         machine.gpus // per_node,
@@ -172,27 +171,12 @@ def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
 
 
 def _software(run: Run, generation: str) -> Software:
-    fp8 = (
-        {"matmul_dtype": "fp8", "fp8_scaling": _SCALINGS[run.precision.recipe]}
-        if run.precision.matmul == "fp8"
-        else {}
-    )
-    kernel = run.software.attention_kernel
-    alike = (
-        "dp_overlap",
-        "early_stop",
-        "fused_accumulation",
-        "fused_softmax",
-        "late_gradients",
-        "tp_overlap",
-    )
-    return Software(
-        compiled=run.software.compile,
-        attention_kernel=kernel if (generation, kernel) in FLASH_RATES else None,
-        **{name: getattr(run.software, name) for name in alike},
-        **fp8,
-        **framework_fields(run),
-    )
+    stated = {name: getattr(run.software, name) for name in _ALIKE}
+    if run.precision.matmul == "fp8":
+        stated |= {"matmul_dtype": "fp8", "fp8_scaling": _SCALINGS[run.precision.recipe]}
+    if (generation, run.software.attention_kernel) in FLASH_RATES:
+        stated["attention_kernel"] = run.software.attention_kernel
+    return Software(compiled=run.software.compile, **stated, **framework_fields(run))
 
 
 def _traced(run: Run, layers: int | None = None) -> TracedModel:
@@ -207,15 +191,8 @@ def _traced_spec(spec: NativeSpec, seq: int) -> TracedModel:
 def _pins(run: Run) -> dict[str, Any]:
     by = run.degrees
     zero = by.zero if by.dp * by.cp > 1 else 0
-    pin: dict[str, Any] = {
-        "tp": by.tp,
-        "pp": by.pp,
-        "cp": by.cp,
-        "dp": by.dp,
-        "ep": by.ep,
-        "micro_batch": by.micro_batch,
-        "zero": zero,
-    }
+    alike = ("tp", "pp", "cp", "dp", "ep", "micro_batch")
+    pin: dict[str, Any] = {name: getattr(by, name) for name in alike} | {"zero": zero}
     pin["recompute"] = _RECOMPUTE[by.recompute].format(every=by.recompute_every)
     if by.pp > 1:
         pin |= {"vpp": by.vpp, "schedule": _SCHEDULES[by.schedule], "stages": "even"}

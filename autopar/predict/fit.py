@@ -27,6 +27,7 @@ STEP = 0.05
 """By which share a constant is changed to see what a run makes of it."""
 PRIOR = 0.3
 """Spread of a constant's logarithm around the value in use: ties a constant that few runs tell about."""
+NO_RUN = "no run has a measured step time and can be predicted"
 NOISE = 0.04
 """Repeats of one run differ by 2-5 %; errors below it count as squares."""
 
@@ -49,9 +50,10 @@ class Sensitivities:
             change = np.linalg.solve(left, -slopes.T @ (weights * errors))
         return change
 
-    def after(self, change: np.ndarray) -> np.ndarray:
-        """Relative errors of the step times once the constants have changed."""
-        return np.exp(self.errors + self.slopes @ change) - 1
+    def errors_after(self, change: np.ndarray) -> dict[str, float]:
+        """Relative error of the step time of each run once the constants have changed."""
+        errors = np.exp(self.errors + self.slopes @ change) - 1
+        return dict(zip((run.id for run in self.runs), map(float, errors), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,12 @@ class Fit:
 
     @property
     def mape(self) -> float:
+        """Mean absolute relative error over all runs."""
         return mape(self.errors.values())
 
     @property
     def bias(self) -> float:
+        """Mean relative error over all runs."""
         return mean(self.errors.values())
 
     @property
@@ -90,21 +94,14 @@ def sensitivities(
         tell(f"pricing {run.id} with {len(FREE)} constants changed in turn")
         try:
             base = log(evaluate(run, FITTED).step_time_s)
-            slopes.append(
-                [
-                    (log(evaluate(run, _scaled(FITTED, name, 1 + STEP)).step_time_s) - base)
-                    / log(1 + STEP)
-                    for name in FREE
-                ]
-            )
+            scaled = [log(evaluate(run, _scaled(name, 1 + STEP)).step_time_s) for name in FREE]
         except AutoparError:
             continue
         found.append(run)
+        slopes.append([(time - base) / log(1 + STEP) for time in scaled])
         errors.append(base - log(run.measured.step_time_s))
     if not found:
-        raise AutoparError(
-            "no run has a measured step time and can be predicted: there is nothing to fit on"
-        )
+        raise AutoparError(f"{NO_RUN}: there is nothing to fit on")
     return Sensitivities(tuple(found), np.array(errors), np.array(slopes))
 
 
@@ -115,23 +112,16 @@ def fit(table: Sensitivities) -> Fit:
     left_out, without = {}, {}
     for source in dict.fromkeys(sources):
         change = table.fit(sources != source)
-        errors = table.after(change)
-        left_out[source] = {
-            run.id: float(e)
-            for run, e in zip(table.runs, errors, strict=True)
-            if run.source == source
-        }
+        own = {run.id for run in table.runs if run.source == source}
+        left_out[source] = {run: e for run, e in table.errors_after(change).items() if run in own}
         without[source] = _changed(change)
-    errors = {run.id: float(e) for run, e in zip(table.runs, table.after(whole), strict=True)}
-    return Fit(_changed(whole), errors, left_out, without)
+    return Fit(_changed(whole), table.errors_after(whole), left_out, without)
 
 
-def _scaled(constants: FittedConstants, name: str, factor: float) -> FittedConstants:
-    return replace(constants, **{name: getattr(constants, name) * factor})
+def _scaled(name: str, factor: float) -> FittedConstants:
+    return replace(FITTED, **{name: getattr(FITTED, name) * factor})
 
 
 def _changed(change: np.ndarray) -> FittedConstants:
-    return replace(
-        FITTED,
-        **{name: getattr(FITTED, name) * exp(c) for name, c in zip(FREE, change, strict=True)},
-    )
+    factors = dict(zip(FREE, map(exp, change), strict=True))
+    return replace(FITTED, **{name: getattr(FITTED, name) * by for name, by in factors.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from torch import nn
 
@@ -27,12 +28,9 @@ def model_of(run: Run, layers: int | None = None) -> nn.Module:
 
 def spec_of(run: Run, layers: int | None = None) -> NativeSpec:
     """The spec of `model_of`: it makes example inputs too, and counts parameters and model FLOPs."""
-    return NativeSpec.of(
-        run.id,
-        config_of(
-            run.dims, run.degrees.padded_vocab, run.software.flash, run.software.dropout, layers
-        ),
-    )
+    vocab, software = run.degrees.padded_vocab, run.software
+    config = config_of(run.dims, vocab, software.flash, software.dropout, layers)
+    return NativeSpec.of(run.id, config)
 
 
 def config_of(
@@ -44,7 +42,7 @@ def config_of(
 ) -> NativeConfig:
     """The reference model's configuration.  Only gpt models have dropout, and attention that is written out where it was not fused."""
     layers = dims.layers if layers is None else layers
-    common = {
+    common: dict[str, Any] = {
         "vocab": vocab or dims.vocab,
         "hidden": dims.hidden,
         "layers": layers,
@@ -65,7 +63,7 @@ def config_of(
             activation=dims.activation,
             fused_attention=flash,
         )
-    attention = {
+    attention: dict[str, Any] = {
         "kv_heads": dims.kv_heads,
         "head_width": None if dims.mla else dims.head_dim,
         "window_every": dims.window_every,

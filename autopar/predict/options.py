@@ -53,48 +53,28 @@ _FLAGS: dict[str, Stated] = {
 }
 _NUMBERS = {
     "experts": "experts",
-    "topk": "top_k",
-    "top_k": "top_k",
     "moe_ffn": "moe_ffn",
     "shared_experts": "shared_experts",
     "first_dense": "first_dense",
     "mtp": "mtp",
     "head_dim": "head_dim",
-    "sliding_window": "window",
-    "sliding_window_attn": "window",
-    "hsdp_shard": "shard_group",
-    "shard_group": "shard_group",
+    **dict.fromkeys(("topk", "top_k"), "top_k"),
+    **dict.fromkeys(("sliding_window", "sliding_window_attn"), "window"),
+    **dict.fromkeys(("hsdp_shard", "shard_group"), "shard_group"),
 }
-_PRECISIONS = {
-    "cs": "current",
-    "ds": "delayed",
-    "mx": "mx",
-    "sc": "blockwise",
-    "blockwise": "blockwise",
-    "current": "current",
-    "delayed": "delayed",
-    "tensorwise": "tensorwise",
-    "rowwise": "rowwise",
-}
+_PRECISIONS = {"cs": "current", "ds": "delayed", "mx": "mx", "sc": "blockwise"}
+_PRECISIONS |= {name: name for name in ("blockwise", "current", "delayed", "tensorwise", "rowwise")}
 _SCHEDULES = {
     "1f1b": "1f1b",
     "gpipe": "gpipe",
-    "interleaved1f1b": "interleaved",
-    "interleaved": "interleaved",
-    "zerobubble": "zero_bubble",
-    "interleavedzerobubble": "zero_bubble",
-    "zbvzerobubble": "zero_bubble",
-    "dualpipev": "dual_pipe",
-    "dualpipe": "dual_pipe",
+    **dict.fromkeys(("interleaved1f1b", "interleaved"), "interleaved"),
+    **dict.fromkeys(("zerobubble", "interleavedzerobubble", "zbvzerobubble"), "zero_bubble"),
+    **dict.fromkeys(("dualpipev", "dualpipe"), "dual_pipe"),
 }
 _OVERLAPS = {
-    "tp": "tp_overlap",
-    "tp_comm": "tp_overlap",
-    "pp": "pp_overlap",
-    "p2p": "pp_overlap",
-    "dp": "dp_overlap",
-    "grad": "dp_overlap",
-    "param": "dp_overlap",
+    **dict.fromkeys(("tp", "tp_comm"), "tp_overlap"),
+    **dict.fromkeys(("pp", "p2p"), "pp_overlap"),
+    **dict.fromkeys(("dp", "grad", "param"), "dp_overlap"),
 }
 
 
@@ -112,37 +92,35 @@ def read_options(text: str) -> tuple[Stated, tuple[str, ...]]:
 
 
 def _option(item: str) -> Stated | None:
-    if item.lower() in _FLAGS:
-        return dict(_FLAGS[item.lower()])
+    """The fields that an option states; None if it is not known."""
     plain = re.sub(r"\([^)]*\)$", "", item).strip().lower()
-    key, equals, value = (part.strip() for part in plain.partition("="))
+    for name in (item.lower(), plain):
+        if name in _FLAGS:
+            return dict(_FLAGS[name])
     overlap = re.fullmatch(r"([a-z0-9_/]+)[ _]overlap", plain)
-    if plain in _FLAGS:
-        return dict(_FLAGS[plain])
     if overlap and all(name in _OVERLAPS for name in overlap[1].split("/")):
         return {_OVERLAPS[name]: True for name in overlap[1].split("/")}
-    if not equals:
-        return None
-    if key in _NUMBERS and re.fullmatch(r"\d+", value):
+    key, equals, value = (part.strip() for part in plain.partition("="))
+    return _valued_option(key, value) if equals else None
+
+
+def _valued_option(key: str, value: str) -> Stated | None:
+    is_number = re.fullmatch(r"\d+", value) is not None
+    if key in _NUMBERS and is_number:
         return {_NUMBERS[key]: int(value)}
-    if key == "sliding_window_alternate" and re.fullmatch(r"\d+", value):
+    if key == "sliding_window_alternate" and is_number:
         return {"window": int(value), "window_every": 2}
     if key == "dropout" and re.fullmatch(r"\d*\.?\d+", value):
         return {"dropout": float(value)}
-    if key == "selective_ac":
-        every = re.search(r"\d+", value)
-        return (
-            {"selective": "op"}
-            if value == "op"
-            else {"selective": "layers", "recompute_every": int(every[0])}
-            if every
-            else None
-        )
-    if key == "precision":
+    if key == "selective_ac" and value == "op":
+        return {"selective": "op"}
+    if key == "selective_ac" and (every := re.search(r"\d+", value)):
+        return {"selective": "layers", "recompute_every": int(every[0])}
+    if key == "precision" and value.startswith("fp8"):
         recipe = _PRECISIONS.get(value.rpartition("-")[2])
-        return {"recipe": recipe} if recipe and value.startswith("fp8") else None
-    if key == "schedule" and re.sub(r"[ _-]", "", value) in _SCHEDULES:
-        return {"schedule": _SCHEDULES[re.sub(r"[ _-]", "", value)]}
+        return {"recipe": recipe} if recipe else None
+    if key == "schedule" and (schedule := _SCHEDULES.get(re.sub(r"[ _-]", "", value))):
+        return {"schedule": schedule}
     return None
 
 
@@ -154,10 +132,7 @@ def read_sharding(text: str) -> Stated:
     stage = re.match(r"(?:zero[- _]?)?([0-3])(?:\.0)?(?![0-9])", lower)
     hybrid = "hsdp" in lower or "hybrid" in lower
     if hybrid or "fsdp" in lower:
-        kept = any(
-            word in lower
-            for word in ("without reshard", "no reshard", "no_reshard", "shard_grad_op")
-        )
+        kept = re.search(r"without reshard|no[ _]reshard|shard_grad_op", lower)
         stated: Stated = {
             "zero": int(stage[1]) if stage else 2 if kept else 3,
             "sharding": "hsdp" if hybrid else "fsdp",
@@ -217,9 +192,7 @@ def read_memory_kind(text: str) -> tuple[str, float]:
     """
     lower = text.lower()
     unit = 1e9 if re.match(r"gb\b", lower) else float(2**30)
-    if any(
-        word in lower for word in ("analytic", "not measured", "estimate", "digitised", "digitized")
-    ):
+    if re.search(r"analytic|not measured|estimate|digiti[sz]ed", lower):
         return "analytic", unit
     scopes = {
         "nvidia-smi": "device",
@@ -268,4 +241,5 @@ def layouts_out_of_memory(notes: str) -> list[tuple[int, int, int, int]]:
 
 
 def is_out_of_memory(text: str) -> bool:
+    """Whether a text says that a run had too little memory."""
     return re.search(r"\bOOM\b|out[- ]of[- ]memory", text, re.IGNORECASE) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,19 @@ from autopar_cost_models import FITTED
 from autopar.predict.command import Predictions
 from autopar.predict.fit import FREE, Fit
 from autopar.predict.run import Run
-from autopar.predict.score import SELECTIONS, Scored, Scores, grouped, mape, mean, score, select
+from autopar.predict.score import (
+    SELECTIONS,
+    RankScore,
+    Scored,
+    Scores,
+    grouped,
+    mape,
+    mean,
+    score,
+    select,
+)
+from autopar.predict.score import Group as LayoutGroup
+from autopar.text.tables import grid
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -43,9 +56,7 @@ def report_json(predictions: Predictions, by: str | None = None) -> str:
         for name in SELECTIONS
     }
     if by is not None:
-        scores["groups"] = {
-            name: asdict(score(results)) for name, results in grouped(scored, by).items()
-        }
+        scores["groups"] = {name: asdict(of) for name, of in _group_scores(scored, by).items()}
     data = {
         "file": predictions.path,
         "rows": [_row(result) for result in predictions.results],
@@ -53,7 +64,15 @@ def report_json(predictions: Predictions, by: str | None = None) -> str:
         "not_predicted": [asdict(problem) for problem in predictions.problems],
         "scores": scores,
     }
+    return _json_text(data)
+
+
+def _json_text(data: Any) -> str:
     return json.dumps(_finite(data), indent=1, allow_nan=False)
+
+
+def _group_scores(scored: Sequence[Scored], by: str | None) -> dict[str, Scores]:
+    return {name: score(of) for name, of in grouped(scored, by).items()} if by is not None else {}
 
 
 def _row(result: Scored) -> dict[str, Any]:
@@ -92,42 +111,27 @@ def report_table(predictions: Predictions, by: str | None = None) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    scored, lines = predictions.scored, []
+    scored = predictions.scored
     parts: list[Any] = [_rows(predictions)]
     if predictions.problems:
         complete = sum(problem.complete for problem in predictions.problems)
-        parts.append(
-            _grid(
-                f"Not predicted: {len(predictions.problems)}, of which {complete} complete",
-                ("row", "reason"),
-                [(problem.id, problem.reason) for problem in predictions.problems],
-            )
-        )
+        title = f"Not predicted: {len(predictions.problems)}, of which {complete} complete"
+        reasons = [(problem.id, problem.reason) for problem in predictions.problems]
+        parts.append(_grid(title, ("row", "reason"), reasons))
     everything = score(scored, predictions.out_of_memory)
     sets = {"all": everything} | {
         name: score(select(scored, name), select(predictions.out_of_memory, name))
         for name in SELECTIONS
         if select(scored, name)
     }
+    groups = _group_scores(scored, by)
     parts.append(_time_table("Step time", "runs", sets))
     if by is not None:
-        parts.append(
-            _time_table(
-                f"Step time by {by}",
-                by,
-                {name: score(results) for name, results in grouped(scored, by).items()},
-            )
-        )
+        parts.append(_time_table(f"Step time by {by}", by, groups))
     parts += [_worst(everything), _ranking(everything), _memory_table("Memory", "runs", sets)]
     if by is not None:
-        parts.append(
-            _memory_table(
-                f"Memory by {by}",
-                by,
-                {name: score(results) for name, results in grouped(scored, by).items()},
-            )
-        )
-    parts += [Text(line) for line in _verdicts(everything)]
+        parts.append(_memory_table(f"Memory by {by}", by, groups))
+    lines = _verdicts(everything)
     ignored = sorted({option for result in predictions.results for option in result.run.ignored})
     if ignored:
         lines.append(f"Options that are not known and were left aside: {', '.join(ignored)}")
@@ -140,22 +144,18 @@ def report_table(predictions: Predictions, by: str | None = None) -> Group:
 def _rows(predictions: Predictions) -> Table:
     rows = []
     for result in (*predictions.results, *predictions.out_of_memory):
-        run, predicted = result.run, result.prediction
-        rows.append(
-            (
-                run.id + ("" if run.complete else " (incomplete)"),
-                layout_words(run),
-                _seconds(predicted.step_time_s),
-                "out of memory"
-                if run.measured.out_of_memory
-                else _seconds(run.measured.step_time_s),
-                _signed(result.time_error),
-                _gib(predicted.peak_memory_bytes) + ("" if result.fits is not False else " !"),
-                _gib(run.measured.memory_bytes)
-                + (" (analytic)" if run.measured.memory_scope == "analytic" else ""),
-                _signed(result.memory_error),
-            )
-        )
+        run, predicted, measured = result.run, result.prediction, result.run.measured
+        analytic = " (analytic)" if measured.memory_scope == "analytic" else ""
+        rows.append((
+            run.id + ("" if run.complete else " (incomplete)"),
+            layout_words(run),
+            _seconds(predicted.step_time_s),
+            "out of memory" if measured.out_of_memory else _seconds(measured.step_time_s),
+            _signed(result.time_error),
+            _gib(predicted.peak_memory_bytes) + ("" if result.fits is not False else " !"),
+            _gib(measured.memory_bytes) + analytic,
+            _signed(result.memory_error),
+        ))  # fmt: skip
     columns = ("run", "layout", "step s", "measured", "error", "memory GiB", "measured", "error")
     table = _grid("Runs", columns, rows, right=(2, 3, 4, 5, 6, 7))
     table.caption, table.caption_justify = "! does not fit the GPU", "left"
@@ -165,17 +165,11 @@ def _rows(predictions: Predictions) -> Table:
 def layout_words(run: Run) -> str:
     """`tp8 pp6 dp8 mb4 zero1 full` and the like: what differs from one device."""
     by = run.degrees
-    words = [
-        f"{name}{size}"
-        for name in ("tp", "pp", "vpp", "dp", "cp", "ep")
-        if (size := getattr(by, name)) > 1
-    ]
+    sizes = {name: getattr(by, name) for name in ("tp", "pp", "vpp", "dp", "cp", "ep")}
+    words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
     words.append(f"mb{by.micro_batch}")
-    words += (
-        [f"{by.sharding}" if by.sharding in ("fsdp", "hsdp") else f"zero{by.zero}"]
-        if by.zero
-        else []
-    )
+    sharding = by.sharding if by.sharding in ("fsdp", "hsdp") else f"zero{by.zero}"
+    words += [sharding] if by.zero else []
     words += ["sp"] if by.sp else []
     words += [f"recompute {by.recompute}"] if by.recompute != "none" else []
     return " ".join([*words, run.precision.matmul])
@@ -183,81 +177,39 @@ def layout_words(run: Run) -> str:
 
 def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Table:
     rows = [
-        (
-            name,
-            str(s.time.count),
-            _percent(s.time.mape),
-            _signed(s.time.bias),
-            _percent(s.time.within_10),
-        )
-        for name, s in sets.items()
+        (name, str(t.count), _percent(t.mape), _signed(t.bias), _percent(t.within_10))
+        for name, t in ((name, scores.time) for name, scores in sets.items())
     ]
     return _grid(title, (what, "runs", "MAPE", "bias", "within 10 %"), rows, right=(1, 2, 3, 4))
 
 
 def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Table:
     rows = [
-        (
-            name,
-            str(s.memory.count),
-            _percent(s.memory.mape),
-            _signed(s.memory.bias),
-            str(len(s.memory.under)),
-            f"{len(s.memory.rejected)} of {s.memory.judged}",
-            f"{len(s.memory.accepted)} of {s.memory.out_of_memory}",
-        )
-        for name, s in sets.items()
-    ]
-    columns = (
-        what,
-        "measured",
-        "MAPE",
-        "bias",
-        "over 10 % low",
-        "ran, but rejected",
-        "failed, but accepted",
-    )
+        (name, str(m.count), _percent(m.mape), _signed(m.bias), str(len(m.under)),
+         f"{len(m.rejected)} of {m.judged}", f"{len(m.accepted)} of {m.out_of_memory}")
+        for name, m in ((name, scores.memory) for name, scores in sets.items())
+    ]  # fmt: skip
+    columns = (what, "measured", "MAPE", "bias", "over 10 % low", "ran, but rejected",
+               "failed, but accepted")  # fmt: skip
     return _grid(title, columns, rows, right=(1, 2, 3, 4, 5, 6))
 
 
 def _worst(scores: Scores) -> Table:
-    return _grid(
-        "Worst step times",
-        ("run", "error"),
-        [(name, _signed(error)) for name, error in scores.time.worst],
-        right=(1,),
-    )
+    rows = [(name, _signed(error)) for name, error in scores.time.worst]
+    return _grid("Worst step times", ("run", "error"), rows, right=(1,))
 
 
 def _ranking(scores: Scores) -> Table:
     rank = scores.rank
-    rows = [
-        (
-            group.name,
-            str(len(group.ids)),
-            _number(group.spearman),
-            _percent(group.regret),
-            f"{group.pairs_right} of {group.pairs}",
-        )
-        for group in rank.groups
-    ]
-    rows.append(
-        (
-            "mean (pairs: all)",
-            "",
-            _number(rank.spearman),
-            _percent(rank.regret),
-            f"{rank.pairs_right} of {rank.pairs}",
-        )
-    )
-    columns = (
-        "layouts of one model on one cluster",
-        "runs",
-        "Spearman",
-        "regret of the top",
-        "pairs over 10 % apart in order",
-    )
+    rows = [(group.name, str(len(group.ids)), *_rank_words(group)) for group in rank.groups]
+    rows.append(("mean (pairs: all)", "", *_rank_words(rank)))
+    columns = ("layouts of one model on one cluster", "runs", "Spearman", "regret of the top",
+               "pairs over 10 % apart in order")  # fmt: skip
     return _grid("Ranking", columns, rows, right=(1, 2, 3, 4))
+
+
+def _rank_words(of: LayoutGroup | RankScore) -> tuple[str, str, str]:
+    return _number(of.spearman), _percent(of.regret), f"{of.pairs_right} of {of.pairs}"
 
 
 def _verdicts(scores: Scores) -> list[str]:
@@ -275,20 +227,12 @@ def _verdicts(scores: Scores) -> list[str]:
 
 
 def _grid(
-    title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[int, ...] = ()
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
 ) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    """A table of plain text: what the file says is no markup."""
     from rich.text import Text
 
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
-    )
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # texts of the file are no markup
-    return table
+    return grid(title, columns, (list(map(Text, row)) for row in rows), right)
 
 
 def _seconds(value: float | None) -> str:
@@ -325,16 +269,10 @@ def fit_json(found: Fit) -> str:
         for source, errors in found.left_out.items()
     }
     data = {
-        "constants": asdict(found.constants),
-        "mape": found.mape,
-        "bias": found.bias,
-        "errors": found.errors,
-    }
-    return json.dumps(
-        _finite(data | {"left_out_mape": found.left_out_mape, "left_out": left_out}),
-        indent=1,
-        allow_nan=False,
-    )
+        "constants": asdict(found.constants), "mape": found.mape, "bias": found.bias,
+        "errors": found.errors, "left_out_mape": found.left_out_mape, "left_out": left_out,
+    }  # fmt: skip
+    return _json_text(data)
 
 
 def fit_table(found: Fit) -> Group:
@@ -351,11 +289,8 @@ def fit_table(found: Fit) -> Group:
         constants.add_row(
             name, *(f"{value:.3g}" for value in values), f"{min(without):.3g} to {max(without):.3g}"
         )
-    sources = Table(
-        title="Step times, each source by constants fitted with it and without it",
-        title_justify="left",
-        box=None,
-    )
+    title = "Step times, each source by constants fitted with it and without it"
+    sources = Table(title=title, title_justify="left", box=None)
     for column in ("source", "runs", "MAPE with", "bias with", "MAPE without", "bias without"):
         sources.add_column(column, justify="left" if column == "source" else "right")
     for source, errors in found.left_out.items():
@@ -365,12 +300,8 @@ def fit_table(found: Fit) -> Group:
             str(len(errors)),
             *(f"{100 * x:.1f} %" for x in (mape(own), mean(own), mape(unseen), mean(unseen))),
         )
-    whole = (
-        found.mape,
-        found.bias,
-        found.left_out_mape,
-        mean(e for errors in found.left_out.values() for e in errors.values()),
-    )
+    unseen_bias = mean(e for errors in found.left_out.values() for e in errors.values())
+    whole = found.mape, found.bias, found.left_out_mape, unseen_bias
     sources.add_row("all", str(len(found.errors)), *(f"{100 * x:.1f} %" for x in whole))
     return Group(constants, "", sources)
 
@@ -389,7 +320,7 @@ def ablation_json(found: Ablation) -> str:
     ]  # fmt: skip
     data = {"mape": mape(found.errors.values()), "refitted_mape": mape(found.refitted.values()), "errors": found.errors,
             "refitted_errors": found.refitted, "without": without}  # fmt: skip
-    return json.dumps(_finite(data), indent=1, allow_nan=False)
+    return _json_text(data)
 
 
 def ablation_table(found: Ablation) -> Group:
@@ -400,32 +331,17 @@ def ablation_table(found: Ablation) -> Group:
     whole, refitted = mape(found.errors.values()), mape(found.refitted.values())
     rows = [("all on", "", "", _percent(whole), "", "", "", _percent(refitted), "")]
     for each in found.without:
-        own, refused = (
-            mape(found.errors[run] for run in each.changed),
-            f" ({len(each.refused)} refused)" if each.refused else "",
-        )
+        own = mape(found.errors[run] for run in each.changed)
+        refused = f" ({len(each.refused)} refused)" if each.refused else ""
         rows.append((
             each.mechanism.name, each.mechanism.instead, f"{len(each.changed)}{refused}",
             _percent(each.mape()), _points(each.mape() - whole), _percent(own), _percent(each.mape(changed=True)),
             _percent(each.mape(True)), _points(each.mape(True) - refitted),
         ))  # fmt: skip
-    columns = (
-        "without",
-        "instead",
-        "runs it changes",
-        "MAPE",
-        "change",
-        "of those runs with",
-        "and without",
-        "MAPE refitted",
-        "change",
-    )
-    table = _grid(
-        f"Step times of {len(found.errors)} runs without one mechanism",
-        columns,
-        rows,
-        right=(2, 3, 4, 5, 6, 7, 8),
-    )
+    columns = ("without", "instead", "runs it changes", "MAPE", "change", "of those runs with",
+               "and without", "MAPE refitted", "change")  # fmt: skip
+    title = f"Step times of {len(found.errors)} runs without one mechanism"
+    table = _grid(title, columns, rows, right=range(2, 9))
     note = (
         "Changes are in points.  Refitted: constants fitted again on the same runs without the mechanism, an approximation: how errors "
         "depend on constants is taken from the model with all mechanisms on.  A refused run cannot be predicted without the mechanism "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from autopar_cost_models.checks import finite
+from autopar_cost_models.checks import finite, is_whole
 
 from autopar.errors import AutoparError, shown
 
@@ -28,10 +28,14 @@ MOST_LAYERS, MOST_SIZE = 10_000, 10**12
 """Larger numbers are none of a model, a machine or its memory."""
 
 
+def _whole_fields(of: object, least: int, names: str) -> None:
+    _whole(least, **{name: getattr(of, name) for name in names.split()})
+
+
 def _whole(least: int, **values: int) -> None:
     for name, value in values.items():
         most = MOST_LAYERS if name in ("layers", "mtp") else MOST_SIZE
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        if not is_whole(value, least, most):
             raise AutoparError(
                 f"{name}={shown(value)} must be a whole number from {least} to {most:,}"
             )
@@ -102,25 +106,12 @@ class Dims:
         _one_of("model_family", self.family, FAMILIES)
         _one_of("positions", self.positions, POSITIONS)
         _one_of("activation", self.activation, ACTIVATIONS)
-        sizes = (
-            "layers",
-            "hidden",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "ffn",
-            "vocab",
-            "seq",
-            "window_every",
-        )
-        _whole(1, **{name: getattr(self, name) for name in sizes})
-        counts = ("window", "experts", "top_k", "moe_ffn", "shared_experts", "first_dense", "mtp")
-        _whole(0, **{name: getattr(self, name) for name in counts})
+        _whole_fields(self, 1, "layers hidden heads kv_heads head_dim ffn vocab seq window_every")
+        _whole_fields(self, 0, "window experts top_k moe_ffn shared_experts first_dense mtp")
         if self.heads % self.kv_heads:
             raise AutoparError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
-        if self.family == "gpt" and (
-            self.heads * self.head_dim != self.hidden or self.kv_heads != self.heads
-        ):
+        plain = self.heads * self.head_dim == self.hidden and self.kv_heads == self.heads
+        if self.family == "gpt" and not plain:
             raise AutoparError(
                 f"a gpt model has heads x head_dim = hidden and a key and value for each head, not heads={self.heads} x "
                 f"head_dim={self.head_dim}, hidden={self.hidden}, kv_heads={self.kv_heads}; family llama has neither limit"
@@ -146,12 +137,8 @@ class Dims:
         if self.family == "gpt":
             norms = 2 * h * (1 if self.parallel_block else 2)
             layer = 4 * h * h + 4 * h + 2 * h * self.ffn + self.ffn + h + norms
-            return (
-                total
-                + self.layers * layer
-                + 2 * h
-                + (self.seq * h if self.positions == "learned" else 0)
-            )
+            positions = self.seq * h if self.positions == "learned" else 0
+            return total + self.layers * layer + 2 * h + positions
         total += h + self.layers * (self._attention_parameters() + 2 * h)
         dense = self.layers if self.family == "llama" else self.first_dense
         routed = h * self.experts + 3 * h * self.moe_ffn * (self.experts + self.shared_experts)
@@ -163,13 +150,8 @@ class Dims:
             return 2 * h * n * self.head_dim + 2 * h * self.kv_heads * self.head_dim
         m = self.mla
         query = h * m.query_rank + m.query_rank + m.query_rank * n * (m.plain_dim + m.rotary_dim)
-        return (
-            query
-            + h * (m.kv_rank + m.rotary_dim)
-            + m.kv_rank
-            + m.kv_rank * n * (m.plain_dim + m.value_dim)
-            + n * m.value_dim * h
-        )
+        latent = h * (m.kv_rank + m.rotary_dim) + m.kv_rank
+        return query + latent + m.kv_rank * n * (m.plain_dim + m.value_dim) + n * m.value_dim * h
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +169,7 @@ class Machine:
     def __post_init__(self) -> None:
         if not self.gpu.strip():
             raise AutoparError("gpu is blank")
-        _whole(
-            1, gpus=self.gpus, gpus_per_node=self.gpus_per_node, nvlink_domain=self.nvlink_domain
-        )
+        _whole_fields(self, 1, "gpus gpus_per_node nvlink_domain")
         _quantity("nic_Bps", self.nic_Bps)
         if self.memory_bytes is not None:
             _whole(1, memory_bytes=self.memory_bytes)
@@ -224,18 +204,7 @@ class Degrees:
     embedding_as_layer: bool
 
     def __post_init__(self) -> None:
-        degrees = (
-            "tp",
-            "pp",
-            "vpp",
-            "dp",
-            "cp",
-            "ep",
-            "recompute_every",
-            "micro_batch",
-            "padded_vocab",
-        )
-        _whole(1, **{name: getattr(self, name) for name in degrees})
+        _whole_fields(self, 1, "tp pp vpp dp cp ep recompute_every micro_batch padded_vocab")
         _one_of("sharding", self.sharding, SHARDINGS)
         _one_of("recompute", self.recompute, RECOMPUTE)
         _one_of("schedule", self.schedule, SCHEDULES)
@@ -256,6 +225,7 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
+        """GPUs that the degrees ask for."""
         return self.tp * self.pp * self.cp * self.dp
 
 

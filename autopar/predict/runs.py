@@ -28,57 +28,26 @@ from autopar.predict.options import (
 from autopar.predict.run import Degrees, Dims, Latent, Machine, Measured, Precision, Run, Software
 
 REQUIRED_COLUMNS = (
-    "id",
-    "model_family",
-    "layers",
-    "hidden",
-    "heads",
-    "vocab",
-    "seq",
-    "gpu",
-    "gpus",
-    "tp",
-    "pp",
-    "dtype",
-    "global_batch_seqs",
-    "step_time_s",
-)
+    "id", "model_family", "layers", "hidden", "heads", "vocab", "seq", "gpu", "gpus", "tp", "pp",
+    "dtype", "global_batch_seqs", "step_time_s",
+)  # fmt: skip
 """Columns that a file must have.  Their cells must be filled too, except that of step_time_s; other columns have defaults."""
 
-_FILLED = tuple(column for column in REQUIRED_COLUMNS if column != "step_time_s")
-# Column -> field.
+_FILLED = tuple(column for column in REQUIRED_COLUMNS if column not in ("id", "step_time_s"))
 _INTEGERS = {
-    "layers": "layers",
-    "hidden": "hidden",
-    "heads": "heads",
-    "kv_heads": "kv_heads",
-    "ffn_hidden": "ffn",
-    "vocab": "vocab",
-    "seq": "seq",
-    "gpus": "gpus",
-    "gpus_per_node": "gpus_per_node",
-    "tp": "tp",
-    "pp": "pp",
-    "vpp": "vpp",
-    "dp": "dp",
-    "cp": "cp",
-    "ep": "ep",
-    "micro_batch": "micro_batch",
-    "global_batch_seqs": "global_batch",
-    "year": "year",
-}
-_SWITCHES = {"sp": "sp", "compile": "compile"}
+    "layers": "layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads",
+    "ffn_hidden": "ffn", "vocab": "vocab", "seq": "seq", "gpus": "gpus",
+    "gpus_per_node": "gpus_per_node", "tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "cp": "cp",
+    "ep": "ep", "micro_batch": "micro_batch", "global_batch_seqs": "global_batch", "year": "year",
+}  # fmt: skip
+"""Column -> field."""
+_SWITCHES = ("sp", "compile")
 _SWITCH_VALUES = {
-    "1": True,
-    "1.0": True,
-    "true": True,
-    "yes": True,
-    "0": False,
-    "0.0": False,
-    "false": False,
-    "no": False,
+    **dict.fromkeys(("1", "1.0", "true", "yes"), True),
+    **dict.fromkeys(("0", "0.0", "false", "no"), False),
 }
 _GIGA = 1e9
+_MORE = "\0"  # no column: a file that holds it is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +70,14 @@ def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
     seen: set[str] = set()
     for line, cells in _rows(path):
         name = cells.get("id", "").strip() or f"line {line}"
-        scored = cells.get("config_complete", "").strip().lower() not in ("0", "0.0", "false", "no")
+        scored = _SWITCH_VALUES.get(cells.get("config_complete", "").strip().lower(), True)
         try:
             if name in seen:
                 raise AutoparError(f"the id {shown(name)} is given twice; this is line {line}")
             seen.add(name)
-            if None in cells:
+            if more := cells.pop(_MORE, None):
                 raise AutoparError(
-                    f"line {line} has {len(cells[None])} more cells than the header has columns"
+                    f"line {line} has {len(more)} more cells than the header has columns"
                 )
             runs.append(_run(name, scored, cells))
         except AutoparError as error:
@@ -122,7 +91,8 @@ def _rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
     if "\0" in text:
         raise AutoparError(f"{path} is not a CSV file: it holds NUL bytes")
     try:
-        reader = csv.DictReader(io.StringIO(text, newline=""), restval="", strict=True)
+        lines = io.StringIO(text, newline="")
+        reader = csv.DictReader(lines, restkey=_MORE, restval="", strict=True)
         header = [(column or "").strip() for column in reader.fieldnames or ()]
         reader.fieldnames = header
         rows = [(reader.line_num, row) for row in reader]
@@ -130,11 +100,8 @@ def _rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
         raise AutoparError(f"{path} is not a CSV file: {error}") from None
     missing = [column for column in REQUIRED_COLUMNS if column not in header]
     if missing:
-        found = (
-            f"its columns are {', '.join(header[:12])}{', ...' if len(header) > 12 else ''}"
-            if any(header)
-            else "it is empty"
-        )
+        found = f"its columns are {', '.join(header[:12])}{', ...' if len(header) > 12 else ''}"
+        found = found if any(header) else "it is empty"
         raise AutoparError(
             f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; {found}"
         )
@@ -146,7 +113,7 @@ def _rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _run(name: str, scored: bool, cells: Mapping[str, str]) -> Run:
-    blank = [column for column in _FILLED if column != "id" and not cells[column].strip()]
+    blank = [column for column in _FILLED if not cells[column].strip()]
     if blank:
         raise AutoparError(f"unpublished, without a default: {', '.join(blank)}")
     stated, ignored = _stated(cells)
@@ -183,9 +150,8 @@ def _stated(cells: Mapping[str, str]) -> tuple[Stated, tuple[str, ...]]:
     """The fields that a row states, and the options that are not known.  Notes give way to options, options to columns."""
     options, ignored = read_options(cells.get("extra_opts", ""))
     stated = read_notes(cells.get("notes", "")) | read_dtype(cells["dtype"]) | options
-    stated |= read_sharding(cells.get("zero_stage_or_fsdp", "")) | read_recompute(
-        cells.get("recompute", ""), options
-    )
+    stated |= read_sharding(cells.get("zero_stage_or_fsdp", ""))
+    stated |= read_recompute(cells.get("recompute", ""), options)
     stated |= {"family": cells["model_family"].strip().lower(), "gpu": cells["gpu"].strip()}
     if "mla" in stated:
         stated["mla"] = Latent()
@@ -194,12 +160,12 @@ def _stated(cells: Mapping[str, str]) -> tuple[Stated, tuple[str, ...]]:
     for column, name in _INTEGERS.items():
         if (number := _number(cells, column, whole=True)) is not None:
             stated[name] = number
-    for column, name in _SWITCHES.items():
+    for column in _SWITCHES:
         text = cells.get(column, "").strip().lower()
         if text and text not in _SWITCH_VALUES:
             raise AutoparError(f"{column}={shown(text)} is neither 0 nor 1")
         if text:
-            stated[name] = _SWITCH_VALUES[text]
+            stated[column] = _SWITCH_VALUES[text]
     if (nic := _number(cells, "nic_gbps_per_gpu")) is not None:
         stated["nic_Bps"] = nic * _GIGA / 8
     if (parameters := _number(cells, "params_b")) is not None:
@@ -231,10 +197,8 @@ def _measured(cells: Mapping[str, str], row: Stated) -> Measured:
     kind = cells.get("mem_kind", "").strip()
     scope, unit = read_memory_kind(kind)
     size = _number(cells, "mem_gib_per_gpu")
-    said = is_out_of_memory(kind) or (
-        is_out_of_memory(cells.get("notes", ""))
-        and not layouts_out_of_memory(cells.get("notes", ""))
-    )
+    notes = cells.get("notes", "")
+    said = is_out_of_memory(kind) or (is_out_of_memory(notes) and not layouts_out_of_memory(notes))
     return Measured(
         step_time_s=time_s,
         memory_bytes=None if size is None else size * unit,
@@ -253,14 +217,8 @@ def out_of_memory_layouts(runs: tuple[Run, ...]) -> tuple[Run, ...]:
     found: dict[tuple, Run] = {}
     for run in runs:
         for tp, pp, dp, micro_batch in layouts_out_of_memory(run.notes):
-            degrees = {
-                "tp": tp,
-                "pp": pp,
-                "dp": dp,
-                "micro_batch": micro_batch,
-                "vpp": 1,
-                "schedule": "1f1b" if pp > 1 else "none",
-            }
+            degrees: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "micro_batch": micro_batch}
+            degrees |= {"vpp": 1, "schedule": "1f1b" if pp > 1 else "none"}
             label = f"{re.sub(r'-?tp[0-9].*$', '', run.id)}-tp{tp}pp{pp}dp{dp}-mb{micro_batch}-oom"
             try:
                 other = replace(

@@ -5,6 +5,7 @@ An error is predicted / measured - 1.  What cannot be computed (no pairs, a cons
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -36,11 +37,9 @@ class Scored:
     @property
     def memory_error(self) -> float | None:
         """Signed relative error of the peak memory; None if there is no measured one."""
-        return (
-            relative_error(self.prediction.peak_memory_bytes, self.run.measured.memory_bytes)
-            if self.run.measured.has_memory
-            else None
-        )
+        measured = self.run.measured
+        size_bytes = measured.memory_bytes if measured.has_memory else None
+        return relative_error(self.prediction.peak_memory_bytes, size_bytes)
 
     @property
     def fits(self) -> bool | None:
@@ -57,6 +56,7 @@ def relative_error(predicted: float, measured: float | None) -> float | None:
 
 
 def mean(values: Iterable[float]) -> float:
+    """The arithmetic mean; NaN of nothing."""
     found = list(values)
     return sum(found) / len(found) if found else nan
 
@@ -71,17 +71,8 @@ def mape(errors: Iterable[float]) -> float:
 
 def ranks(values: Sequence[float]) -> list[float]:
     """1-based ranks; equal values share the mean of their places."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    found = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
-            end += 1
-        for place in range(start, end + 1):
-            found[order[place]] = (start + end) / 2 + 1
-        start = end + 1
-    return found
+    order = sorted(values)
+    return [(bisect_left(order, value) + bisect_right(order, value) + 1) / 2 for value in values]
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -152,10 +143,8 @@ def comparable(results: Iterable[Scored]) -> list[list[Scored]]:
     for members in bins.values():
         current: list[Scored] = []
         for result in sorted(members, key=lambda r: r.run.global_batch):
-            if (
-                not current
-                or result.run.global_batch > (1 + BATCH_TOLERANCE) * current[0].run.global_batch
-            ):
+            least = current[0].run.global_batch if current else 0
+            if result.run.global_batch > (1 + BATCH_TOLERANCE) * least:
                 current = []
                 groups.append(current)
             current.append(result)
@@ -165,20 +154,21 @@ def comparable(results: Iterable[Scored]) -> list[list[Scored]]:
 def rank_group(group: Sequence[Scored]) -> Group:
     """The scores of one group of `comparable`."""
     predicted = [r.prediction.step_time_s / r.run.global_batch for r in group]
-    measured = [r.run.measured.step_time_s / r.run.global_batch for r in group]
+    measured = [(r.run.measured.step_time_s or nan) / r.run.global_batch for r in group]
     run, dims = group[0].run, group[0].run.dims
     batches = sorted({r.run.global_batch for r in group})
     name = (
         f"{dims.family} {dims.layers}x{dims.hidden}, {dims.heads} heads, seq {dims.seq}, {run.precision.matmul}, "
         f"{run.machine.gpus} {run.machine.gpu}, batch {'-'.join(map(str, sorted({batches[0], batches[-1]})))}"
     )
-    ids = tuple(r.run.id for r in group)
+    right, pairs = ordered_pairs(predicted, measured)
     return Group(
-        name,
-        ids,
-        spearman(predicted, measured),
-        regret(predicted, measured),
-        *ordered_pairs(predicted, measured),
+        name=name,
+        ids=tuple(r.run.id for r in group),
+        spearman=spearman(predicted, measured),
+        regret=regret(predicted, measured),
+        pairs_right=right,
+        pairs=pairs,
     )
 
 
@@ -239,9 +229,8 @@ def score_times(results: Iterable[Scored], worst: int = WORST) -> TimeScore:
     errors = [(r.run.id, r.time_error) for r in results if r.time_error is not None]
     values = [error for _, error in errors]
     ordered = tuple(sorted(errors, key=lambda item: -abs(item[1]))[:worst])
-    return TimeScore(
-        len(values), mape(values), mean(values), mean(abs(v) <= 0.1 for v in values), ordered
-    )
+    within_10 = mean(abs(v) <= 0.1 for v in values)
+    return TimeScore(len(values), mape(values), mean(values), within_10, ordered)
 
 
 def score_ranks(results: Iterable[Scored]) -> RankScore:
@@ -249,12 +238,12 @@ def score_ranks(results: Iterable[Scored]) -> RankScore:
     groups = tuple(map(rank_group, comparable(results)))
     regrets = [group.regret for group in groups]
     return RankScore(
-        groups,
-        mean(group.spearman for group in groups if isfinite(group.spearman)),
-        mean(regrets),
-        max(regrets, default=nan),
-        sum(group.pairs_right for group in groups),
-        sum(group.pairs for group in groups),
+        groups=groups,
+        spearman=mean(group.spearman for group in groups if isfinite(group.spearman)),
+        regret=mean(regrets),
+        regret_worst=max(regrets, default=nan),
+        pairs_right=sum(group.pairs_right for group in groups),
+        pairs=sum(group.pairs for group in groups),
     )
 
 
@@ -266,14 +255,14 @@ def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()
     errors = [(r.run.id, r.memory_error) for r in ran if r.memory_error is not None]
     values = [error for _, error in errors]
     return MemoryScore(
-        len(values),
-        mape(values),
-        mean(values),
-        tuple(name for name, error in errors if error < -UNDER),
-        tuple(r.run.id for r in ran if r.fits is False),
-        sum(r.fits is not None for r in ran),
-        tuple(r.run.id for r in failed if r.fits),
-        len(failed),
+        count=len(values),
+        mape=mape(values),
+        bias=mean(values),
+        under=tuple(name for name, error in errors if error < -UNDER),
+        rejected=tuple(r.run.id for r in ran if r.fits is False),
+        judged=sum(r.fits is not None for r in ran),
+        accepted=tuple(r.run.id for r in failed if r.fits),
+        out_of_memory=len(failed),
     )
 
 

@@ -19,6 +19,7 @@ def is_megatron(framework: str) -> bool:
 
 
 def is_deepspeed(framework: str) -> bool:
+    """DeepSpeed, with layers of its own or of Megatron."""
     return runs_on(framework, "deepspeed")
 
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain
 from math import fsum, isclose
 from typing import TYPE_CHECKING, Any
 
-from autopar_cost_models import StageTimes, pipeline_time
+from autopar_cost_models import pipeline_time
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.plan import Plan
@@ -31,16 +31,18 @@ from autopar.planning.model_facts import as_recomputed
 from autopar.recheck.plan_costs import (
     Priced,
     Segment,
-    first_segments,
+    actions_of,
+    block_numbers,
     fullest_moment,
     longest_hop_s,
     message_bytes,
     owned_by,
     passing_bytes,
     segments_by_rank,
+    stage_segments,
+    stage_times,
 )
 from autopar.request.plan_request import PlanRequest
-from autopar.runtime.pipeline.schedule_actions import schedule_actions
 from autopar.text.tables import grid
 from autopar.text.units import gib, ms
 
@@ -101,10 +103,7 @@ class Audit:
                 for a, b in zip(self.predicted_bytes, self.audited_bytes, strict=True)
             ],
             "looked_at": {
-                "segments": self.segments,
-                "ops": self.ops,
-                "edges": self.edges,
-                "conversions": self.conversions,
+                name: getattr(self, name) for name in ("segments", "ops", "edges", "conversions")
             },
         }
 
@@ -122,12 +121,8 @@ class Audit:
         table = grid("Audit", ("", ""), rows)
         looked = f"{self.segments} blocks of {self.ops} ops, {self.edges} edges, {self.conversions} of them converted"
         if not self.findings:
-            return Group(
-                table,
-                Text(
-                    f"Priced from scratch: {looked}. Every edge agrees; the parts sum to the objective.\n"
-                ),
-            )
+            words = f"Priced from scratch: {looked}. Every edge agrees; the parts sum to the objective.\n"
+            return Group(table, Text(words))
         lines = "\n".join(f"  - {finding}" for finding in self.findings)
         return Group(table, Text(f"THE AUDIT FAILS ({looked}):\n{lines}\n", style="bold red"))
 
@@ -139,55 +134,41 @@ def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
     that nothing can be priced: a strategy that does not exist, layouts that nothing converts.
     """
     traced = as_recomputed(traced, plan.recompute)
-    firsts = first_segments(plan, traced)
+    of_stage = stage_segments(plan, traced)
     on = segments_by_rank(plan, traced, request)
     base, segments = on[0]
-    of_stage = [list(range(first, end)) for first, end in pairwise(firsts)]
-    number_of = {
-        name: number for number, block in enumerate(plan.blocks) for name in block.segments
-    }
-    numbers = [number_of[segment.name] for segment in traced.segments]
+    numbers = block_numbers(plan, traced)
     parts_s = _seconds(plan, on, of_stage)
     held = tuple(_rank_bytes(plan, *on[rank], of_stage, rank) for rank in range(plan.mesh.pp))
     audited_s = fsum(parts_s.values())
     inner = sum(len(op.inputs) for s in segments for op in s.block.ops)
     between = sum(source >= 0 for sources in base.reads for source, _ in sources)
+    findings = [*_op_findings(plan, segments, numbers), *_tie_findings(base, segments)]
+    for group in sorted(set(plan.mesh.groups)):
+        findings += _ledger_findings(plan, *on[plan.mesh.groups.index(group)], numbers, group)
     return Audit(
-        plan.certificate.objective_s,
-        audited_s,
-        parts_s,
-        plan.predicted.peak_memory_bytes,
-        held,
-        len(segments),
-        sum(len(s.block.ops) for s in segments),
-        inner + between,
-        sum(len(s.paid) - len(s.chosen) for s in segments),
-        (
-            *_op_findings(plan, segments, numbers),
-            *_tie_findings(base, segments),
-            *(
-                finding
-                for group in sorted(set(plan.mesh.groups))
-                for finding in _ledger_findings(
-                    plan, *on[plan.mesh.groups.index(group)], numbers, group
-                )
-            ),
-            *_total_findings(plan, audited_s, held),
-        ),
+        objective_s=plan.certificate.objective_s,
+        audited_s=audited_s,
+        parts_s=parts_s,
+        predicted_bytes=plan.predicted.peak_memory_bytes,
+        audited_bytes=held,
+        segments=len(segments),
+        ops=sum(len(s.block.ops) for s in segments),
+        edges=inner + between,
+        conversions=sum(len(s.paid) - len(s.chosen) for s in segments),
+        findings=(*findings, *_total_findings(plan, audited_s, held)),
     )
 
 
 # ------------------------------------------------------------------------------------------------------- what is priced
 
 
-def _seconds(
-    plan: Plan, on: Sequence[Priced], of_stage: Sequence[Sequence[int]]
-) -> dict[str, float]:
+def _seconds(plan: Plan, on: Sequence[Priced], of_stage: Sequence[range]) -> dict[str, float]:
     """Seconds of a step by part; `on`: all segments at the prices of each rank."""
     ranks, micro, (base, segments) = plan.mesh.pp, plan.num_microbatches, on[0]
-    of_rank = [[n for stage in of_stage[rank::ranks] for n in stage] for rank in range(ranks)]
     once_s = max(
-        fsum(s.step_s for s in owned_by(*own, of)) for own, of in zip(on, of_rank, strict=True)
+        fsum(s.step_s for s in owned_by(*on[rank], chain(*of_stage[rank::ranks])))
+        for rank in range(ranks)
     )
     if ranks == 1:
         inside = [cost for s in segments for cost in s.inside]
@@ -199,7 +180,8 @@ def _seconds(
             "fixed": base.fixed_s,
         }
     times = [
-        _times([on[number % ranks][1][n] for n in stage]) for number, stage in enumerate(of_stage)
+        stage_times([on[number % ranks][1][n] for n in stage])
+        for number, stage in enumerate(of_stage)
     ]
     # nobody waits for the gradient of the first stage's input
     times[0] = replace(times[0], weight_s=times[0].backward_s)
@@ -215,34 +197,22 @@ def _seconds(
     }
 
 
-def _times(stage: Sequence[Segment]) -> StageTimes:
-    paid = [cost for segment in stage for cost in segment.paid]
-    weight_s = fsum(
-        strategy.backward_weight_s for segment in stage for strategy in segment.chosen.values()
-    )
-    return StageTimes(fsum(c.forward_s for c in paid), fsum(c.backward_s for c in paid), weight_s)
-
-
 def _rank_bytes(
     plan: Plan,
     base: AnnotatedModel,
     segments: Sequence[Segment],
-    of_stage: Sequence[Sequence[int]],
+    of_stage: Sequence[range],
     rank: int,
 ) -> int:
     """What a rank holds: static, messages under way, the most that it keeps, under zero bubble the most that stays besides between the two
     parts of backwards, and the fullest moment of some backward, less what the model's last segment has given back by then: of the backward
     itself, and on a rank with one stage of those before it whose second part is to come."""
-    stages, parted = (
-        of_stage[rank :: plan.mesh.pp],
-        plan.splits_backward and plan.mesh.pp > 1,
-    )
-    mine = [n for stage in stages for n in stage]
+    stages, parted = of_stage[rank :: plan.mesh.pp], plan.splits_backward and plan.mesh.pp > 1
     sent = [_sent_bytes(base, segments, stage) for stage in of_stage]
     static = (
         base.fixed_bytes
         + passing_bytes(base, sent, rank)
-        + sum(s.static_bytes for s in owned_by(base, segments, mine))
+        + sum(s.static_bytes for s in owned_by(base, segments, chain(*stages)))
     )
     kept = [
         sum(segments[n].kept_bytes for n in stage) + size
@@ -270,20 +240,15 @@ def _rank_bytes(
 
 def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequence[int]) -> int:
     """What a stage has sent, where that stays until its backward."""
-    keeps = (
-        base.pipeline is not None and base.pipeline.keeps_outputs and stage[-1] + 1 < len(segments)
-    )
-    return message_bytes(base, segments, stage[-1] + 1) if keeps else 0
+    end = stage[-1] + 1
+    keeps = base.pipeline is not None and base.pipeline.keeps_outputs and end < len(segments)
+    return message_bytes(base, segments, end) if keeps else 0
 
 
 def _most_in_backward(plan: Plan, late: Sequence[int], moments: Sequence[int], rank: int) -> int:
     """The most of what backward needs for a moment and what waits for gradients of parameters, besides what forward keeps."""
-    if plan.mesh.pp == 1:
-        return moments[0]
     now = most = 0
-    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(late), plan.num_microbatches)[
-        rank
-    ]:
+    for action in actions_of(plan)[rank]:
         stage = action.stage // plan.mesh.pp
         now += {"I": late[stage], "W": -late[stage]}.get(action.kind, 0)
         most = max(most, now + moments[stage] * (action.kind in "BI"))
@@ -293,12 +258,8 @@ def _most_in_backward(plan: Plan, late: Sequence[int], moments: Sequence[int], r
 def _most_kept(plan: Plan, sizes: Sequence[int], rank: int, gone: Sequence[int]) -> int:
     """The most that a rank keeps while it goes through the list of what torch has it do; by stage `sizes`, and what of it is `gone` after
     the first of two parts of a backward."""
-    if plan.mesh.pp == 1:
-        return sizes[0]
     now = most = 0
-    for action in schedule_actions(plan.schedule, plan.mesh.pp, len(sizes), plan.num_microbatches)[
-        rank
-    ]:
+    for action in actions_of(plan)[rank]:
         size, less = (of[action.stage // plan.mesh.pp] for of in (sizes, gone))
         now += size if action.kind == "F" else 0
         most = max(most, now)
@@ -363,12 +324,10 @@ def _ledger_findings(
         for part in (*_SECONDS, *_BYTES):
             if not _agree(part, said[number][part], cost[part]):
                 words = f"{_WORDS[part]} is {_unit(part, cost[part])}, the certificate has {_unit(part, said[number][part])}"
-                where = (
-                    f"{_named(block)} on {plan.devices[plan.mesh.groups.index(group)]}"
-                    if plan.devices
-                    else _named(block)
+                device = (
+                    f" on {plan.devices[plan.mesh.groups.index(group)]}" if plan.devices else ""
                 )
-                yield Finding(where, words)
+                yield Finding(_named(block) + device, words)
     yield from _edge_findings(plan, base, segments, numbers, ledger)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import fsum
 
-from autopar_cost_models import StageTimes
+from autopar_cost_models import Action, StageTimes
 
 from autopar.annotate.annotator import annotator_of
 from autopar.annotate.setting import Setting, is_periodic
@@ -25,12 +25,14 @@ from autopar.ir.annotated import (
     Saved,
     Strategy,
 )
+from autopar.ir.cluster import MixedCluster
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import TracedModel
 from autopar.planning.model_facts import as_recomputed
 from autopar.request.plan_request import PlanRequest
+from autopar.runtime.pipeline.schedule_actions import schedule_actions
 
 Chosen = Mapping[str, Strategy]
 """The strategy of each op of a block class, by the op's name."""
@@ -129,23 +131,16 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
     `sequence_parallel`).  Raises AutoparError where the plan does not fit the model under this request.
     """
     traced = as_recomputed(traced, plan.recompute)
-    firsts = first_segments(plan, traced)
+    of_stage = stage_segments(plan, traced)
     ranks, on = plan.mesh.pp, segments_by_rank(plan, traced, request)
     base, segments = on[0]
-    sent = [message_bytes(base, segments, first) for first in firsts[1:-1]] + [0]
+    sent = [message_bytes(base, segments, stage.start) for stage in of_stage[1:]] + [0]
     keeps = base.pipeline is not None and base.pipeline.keeps_outputs
-    runs = [
-        on[number % ranks][1][first:end] for number, (first, end) in enumerate(pairwise(firsts))
-    ]
     stages = tuple(
-        _stage(run, base.last, size if keeps else 0, first)
-        for run, size, first in zip(runs, sent, firsts, strict=False)
+        _stage([on[number % ranks][1][n] for n in stage], base.last, size * keeps, stage.start)
+        for number, (stage, size) in enumerate(zip(of_stage, sent, strict=True))
     )
-    held = [
-        [n for first, end in list(pairwise(firsts))[rank::ranks] for n in range(first, end)]
-        for rank in range(ranks)
-    ]
-    owned = [list(owned_by(*on[rank], of)) for rank, of in enumerate(held)]
+    owned = [list(owned_by(*on[rank], chain(*of_stage[rank::ranks]))) for rank in range(ranks)]
     return PlanCosts(
         stages,
         tuple(
@@ -158,6 +153,13 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
         longest_hop_s([model for model, _ in on], sent),
         base.fixed_s,
     )
+
+
+def actions_of(plan: Plan) -> tuple[tuple[Action, ...], ...]:
+    """What each pipeline rank does in a step.  Without a pipeline that is 1F1B of one rank: each backward follows its forward."""
+    ranks = plan.mesh.pp
+    schedule = plan.schedule if ranks > 1 else "1f1b"
+    return schedule_actions(schedule, ranks, len(plan.stages) // ranks, plan.num_microbatches)
 
 
 def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
@@ -173,23 +175,26 @@ def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> floa
     )
 
 
-def first_segments(plan: Plan, traced: TracedModel) -> list[int]:
-    """The number of each stage's first segment, and that of all segments."""
+def stage_segments(plan: Plan, traced: TracedModel) -> list[range]:
+    """The numbers of each stage's segments.  Raises AutoparError for a plan that has others than the model."""
     names = [segment.name for segment in traced.segments]
-    placed, priced = (
-        [name for stage in plan.stages for name in stage],
-        {name for block in plan.blocks for name in block.segments},
-    )
-    if (
-        placed != names
-        or not priced.issuperset(names)
-        or len(plan.predicted.peak_memory_bytes) != plan.mesh.pp
-    ):
+    placed = list(chain(*plan.stages))
+    priced = set(chain(*(block.segments for block in plan.blocks)))
+    peaks = len(plan.predicted.peak_memory_bytes)
+    if placed != names or not priced.issuperset(names) or peaks != plan.mesh.pp:
         raise AutoparError(
             f"the plan's stages hold {len(placed)} segments, its blocks {len(priced)}, of a model of {len(names)}, and it predicts the "
-            f"memory of {len(plan.predicted.peak_memory_bytes)} ranks of {plan.mesh.pp}: it was damaged; plan again"
+            f"memory of {peaks} ranks of {plan.mesh.pp}: it was damaged; plan again"
         )
-    return [0, *accumulate(map(len, plan.stages))]
+    return [range(*ends) for ends in pairwise([0, *accumulate(map(len, plan.stages))])]
+
+
+def block_numbers(plan: Plan, traced: TracedModel) -> list[int]:
+    """The number of the plan's block of each segment."""
+    number_of = {
+        name: number for number, block in enumerate(plan.blocks) for name in block.segments
+    }
+    return [number_of[segment.name] for segment in traced.segments]
 
 
 Priced = tuple[AnnotatedModel, list[Segment]]
@@ -206,11 +211,8 @@ def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: in
     """All segments at the prices of a group of devices."""
     annotator = annotator_of(traced)
     model_of = cache(lambda mode: annotator.annotate(setting_of(plan, request, mode, group)))
-    base, found = model_of("none"), []
+    base = model_of("none")
     fixed = annotator.axis_choices(setting_of(plan, request, "none", group))
-    number_of = {
-        name: number for number, block in enumerate(plan.blocks) for name in block.segments
-    }
 
     @cache
     def chosen_of(number: int, index: int) -> Chosen:
@@ -219,20 +221,20 @@ def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: in
         _check_fixed_axes(plan, own, fixed[index], [op.name for op in ops])
         return {op.name: _strategy(op, own, plan.mesh.tp) for op in ops}
 
-    for segment, sources in zip(traced.segments, base.reads, strict=True):
-        index, number = segment.class_index, number_of[segment.name]
+    found: list[Segment] = []
+    numbers = block_numbers(plan, traced)
+    for segment, sources, number in zip(traced.segments, base.reads, numbers, strict=True):
+        index = segment.class_index
         model, chosen = model_of(_mode(plan, plan.blocks[number])), chosen_of(number, index)
         arriving = tuple(_arriving(model, found, index, chosen, sources))
-        found.append(
-            Segment(
-                index, model.classes[index], chosen, model.fixed_bytes - base.fixed_bytes, arriving
-            )
-        )
+        again_bytes = model.fixed_bytes - base.fixed_bytes
+        found.append(Segment(index, model.classes[index], chosen, again_bytes, arriving))
     return base, found
 
 
 def setting_of(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setting:
     """The plan's choices as annotation wants them, with one recompute mode for all blocks, on the devices of a group."""
+    cluster = request.cluster
     return Setting(
         mesh=replace(plan.mesh, deal=""),
         micro_batch=plan.micro_batch,
@@ -240,7 +242,7 @@ def setting_of(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setti
         zero=plan.zero,
         recompute=mode,
         precision=plan.precision,
-        cluster=request.cluster.groups[group],
+        cluster=cluster.groups[group],
         context_method=request.pin.context_method,
         sequence_parallel=request.pin.sequence_parallel,
         stages_per_rank=len(plan.stages) // plan.mesh.pp,
@@ -248,7 +250,7 @@ def setting_of(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setti
         software=request.software,
         offload=plan.offload,
         shard=plan.shard,
-        between=request.cluster.between if request.is_mixed else None,
+        between=cluster.between if isinstance(cluster, MixedCluster) else None,
     )
 
 
@@ -354,29 +356,24 @@ def _largest(tensors: Iterable[Saved]) -> int:
 def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int, first: int) -> StageCost:
     """A stage of these segments, from number `first` on, that keeps what it sent; `last` is the class of the model's last segment, whose
     backward comes first and gives back what it kept, or its first part does not leave, before that of the others begins."""
-    paid = [cost for segment in run for cost in segment.paid]
-    weight_s = fsum(
-        strategy.backward_weight_s for segment in run for strategy in segment.chosen.values()
-    )
-    times = StageTimes(
-        fsum(cost.forward_s for cost in paid), fsum(cost.backward_s for cost in paid), weight_s
-    )
     ends = [segment for segment in run if segment.class_index == last]
-    kept, late = (
-        sum(segment.kept_bytes for segment in run),
-        sum(max(segment.late_bytes, 0) for segment in run),
-    )
+    kept = sum(segment.kept_bytes for segment in run) + sent_bytes
     whole = fullest_moment(run, last, sum(segment.kept_bytes for segment in ends), False)
     if not first:  # torch runs it in one
-        return StageCost(times, kept + sent_bytes, whole, whole, 0, 0)
+        return StageCost(stage_times(run), kept, whole, whole, 0, 0)
     given_back = sum(max(-segment.late_bytes, 0) for segment in ends)
-    return StageCost(
-        times,
-        kept + sent_bytes,
-        whole,
-        fullest_moment(run, last, given_back, True),
-        late,
-        given_back,
+    split = fullest_moment(run, last, given_back, True)
+    late = sum(max(segment.late_bytes, 0) for segment in run)
+    return StageCost(stage_times(run), kept, whole, split, late, given_back)
+
+
+def stage_times(run: Sequence[Segment]) -> StageTimes:
+    """Seconds of a micro-batch on a stage of these segments."""
+    paid = [cost for segment in run for cost in segment.paid]
+    return StageTimes(
+        fsum(cost.forward_s for cost in paid),
+        fsum(cost.backward_s for cost in paid),
+        fsum(s.backward_weight_s for segment in run for s in segment.chosen.values()),
     )
 
 
@@ -385,15 +382,11 @@ def fullest_moment(run: Sequence[Segment], last: int | None, given_back: int, sp
     comes before they leave what stays between two parts."""
     needed = [segment.split_moment_bytes if split else segment.moment_bytes for segment in run]
     to_come = split * sum(max(segment.late_bytes, 0) for segment in run)
-    return max(
-        [
-            0,
-            *(
-                size - (given_back if segment.class_index != last else to_come)
-                for segment, size in zip(run, needed, strict=True)
-            ),
-        ]
-    )
+    besides = [
+        size - (given_back if segment.class_index != last else to_come)
+        for segment, size in zip(run, needed, strict=True)
+    ]
+    return max(0, *besides)
 
 
 def passing_bytes(base: AnnotatedModel, sent: Sequence[int], rank: int) -> int:

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 from autopar_cost_models import Action, simulate_pipeline
 
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
-from autopar.recheck.plan_costs import StageCost, plan_costs
+from autopar.recheck.plan_costs import StageCost, actions_of, plan_costs
 from autopar.request.plan_request import PlanRequest
-from autopar.runtime.pipeline.schedule_actions import schedule_actions
 from autopar.text.tables import grid
 from autopar.text.units import gib, ms, percent
 
@@ -118,12 +118,10 @@ class Replay:
                 Text(f"THE REPLAY DISAGREES: {'; '.join(self.disagreements)}.\n", style="bold red"),
             )
         allowed = f"{100 * TIME_TOLERANCE:g} % of time and {100 * MEMORY_TOLERANCE:g} % of memory"
-        idle = (
-            f"; the busiest rank waits for {percent(self.idle_share)} of the pipeline"
-            if several
-            else ""
-        )
-        words = f"A simulation of the plan, priced anew, agrees within {allowed}{idle}."
+        words = f"A simulation of the plan, priced anew, agrees within {allowed}"
+        if several:
+            words += f"; the busiest rank waits for {percent(self.idle_share)} of the pipeline"
+        words += "."
         if min(self.memory_differences) < -MEMORY_TOLERANCE:
             words += "  Where it holds less, the prediction counts as one what the stages of a rank need at different times."
         return Group(table, Text(words + "\n"))
@@ -139,24 +137,17 @@ def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
     played = simulate_pipeline(actions, times, costs.hop_s)
     busiest_s = max(played.busy_s(rank) for rank in range(plan.mesh.pp))
     held = [held_bytes(todo, costs.stages) for todo in actions]
-    return Replay(
-        plan.predicted.step_time_s,
-        played.makespan_s + max(costs.step_s) + costs.fixed_s,
-        plan.predicted.peak_memory_bytes,
-        tuple(static + peak for (peak, _), static in zip(held, costs.static_bytes, strict=True)),
-        tuple(
-            static + together
-            for (_, together), static in zip(held, costs.static_bytes, strict=True)
-        ),
-        1 - busiest_s / played.makespan_s,
+    replayed_bytes, together_bytes = (
+        tuple(map(add, costs.static_bytes, peaks)) for peaks in zip(*held, strict=True)
     )
-
-
-def actions_of(plan: Plan) -> tuple[tuple[Action, ...], ...]:
-    """What each pipeline rank does in a step.  Without a pipeline that is 1F1B of one rank: each backward follows its forward."""
-    ranks = plan.mesh.pp
-    schedule = plan.schedule if ranks > 1 else "1f1b"
-    return schedule_actions(schedule, ranks, len(plan.stages) // ranks, plan.num_microbatches)
+    return Replay(
+        predicted_s=plan.predicted.step_time_s,
+        replayed_s=played.makespan_s + max(costs.step_s) + costs.fixed_s,
+        predicted_bytes=plan.predicted.peak_memory_bytes,
+        replayed_bytes=replayed_bytes,
+        together_bytes=together_bytes,
+        idle_share=1 - busiest_s / played.makespan_s,
+    )
 
 
 def held_bytes(todo: Sequence[Action], stages: Sequence[StageCost]) -> tuple[int, int]:

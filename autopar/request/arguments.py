@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autopar_cost_models.checks import is_whole
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -46,16 +47,12 @@ def parsed_cluster(cluster: Any) -> Cluster:
 
 def check_pin(pin: Any) -> None:
     """AutoparError for anything but a mapping, or None."""
-    if pin is not None and not isinstance(pin, Mapping):
-        raise AutoparError(f"pin is {shown(pin)}, not a mapping such as {{'tp': 2, 'zero': 1}}")
+    check_kind("pin", pin, Mapping, "a mapping such as {'tp': 2, 'zero': 1}")
 
 
 def check_plan_given(plan: Any) -> None:
     """AutoparError for anything but a plan, or None."""
-    if plan is not None and not isinstance(plan, Plan):
-        raise AutoparError(
-            f"plan is {shown(plan)}, not a Plan: read a file of one with autopar.Plan.load"
-        )
+    check_kind("plan", plan, Plan, "a Plan: read a file of one with autopar.Plan.load")
 
 
 def check_beside_plan(
@@ -77,18 +74,13 @@ def check_beside_plan(
 
 def check_positive(name: str, value: Any) -> None:
     """AutoparError for anything but a number above 0, which may be infinite."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not value > 0
-        or (isinstance(value, int) and value > 10**18)
-    ):
+    if not (is_whole(value, 1, 10**18) or (isinstance(value, float) and value > 0)):
         raise AutoparError(f"{name}={shown(value)} must be a positive number")
 
 
 def check_seed(seed: Any) -> None:
     """AutoparError for anything but a whole number."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if not isinstance(seed, int) or isinstance(seed, bool):
         raise AutoparError(f"seed is {shown(seed)}, not a whole number")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar_cost_models import OFFLOADS, SCHEDULES
+from autopar_cost_models.checks import is_whole
 
 from autopar.errors import AutoparError, shown
 from autopar.ir.mesh import AXES, MOST, MeshShape, groups_of
@@ -21,11 +22,8 @@ from autopar.ir.plan_checks import SELECTIVE_MODES
 PinValue = int | str | bool
 
 ZERO_STAGES = (0, 1, 2, 3)
-
-
 OFFLOADED_STAGES = (0, 3)
 """ZeRO stages under which parameters can be in host memory: 1 and 2 have the updated ones gathered on the device, for all of a step."""
-
 
 RECOMPUTE = ("none", "full")
 """Modes of every layer, or none.  Parts of a layer (`SELECTIVE_MODES`) and every k-th layer whole (`every-k`) are evaluated where they are
@@ -62,10 +60,34 @@ class PinSpec:
         return self.of_plan(plan) == value or self.same(value, plan)
 
 
-def _wrong_count(value: Any) -> str:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-        return f"must be a whole number >= 1, and at most {MOST:,}"
-    return ""
+def _unless(is_right: Callable[[Any], bool], wrong: str) -> Callable[[Any], str]:
+    """A check that says that a value is `wrong` unless it is right."""
+    return lambda value: "" if is_right(value) else wrong
+
+
+def _one_of(known: Sequence[str], *silent: str) -> Callable[[Any], str]:
+    """A check for one of the `known` values; those that are `silent` are taken too, and not named."""
+    return _unless(
+        lambda value: value in (*known, *silent), f"is not known; {', '.join(known)} are"
+    )
+
+
+_wrong_count = _unless(
+    lambda value: is_whole(value, 1, MOST), f"must be a whole number >= 1, and at most {MOST:,}"
+)
+_wrong_stages = _unless(
+    lambda value: value == "even",
+    "is not known; 'even' deals layers evenly, without the pin stages are cut as is best",
+)
+_wrong_zero = _unless(
+    lambda value: type(value) is int and value in ZERO_STAGES,
+    "is not a ZeRO stage; 0, 1, 2 and 3 are",
+)
+_wrong_recompute = _unless(
+    is_recompute,
+    f"is not known; {', '.join((*RECOMPUTE, *SELECTIVE_MODES))} and every-2, every-3, ... are",
+)
+_wrong_flag = _unless(lambda value: isinstance(value, bool), "is not known; true and false are")
 
 
 def _wrong_order(value: Any) -> str:
@@ -78,44 +100,16 @@ def _wrong_deal(value: Any) -> str:
     return ""
 
 
-def _one_of(known: Sequence[str], *silent: str) -> Callable[[Any], str]:
-    """A check for one of the `known` values; those that are `silent` are taken too, and not named."""
-    return lambda value: (
-        "" if value in (*known, *silent) else f"is not known; {', '.join(known)} are"
-    )
-
-
-def _wrong_stages(value: Any) -> str:
-    if value != "even":
-        return "is not known; 'even' deals layers evenly, without the pin stages are cut as is best"
-    return ""
-
-
-def _wrong_zero(value: Any) -> str:
-    if type(value) is not int or value not in ZERO_STAGES:
-        return "is not a ZeRO stage; 0, 1, 2 and 3 are"
-    return ""
-
-
 def _wrong_shard(value: Any) -> str:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
-        return "must be a whole number: the data-parallel ranks that share out what ZeRO does, 0 for all"
-    if value == 1:
+    if value == 1 and is_whole(value):
         raise AutoparError(
             "shard=1: a rank alone shares out nothing; pin zero=0, or shard=2 or more"
         )
-    return ""
-
-
-def _wrong_recompute(value: Any) -> str:
-    if not is_recompute(value):
-        known = ", ".join((*RECOMPUTE, *SELECTIVE_MODES))
-        return f"is not known; {known} and every-2, every-3, ... are"
-    return ""
-
-
-def _wrong_flag(value: Any) -> str:
-    return "" if isinstance(value, bool) else "is not known; true and false are"
+    if is_whole(value, 0, MOST):
+        return ""
+    return (
+        "must be a whole number: the data-parallel ranks that share out what ZeRO does, 0 for all"
+    )
 
 
 PINS = {

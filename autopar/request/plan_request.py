@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopar_cost_models.checks import is_whole
+
 from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import MOST
@@ -26,11 +28,7 @@ class PlanRequest:
     micro_batch_mean: bool = False
 
     def __post_init__(self) -> None:
-        if (
-            not isinstance(self.global_batch, int)
-            or isinstance(self.global_batch, bool)
-            or self.global_batch < 1
-        ):
+        if not is_whole(self.global_batch):
             raise AutoparError(
                 f"global_batch={shown(self.global_batch)} must be a whole number >= 1"
             )

@@ -7,7 +7,7 @@ from typing import Literal
 
 from autopar_cost_models import FITTED, Device, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
-from autopar_cost_models.checks import nearest
+from autopar_cost_models.checks import is_whole, nearest
 from autopar_cost_models.matmul import SCALINGS
 from autopar_cost_models.memory import STATE_RECIPES
 
@@ -19,12 +19,8 @@ LOSS_KERNELS = {
     "fused": "flash-attn's, Liger's and Transformer Engine's: keeps the logits as they came and writes the gradient over them",
 }
 
-
-_KERNELS = sorted({kernel for _, kernel in FLASH_RATES})
-
-
 _NAMED = {
-    "attention_kernel": _KERNELS,
+    "attention_kernel": sorted({kernel for _, kernel in FLASH_RATES}),
     "loss_kernel": LOSS_KERNELS,
     "state_recipe": STATE_RECIPES,
     "fp8_scaling": SCALINGS,
@@ -103,18 +99,13 @@ class Software:
                 )
         for name, known in _NAMED.items():
             value = getattr(self, name)
-            if value not in known and not (
-                value is None and name in ("attention_kernel", "state_recipe")
-            ):
+            left_out = value is None and name in ("attention_kernel", "state_recipe")
+            if value not in known and not left_out:
                 raise AutoparError(
                     f"software: {name}={shown(value)} is not known; {nearest(value, list(known))}"
                 )
         for name in ("sharded_interfaces", "workspace_bytes", "live_parameters"):
-            if (
-                not isinstance(getattr(self, name), int)
-                or isinstance(getattr(self, name), bool)
-                or getattr(self, name) < 0
-            ):
+            if not is_whole(getattr(self, name), least=0):
                 raise AutoparError(
                     f"software: {name}={shown(getattr(self, name))} must be a whole number >= 0"
                 )
@@ -128,13 +119,9 @@ class Software:
     @property
     def joins(self) -> Joins:
         """Who joins neighbouring element-wise operations, where `fuses`."""
-        return (
-            "compiler"
-            if self.compiled
-            else "by hand"
-            if self.fused_softmax
-            else "by hand, softmax alone"
-        )
+        if self.compiled:
+            return "compiler"
+        return "by hand" if self.fused_softmax else "by hand, softmax alone"
 
     @property
     def fuses(self) -> bool:
@@ -143,38 +130,30 @@ class Software:
 
     def check(self, device: Device, precision: str) -> None:
         """Raise AutoparError if this software does not run on the device in this precision."""
-        if self.matmul_dtype is not None and precision != "bf16":
-            raise AutoparError(
-                f"software: matmul_dtype={shown(self.matmul_dtype)} needs precision bf16; this is {precision}"
-            )
-        if self.state_recipe is not None and precision != "bf16":
-            raise AutoparError(
-                f"software: state_recipe={shown(self.state_recipe)} needs precision bf16; this is {precision}"
-            )
+        for name in ("matmul_dtype", "state_recipe"):
+            if getattr(self, name) is not None and precision != "bf16":
+                raise AutoparError(
+                    f"software: {name}={shown(getattr(self, name))} needs precision bf16; this is {precision}"
+                )
         if self.matmul_dtype == "fp8" and "fp8" not in device.flops:
             raise AutoparError(
                 f"software: matmul_dtype='fp8', but device {device.name} has no fp8 rate; it has {', '.join(device.flops)}"
             )
-        if (
-            self.attention_kernel is not None
-            and (device.generation, self.attention_kernel) not in FLASH_RATES
-        ):
-            found = sorted(
-                kernel for generation, kernel in FLASH_RATES if generation == device.generation
-            )
+        measured = sorted(
+            kernel for generation, kernel in FLASH_RATES if generation == device.generation
+        )
+        if self.attention_kernel not in (None, *measured):
             raise AutoparError(
                 f"software: attention_kernel={shown(self.attention_kernel)} was not measured on {device.name} ({device.generation}); "
-                f"{', '.join(found) + ' were' if found else 'no kernel was: leave it out'}"
+                f"{', '.join(measured) + ' were' if measured else 'no kernel was: leave it out'}"
             )
 
     def __str__(self) -> str:
         words = ["torch.compile" if self.compiled else "eager mode"]
-        words += [f"{self.attention_kernel} attention"] if self.attention_kernel else []
-        words += (
-            [f"fp8 linear layers{' and head' if self.fp8_head else ''}"]
-            if self.matmul_dtype == "fp8"
-            else []
-        )
+        if self.attention_kernel:
+            words.append(f"{self.attention_kernel} attention")
+        if self.matmul_dtype == "fp8":
+            words.append(f"fp8 linear layers{' and head' if self.fp8_head else ''}")
         return ", ".join(words)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
@@ -26,10 +27,4 @@ def fullest_rank(plan: Plan, cluster: Cluster) -> tuple[int, int]:
 
 def kinds(names: Sequence[str]) -> str:
     """`2 h100, 3 a100-80g`: how many of each in a row."""
-    found: list[list] = []
-    for name in names:
-        if found and found[-1][1] == name:
-            found[-1][0] += 1
-        else:
-            found.append([1, name])
-    return ", ".join(f"{count} {name}" for count, name in found)
+    return ", ".join(f"{len(list(run))} {name}" for name, run in groupby(names))

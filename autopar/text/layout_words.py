@@ -17,52 +17,51 @@ _HEADS = ("head", "lm_head", "embed_out")
 
 
 def is_attention(op: str) -> bool:
+    """Whether an op is attention, by its name."""
     return "scaled_dot_product_attention" in op
 
 
 def is_experts(op: str) -> bool:
+    """Whether an op is all routed experts of a layer, by its name."""
     return "routed_experts" in op
-
-
-def is_loss(op: str) -> bool:
-    return "cross_entropy" in op or "nll_loss" in op
 
 
 def interesting(block: BlockPlan) -> list[str]:
     """The ops that a reader looks for, in program order: those with weights, attention, experts and the loss."""
-    owners = {
-        _PARAMETER.sub("", name)
-        for name, axes in block.ops.items()
-        if _is_source(axes) and _PARAMETER.search(name)
-    }
+    reading = {name for name, axes in block.ops.items() if any(c.inputs for c in axes.values())}
+    making = {name for name, axes in block.ops.items() if any(c.outputs for c in axes.values())}
+    parameters = filter(_PARAMETER.search, block.ops.keys() - reading)
+    owners = {_PARAMETER.sub("", name) for name in parameters}
     return [
-        name
-        for name, axes in block.ops.items()
-        if not _is_source(axes) and not _is_sink(axes) and _is_interesting(name, owners)
+        name for name in block.ops if name in reading & making and _is_interesting(name, owners)
     ]
 
 
-def _is_source(axes: dict[str, AxisChoice]) -> bool:
-    return all(not choice.inputs for choice in axes.values())
-
-
-def _is_sink(axes: dict[str, AxisChoice]) -> bool:
-    return all(not choice.outputs for choice in axes.values())
-
-
 def _is_interesting(op: str, owners: set[str]) -> bool:
-    if is_attention(op) or is_experts(op) or is_loss(op) or op in _HEADS or _MATMULS.fullmatch(op):
+    is_loss = "cross_entropy" in op or "nll_loss" in op
+    if is_attention(op) or is_experts(op) or is_loss or op in _HEADS or _MATMULS.fullmatch(op):
         return True
     names = {op, re.sub(r"_\d+$", "", op)}
     return any(owner == name or owner.endswith(f"_{name}") for owner in owners for name in names)
 
 
-_JOINT = {
+_ANY_OP = {
+    "R": "replicated",
+    "R/P": "replicated (gradients partial)",
     "ring": "ring attention",
     "ulysses": "heads by all-to-all (Ulysses)",
     "s": "positions, keys gathered",
     "grouped_heads": "head-parallel (fewer key heads)",
     "expert_parallel": "expert-parallel",
+}
+_OTHER_OPS = {
+    "v": "vocab-parallel",
+    "o": "column-parallel",
+    "h": "hidden-sharded",
+    **dict.fromkeys(("i", "k"), "row-parallel"),
+    **dict.fromkeys(("b1", "d1", "v1"), "sequence-sharded"),
+    **dict.fromkeys(("b0", "d0", "v0"), "sharded over dim 0"),
+    **dict.fromkeys(("m", "n"), "token-sharded"),
 }
 
 
@@ -73,33 +72,17 @@ def describe(op: str, choice: AxisChoice) -> str:
 
 
 def _words(op: str, letter: str) -> str:
-    if letter == "R":
-        return "replicated"
-    if letter == "R/P":
-        return "replicated (gradients partial)"
     if re.fullmatch(r"P\d*", letter):
         return "on partial sums"
-    if letter in _JOINT:
-        return _JOINT[letter]
+    if letter in _ANY_OP:
+        return _ANY_OP[letter]
     if is_attention(op):
         return "head-parallel" if letter == "h" else "batch-sharded"
     if is_experts(op):
         return "token-sharded" if letter == "t" else "column- and row-parallel experts"
-    if letter == "v":
+    if letter == "o" and op in _HEADS:
         return "vocab-parallel"
-    if letter == "o":
-        return "vocab-parallel" if op in _HEADS else "column-parallel"
-    if letter in ("i", "k"):
-        return "row-parallel"
-    if letter == "h":
-        return "hidden-sharded"
-    if letter in ("b1", "d1", "v1"):
-        return "sequence-sharded"
-    if letter in ("b0", "d0", "v0"):
-        return "sharded over dim 0"
-    if letter in ("m", "n"):
-        return "token-sharded"
-    return f"sharded over {letter}"
+    return _OTHER_OPS.get(letter, f"sharded over {letter}")
 
 
 def layouts(choice: AxisChoice) -> str:
@@ -113,9 +96,7 @@ def collectives(counts: dict[str, int]) -> str:
     for name, count in sorted(counts.items()):
         kind, _, axis = name.partition(" over ")
         axes.setdefault(axis, []).append(f"{count} {kind.replace('_', '-')}")
-    return (
-        "; ".join(
-            f"{', '.join(kinds)} over {axis}" for axis, kinds in sorted(axes.items(), reverse=True)
-        )
-        or "none"
-    )
+    words = [
+        f"{', '.join(kinds)} over {axis}" for axis, kinds in sorted(axes.items(), reverse=True)
+    ]
+    return "; ".join(words) or "none"

@@ -22,12 +22,8 @@ PlanOn = Callable[[Mapping[str, Any], Cluster], Plan]
 
 def layout_words(plan: Plan) -> str:
     """`dp=16 tp=8, 8 x 4 sequences, ZeRO-1, recompute full`: what identifies a plan, on a line."""
-    words = [
-        str(plan.mesh),
-        f"{plan.num_microbatches} x {plan.micro_batch} sequences",
-        *_pipeline_words(plan),
-    ]
-    words += [f"ZeRO-{sharing_words(plan.zero, plan.shard)}"] if plan.zero else []
+    batch = f"{plan.num_microbatches} x {plan.micro_batch} sequences"
+    words = [str(plan.mesh), batch, *_schedule_words(plan)]
     words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
     words += [f"{plan.offload} offloaded"] if plan.offload != "none" else []
     return ", ".join(words)
@@ -35,8 +31,7 @@ def layout_words(plan: Plan) -> str:
 
 def short_words(plan: Plan) -> str:
     """`dp=16 tp=8 8x4 ZeRO-1 full`: the same, for a table."""
-    words = [str(plan.mesh), f"{plan.num_microbatches}x{plan.micro_batch}", *_pipeline_words(plan)]
-    words += [f"ZeRO-{sharing_words(plan.zero, plan.shard)}"] if plan.zero else []
+    words = [str(plan.mesh), f"{plan.num_microbatches}x{plan.micro_batch}", *_schedule_words(plan)]
     words += [plan.recompute] if plan.recompute != "none" else []
     words += [f"offload {plan.offload}"] if plan.offload != "none" else []
     return " ".join(words)
@@ -47,10 +42,12 @@ def sharing_words(zero: int, shard: int) -> str:
     return f"{zero} over {shard}" if shard else str(zero)
 
 
-def _pipeline_words(plan: Plan) -> list[str]:
-    """Schedule, and stages of a rank where there are several."""
+def _schedule_words(plan: Plan) -> list[str]:
+    """Schedule, with the stages of a rank where there are several, and ZeRO stage."""
     per_rank = len(plan.stages) // plan.mesh.pp
-    return [plan.schedule + (f" x{per_rank}" if per_rank > 1 else "")] if plan.mesh.pp > 1 else []
+    schedule = plan.schedule + (f" x{per_rank}" if per_rank > 1 else "")
+    words = [schedule] if plan.mesh.pp > 1 else []
+    return words + ([f"ZeRO-{sharing_words(plan.zero, plan.shard)}"] if plan.zero else [])
 
 
 def staleness(plan: Plan) -> str:
@@ -65,15 +62,12 @@ def staleness(plan: Plan) -> str:
 
 def dollars_per_million_tokens(plan: Plan, cluster: Cluster | None) -> float | None:
     """Dollars that a million tokens cost, or None where the price is not known."""
-    hours = device_hours_per_million_tokens(plan)
-    return (
-        hours * cluster.price_per_device_hour
-        if cluster is not None and cluster.price_per_device_hour is not None
-        else None
-    )
+    price = None if cluster is None else cluster.price_per_device_hour
+    return None if price is None else device_hours_per_million_tokens(plan) * price
 
 
 def device_hours_per_million_tokens(plan: Plan) -> float:
+    """Hours of one device that a million tokens take; NaN where the plan predicts no rate."""
     return plan.mesh.num_devices / (plan.predicted.tokens_per_s or nan) * 1e6 / 3600
 
 
@@ -88,8 +82,6 @@ TIME_WORDS = {
     "step": "gradient reduction and optimizer",
     "fixed": "fixed",
 }
-
-
 MEMORY_WORDS = {
     "parameters": "parameters",
     "gradients": "gradients",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 
 def grid(
     title: str,
-    columns: tuple[str, ...],
-    rows: Sequence[tuple[str, ...]],
-    right: tuple[int, ...] = (),
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    right: Sequence[int] = (),
 ) -> Table:
     """A table without lines; `right` numbers the columns that are flush right."""
     from rich.box import SIMPLE_HEAD

@@ -12,11 +12,13 @@ def ms(seconds: float) -> str:
 
 
 def gib(size_bytes: float) -> str:
+    """`12.34 GiB`, `0.012 GiB`."""
     value = size_bytes / 2**30
     return f"{value:.2f} GiB" if value >= 0.1 or value == 0 else f"{value:.2g} GiB"
 
 
 def percent(share: float) -> str:
+    """`12.3 %`."""
     return f"{100 * share:.1f} %"
 
 

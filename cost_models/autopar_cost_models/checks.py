@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from math import isfinite
+from math import inf, isfinite
 from numbers import Real
-from typing import SupportsFloat
+from typing import SupportsFloat, TypeGuard
 
 from autopar_cost_models.echo import LONGEST_WORD, shortened, shown
 
@@ -13,9 +13,14 @@ MOST = 10**18
 """No count or size is larger: an exabyte, or more operations than a step has."""
 
 
+def is_whole(value: object, least: int = 1, most: float = inf) -> TypeGuard[int]:
+    """Whether `value` is an int from `least` to `most`; a bool is not."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
 def whole(name: str, value: object, least: int = 1) -> int:
     """`value` if it is an int from `least` to `MOST` (a bool is not); otherwise ValueError."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+    if not is_whole(value, least, MOST):
         limit = (
             f">= {least}" if not isinstance(value, int) or value < least else f"of at most {MOST:,}"
         )

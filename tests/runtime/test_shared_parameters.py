@@ -30,7 +30,7 @@ from autopar.api import trace
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.recheck.plan_costs import first_segments, owned_by, segments_by_rank
+from autopar.recheck.plan_costs import owned_by, segments_by_rank, stage_segments
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.runtime.engine import Engine
@@ -146,12 +146,9 @@ def test_a_rank_is_charged_for_what_it_reads_once(how, data):
     request = PlanRequest(
         ClusterSpec.parse(f"cpu:{ranks}"), plan.global_batch, Pins(), plan.precision, False, "web"
     )
-    firsts, on = (
-        first_segments(plan, traced) if ranks > 1 else [0, len(traced.segments)],
-        segments_by_rank(plan, traced, request),
-    )
-    for rank in range(ranks):
-        held = range(firsts[rank], firsts[rank + 1])
+    of_stage = stage_segments(plan, traced) if ranks > 1 else [range(len(traced.segments))]
+    on = segments_by_rank(plan, traced, request)
+    for rank, held in enumerate(of_stage):
         charged = sum(
             s.static_bytes - s.gradient_bytes - s.optimizer_bytes for s in owned_by(*on[rank], held)
         )
