@@ -20,14 +20,15 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     return default
 
 
+def argument_names(node: Node) -> list[str]:
+    """The names of the arguments of the op that a node calls, by its schema; none if it calls none."""
+    schema = getattr(node.target, "_schema", None)
+    return [] if schema is None else [spec.name for spec in schema.arguments]
+
+
 def sparse_argument(node: Node) -> tuple[str, bool]:
     """The name of the argument by which a lookup asks for a sparse gradient of its table ('' if it has none), and whether it asks."""
-    schema = getattr(node.target, "_schema", None)
-    names = (
-        [spec.name for spec in schema.arguments if spec.name in ("sparse", "sparse_grad")]
-        if schema is not None
-        else []
-    )
+    names = [name for name in argument_names(node) if name in ("sparse", "sparse_grad")]
     return (names[0], bool(argument(node, names[0]))) if names else ("", False)
 
 

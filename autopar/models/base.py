@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,13 @@ SHRUNK_VOCAB = 512
 SHRUNK_SEQ = 256
 SHRUNK_EXPERTS = 4
 SHRUNK_WINDOW = 8
+_SHRUNK_TO = {
+    "layers": SHRUNK_LAYERS,
+    "max_seq": SHRUNK_SEQ,
+    "window": SHRUNK_WINDOW,
+    "first_dense": SHRUNK_LAYERS - 1,
+    "mtp": 1,
+}
 SHRUNK_MLA = MLADims(query_rank=24, kv_rank=16, plain_dim=8, rotary_dim=8, value_dim=8)
 
 
@@ -57,13 +65,10 @@ class ModelSpec:
         """`input_ids` and `labels`, two distinct int64 tensors (batch, seq): random tokens (seed 0), or only shapes on meta."""
         self._check_inputs(batch, seq)
         if torch.device(device).type == "meta":
-            return {
-                name: torch.empty(batch, seq, dtype=torch.int64, device="meta")
-                for name in ("input_ids", "labels")
-            }
-        tokens = torch.randint(
-            0, self.vocab, (batch, seq), generator=torch.Generator().manual_seed(0)
-        )
+            tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+        else:
+            generator = torch.Generator().manual_seed(0)
+            tokens = torch.randint(0, self.vocab, (batch, seq), generator=generator)
         return {"input_ids": tokens.to(device), "labels": tokens.clone().to(device)}
 
     def _check_inputs(self, batch: int, seq: int) -> None:
@@ -164,24 +169,16 @@ class NativeSpec(ModelSpec):
 
     @classmethod
     def of(cls, name: str, config: NativeConfig) -> NativeSpec:
-        return cls(
-            name=name,
-            vocab=config.vocab,
-            max_seq=config.max_seq,
-            num_layers=config.layers,
-            config=config,
-        )
+        """The spec of a model of these dimensions."""
+        return cls(name, config.vocab, config.max_seq, config.layers, config)
 
     def _make(self) -> nn.Module:
         return self.config.module()
 
     def _check_inputs(self, batch: int, seq: int) -> None:
         ModelSpec._check_inputs(self, batch, seq)
-        if (
-            isinstance(self.config, GPTConfig)
-            and self.config.positions == "learned"
-            and seq > self.max_seq
-        ):
+        learned = isinstance(self.config, GPTConfig) and self.config.positions == "learned"
+        if learned and seq > self.max_seq:
             raise AutoparError(
                 f"{self.name}: seq={seq} exceeds its {self.max_seq} learned positions; use seq <= {self.max_seq}."
             )
@@ -193,18 +190,18 @@ class NativeSpec(ModelSpec):
         different = getattr(config, "first_dense", 0) + bool(getattr(config, "router_aux_coef", 0))
         layers = different + 2 * self.period + 1
         layers += (config.layers - layers) % self.period
-        return (
-            self
-            if layers >= config.layers
-            else NativeSpec.of(self.name, replace(config, layers=layers))
-        )
+        if layers >= config.layers:
+            return self
+        return NativeSpec.of(self.name, replace(config, layers=layers))
 
     @property
     def layers_path(self) -> str:
+        """As `ModelSpec.layers_path`."""
         return "blocks" if isinstance(self.config, GPTConfig) else "layers"
 
     @property
     def period(self) -> int:
+        """As `ModelSpec.period`."""
         return getattr(self.config, "window_every", 1) if self.config.window else 1
 
     def _attention_size(self) -> tuple[int, float]:
@@ -216,40 +213,33 @@ class NativeSpec(ModelSpec):
         return layers, config.heads * config.head_dim
 
     def _expert_share(self) -> float:
-        return (
-            self.config.top_k / self.config.experts if isinstance(self.config, MoEConfig) else 1.0
-        )
+        config = self.config
+        return config.top_k / config.experts if isinstance(config, MoEConfig) else 1.0
 
     def _shared_weights(self) -> int:
         return getattr(self.config, "mtp", 0) * self.config.vocab * self.config.hidden  # the head
 
     def shrunk(self) -> ModelSpec:
+        """As `ModelSpec.shrunk`."""
         config = self.config
         kv_heads = getattr(config, "kv_heads", config.heads)
         heads, small_kv_heads = shrunk_heads(config.heads, kv_heads)
-        hidden = heads * min(config.head_dim, SHRUNK_HEAD_DIM)
-        changes = {
-            "layers": min(config.layers, SHRUNK_LAYERS),
-            "hidden": hidden,
-            "heads": heads,
-            "ffn": shrunk_width(config.ffn, config.hidden, hidden),
-            "vocab": shrunk_vocab(config.vocab),
-            "max_seq": min(config.max_seq, SHRUNK_SEQ),
-            "window": min(config.window, SHRUNK_WINDOW),
-        }
+        head_dim = min(config.head_dim, SHRUNK_HEAD_DIM)
+        hidden = heads * head_dim
+        changes: dict[str, Any] = {"hidden": hidden, "heads": heads}
+        changes["vocab"] = shrunk_vocab(config.vocab)
+        for name, most in _SHRUNK_TO.items():
+            if hasattr(config, name):
+                changes[name] = min(getattr(config, name), most)
+        for name in ("ffn", "shared_ffn", "dense_ffn"):
+            if width := getattr(config, name, 0):
+                changes[name] = shrunk_width(width, config.hidden, hidden)
         if isinstance(config, GPTConfig):
             changes["dropout"] = 0.0
         else:
             changes["kv_heads"] = small_kv_heads
-            changes["head_width"] = config.head_width and min(config.head_dim, SHRUNK_HEAD_DIM)
+            changes["head_width"] = config.head_width and head_dim
         if isinstance(config, MoEConfig):
             changes["experts"] = min(config.experts, max(config.top_k, SHRUNK_EXPERTS))
-            if config.shared_ffn:
-                changes["shared_ffn"] = shrunk_width(config.shared_ffn, config.hidden, hidden)
-            changes["first_dense"] = min(config.first_dense, changes["layers"] - 1)
-            changes["dense_ffn"] = (
-                shrunk_width(config.dense_ffn, config.hidden, hidden) if config.dense_ffn else 0
-            )
             changes["mla"] = config.mla and SHRUNK_MLA
-            changes["mtp"] = min(config.mtp, 1)
         return NativeSpec.of(f"{self.name} (shrunk)", replace(config, **changes))

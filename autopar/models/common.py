@@ -25,6 +25,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
+        """Draw the weights, and zero the bias."""
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -34,6 +35,7 @@ class Embedding(nn.Embedding):
     """nn.Embedding whose rows start as N(0, INIT_STD)."""
 
     def reset_parameters(self) -> None:
+        """Draw the rows."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
@@ -77,11 +79,8 @@ def alibi_bias(heads: int, seq: int, like: Tensor) -> Tensor:
     known = 2 ** (heads.bit_length() - 1)
     steps = torch.arange(1, known + 1, dtype=dtype, device=like.device) * (-8.0 / known)
     if heads > known:
-        more = (
-            torch.arange(0, heads - known, dtype=dtype, device=like.device) * (-8.0 / known)
-            - 4.0 / known
-        )
-        steps = torch.cat((steps, more))
+        more = torch.arange(0, heads - known, dtype=dtype, device=like.device) * (-8.0 / known)
+        steps = torch.cat((steps, more - 4.0 / known))
     keys = torch.arange(seq, dtype=dtype, device=like.device)
     return (2.0**steps).view(heads, 1, 1).mul(keys).to(like.dtype)
 
@@ -97,9 +96,8 @@ def shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def shifted_targets(labels: Tensor) -> Tensor:
     """(b, s) -> (b*s): at each position the next one's label, -100 at the last."""
-    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(
-        labels.shape[0] * labels.shape[1]
-    )
+    shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
+    return shifted.reshape(labels.shape[0] * labels.shape[1])
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -128,6 +126,11 @@ def check_positive(model: str, **sizes: int) -> None:
             )
 
 
+def check_fields(model: str, config: object, names: str) -> None:
+    """As `check_positive`, of the fields of a configuration that `names` lists."""
+    check_positive(model, **{name: getattr(config, name) for name in names.split()})
+
+
 def check_heads(
     model: str,
     hidden: int,
@@ -148,22 +151,20 @@ def check_heads(
     elif hidden % heads:
         raise AutoparError(
             f"{model}: heads={heads} does not divide hidden={hidden}; "
-            f"the nearest head counts that do are {_nearest_divisors(hidden, heads)}."
+            f"the nearest head counts that do are {_nearest(_divisors(hidden), heads)}."
         )
     elif even_head_dim and (hidden // heads) % 2:
-        fits = [n for n in _divisors(hidden) if hidden // n % 2 == 0]
-        remedy = (
-            f"the nearest head counts that work are {_nearest(fits, heads)}"
-            if fits
-            else "use an even hidden size"
-        )
+        remedy = "use an even hidden size"
+        if fits := [n for n in _divisors(hidden) if hidden // n % 2 == 0]:
+            remedy = f"the nearest head counts that work are {_nearest(fits, heads)}"
         raise AutoparError(
             f"{model}: hidden={hidden} over heads={heads} gives head_dim={hidden // heads}, "
             f"but rotary positions need an even one; {remedy}."
         )
     if kv_heads is not None and heads % kv_heads:
         raise AutoparError(
-            f"{model}: kv_heads={kv_heads} does not divide heads={heads}; the nearest that do are {_nearest_divisors(heads, kv_heads)}."
+            f"{model}: kv_heads={kv_heads} does not divide heads={heads}; "
+            f"the nearest that do are {_nearest(_divisors(heads), kv_heads)}."
         )
 
 
@@ -176,7 +177,3 @@ def _nearest(candidates: list[int], wanted: int) -> str:
     below = [n for n in candidates if n <= wanted][-1:]
     above = [n for n in candidates if n > wanted][:1]
     return " and ".join(map(str, below + above))
-
-
-def _nearest_divisors(number: int, wanted: int) -> str:
-    return _nearest(_divisors(number), wanted)

@@ -9,9 +9,7 @@ from .moe import MoEConfig
 NativeConfig = GPTConfig | LlamaConfig | MoEConfig
 
 # Radford et al. 2019 and the released 124M checkpoint: BPE vocabulary of 50,257, 1,024 positions.
-_GPT2 = {
-    "gpt2-small": GPTConfig(vocab=50257, hidden=768, layers=12, heads=12, max_seq=1024),
-}
+_GPT2 = {"gpt2-small": GPTConfig(vocab=50257, hidden=768, layers=12, heads=12, max_seq=1024)}
 
 # Narayanan et al., SC21 (arXiv:2104.04473), table 1 and section 5.1 (vocabulary padded to 51,200, sequences of 2,048); the 175B row
 # has the dimensions of Brown et al. 2020 (arXiv:2005.14165), table 2.1, whose own vocabulary is 50,257.
@@ -42,22 +40,12 @@ _LLAMA3 = {
 # Jiang et al. 2024 (arXiv:2401.04088), table 1; rotary theta and balance coefficient from the released config.json.
 _MIXTRAL = {
     "mixtral-8x7b": MoEConfig(
-        32000,
-        4096,
-        32,
-        32,
-        8,
-        14336,
-        experts=8,
-        top_k=2,
-        max_seq=32768,
-        rope_theta=1e6,
-        router_aux_coef=0.02,
+        32000, 4096, 32, 32, 8, 14336, max_seq=32768, rope_theta=1e6, router_aux_coef=0.02
     ),
 }
 
 # Our own.  The tiny ones serve tests: sizes are kept odd on purpose where a rule could wrongly assume a power of two.
-_OWN = {
+_OWN: dict[str, NativeConfig] = {
     "llama-tiny": LlamaConfig(
         vocab=128, hidden=32, layers=2, heads=4, kv_heads=2, ffn=88, max_seq=64
     ),

@@ -57,11 +57,8 @@ class FunctionSpec(ModelSpec):
             ) from error
         function = getattr(module, self.function, None)
         if function is None:
-            names = sorted(
-                name
-                for name, value in vars(module).items()
-                if callable(value) and not name.startswith("_")
-            )
+            public = (name for name, value in vars(module).items() if callable(value))
+            names = sorted(name for name in public if not name.startswith("_"))
             raise AutoparError(
                 f"Module '{self.module}' has no function '{self.function}'; it has {', '.join(names) or 'none'}."
             )
@@ -82,11 +79,8 @@ class FunctionSpec(ModelSpec):
             return result, None
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module):
             model, inputs = result
-            if (
-                isinstance(inputs, dict)
-                and inputs
-                and all(isinstance(value, Tensor) for value in inputs.values())
-            ):
+            named = isinstance(inputs, dict) and inputs
+            if named and all(isinstance(value, Tensor) for value in inputs.values()):
                 return model, inputs
             raise AutoparError(
                 f"'{self.name}' must return example inputs as a dict of name -> tensor; it returned {_kind(inputs)}."
@@ -105,9 +99,8 @@ class FunctionSpec(ModelSpec):
         """As `ModelSpec.build`, with the parameter dtype of the user's function if `dtype` is None."""
         with torch.device(device):
             model = self._make()
-        if torch.device(device).type != "meta" and any(
-            parameter.is_meta for parameter in model.parameters()
-        ):
+        has_values = not any(parameter.is_meta for parameter in model.parameters())
+        if torch.device(device).type != "meta" and not has_values:
             raise AutoparError(
                 f"'{self.name}' returns a model on the meta device, so it cannot be built with values on {device}."
             )
@@ -147,10 +140,8 @@ class FunctionSpec(ModelSpec):
     def model_flops_per_token(self, seq: int) -> float:
         """Three times the forward FLOPs that torch's FlopCounterMode counts on the example inputs, per element of the first input."""
         inputs = self.example_inputs(1, seq)
-        with (
-            FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter,
-            torch.no_grad(),
-        ):
+        counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
+        with counter, torch.no_grad():
             self.build("meta")(**inputs)
         return 3.0 * counter.get_total_flops() / next(iter(inputs.values())).numel()
 

@@ -24,8 +24,8 @@ from .common import (
     Linear,
     alibi_bias,
     causal_mask,
+    check_fields,
     check_heads,
-    check_positive,
     shifted_loss,
 )
 
@@ -60,13 +60,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.ffn is None:
             object.__setattr__(self, "ffn", 4 * self.hidden)
-        check_positive(
-            "gpt",
-            **{
-                key: getattr(self, key)
-                for key in ("vocab", "hidden", "layers", "heads", "ffn", "max_seq")
-            },
-        )
+        check_fields("gpt", self, "vocab hidden layers heads ffn max_seq")
         check_heads("gpt", self.hidden, self.heads)
         if not 0.0 <= self.dropout < 1.0:
             raise AutoparError(f"gpt: dropout={self.dropout} must be at least 0 and below 1.")
@@ -76,7 +70,7 @@ class GPTConfig:
                     f"gpt: {name}={shown(getattr(self, name))} is not known; {', '.join(known)} are."
                 )
         if self.window:
-            check_positive("gpt", window=self.window)
+            check_fields("gpt", self, "window")
 
     @property
     def masked(self) -> bool:
@@ -85,9 +79,11 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
+        """Channels of a head."""
         return self.hidden // self.heads
 
     def module(self) -> GPT:
+        """A new model of these dimensions."""
         return GPT(self)
 
 
@@ -96,8 +92,13 @@ def _dropout(probability: float) -> nn.Module:
     return nn.Dropout(probability) if probability else nn.Identity()
 
 
+def _residual(config: GPTConfig, width: int) -> Linear:
+    """A layer whose result is added to the residual: its weights start the smaller the more layers add to it."""
+    return Linear(width, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers))
+
+
 class GPTAttention(nn.Module):
-    """Causal multi-head attention with a fused qkv projection: (b, s, h) -> (b, s, h).
+    """Causal multi-head attention with a fused qkv projection.
 
     `visible` (s, s) is True where a query sees a key, `bias` (n, 1, s) is added to the scores; both are None where the fused op's
     own causal mask is enough.
@@ -108,21 +109,20 @@ class GPTAttention(nn.Module):
         self.heads, self.head_dim, self.dropout = config.heads, config.head_dim, config.dropout
         self.fused = config.fused_attention
         self.qkv = Linear(config.hidden, 3 * config.hidden, bias=True)
-        self.proj = Linear(
-            config.hidden, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers)
-        )
-        self.score_dropout = None if self.fused else _dropout(config.dropout)
+        self.proj = _residual(config, config.hidden)
+        self.score_dropout = _dropout(0.0 if self.fused else config.dropout)
 
-    def forward(
-        self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, visible: Tensor | None, bias: Tensor | None) -> Tensor:
+        """(b, s, h) -> (b, s, h)."""
         batch, seq, hidden = x.shape
         qkv = self.qkv(x).view(batch, seq, self.heads, 3, self.head_dim)
         q, k, v = (qkv.select(3, index).transpose(1, 2) for index in range(3))
         if not self.fused:
             mixed = self._written_out(q, k, v, visible, bias)
         else:
-            mask = visible if bias is None else bias.masked_fill(~visible, float("-inf"))
+            mask = visible
+            if visible is not None and bias is not None:
+                mask = bias.masked_fill(~visible, float("-inf"))
             dropout_p = self.dropout if self.training else 0.0
             mixed = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout_p
@@ -130,67 +130,62 @@ class GPTAttention(nn.Module):
         return self.proj(mixed.transpose(1, 2).reshape(batch, seq, hidden))
 
     def _written_out(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         scores = torch.matmul(q, k.transpose(2, 3)) * self.head_dim**-0.5
         if bias is not None:
             scores = scores + bias
-        scores = scores.masked_fill(~visible, float("-inf"))
+        if visible is not None:
+            scores = scores.masked_fill(~visible, float("-inf"))
         return torch.matmul(self.score_dropout(scores.softmax(dim=3)), v)
 
 
 class GPTMLP(nn.Module):
-    """down(gelu(up(x))): (b, s, h) -> (b, s, h); GELU in GPT-2's tanh form, or squared ReLU."""
+    """GELU in GPT-2's tanh form, or squared ReLU, between two linear layers."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.squared_relu = config.activation == "relu2"
-        self.up = Linear(config.hidden, config.ffn, bias=True)
-        self.down = Linear(
-            config.ffn, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers)
-        )
+        width = config.ffn or 4 * config.hidden
+        self.up, self.down = Linear(config.hidden, width, bias=True), _residual(config, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.up(x)
-        return self.down(
-            F.relu(inner).square() if self.squared_relu else F.gelu(inner, approximate="tanh")
-        )
+        """down(gelu(up(x))): (b, s, h) -> (b, s, h)."""
+        x = self.up(x)
+        return self.down(F.relu(x).square() if self.squared_relu else F.gelu(x, approximate="tanh"))
 
 
 class GPTBlock(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s, h).  Both of norm(x) if parallel."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)).  Both of norm(x) if parallel."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.attention = GPTAttention(config)
         self.attention_dropout = _dropout(config.dropout)
-        self.mlp_norm = (
-            None if config.parallel_block else nn.LayerNorm(config.hidden, eps=config.norm_eps)
-        )
+        self.mlp_norm = None
+        if not config.parallel_block:
+            self.mlp_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.mlp = GPTMLP(config)
         self.mlp_dropout = _dropout(config.dropout)
 
-    def forward(
-        self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, visible: Tensor | None, bias: Tensor | None) -> Tensor:
+        """(b, s, h) -> (b, s, h)."""
         normed = self.attention_norm(x)
         x = x + self.attention_dropout(self.attention(normed, visible, bias))
-        if self.mlp_norm is None:
-            return x + self.mlp_dropout(self.mlp(normed))
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+        normed = normed if self.mlp_norm is None else self.mlp_norm(x)
+        return x + self.mlp_dropout(self.mlp(normed))
 
 
 class GPT(nn.Module):
-    """Decoder-only language model: input_ids (b, s) int64 -> logits (b, s, v), or the mean loss (scalar) given labels (b, s)."""
+    """Decoder-only language model."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab, config.hidden)
-        self.positions = (
-            Embedding(config.max_seq, config.hidden) if config.positions == "learned" else None
-        )
+        learned = config.positions == "learned"
+        self.positions = Embedding(config.max_seq, config.hidden) if learned else None
         self.dropout = _dropout(config.dropout)
         self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
@@ -199,11 +194,11 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """input_ids (b, s) int64 -> logits (b, s, v), or the mean loss (scalar) given labels (b, s)."""
         config, seq = self.config, input_ids.shape[1]
         if self.positions is not None and seq > config.max_seq:
-            known = config.max_seq
             raise AutoparError(
-                f"gpt: sequence length {seq} exceeds the {known} learned positions; set max_seq={seq} (seq={seq} in text)."
+                f"gpt: sequence length {seq} exceeds the {config.max_seq} learned positions; set max_seq={seq} (seq={seq} in text)."
             )
         x = self.embed(input_ids)
         if self.positions is not None:

@@ -39,6 +39,11 @@ def _transformers() -> Any:
     return transformers
 
 
+def _untyped(model: nn.Module) -> Any:
+    """The same model, whose attributes are those of a class of transformers, which type checkers do not know."""
+    return model
+
+
 def is_hf_model(model: nn.Module) -> bool:
     """Whether `model` is a transformers PreTrainedModel; never imports transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
@@ -55,21 +60,19 @@ def prepare_hf(model: nn.Module) -> nn.Module:
     are taken to be 0, 1, 2, ... (no packed sequences), as are those the model makes itself; rows per sample are honoured.
     Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd: the same derivative.
     """
-    transformers = _transformers()
-    config = model.config
-    for module in model.modules():  # encoder and decoder of T5 hold copies of the config
-        if is_hf_model(module):
+    transformers, of_transformers = _transformers(), _untyped(model)
+    for module in map(_untyped, model.modules()):
+        if is_hf_model(module):  # encoder and decoder of T5 hold copies of the config
             module.config.use_cache = module.config.get_text_config().use_cache = False
         elif type(module).__name__ == "BloomGelu":
             module.forward = transformers.models.bloom.modeling_bloom.bloom_gelu_forward
-    if (
-        model._supports_sdpa
-        and config._attn_implementation == "sdpa"
-        and model._can_set_attn_implementation()
-    ):
+    by_sdpa = (
+        of_transformers._supports_sdpa and of_transformers.config._attn_implementation == "sdpa"
+    )
+    if by_sdpa and of_transformers._can_set_attn_implementation():
         transformers.AttentionInterface.register(ATTENTION_NAME, _attention)
         transformers.AttentionMaskInterface.register(ATTENTION_NAME, _mask)
-        model.set_attn_implementation(ATTENTION_NAME)
+        of_transformers.set_attn_implementation(ATTENTION_NAME)
     prepare_experts(model)
     return model
 
@@ -86,15 +89,12 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query (b, n, s, d), key and value (b, kv_heads, s, d) -> (b, s, n, d).  The rarer cases go to transformers' own function."""
-    if (
-        any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
-        or query.shape[2] != key.shape[2]
-    ):
+    rare = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+    if rare or query.shape[2] != key.shape[2]:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )
+        kwargs |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mixed = nn.functional.scaled_dot_product_attention(
         query,
@@ -115,19 +115,14 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
     function = kwargs.get("mask_function", causal_mask_function)
     without_packing = _peel_packing(function)
-    if (
-        kwargs.get("attention_mask") is None
-        and kwargs.get("q_offset", 0) == 0
-        and kwargs.get("kv_offset", 0) == 0
-    ):
+    from_start = kwargs.get("q_offset", 0) == kwargs.get("kv_offset", 0) == 0
+    if kwargs.get("attention_mask") is None and from_start:
         square = kwargs.get("q_length") == kwargs.get("kv_length")
         may_skip = kwargs.get("allow_is_causal_skip", True) or without_packing is not function
         if square and may_skip and _is_causal(without_packing, kwargs["kv_length"]):
             return None
-        if (
-            kwargs.get("allow_is_bidirectional_skip", False)
-            and _name(function) == "bidirectional_mask_function"
-        ):
+        both_ways = _name(function) == "bidirectional_mask_function"
+        if kwargs.get("allow_is_bidirectional_skip", False) and both_ways:
             return None
     return sdpa_mask(*args, **{**kwargs, "mask_function": without_packing})
 
@@ -138,18 +133,15 @@ def _name(function: Callable) -> str:
 
 def _closure(function: Callable) -> dict[str, Any]:
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return (
-        {}
-        if code is None or cells is None
-        else {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
-    )
+    if code is None or cells is None:
+        return {}
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
 
 
 def _peel_packing(function: Callable) -> Callable:
     """Drop the packed-sequence parts that transformers adds under tracing when the positions are one row shared by the batch."""
-    positions = [
-        _closure(part)["position_ids"] for part in _parts(function) if _name(part) == _REMAPPED
-    ]
+    numbering = [part for part in _parts(function) if _name(part) == _REMAPPED]
+    positions = [_closure(part)["position_ids"] for part in numbering]
     # expanded over the batch, not given per sample
     shared = positions and all(rows.stride(0) == 0 for rows in positions)
     return _without_packing(function) if shared else function
@@ -177,11 +169,8 @@ def _without_packing(function: Callable) -> Callable:
         return _closure(function)["mask_function"]
     if _name(function) not in _JOINED:
         return function
-    parts = [
-        _without_packing(part)
-        for part in _closure(function)["mask_functions"]
-        if _name(part) != _PACKED
-    ]
+    joined = _closure(function)["mask_functions"]
+    parts = [_without_packing(part) for part in joined if _name(part) != _PACKED]
     return parts[0] if len(parts) == 1 else getattr(masking_utils, _name(function))(*parts)
 
 
@@ -210,7 +199,7 @@ def hf_example_inputs(
     Text models get `input_ids` (batch, seq) and `labels`, of that shape for language models, (batch,) for sequence classifiers; image
     classifiers get `pixel_values` (batch, channels, height, width) and `labels` (batch,).  Raises AutoparError for other models.
     """
-    kind, main, config = type(model).__name__, model.main_input_name, model.config
+    kind, main, config = type(model).__name__, model.main_input_name, _untyped(model).config
     is_meta = torch.device(device).type == "meta"
     generator = torch.Generator().manual_seed(0)
 
@@ -219,28 +208,21 @@ def hf_example_inputs(
             return torch.empty(shape, dtype=torch.int64, device="meta")
         return torch.randint(0, limit, shape, generator=generator).to(device)
 
-    if main == "input_ids" and kind.endswith(
-        ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
-    ):
+    of_tokens = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
+    if main == "input_ids" and kind.endswith((*of_tokens, "ForSequenceClassification")):
         ids = integers(config.get_text_config().vocab_size, batch, seq)
-        return {"input_ids": ids, "labels": ids.clone()}
-    if main == "input_ids" and kind.endswith("ForSequenceClassification"):
+        each = kind.endswith(of_tokens)
         return {
-            "input_ids": integers(config.get_text_config().vocab_size, batch, seq),
-            "labels": integers(config.num_labels, batch),
+            "input_ids": ids,
+            "labels": ids.clone() if each else integers(config.num_labels, batch),
         }
     if main == "pixel_values" and kind.endswith("ForImageClassification"):
-        size = (
-            config.image_size
-            if isinstance(config.image_size, (tuple, list))
-            else (config.image_size, config.image_size)
-        )
+        size = config.image_size
+        size = size if isinstance(size, (tuple, list)) else (size, size)
         shape = (batch, config.num_channels, *size)
-        pixels = (
-            torch.empty(shape, device="meta")
-            if is_meta
-            else torch.randn(shape, generator=generator).to(device)
-        )
+        pixels = torch.empty(shape, device="meta")
+        if not is_meta:
+            pixels = torch.randn(shape, generator=generator).to(device)
         return {"pixel_values": pixels, "labels": integers(config.num_labels, batch)}
     raise AutoparError(
         f"Cannot make example inputs for {kind} (main input '{main}'); pass example_inputs={{name: tensor, ...}}."
@@ -263,8 +245,8 @@ class HFSpec(ModelSpec):
 
     @classmethod
     def from_dict(cls, name: str, config_dict: dict[str, Any]) -> HFSpec:
-        config = _config(name, config_dict)
-        text = config.get_text_config()
+        """The spec of these contents of a config.json."""
+        text = _config(name, config_dict).get_text_config()
         sizes = {}
         for field_name, attributes in _SIZES.items():
             values = [getattr(text, attribute, None) for attribute in attributes]
@@ -272,12 +254,10 @@ class HFSpec(ModelSpec):
         return cls(name=name, config_dict=config_dict, **sizes)
 
     def _make(self) -> nn.Module:
-        transformers = _transformers()
         config = _config(self.name, self.config_dict)
         try:
-            return prepare_hf(
-                getattr(transformers, _auto_class(config)).from_config(config, dtype=torch.float32)
-            )
+            auto_class = getattr(_transformers(), _auto_class(config) or "")
+            return prepare_hf(auto_class.from_config(config, dtype=torch.float32))
         except Exception as error:  # a config can make any line of transformers or torch fail
             reason = " ".join(str(error).split())
             raise AutoparError(
@@ -292,17 +272,15 @@ class HFSpec(ModelSpec):
         return hf_example_inputs(self.build("meta"), batch, seq, device)
 
     def shrunk(self) -> ModelSpec:
-        return HFSpec.from_dict(
-            f"{self.name} (shrunk)",
-            shrunk_config_dict(_config(self.name, self.config_dict).to_dict()),
-        )
+        """As `ModelSpec.shrunk`."""
+        small = shrunk_config_dict(_config(self.name, self.config_dict).to_dict())
+        return HFSpec.from_dict(f"{self.name} (shrunk)", small)
 
     def _attention_size(self) -> tuple[int, int]:
         text = _config(self.name, self.config_dict).get_text_config()
         heads = text.num_attention_heads
-        return self.num_layers, heads * (
-            getattr(text, "head_dim", None) or text.hidden_size // heads
-        )
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return self.num_layers, heads * head_dim
 
     def _expert_share(self) -> float:
         text = _config(self.name, self.config_dict).get_text_config()
@@ -372,18 +350,10 @@ def _config(name: str, config_dict: dict[str, Any]) -> Any:
 
 def _check_sizes(name: str, config: Any) -> None:
     """AutoparError for a size with which transformers builds an empty model, or one that never ends."""
-    limits = dict.fromkeys(
-        (
-            "hidden_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "intermediate_size",
-            "vocab_size",
-        ),
-        MOST_SIZE,
-    )
-    for size, most in (limits | {"num_hidden_layers": MOST_LAYERS}).items():
+    names = "hidden_size num_attention_heads num_key_value_heads intermediate_size vocab_size"
+    for size in (*names.split(), "num_hidden_layers"):
         value = getattr(config, size, None)
+        most = MOST_LAYERS if size == "num_hidden_layers" else MOST_SIZE
         # not a size of this model, or one for each layer
         if value is None or isinstance(value, list | tuple):
             continue
@@ -402,7 +372,5 @@ def _auto_class(config: Any) -> str | None:
     elif not getattr(config, "is_decoder", True):
         order = ["AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"]
     order.append("AutoModelForImageClassification")
-    return next(
-        (name for name in order if type(config) in getattr(_transformers(), name)._model_mapping),
-        None,
-    )
+    known = (n for n in order if type(config) in getattr(_transformers(), n)._model_mapping)
+    return next(known, None)

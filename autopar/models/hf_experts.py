@@ -23,20 +23,19 @@ _ACTIVATION = "_autopar_activation"
 
 def prepare_experts(model: nn.Module) -> None:
     """Select our experts function in the configs of the model's experts modules, in place; one chosen by the user is kept."""
-    modules = [
-        module
-        for module in model.modules()
-        if _is_experts(module) and module.config._experts_implementation in REPLACED
-    ]
-    if not modules:
+    configs: list[Any] = []
+    for module in filter(_is_experts, model.modules()):
+        config: Any = module.config
+        if config._experts_implementation in REPLACED:
+            setattr(module, _ACTIVATION, _find_activation(module))
+            configs.append(config)
+    if not configs:
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, routed_experts_forward)
-    for module in modules:
-        setattr(module, _ACTIVATION, _find_activation(module))
-    for module in modules:  # after all are chosen: modules share configs
-        module.config._experts_implementation = EXPERTS_NAME
+    for config in configs:  # after all are chosen: modules share configs
+        config._experts_implementation = EXPERTS_NAME
 
 
 def routed_experts_forward(
@@ -53,25 +52,23 @@ def routed_experts_forward(
         hidden_states,
         top_k_index,
         top_k_weights,
-        getattr(module, up),
-        getattr(module, f"{up}_bias") if module.has_bias else None,
-        module.down_proj,
-        module.down_proj_bias if module.has_bias else None,
-        activation,
-        module.is_transposed,
-        0.0,
+        up=getattr(module, up),
+        up_bias=getattr(module, f"{up}_bias") if module.has_bias else None,
+        down=module.down_proj,
+        down_bias=module.down_proj_bias if module.has_bias else None,
+        activation=activation,
+        transposed=module.is_transposed,
+        capacity_factor=0.0,
     )
 
 
 def _is_experts(module: nn.Module) -> bool:
     """Whether the module's class went through transformers' `use_experts_implementation`, which sets these."""
-    return all(
-        hasattr(module, name)
-        for name in ("_apply_gate", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
-    )
+    names = ("_apply_gate", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
+    return all(hasattr(module, name) for name in names)
 
 
-def _find_activation(module: nn.Module) -> str | None:
+def _find_activation(module: Any) -> str | None:
     """The activation of `autopar_kernels.routed_experts` that the module applies, or None.
 
     The module's is run on 1,024 fp64 numbers of sizes from 1 to 10^4, on both sides of zero and of any limit.
@@ -81,18 +78,16 @@ def _find_activation(module: nn.Module) -> str | None:
         return None
     with torch.no_grad(), torch.device("cpu"):
         scales = torch.tensor([1.0, 6.0, 100.0, 1e4], dtype=torch.float64).repeat(4).unsqueeze(1)
-        probe = scales * torch.randn(
-            16, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-        )
+        generator = torch.Generator().manual_seed(0)
+        probe = scales * torch.randn(16, 64, generator=generator, dtype=torch.float64)
         try:
             expected = function(probe)
         except RuntimeError:  # it has parameters, perhaps on meta
             return None
         for activation in _candidates(module):
             found = activation_function(activation)(probe)
-            if found.shape == expected.shape and torch.allclose(
-                found, expected, rtol=1e-12, atol=1e-12
-            ):
+            same_shape = found.shape == expected.shape
+            if same_shape and torch.allclose(found, expected, rtol=1e-12, atol=1e-12):
                 return activation
     return None
 
@@ -102,24 +97,14 @@ def _candidates(module: nn.Module) -> Iterator[str]:
         yield from (f"plain:{name}" for name in POINTWISE)
         return
     yield from (f"gated:{name}" for name in POINTWISE)
-    limit, alpha = (
-        _number(module, "limit", "swiglu_limit"),
-        _number(module, "alpha", "swiglu_alpha"),
-    )
+    limit, alpha = (_number(module, name) for name in ("limit", "alpha"))
     if limit is not None:
         yield from (f"gated_clamp:{name}:{limit}" for name in POINTWISE)
         if alpha is not None:
-            yield from (
-                f"{layout}_clamp:{limit}:{alpha}" for layout in ("interleaved", "concatenated")
-            )
+            yield f"interleaved_clamp:{limit}:{alpha}"
+            yield f"concatenated_clamp:{limit}:{alpha}"
 
 
-def _number(module: Any, *names: str) -> float | None:
-    return next(
-        (
-            float(getattr(module, name))
-            for name in names
-            if isinstance(getattr(module, name, None), (int, float))
-        ),
-        None,
-    )
+def _number(module: nn.Module, name: str) -> float | None:
+    found = (getattr(module, key, None) for key in (name, f"swiglu_{name}"))
+    return next((float(value) for value in found if isinstance(value, (int, float))), None)

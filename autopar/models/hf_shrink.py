@@ -6,82 +6,53 @@ import copy
 from math import ceil
 from typing import Any
 
-from .base import (
-    SHRUNK_EXPERTS,
-    SHRUNK_HEAD_DIM,
-    SHRUNK_LAYERS,
-    SHRUNK_SEQ,
-    shrunk_heads,
-    shrunk_vocab,
-    shrunk_width,
-)
+from . import base
+from .base import SHRUNK_EXPERTS, SHRUNK_HEAD_DIM, SHRUNK_LAYERS
 
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size")
+_HIDDEN = "hidden_size n_embd d_model dim word_embed_proj_dim embedding_size"
 _HEADS = (
-    "num_attention_heads",
-    "n_head",
-    "num_heads",
-    "n_heads",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
+    "num_attention_heads n_head num_heads n_heads encoder_attention_heads decoder_attention_heads"
 )
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_KV_HEADS = "num_key_value_heads num_kv_heads"
 _FFN = (
-    "intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim",
-    "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "d_inner",
-)  # fmt: skip
-_LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "num_layers",
-    "n_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "num_decoder_layers",
+    "intermediate_size n_inner ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim hidden_dim "
+    "ffn_hidden_size moe_intermediate_size shared_expert_intermediate_size d_inner"
 )
-_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
-_HEAD_DIM = ("head_dim", "d_kv", "d_head")
-_LATENT = (
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "q_lora_rank",
-    "kv_lora_rank",
-)  # DeepSeek's latent attention
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_LAYERS = (
+    "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers"
+)
+_POSITIONS = "max_position_embeddings n_positions n_ctx max_sequence_length"
+_HEAD_DIM = "head_dim d_kv d_head"
+# DeepSeek's latent attention
+_LATENT = "qk_nope_head_dim qk_rope_head_dim v_head_dim q_lora_rank kv_lora_rank"
+_EXPERTS = "num_local_experts num_experts n_routed_experts"
 _NOISE = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "jitter_noise")
 
 
 def shrunk_config_dict(config: dict[str, Any]) -> dict[str, Any]:
     """A copy of a config's dict with 2 layers, at most 8 heads, head dims of at most 16, a vocabulary of at most 512 and no dropout."""
     config = copy.deepcopy(config)
-    parts = [
-        config,
-        *(
-            value
-            for key, value in config.items()
-            if key.endswith("text_config") and isinstance(value, dict)
-        ),
-    ]
-    for part in parts:
+    texts = [value for key, value in config.items() if key.endswith("text_config")]
+    for part in [config, *(text for text in texts if isinstance(text, dict))]:
         _shrink(part)
     return config
 
 
-def _ints(config: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    return [
-        name
-        for name in names
-        if isinstance(config.get(name), int) and not isinstance(config[name], bool)
-    ]
+def _ints(config: dict[str, Any], names: str) -> list[str]:
+    """Those of the names whose value is a whole number."""
+    return [name for name in names.split() if type(config.get(name)) is int]
+
+
+def _limit(config: dict[str, Any], names: str, most: int) -> None:
+    for name in _ints(config, names):
+        config[name] = min(config[name], most)
 
 
 def _shrink(config: dict[str, Any]) -> None:
     _silence(config)
     _shrink_layers(config)
     _shrink_vocab(config)
-    for name in _ints(config, _POSITIONS):
-        config[name] = min(config[name], SHRUNK_SEQ)
+    _limit(config, _POSITIONS, base.SHRUNK_SEQ)
     _shrink_experts(config)
     hidden_names, head_names = _ints(config, _HIDDEN), _ints(config, _HEADS)
     if hidden_names and head_names:
@@ -97,76 +68,65 @@ def _shrink_experts(config: dict[str, Any]) -> None:
     small_best = max(1, best * small_groups // groups)
     experts = max(chosen, SHRUNK_EXPERTS)
     if groups > 1:
-        experts = small_groups * max(
-            2, ceil(chosen / small_best), ceil(SHRUNK_EXPERTS / small_groups)
-        )
+        least = max(ceil(chosen / small_best), ceil(SHRUNK_EXPERTS / small_groups))
+        experts = small_groups * max(2, least)
         config["n_group"], config["topk_group"] = small_groups, small_best
     for name in _ints(config, _EXPERTS):
         config[name] = min(config[name], experts) if groups == 1 else experts
-    for name in _ints(config, ("first_k_dense_replace",)):  # one dense layer, then experts
-        config[name] = min(config[name], 1)
+    _limit(config, "first_k_dense_replace", 1)  # one dense layer, then experts
 
 
 def _shrink_width(config: dict[str, Any], hidden_names: list[str], head_names: list[str]) -> None:
     hidden, heads = config[hidden_names[0]], config[head_names[0]]
     kv_names = _ints(config, _KV_HEADS)
-    small_heads, small_kv_heads = shrunk_heads(heads, config[kv_names[0]] if kv_names else heads)
+    kv_heads = config[kv_names[0]] if kv_names else heads
+    small_heads, small_kv_heads = base.shrunk_heads(heads, kv_heads)
     head_dim = min(hidden // heads, SHRUNK_HEAD_DIM)
     small_hidden = small_heads * head_dim
     for name in _ints(config, _FFN):
-        config[name] = shrunk_width(config[name], hidden, small_hidden)
+        config[name] = base.shrunk_width(config[name], hidden, small_hidden)
     config.update(dict.fromkeys(hidden_names, small_hidden))
     config.update(dict.fromkeys(head_names, small_heads))
     config.update(dict.fromkeys(kv_names, small_kv_heads))
     config.update(dict.fromkeys(_ints(config, _HEAD_DIM), head_dim))
-    for name in _ints(config, _LATENT):
-        config[name] = min(config[name], head_dim)
+    _limit(config, f"{_LATENT} rotary_dim", head_dim)
     # multi-head latent attention: the rotary part is what is rotated
-    if "qk_rope_head_dim" in config and _ints(config, ("head_dim",)):
+    if "qk_rope_head_dim" in config and _ints(config, "head_dim"):
         config["head_dim"] = config["qk_rope_head_dim"]
-    if _ints(config, ("qk_head_dim",)):
+    if _ints(config, "qk_head_dim"):
         config["qk_head_dim"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
     # Mamba 2: the heads share the expanded width
-    if _ints(config, ("expand",)) and _ints(config, ("head_dim",)):
+    if len(_ints(config, "expand head_dim")) == 2:
         config["head_dim"] = small_hidden * config["expand"] // small_heads
-    if _ints(config, ("rotary_dim",)):
-        config["rotary_dim"] = min(config["rotary_dim"], head_dim)
     _reset_rope(config)
 
 
 def _shrink_layers(config: dict[str, Any]) -> None:
-    for name in _ints(config, _LAYERS):
-        config[name] = min(config[name], SHRUNK_LAYERS)
+    _limit(config, _LAYERS, SHRUNK_LAYERS)
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
         if isinstance(config.get(name), list):
             config[name] = config[name][:SHRUNK_LAYERS]
     # GPT-Neo: [[kinds, repeats], ...], and its expansion
     if isinstance(config.get("attention_types"), list):
-        kinds = [
-            kind for pattern, repeats in config["attention_types"] for kind in pattern * repeats
-        ][:SHRUNK_LAYERS]
+        groups = config["attention_types"]
+        kinds = [kind for pattern, repeats in groups for kind in pattern * repeats][:SHRUNK_LAYERS]
         config["attention_types"], config["attention_layers"] = [[kinds, 1]], kinds
 
 
 def _shrink_vocab(config: dict[str, Any]) -> None:
-    if not _ints(config, ("vocab_size",)):
+    if not _ints(config, "vocab_size"):
         return
-    vocab = config["vocab_size"] = shrunk_vocab(config["vocab_size"])
-    for name, value in config.items():
-        if name.endswith("_token_id"):
-            if isinstance(value, int):
-                config[name] = min(value, vocab - 1)
-            elif isinstance(value, list):
-                config[name] = [min(token, vocab - 1) for token in value]
+    vocab = config["vocab_size"] = base.shrunk_vocab(config["vocab_size"])
+    for name in [name for name in config if name.endswith("_token_id")]:
+        if isinstance(value := config[name], int):
+            config[name] = min(value, vocab - 1)
+        elif isinstance(value, list):
+            config[name] = [min(token, vocab - 1) for token in value]
 
 
 def _silence(config: dict[str, Any]) -> None:
     for name, value in config.items():
-        if (
-            any(word in name for word in _NOISE)
-            and isinstance(value, (int, float))
-            and not isinstance(value, bool)
-        ):
+        if any(word in name for word in _NOISE) and type(value) in (int, float):
             config[name] = 0.0
 
 
@@ -175,7 +135,5 @@ def _reset_rope(config: dict[str, Any]) -> None:
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
         if isinstance(rope, dict) and any(isinstance(value, list) for value in rope.values()):
-            config[name] = {
-                "rope_type": "default",
-                "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
-            }
+            theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+            config[name] = {"rope_type": "default", "rope_theta": theta}

@@ -15,6 +15,7 @@ from .common import (
     Embedding,
     Linear,
     causal_mask,
+    check_fields,
     check_heads,
     check_positive,
     rotary_tables,
@@ -46,23 +47,18 @@ class LlamaConfig:
     window_every: int = 1
 
     def __post_init__(self) -> None:
-        sizes = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn", "max_seq")
-        check_positive("llama", **{key: getattr(self, key) for key in sizes})
+        check_fields("llama", self, "vocab hidden layers heads kv_heads ffn max_seq")
         check_attention_extras("llama", self.head_width, self.window, self.window_every)
-        check_heads(
-            "llama",
-            self.hidden,
-            self.heads,
-            self.kv_heads,
-            even_head_dim=True,
-            head_dim=self.head_width,
-        )
+        sizes = self.hidden, self.heads, self.kv_heads
+        check_heads("llama", *sizes, even_head_dim=True, head_dim=self.head_width)
 
     @property
     def head_dim(self) -> int:
+        """Channels of a head."""
         return self.head_width or self.hidden // self.heads
 
     def module(self) -> Llama:
+        """A new model of these dimensions."""
         return Llama(self)
 
 
@@ -78,7 +74,7 @@ def check_attention_extras(
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions: (b, s, h) -> (b, s, h).
+    """Causal grouped-query attention with rotary positions.
 
     `visible` (s, s), True where a query sees a key, takes the place of the causal mask.
     """
@@ -92,10 +88,17 @@ class Attention(nn.Module):
         self.o_proj = Linear(heads * self.head_dim, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
+        """(b, s, h) -> (b, s, h)."""
         batch, seq, _ = x.shape
-        q = self.q_proj(x).view(batch, seq, self.heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.v_proj(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
+        projections = (
+            (self.q_proj, self.heads),
+            (self.k_proj, self.kv_heads),
+            (self.v_proj, self.kv_heads),
+        )
+        q, k, v = (
+            projection(x).view(batch, seq, heads, self.head_dim).transpose(1, 2)
+            for projection, heads in projections
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         grouped = self.kv_heads < self.heads
         mixed = F.scaled_dot_product_attention(
@@ -105,7 +108,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)): (b, s, h) -> (b, s, h)."""
+    """A feed-forward layer with a gate."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
@@ -114,11 +117,12 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(ffn, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        """down(silu(gate(x)) * up(x)): (b, s, h) -> (b, s, h)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class LlamaBlock(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s, h)."""
+    """One layer."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -128,12 +132,13 @@ class LlamaBlock(nn.Module):
         self.mlp = SwiGLU(config.hidden, config.ffn)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
+        """x + attention(norm(x)), then x + mlp(norm(x)): (b, s, h) -> (b, s, h)."""
         x = x + self.attention(self.attention_norm(x), cos, sin, visible)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama(nn.Module):
-    """Decoder-only language model: input_ids (b, s) int64 -> logits (b, s, v), or the mean loss (scalar) given labels (b, s)."""
+    """Decoder-only language model."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -146,14 +151,11 @@ class Llama(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = self.embed(input_ids)
-        cos, sin = rotary_tables(
-            input_ids.shape[1], self.config.head_dim, self.config.rope_theta, like=x
-        )
-        visible = (
-            causal_mask(x.shape[1], self.config.window, like=x) if self.config.window else None
-        )
+        """input_ids (b, s) int64 -> logits (b, s, v), or the mean loss (scalar) given labels (b, s)."""
+        config, x = self.config, self.embed(input_ids)
+        cos, sin = rotary_tables(input_ids.shape[1], config.head_dim, config.rope_theta, like=x)
+        visible = causal_mask(x.shape[1], config.window, like=x) if config.window else None
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, visible if index % self.config.window_every == 0 else None)
+            x = layer(x, cos, sin, visible if index % config.window_every == 0 else None)
         logits = self.head(self.norm(x))
         return logits if labels is None else shifted_loss(logits, labels)

@@ -41,7 +41,7 @@ class MLADims:
 
 
 class LatentAttention(nn.Module):
-    """Causal attention whose keys and values are projected from a small latent: (b, s, h) -> (b, s, h).
+    """Causal attention whose keys and values are projected from a small latent.
 
     The rotary part of the key is one head, shared by all.
     """
@@ -60,19 +60,16 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(heads * dims.value_dim, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
+        """(b, s, h) -> (b, s, h)."""
         batch, seq, _ = x.shape
         dims, heads = self.dims, self.heads
-        q = (
-            self.q_up(self.q_norm(self.q_down(x)))
-            .view(batch, seq, heads, dims.query_dim)
-            .transpose(1, 2)
-        )
+        q = self.q_up(self.q_norm(self.q_down(x)))
+        q = q.view(batch, seq, heads, dims.query_dim).transpose(1, 2)
         latent = self.kv_norm(self.kv_down(x))
         k_plain = self.k_up(latent).view(batch, seq, heads, dims.plain_dim).transpose(1, 2)
         v = self.v_up(latent).view(batch, seq, heads, dims.value_dim).transpose(1, 2)
-        k_rotary = rotate(self.k_rotary(x).unsqueeze(1), cos, sin).expand(
-            batch, heads, seq, dims.rotary_dim
-        )
+        k_rotary = rotate(self.k_rotary(x).unsqueeze(1), cos, sin)
+        k_rotary = k_rotary.expand(batch, heads, seq, dims.rotary_dim)
         q_plain, q_rotary = q.split((dims.plain_dim, dims.rotary_dim), dim=3)
         q = torch.cat((q_plain, rotate(q_rotary, cos, sin)), dim=3)
         k = torch.cat((k_plain, k_rotary), dim=3)

@@ -21,8 +21,8 @@ from .common import (
     Embedding,
     Linear,
     causal_mask,
+    check_fields,
     check_heads,
-    check_positive,
     rotary_tables,
     shifted_targets,
     token_loss,
@@ -63,33 +63,15 @@ class MoEConfig:
     window_every: int = 1
     mla: MLADims | None = None
     mtp: int = 0
-    mtp_coef: float = (
-        0.3  # lambda of DeepSeek-V3 for its first 10T tokens (arXiv:2412.19437, section 4.2)
-    )
+    # lambda of DeepSeek-V3 for its first 10T tokens (arXiv:2412.19437, section 4.2)
+    mtp_coef: float = 0.3
 
     def __post_init__(self) -> None:
-        sizes = (
-            "vocab",
-            "hidden",
-            "layers",
-            "heads",
-            "kv_heads",
-            "ffn",
-            "experts",
-            "top_k",
-            "max_seq",
-        )
-        check_positive("moe", **{key: getattr(self, key) for key in sizes})
+        check_fields("moe", self, "vocab hidden layers heads kv_heads ffn experts top_k max_seq")
         check_attention_extras("moe", self.head_width, self.window, self.window_every)
+        sizes = self.hidden, self.heads, self.kv_heads
         head_dim = self.mla.query_dim if self.mla else self.head_width
-        check_heads(
-            "moe",
-            self.hidden,
-            self.heads,
-            self.kv_heads,
-            even_head_dim=self.mla is None,
-            head_dim=head_dim,
-        )
+        check_heads("moe", *sizes, even_head_dim=self.mla is None, head_dim=head_dim)
         if self.mla is not None and self.kv_heads != self.heads:
             raise AutoparError(
                 f"moe: latent attention has a key and value for each head: kv_heads={self.kv_heads} must be {self.heads}."
@@ -99,7 +81,7 @@ class MoEConfig:
                 f"moe: first_dense={self.first_dense} must be at least 0 and below layers={self.layers}."
             )
         if self.first_dense or self.dense_ffn:
-            check_positive("moe", dense_ffn=self.dense_ffn)
+            check_fields("moe", self, "dense_ffn")
         if self.top_k > self.experts:
             raise AutoparError(
                 f"moe: top_k={self.top_k} exceeds experts={self.experts}; the largest that works is {self.experts}."
@@ -108,7 +90,7 @@ class MoEConfig:
             raise AutoparError(f"moe: router_aux_coef={self.router_aux_coef} must not be negative.")
         for name in ("shared_ffn", "mtp"):
             if getattr(self, name):
-                check_positive("moe", **{name: getattr(self, name)})
+                check_fields("moe", self, name)
         if not 0 <= self.capacity_factor < float("inf"):
             raise AutoparError(
                 f"moe: capacity_factor={self.capacity_factor} must be 0 (nothing is dropped) or a positive number."
@@ -121,14 +103,16 @@ class MoEConfig:
 
     @property
     def rotary_dim(self) -> int:
+        """Channels of a head that have positions."""
         return self.mla.rotary_dim if self.mla else self.head_dim
 
     def module(self) -> MoE:
+        """A new model of these dimensions."""
         return MoE(self)
 
 
 class Experts(nn.Module):
-    """Stacked SwiGLU experts: tokens (t, h), their experts (t, k) and routing weights (t, k) -> (t, h)."""
+    """Stacked SwiGLU experts."""
 
     def __init__(self, experts: int, hidden: int, ffn: int, capacity_factor: float = 0.0) -> None:
         super().__init__()
@@ -139,26 +123,28 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draw the weights."""
         for weight in (self.gate_up_proj, self.down_proj):
             nn.init.normal_(weight, std=INIT_STD)
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Tokens (t, h), their experts (t, k) and routing weights (t, k) -> (t, h)."""
         return torch.ops.autopar.routed_experts(
             x,
             index,
             weights,
-            self.gate_up_proj,
-            None,
-            self.down_proj,
-            None,
-            "gated:silu",
-            False,
-            self.capacity_factor,
+            up=self.gate_up_proj,
+            up_bias=None,
+            down=self.down_proj,
+            down_bias=None,
+            activation="gated:silu",
+            transposed=False,
+            capacity_factor=self.capacity_factor,
         )
 
 
 class RoutedMLP(nn.Module):
-    """Top-k router, experts, and the shared expert if there is one: (b, s, h) -> (b, s, h), balance loss (scalar).
+    """Top-k router, experts, and the shared expert if there is one.
 
     The weights of the chosen experts are renormalised to sum to 1 (Mixtral, section 2.1).  The balance loss is Switch
     Transformer's eq. 4 extended to k choices, e * sum_i f_i * P_i, where f_i is expert i's share of all choices and P_i its mean
@@ -173,6 +159,7 @@ class RoutedMLP(nn.Module):
         self.shared = SwiGLU(config.hidden, config.shared_ffn) if config.shared_ffn else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(b, s, h) -> (b, s, h), balance loss (scalar)."""
         batch, seq, hidden = x.shape
         tokens = x.reshape(batch * seq, hidden)
         logits = self.router(tokens)
@@ -188,19 +175,17 @@ class RoutedMLP(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s, h), balance loss (scalar, or None if dense)."""
+    """One layer, with routed experts or dense."""
 
     def __init__(self, config: MoEConfig, dense: bool = False) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        if config.mla is not None:
-            self.attention = LatentAttention(
-                config.hidden, config.heads, config.mla, config.norm_eps
-            )
-        else:
-            self.attention = Attention(
-                config.hidden, config.heads, config.kv_heads, config.head_dim
-            )
+        sizes, mla = (config.hidden, config.heads), config.mla
+        self.attention: nn.Module = (
+            Attention(*sizes, config.kv_heads, config.head_dim)
+            if mla is None
+            else LatentAttention(*sizes, mla, config.norm_eps)
+        )
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.dense = dense
         self.mlp = SwiGLU(config.hidden, config.dense_ffn) if dense else RoutedMLP(config)
@@ -208,10 +193,10 @@ class MoEBlock(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        """x + attention(norm(x)), then x + mlp(norm(x)): (b, s, h) -> (b, s, h), balance loss (scalar, or None if dense)."""
         x = x + self.attention(self.attention_norm(x), cos, sin, visible)
-        mixed, balance = (
-            (self.mlp(self.mlp_norm(x)), None) if self.dense else self.mlp(self.mlp_norm(x))
-        )
+        found = self.mlp(self.mlp_norm(x))
+        mixed, balance = (found, None) if self.dense else found
         return x + mixed, balance
 
 
@@ -219,7 +204,7 @@ class LaterToken(nn.Module):
     """One module of multi-token prediction (DeepSeek-V3, section 2.2, equations 21-23): what predicts one token later than `x` does.
 
     A projection of two normed halves, the state that the module before has at the previous position and the embedding of the token that
-    `x` predicts, then one layer; (b, s, h) twice -> (b, s, h), balance loss.  Positions are those of the embedded token, so that its
+    `x` predicts, then one layer.  Positions are those of the embedded token, so that its
     prediction has the targets of the main model; the first has no state before it (zeros) and predicts all the same.
     """
 
@@ -234,13 +219,14 @@ class LaterToken(nn.Module):
     def forward(
         self, x: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        """(b, s, h) twice -> (b, s, h), balance loss."""
         earlier = F.pad(x, (0, 0, 1, 0))[:, :-1]
         both = torch.cat((self.state_norm(earlier), self.token_norm(embedded)), dim=2)
         return self.layer(self.proj(both), cos, sin, visible)
 
 
 class MoE(nn.Module):
-    """Language model with routed experts: input_ids (b, s) int64 -> logits (b, s, v), or the loss (scalar) given labels (b, s).
+    """Language model with routed experts.
 
     The loss is the mean cross-entropy, plus `mtp_coef` times the mean of that of the modules that predict later tokens, plus
     `router_aux_coef` times the sum of the layers' balance losses.
@@ -260,6 +246,7 @@ class MoE(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """input_ids (b, s) int64 -> logits (b, s, v), or the loss (scalar) given labels (b, s)."""
         config = self.config
         x, balance = self.body(self.embed(input_ids))
         logits = self.head(self.norm(x))
@@ -268,22 +255,21 @@ class MoE(nn.Module):
         targets = shifted_targets(labels)
         loss = token_loss(logits, targets)
         for module in self.later:
+            assert isinstance(module, LaterToken)
             embedded = self.embed(input_ids)
             x, more = module(x, embedded, *self._positions(embedded))
             balance = balance + more
-            loss = loss + token_loss(self.head(module.norm(x)), targets) * (
-                config.mtp_coef / config.mtp
-            )
+            later = token_loss(self.head(module.norm(x)), targets)
+            loss = loss + later * (config.mtp_coef / config.mtp)
         return loss + config.router_aux_coef * balance if config.router_aux_coef else loss
 
-    def body(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def body(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
         """The layers: (b, s, h) -> (b, s, h), sum of their balance losses."""
         cos, sin, visible = self._positions(x)
-        balance = 0.0
+        balance: Tensor | float = 0.0
         for index, layer in enumerate(self.layers):
-            x, layer_balance = layer(
-                x, cos, sin, visible if index % self.config.window_every == 0 else None
-            )
+            sees = visible if index % self.config.window_every == 0 else None
+            x, layer_balance = layer(x, cos, sin, sees)
             balance = balance if layer_balance is None else balance + layer_balance
         return x, balance
 

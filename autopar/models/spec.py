@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 from autopar.errors import AutoparError, shown
 
@@ -16,33 +17,17 @@ from .moe import MoEConfig
 
 __all__ = ["ModelSpec", "NativeSpec", "parse_model"]
 
-# The text's key -> the config's field.
-_COMMON_KEYS = {
-    "layers": "layers",
-    "hidden": "hidden",
-    "heads": "heads",
-    "vocab": "vocab",
-    "ffn": "ffn",
-    "seq": "max_seq",
-    "window": "window",
-    "tied": "tie_embeddings",
-}
-_GPT_KEYS = {**_COMMON_KEYS, "positions": "positions", "parallel_block": "parallel_block"}
-_LLAMA_KEYS = {
-    **_COMMON_KEYS,
-    "kv_heads": "kv_heads",
-    "head_dim": "head_width",
-    "window_every": "window_every",
-}
-_MOE_KEYS = {
-    **_LLAMA_KEYS,
-    "experts": "experts",
-    "top_k": "top_k",
-    "shared_ffn": "shared_ffn",
-    "first_dense": "first_dense",
-    "dense_ffn": "dense_ffn",
-    "mtp": "mtp",
-}
+
+def _fields(text: str) -> dict[str, str]:
+    """The text's key -> the config's field, of words `key` or `key=field`."""
+    pairs = (word.partition("=") for word in text.split())
+    return {key: field or key for key, _, field in pairs}
+
+
+_COMMON_KEYS = _fields("layers hidden heads vocab ffn seq=max_seq window tied=tie_embeddings")
+_GPT_KEYS = _COMMON_KEYS | _fields("positions parallel_block")
+_LLAMA_KEYS = _COMMON_KEYS | _fields("kv_heads head_dim=head_width window_every")
+_MOE_KEYS = _LLAMA_KEYS | _fields("experts top_k shared_ffn first_dense dense_ffn mtp")
 _TEXTS = ("positions",)
 _SWITCHES = ("tied", "parallel_block")
 _SWITCH_VALUES = {"true": True, "false": False, "1": True, "0": False}
@@ -94,7 +79,7 @@ def _unknown_name(text: str) -> str:
 
 def _parse_dimensions(family: str, text: str) -> NativeConfig:
     make, keys = _FAMILIES[family]
-    given: dict[str, int | str | bool] = {}
+    given: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:

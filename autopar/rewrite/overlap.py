@@ -13,12 +13,19 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
+from autopar.ir.calls import argument
 from autopar.ir.sharding import COLLECTIVES
 from autopar.rewrite.collectives.transitions import NODE_FUNCTIONS, wait
 from autopar.rewrite.lowerings.late_gradients import late_gradient, late_linear
 from autopar.rewrite.shard import local_shard
 
-_PRIMITIVE = {function: name for name, function in NODE_FUNCTIONS.items()}
+aten = torch.ops.aten
+_PRIMITIVE: dict[object, str] = {function: name for name, function in NODE_FUNCTIONS.items()}
+_LINEARS: dict[object, tuple[str, str, str]] = {
+    aten.linear.default: ("input", "weight", "bias"),
+    aten.addmm.default: ("mat1", "mat2", "self"),
+}
+"""Ops that are linear layers, and what their schemas call input, weight and bias."""
 _FREE = ("aten::reshape", "aten::contiguous")  # no view by their schema, and seldom a copy
 
 
@@ -40,34 +47,23 @@ def _communicates(node: Node) -> bool:
     )
 
 
-def _linears_of(node: Node) -> list[tuple[Node, Node]]:
-    """(linear, value): the linear layers that read the value of a transition whose gradient travels, maybe through views."""
+def _linears_of(node: Node) -> list[tuple[Node, Node, Node, Node | None]]:
+    """(linear, value, weight, bias): the linear layers that read the value of a transition whose gradient travels, maybe through views,
+    and a parameter as it is."""
     if node.kwargs["backward"] not in COLLECTIVES or not node.meta["whole"].is_floating_point():
         return []
     readers = [(user, node) for user in node.users] + [
         (user, view) for view in node.users if is_view(view) for user in view.users
     ]
-    return [(user, value) for user, value in readers if _late_arguments(user, value) is not None]
-
-
-def _late_arguments(node: Node, value: Node) -> tuple[Node, Node | None, bool] | None:
-    """(weight, bias, transposed) of a linear layer that reads `value` and a parameter as it is; None for anything else."""
-    if node.target is torch.ops.aten.linear.default:
-        x, weight, bias, transposed = (
-            *node.args[:2],
-            node.args[2] if len(node.args) > 2 else None,
-            False,
-        )
-    elif node.target is torch.ops.aten.addmm.default and not node.kwargs:
-        bias, x, weight, transposed = *node.args, True
-    else:
-        return None
-    one_dimensional = bias is None or bias.meta["whole"].dim() == 1
-    return (
-        (weight, bias, transposed)
-        if x is value and weight.target is local_shard and one_dimensional
-        else None
-    )
+    found = []
+    for user, value in readers:
+        if user.target not in _LINEARS or user.kwargs:
+            continue
+        x, weight, bias = (argument(user, name) for name in _LINEARS[user.target])
+        one_dimensional = bias is None or bias.meta["whole"].dim() == 1
+        if x is value and weight.target is local_shard and one_dimensional:
+            found.append((user, value, weight, bias))
+    return found
 
 
 def _has_work_between(node: Node, start: Node) -> bool:
@@ -99,44 +95,36 @@ def is_view(node: Node) -> bool:
 
 def _is_work(node: Node) -> bool:
     """Whether a node computes: it is no transition, parameter, view or number."""
-    if (
-        node.op != "call_function"
-        or "transition" in node.meta
-        or node.target in (wait, local_shard)
-    ):
+    if node.op != "call_function":
         return node.op == "call_module"
-    return "whole" in node.meta and not is_view(node)
+    passes = "transition" in node.meta or node.target in (wait, local_shard)
+    return not passes and "whole" in node.meta and not is_view(node)
 
 
 def _earliest(graph: Graph, node: Node) -> Node:
     """The node after which a transition can start: its last operand, or the last input of the graph.  Parameters are there before."""
-    after = [
-        graph._root,
-        *graph.find_nodes(op="placeholder"),
-        *(n for n in node.all_input_nodes if n.target is not local_shard),
-    ]
-    return max(after)
+    operands = (n for n in node.all_input_nodes if n.target is not local_shard)
+    return max([graph._root, *graph.find_nodes(op="placeholder"), *operands])
 
 
-def _split(graph: Graph, node: Node, start: Node, linears: list[tuple[Node, Node]]) -> None:
+def _split(
+    graph: Graph, node: Node, start: Node, linears: list[tuple[Node, Node, Node, Node | None]]
+) -> None:
     """Move the transition to its earliest place and let its users wait; in between, the weights' gradients of `linears`."""
     for operand in node.all_input_nodes:
         start = _read_before(operand, start)
     if start is not node.prev:
         start.append(node)
     first = min(node.users)
-    for linear, value in linears:
-        weight, bias, transposed = _late_arguments(linear, value)
+    for linear, value, weight, bias in linears:
         _read_before(weight, first.prev)
         with graph.inserting_before(first):
             late = graph.call_function(late_gradient, (weight,))
-        late._rename(f"{weight.args[0].target.removesuffix('_weight')}_gradient")
-        linear.target = late_linear
-        linear.args = (
-            (value, weight, late, bias, True)
-            if transposed
-            else (value, weight, late) + ((bias,) if bias is not None else ())
-        )
+        parameter = str(weight.all_input_nodes[0].target)
+        late._rename(f"{parameter.removesuffix('_weight')}_gradient")
+        transposed = linear.target is aten.addmm.default
+        options = (bias, True) if transposed else (bias,) if bias is not None else ()
+        linear.target, linear.args = late_linear, (value, weight, late, *options)
     with graph.inserting_before(first):
         value = graph.call_function(wait, (node,))
     node.replace_all_uses_with(value, delete_user_cb=lambda user: user is not value)
@@ -149,7 +137,7 @@ def _read_before(operand: Node, place: Node) -> Node:
     """Read a parameter no later than right after `place`; returns what then comes last."""
     if operand.target is not local_shard:
         return place
-    for read in (operand.args[0], operand):
+    for read in (*operand.all_input_nodes, operand):
         if place < read:
             place.append(read)
             place = read

@@ -11,14 +11,16 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import isfinite
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
+from autopar.rewrite.root import segments_of
 from autopar.rewrite.shard import local_shard
 
-_OPERATORS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.truediv: "/",
+_OPERATORS: dict[object, str] = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.truediv: "/",
               operator.mod: "%", operator.pow: "**"}  # fmt: skip
 
 
@@ -30,8 +32,7 @@ _PROGRAM = "program"
 
 def program_text(module: GraphModule) -> str:
     """The imports, the root program, and each distinct block once, with the names of the segments that share it."""
-    # `body`: a recomputed segment
-    graphs = {name: getattr(child, "body", child).graph for name, child in module.named_children()}
+    graphs = {name: segment.graph for name, segment in segments_of(module).items()}
     functions = _function_names([module.graph, *graphs.values()])
     blocks: dict[str, list[str]] = {}
     for name, graph in graphs.items():
@@ -39,34 +40,22 @@ def program_text(module: GraphModule) -> str:
     taken = {*_OWN_NAMES, _PROGRAM, *functions.values()}
     parts = [_function(module.graph, functions, _PROGRAM)]
     for body, names in blocks.items():
-        shared = (
-            f"# {names[0]}"
-            if len(names) == 1
-            else f"# {', '.join(names)}: one structure, each with weights of its own"
+        shared = ": one structure, each with weights of its own" if len(names) > 1 else ""
+        parts.append(
+            f"# {', '.join(names)}{shared}\n{body.replace('def {name}(', f'def {_unused(names[0], taken)}(')}"
         )
-        parts.append(f"{shared}\n{body.replace('def {name}(', f'def {_unused(names[0], taken)}(')}")
-    return (
-        "\n".join(["import torch", *_imports(functions), "", "aten = torch.ops.aten"])
-        + "\n\n\n"
-        + "\n\n\n".join(parts)
-        + "\n"
-    )
+    head = "\n".join(["import torch", *_imports(functions), "", "aten = torch.ops.aten"])
+    return "\n\n\n".join([head, *parts]) + "\n"
 
 
 def _function_names(graphs: Iterable[Graph]) -> dict[Callable, str]:
     """What the text calls each function that it imports: its own name, with a number where another has it already."""
     called = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
-    imported = [
-        f
-        for f in called
-        if not isinstance(f, torch._ops.OpOverload)
-        and f not in (*_OPERATORS, operator.getitem, local_shard)
-    ]
+    called -= {*_OPERATORS, operator.getitem, local_shard}
+    imported = [f for f in called if not isinstance(f, torch._ops.OpOverload)]
     taken = {*_OWN_NAMES, _PROGRAM}
-    return {
-        f: _unused(f.__name__, taken)
-        for f in sorted(imported, key=lambda f: (_origin(f), f.__name__))
-    }
+    ordered = sorted(imported, key=lambda f: (_origin(f), f.__name__))
+    return {f: _unused(f.__name__, taken) for f in ordered}
 
 
 def _origin(function: Callable) -> str:
@@ -83,11 +72,8 @@ def _imports(functions: Mapping[Callable, str]) -> Iterator[str]:
 
 def _unused(name: str, taken: set[str]) -> str:
     """The name, with a number if it is taken; then it is taken."""
-    found = next(
-        n
-        for n in itertools.chain([name], (f"{name}_{k}" for k in itertools.count(1)))
-        if n not in taken
-    )
+    numbered = (f"{name}_{k}" for k in itertools.count(1))
+    found = next(n for n in itertools.chain([name], numbered) if n not in taken)
     taken.add(found)
     return found
 
@@ -116,9 +102,8 @@ def _function(graph: Graph, functions: Mapping[Callable, str], name: str) -> str
         elif node.target is local_shard:
             texts[node] = _text(node.args[0], texts)  # the engine's parameters are shards already
         elif node.op == "call_module":
-            lines.append(
-                f"{texts[node]} = self.{node.target}({', '.join(_text(a, texts) for a in node.args)})"
-            )
+            arguments = ", ".join(_text(a, texts) for a in node.args)
+            lines.append(f"{texts[node]} = self.{node.target}({arguments})")
         elif node.target is operator.getitem:
             texts[node] = f"{_text(node.args[0], texts)}[{_text(node.args[1], texts)}]"
         else:
@@ -137,12 +122,12 @@ def _call(node: Node, texts: Mapping[Node, str], functions: Mapping[Callable, st
     return f"{_name(node.target, functions)}({', '.join(arguments)})"
 
 
-def _name(target: Callable, functions: Mapping[Callable, str]) -> str:
+def _name(target: Callable | str, functions: Mapping[Callable, str]) -> str:
     """How the text calls a function: `aten.linear`, `torch.ops.autopar.routed_experts`, or a name that it imports."""
     if isinstance(target, torch._ops.OpOverload):
         space, _, name = target._schema.name.partition("::")
         return f"aten.{name}" if space == "aten" else f"torch.ops.{space}.{name}"
-    return functions[target]
+    return target if isinstance(target, str) else functions[target]
 
 
 def _text(value: Argument, texts: Mapping[Node, str]) -> str:
@@ -158,8 +143,6 @@ def _text(value: Argument, texts: Mapping[Node, str]) -> str:
         return f"slice({_text(value.start, texts)}, {_text(value.stop, texts)}, {_text(value.step, texts)})"
     if isinstance(value, torch.device):
         return repr(str(value))
-    return (
-        f"float('{value}')"
-        if isinstance(value, float) and not abs(value) < float("inf")
-        else repr(value)
-    )
+    if isinstance(value, float) and not isfinite(value):
+        return f"float('{value}')"
+    return repr(value)

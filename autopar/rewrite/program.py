@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.ir.sharding import RP, P
-from autopar.ir.traced import BlockClass, ParameterSpec, Segment, Source, StepValues, TracedModel
-from autopar.ops.values import value_grads, value_name
+from autopar.ir.sharding import RP, Layout, P
+from autopar.ir.traced import ParameterSpec, Source, StepValues, TracedModel
+from autopar.ops.values import output_nodes, value_grads, value_name
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.rewrite.collectives.primitives import apply_primitive
@@ -24,7 +24,14 @@ from autopar.rewrite.lowerings.sizes import Layouts
 from autopar.rewrite.lowerings.vocabulary_parallel import in_training
 from autopar.rewrite.overlap import overlap
 from autopar.rewrite.printing import program_text
-from autopar.rewrite.root import RootGraph, Value, input_layouts, loss_of, module_name
+from autopar.rewrite.root import (
+    RootGraph,
+    Value,
+    input_layouts,
+    loss_of,
+    module_name,
+    segments_of,
+)
 from autopar.rewrite.shard import ClassSharder
 from autopar.rewrite.stages import Stage, cut, holders_of, steady_values
 
@@ -52,7 +59,7 @@ class StageProgram:
     updates: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """What one rank runs: its `stages`, in order.  Without a pipeline there is one, and `module` is its module: `module(**inputs)` returns
     the loss of the whole batch, or the loss and the new values of the buffers `updates`, each in the layout of its buffer.  In a pipeline
@@ -78,16 +85,19 @@ class Program:
 
     @property
     def graph_inputs(self) -> dict[str, torch.Tensor]:
+        """The fake tensor of each graph input, as a whole."""
         values = self.step_values
         own = {} if values is None else dict(zip(values.names, values.vals, strict=True))
         return self.whole_inputs | own
 
     @property
     def draws(self) -> bool:
+        """Whether a stage drops."""
         return any(stage.draws for stage in self.stages)
 
     @property
     def updates(self) -> tuple[str, ...]:
+        """The buffers that the stages change."""
         return tuple(name for stage in self.stages for name in stage.updates)
 
     def whole_loss(self, loss: torch.Tensor, axes: Mapping[str, AxisGroup]) -> torch.Tensor:
@@ -118,57 +128,40 @@ def assemble(
     choices = _choices(traced, plan)
     stored = stored_layouts(traced, plan, choices)
     numbers = [number for stage in own for number in range(stage.start, stage.end)]
-    sharders: dict[tuple[int, int], ClassSharder] = {}
-    graphs: dict[tuple[int, int], Graph] = {}
+    sharders, graphs = {}, {}
     # a collective under way cannot be waited for in both parts of a backward
     later = (lambda graph: graph) if plan.splits_backward else overlap
     for key in dict.fromkeys(choices[number] for number in numbers):
-        sharders[key] = ClassSharder(
-            traced.classes[key[0]], plan.blocks[key[1]], mesh, rank, device, stored[key]
-        )
+        block, chosen = traced.classes[key[0]], plan.blocks[key[1]]
+        sharders[key] = ClassSharder(block, chosen, mesh, rank, device, stored[key])
         graphs[key] = later(sharders[key].run())
-    segments, parameters = _segments(traced, numbers, choices, sharders, graphs, stored, mesh, rank)
+    keys = {number: choices[number] for number in numbers}
+    segments, parameters = _segments(traced, keys, graphs, stored, mesh, rank)
     steady = steady_values(traced) if len(stages) > 1 else frozenset()
     crossed = {source for stage in own for source in (*stage.received, *stage.sent)}
-    crossing = {
-        source: _crossing(traced, plan, choices, source, source in steady) for source in crossed
-    }
+    crossing = {x: _crossing(traced, plan, choices, x, x in steady) for x in crossed}
     layouts = {parameter.spec.name: parameter.layouts for parameter in parameters}
     programs = []
     for stage in own:
-        root = RootGraph(
-            traced,
-            stage,
-            {n: sharders[choices[n]] for n in range(stage.start, stage.end)},
-            crossing,
-            mesh,
-            rank,
-        )
+        of_segments = {n: sharders[choices[n]] for n in range(stage.start, stage.end)}
+        root = RootGraph(traced, stage, of_segments, crossing, mesh, rank)
         module = GraphModule(segments, later(root.run(layouts)), class_name="Program")
-        received, sent = (
-            [crossing[source] for source in sources] for sources in (stage.received, stage.sent)
-        )
-        programs.append(
-            StageProgram(
-                stage, module, tuple(received), tuple(sent), root.noise is not None, stage.updates
-            )
-        )
+        received, sent = (tuple(crossing[x] for x in xs) for xs in (stage.received, stage.sent))
+        draws = root.noise is not None
+        programs.append(StageProgram(stage, module, received, sent, draws, stage.updates))
+    loss = plan.blocks[choices[-1][1]].ops["output0"]
     return Program(
-        programs[0].module if len(stages) == 1 else segments,
-        mesh,
-        rank,
-        tuple(programs),
-        tuple(parameters),
-        {name: input_layouts(val, mesh) for name, val in traced.graph_inputs.items()},
-        dict(zip(traced.inputs, traced.input_vals, strict=True)),
-        traced.step_values,
-        loss_of(traced),
-        holders_of(traced, stages, mesh),
-        tuple(
-            axis
-            for axis in mesh.active
-            if plan.blocks[choices[-1][1]].ops["output0"][axis].inputs[0] == P
-        ),
+        module=programs[0].module if len(stages) == 1 else segments,
+        mesh=mesh,
+        rank=rank,
+        stages=tuple(programs),
+        parameters=tuple(parameters),
+        inputs={name: input_layouts(val, mesh) for name, val in traced.graph_inputs.items()},
+        whole_inputs=dict(zip(traced.inputs, traced.input_vals, strict=True)),
+        step_values=traced.step_values,
+        loss=loss_of(traced),
+        holders=holders_of(traced, stages, mesh),
+        loss_axes=tuple(axis for axis in mesh.active if loss[axis].inputs[0] == P),
     )
 
 
@@ -182,10 +175,8 @@ def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
     found = []
     for segment in traced.segments:
         if segment.name not in numbers:
-            name, known = (
-                traced.classes[segment.class_index].name,
-                ", ".join(dict.fromkeys(block.name for block in plan.blocks)),
-            )
+            name = traced.classes[segment.class_index].name
+            known = ", ".join(dict.fromkeys(block.name for block in plan.blocks))
             raise AutoparError(
                 f"the plan has no choices for segment {segment.name!r} of block {name!r} (it has {known}): it was made for another model"
             )
@@ -199,7 +190,7 @@ def _crossing(
     """What there is to know of a value that crosses a boundary of stages."""
     segment, (index, number) = traced.segments[source.segment], choices[source.segment]
     graph = traced.classes[index].graph
-    node = graph.output_node().args[0][source.index]
+    node = output_nodes(graph)[source.index]
     chosen = plan.blocks[number].ops[f"output{source.index}"]
     layouts = {axis: chosen[axis].inputs[0] for axis in plan.mesh.active}
     name = f"{module_name(segment.name)}_{node.name}"
@@ -215,80 +206,83 @@ def stored_layouts(
     Holders of one tensor may want its gradient replicated here and partial there; the tensor has one gradient, which is then partial,
     and a holder that wants it replicated converts.  Raises AutoparError if holders place the tensor itself differently.
     """
-    layouts = {}
+    layouts: dict[Key, dict[str, Layouts]] = {}
     for key in dict.fromkeys(choices):
-        chosen = plan.blocks[key[1]].ops
-        slots = {
-            n.target: chosen.get(n.name, {})
-            for n in traced.classes[key[0]].graph.nodes
-            if n.op == "get_attr"
-        }
-        layouts[key] = {
-            slot: {axis: choice.outputs[0] for axis, choice in found.items()}
-            for slot, found in slots.items()
-        }
+        layouts[key] = {}
+        for node in traced.classes[key[0]].graph.find_nodes(op="get_attr"):
+            chosen = plan.blocks[key[1]].ops.get(node.name, {})
+            layouts[key][node.target] = {axis: x.outputs[0] for axis, x in chosen.items()}
+    held = [
+        (name, layouts[key][slot])
+        for segment, key in zip(traced.segments, choices, strict=True)
+        for slot, name in zip(traced.classes[key[0]].slots, segment.parameters, strict=True)
+    ]
     changed = True
     while changed:
-        changed, agreed = False, {}
-        for segment, key in zip(traced.segments, choices, strict=True):
-            for slot, name in zip(traced.classes[key[0]].slots, segment.parameters, strict=True):
-                mine = layouts[key][slot]
-                for axis, layout in mine.items():
-                    # every rank would hold the whole and take it for a summand
-                    if layout.value.kind == "P":
-                        raise AutoparError(
-                            f"the plan holds {name} as a partial sum over {axis}: it was damaged; plan again"
-                        )
-                    other = agreed.setdefault((name, axis), layout)
-                    if other.value != layout.value:
-                        raise AutoparError(
-                            f"the plan places {name} both {other} and {layout} on {axis}: it is not consistent; plan again"
-                        )
-                    agreed[name, axis] = RP if RP in (other, layout) else layout
-        for segment, key in zip(traced.segments, choices, strict=True):
-            for slot, name in zip(traced.classes[key[0]].slots, segment.parameters, strict=True):
-                mine = layouts[key][slot]
-                for axis in mine:
-                    # one slot may have tensors that others hold in several ways
-                    if mine[axis] != RP == agreed[name, axis]:
-                        mine[axis], changed = RP, True
+        agreed, changed = _agreed(held), False
+        for name, mine in held:
+            for axis in mine:
+                # one slot may have tensors that others hold in several ways
+                if mine[axis] != RP == agreed[name, axis]:
+                    mine[axis], changed = RP, True
     return layouts
+
+
+def _agreed(held: list[tuple[str, Layouts]]) -> dict[tuple[str, str], Layout]:
+    """The layout of each parameter on each axis, of all its holders: (parameter, the holder's layouts)."""
+    agreed: dict[tuple[str, str], Layout] = {}
+    for name, mine in held:
+        for axis, layout in mine.items():
+            # every rank would hold the whole and take it for a summand
+            if layout.value.kind == "P":
+                raise AutoparError(
+                    f"the plan holds {name} as a partial sum over {axis}: it was damaged; plan again"
+                )
+            other = agreed.setdefault((name, axis), layout)
+            if other.value != layout.value:
+                raise AutoparError(
+                    f"the plan places {name} both {other} and {layout} on {axis}: it is not consistent; plan again"
+                )
+            agreed[name, axis] = RP if RP in (other, layout) else layout
+    return agreed
 
 
 def _segments(
     traced: TracedModel,
-    numbers: list[int],
-    choices: list[Key],
-    sharders: Mapping[Key, ClassSharder],
+    keys: Mapping[int, Key],
     graphs: Mapping[Key, Graph],
     stored: Mapping[Key, dict[str, Layouts]],
     mesh: MeshShape,
     rank: int,
 ) -> tuple[nn.Module, list[ProgramParameter]]:
-    """A module whose children are the segments with these numbers, and their parameters; tied slots share one meta tensor."""
-    modules, parameters, shared = nn.Module(), [], {}
-    for number in numbers:
-        segment, key = traced.segments[number], choices[number]
-        block, name = traced.classes[key[0]], module_name(segment.name)
-        constants = {
-            slot: shard_of(traced.constants[attribute], stored[key][slot], mesh, rank)
-            for slot, attribute in zip(block.slots, segment.parameters, strict=True)
-            if attribute not in traced.parameters
-        }
-        modules.add_module(
-            name, _segment_module(name, segment, block, graphs[key], traced, shared, constants)
-        )
+    """A module whose children are the segments with the numbers of `keys`, and their parameters; tied slots share one meta tensor."""
+    modules, parameters = nn.Module(), []
+    shared: dict[str, torch.Tensor] = {}
+    for number, key in keys.items():
+        segment, block = traced.segments[number], traced.classes[key[0]]
+        name, holder = module_name(segment.name), nn.Module()
+        # what the model was captured in
+        dtypes = {n.target: n.meta["val"].dtype for n in block.graph.find_nodes(op="get_attr")}
         for slot, attribute in zip(block.slots, segment.parameters, strict=True):
-            if attribute in traced.parameters:
-                layouts = sharders[key].layouts[_slot_node(block, slot)]
-                parameters.append(
-                    ProgramParameter(name, slot, traced.parameters[attribute], layouts)
-                )
+            spec, layouts = traced.parameters.get(attribute), stored[key][slot]
+            if spec is None:
+                constant = shard_of(traced.constants[attribute], layouts, mesh, rank)
+                holder.register_buffer(slot, constant, persistent=False)
+                continue
+            parameters.append(ProgramParameter(name, slot, spec, dict(layouts)))
+            if attribute not in shared:
+                empty = torch.empty(spec.shape, dtype=dtypes[slot], device="meta")
+                made = empty if spec.buffer else nn.Parameter(empty, requires_grad=spec.trainable)
+                shared[attribute] = made
+            tensor = shared[attribute]
+            if isinstance(tensor, nn.Parameter):
+                holder.register_parameter(slot, tensor)
+            else:
+                holder.register_buffer(slot, tensor)
+        words = re.split(r"_(?:\d+_?)?", name)
+        class_name = "".join(word.capitalize() for word in words) or "Segment"
+        modules.add_module(name, GraphModule(holder, copied_graph(graphs[key]), class_name))
     return modules, parameters
-
-
-def _slot_node(block: BlockClass, slot: str) -> str:
-    return next(n.name for n in block.graph.nodes if n.op == "get_attr" and n.target == slot)
 
 
 def shard_of(whole: torch.Tensor, layouts: Layouts, mesh: MeshShape, rank: int) -> torch.Tensor:
@@ -300,95 +294,55 @@ def shard_of(whole: torch.Tensor, layouts: Layouts, mesh: MeshShape, rank: int) 
     return whole
 
 
-def _segment_module(
-    name: str,
-    segment: Segment,
-    block: BlockClass,
-    graph: Graph,
-    traced: TracedModel,
-    shared: dict,
-    constants: dict[str, torch.Tensor],
-) -> GraphModule:
-    holder = nn.Module()
-    read = {
-        node.target: node.meta["val"].dtype for node in block.graph.nodes if node.op == "get_attr"
-    }  # what the model was captured in
-    for slot, attribute in zip(block.slots, segment.parameters, strict=True):
-        spec = traced.parameters.get(attribute)
-        if spec is None:
-            holder.register_buffer(slot, constants[slot], persistent=False)
-            continue
-        if attribute not in shared:
-            tensor = torch.empty(spec.shape, dtype=read[slot], device="meta")
-            shared[attribute] = (
-                tensor if spec.buffer else nn.Parameter(tensor, requires_grad=spec.trainable)
-            )
-        holder.register_buffer(
-            slot, shared[attribute]
-        ) if spec.buffer else holder.register_parameter(slot, shared[attribute])
-    class_name = "".join(part.capitalize() for part in re.split(r"_(?:\d+_?)?", name)) or "Segment"
-    return GraphModule(holder, copied_graph(graph), class_name=class_name)
-
-
 def evaluation_copy(program: Program) -> Program:
     """The same program, sharing parameters, with dropout off, running statistics in the place of the batch's, and no buffer updates."""
-    marked = any(
-        n.target is in_training
-        for m in program.module.modules()
-        if isinstance(m, GraphModule)
-        for n in m.graph.nodes
-    )
+    graphs = (m.graph for m in program.module.modules() if isinstance(m, GraphModule))
+    marked = any(graph.find_nodes(op="call_function", target=in_training) for graph in graphs)
     if not program.draws and not program.updates and not marked:
         return program
     stages = tuple(_evaluated(stage) for stage in program.stages)
-    return replace(
-        program,
-        stages=stages,
-        module=stages[0].module if isinstance(program.module, GraphModule) else program.module,
-    )
+    one = isinstance(program.module, GraphModule)
+    return replace(program, stages=stages, module=stages[0].module if one else program.module)
 
 
 def _evaluated(stage: StageProgram) -> StageProgram:
     root = copied_graph(stage.module.graph)
     if stage.updates:
-        results = root.output_node().args[0]
+        results = output_nodes(root)
         root.output_node().args = (results[: len(stage.sent)] if stage.sent else results[0],)
         root.eliminate_dead_code(lambda node: node.op in ("placeholder", "call_module", "output"))
     read = {
-        n.target: {user.args[1] for user in n.users} for n in root.nodes if n.op == "call_module"
+        call.target: {user.args[1] for user in call.users}
+        for call in root.find_nodes(op="call_module")
     }
     modules = nn.Module()
-    for name, child in stage.module.named_children():
-        child = getattr(child, "body", child)  # a recomputed segment wraps its graph
-        graph = copied_graph(child.graph)
+    for name, segment in segments_of(stage.module).items():
+        graph = copied_graph(segment.graph)
         for node in list(graph.nodes):
             if node.target in (dropout, in_training):
                 node.replace_all_uses_with(node.args[int(node.target is in_training)])
                 graph.erase_node(node)
             elif node.target is attention_with_dropout:
                 q, k, v, mask, _, is_causal, scale = node.args[:7]
-                node.target, node.args = (
-                    torch.ops.aten.scaled_dot_product_attention.default,
-                    (q, k, v),
-                )
+                node.target = torch.ops.aten.scaled_dot_product_attention.default
+                node.args = (q, k, v)
                 node.kwargs = {
                     "attn_mask": mask,
                     "is_causal": is_causal,
                     "scale": scale,
                     "enable_gqa": True,
                 }
-        outputs = graph.output_node().args[0]
-        graph.output_node().args = (
-            tuple(n if k in read[name] else None for k, n in enumerate(outputs)),
-        )
+        outputs = enumerate(output_nodes(graph))
+        graph.output_node().args = (tuple(n if k in read[name] else None for k, n in outputs),)
         graph.eliminate_dead_code()
-        modules.add_module(name, GraphModule(child, graph, class_name=type(child).__name__))
+        modules.add_module(name, GraphModule(segment, graph, class_name=type(segment).__name__))
     return replace(stage, module=GraphModule(modules, root, class_name="Program"), updates=())
 
 
 def copied_graph(graph: Graph) -> Graph:
     """A copy whose nodes keep their meta."""
-    new, mapping = Graph(), {}
+    new = Graph()
+    mapping: dict[Node, Node] = {}
     new.output(new.graph_copy(graph, mapping))
     for old, copied in mapping.items():
         copied.meta = dict(old.meta)

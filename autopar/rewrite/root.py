@@ -6,14 +6,17 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch.fx import Graph, Node
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.mesh import BATCH_AXES, MeshShape
 from autopar.ir.sharding import P, R, S, conversion_path
 from autopar.ir.traced import Segment, Source, TracedModel
 from autopar.ops.dims import has_batch
+from autopar.ops.values import output_nodes
 from autopar.rewrite.lowerings.dropout import NOISE, segment_noise
 from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 from autopar.rewrite.shard import ClassSharder, insert_transition
@@ -44,9 +47,13 @@ def input_layouts(val: torch.Tensor, mesh: MeshShape) -> Layouts:
 
 def loss_of(traced: TracedModel) -> torch.Tensor:
     """The fake tensor of the loss."""
-    return (
-        traced.classes[traced.segments[-1].class_index].graph.output_node().args[0][0].meta["val"]
-    )
+    return output_nodes(traced.classes[traced.segments[-1].class_index].graph)[0].meta["val"]
+
+
+def segments_of(stage: nn.Module) -> dict[str, GraphModule]:
+    """The segments of a stage's module by name; a recomputed segment wraps its graph, as `body`."""
+    children = {name: getattr(child, "body", child) for name, child in stage.named_children()}
+    return cast(dict[str, GraphModule], children)
 
 
 class RootGraph:
@@ -63,19 +70,12 @@ class RootGraph:
         rank: int,
     ) -> None:
         """`sharders` by segment of the stage; `values` describes what crosses its boundaries."""
-        self.traced, self.stage, self.sharders, self.crossing, self.mesh = (
-            traced,
-            stage,
-            sharders,
-            values,
-            mesh,
-        )
-        self.axes = mesh.active
+        self.traced, self.stage, self.sharders = traced, stage, sharders
+        self.crossing, self.mesh, self.axes = values, mesh, mesh.active
         self.graph = Graph()
-        self.sizes = LocalSizes(
-            self.graph, mesh, {axis: mesh.coordinate(rank, axis) for axis in self.axes}
-        )
-        self.values: dict[Source, tuple[Node, torch.Tensor, Layouts]] = {}
+        coordinates = {axis: mesh.coordinate(rank, axis) for axis in self.axes}
+        self.sizes = LocalSizes(self.graph, mesh, coordinates)
+        self.values: dict[Source, Node] = {}
         self.converted: dict[tuple, Node] = {}
         self.noise: Node | None = None
 
@@ -91,26 +91,20 @@ class RootGraph:
             self.noise = self.graph.placeholder(NOISE)
         for index in range(self.stage.start, self.stage.end):
             self._call(index, self.traced.segments[index])
-        results = [self.values[source][0] for source in self.stage.sent]
-        if not results:
-            results = [self._loss()]
+        results = [self.values[source] for source in self.stage.sent] or [self._loss()]
         for name in self.stage.updates:
             places = {axis: stored.get(name, {}).get(axis, R) for axis in self.axes}
             wanted = {axis: to if to.is_shard else R for axis, to in places.items()}
-            results.append(self._convert(*self.values[self.traced.updates[name]], wanted))
+            results.append(self._convert(self.values[self.traced.updates[name]], wanted))
         self.graph.output(tuple(results) if len(results) > 1 or self.stage.sent else results[0])
         self.graph.lint()
         return self.graph
 
     def _loss(self) -> Node:
         """The loss; where it is a sum over ranks, this rank's part of it, which backward needs no more of (`Program.loss_axes`)."""
-        node, val, layouts = self.values[Source(len(self.traced.segments) - 1, 0)]
-        return self._convert(
-            node,
-            val,
-            layouts,
-            {axis: layout if layout == P else R for axis, layout in layouts.items()},
-        )
+        node = self.values[Source(len(self.traced.segments) - 1, 0)]
+        layouts = node.meta["layouts"].items()
+        return self._convert(node, {axis: to if to == P else R for axis, to in layouts})
 
     def _take(self, source: Source, name: str, val: torch.Tensor, layouts: Layouts) -> None:
         node = self.graph.placeholder(name)
@@ -118,32 +112,31 @@ class RootGraph:
         self._record(source, node, val, layouts)
 
     def _record(self, source: Source, node: Node, val: torch.Tensor, layouts: Layouts) -> None:
-        self.values[source] = (node, val, layouts)
+        self.values[source] = node
         node.meta |= {"whole": val, "layouts": layouts}
 
     def _call(self, index: int, segment: Segment) -> None:
         block, sharder = self.traced.classes[segment.class_index], self.sharders[index]
-        placeholders = [n for n in block.graph.nodes if n.op == "placeholder"]
-        args = []
-        for source, placeholder in zip(segment.inputs, placeholders, strict=True):
-            node, val, layouts = self.values[source]
-            args.append(self._convert(node, val, layouts, sharder.layouts[placeholder.name]))
+        name = module_name(segment.name)
+        placeholders = block.graph.find_nodes(op="placeholder")
+        args = [
+            self._convert(self.values[source], sharder.layouts(placeholder.name))
+            for source, placeholder in zip(segment.inputs, placeholders, strict=True)
+        ]
         if sharder.noise is not None:
             args.append(self.graph.call_function(segment_noise, (self.noise, index)))
-        call = self.graph.call_module(module_name(segment.name), tuple(args))
-        for k, node in enumerate(block.graph.output_node().args[0]):
+        call = self.graph.call_module(name, tuple(args))
+        for k, node in enumerate(output_nodes(block.graph)):
             item = self.graph.call_function(operator.getitem, (call, k))
             layouts = {axis: sharder.plan.ops[f"output{k}"][axis].inputs[0] for axis in self.axes}
-            if not item.users:
-                item._rename(f"{module_name(segment.name)}_{node.name}")
+            item._rename(f"{name}_{node.name}")
             self._record(Source(index, k), item, node.meta["val"], layouts)
 
-    def _convert(self, node: Node, val: torch.Tensor, have: Layouts, wanted: Layouts) -> Node:
+    def _convert(self, node: Node, wanted: Layouts) -> Node:
+        have = node.meta["layouts"]
         for axis, to in conversion_path(have, wanted, self.axes):
             key = (node, axis, to)
             if key not in self.converted:
-                self.converted[key] = insert_transition(
-                    self.graph, node, val, have, axis, to, self.sizes
-                )
+                self.converted[key] = insert_transition(node, have, axis, to, self.sizes)
             node, have = self.converted[key], have | {axis: to}
         return node

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import Target
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
@@ -16,6 +19,7 @@ from autopar.rewrite.collectives.axes import active_axes, simulated_axes
 from autopar.rewrite.lowerings.dropout import NOISE_LENGTH
 from autopar.rewrite.lowerings.sizes import Layouts
 from autopar.rewrite.program import Program, assemble
+from autopar.rewrite.shard import local_shard
 
 
 class ProgramError(RuntimeError):
@@ -32,17 +36,12 @@ def verify_program(program: Program, rows: int = 2) -> int:
                 checker.empty(program.graph_inputs[name], program.inputs[name])
                 for name in stage.stage.inputs
             ]
-            inputs += (
-                [torch.empty(NOISE_LENGTH, dtype=torch.int64, device="meta")] if stage.draws else []
-            )
+            if stage.draws:
+                inputs.append(torch.empty(NOISE_LENGTH, dtype=torch.int64, device="meta"))
             found = checker.run_module(stage.module, inputs)
             for value, result in zip(stage.sent, found if stage.sent else (), strict=False):
-                checker.check_shape(
-                    f"what stage {stage.stage.index} sends as {value.name}",
-                    result,
-                    value.whole,
-                    value.layouts,
-                )
+                what = f"what stage {stage.stage.index} sends as {value.name}"
+                checker.check_shape(what, result, value.whole, value.layouts)
     return checker.checked
 
 
@@ -52,9 +51,9 @@ def local_shape(
     """The shape of a rank's part of a value where a micro-batch has `rows` rows on each data-parallel rank."""
     shape = []
     for dim, size in enumerate(whole.shape):
-        if is_symbolic(size):
-            symbols = size.node.expr.free_symbols
-            size = int(size.node.expr.subs({s: rows * mesh.dp for s in symbols}))
+        if isinstance(size, torch.SymInt):
+            expression = size.node.expr
+            size = int(expression.subs(dict.fromkeys(expression.free_symbols, rows * mesh.dp)))
         for axis, layout in layouts.items():
             if layout.dim == dim:
                 size = local_extent(
@@ -71,48 +70,14 @@ class _Checker:
     def expected(self, whole: torch.Tensor, layouts: Layouts) -> tuple[int, ...]:
         return local_shape(self.program.mesh, self.program.rank, whole, layouts, self.rows)
 
-    def empty(self, whole: torch.Tensor, layouts: Layouts) -> torch.Tensor:
-        return torch.empty(self.expected(whole, layouts), dtype=whole.dtype, device="meta")
+    def empty(
+        self, whole: torch.Tensor, layouts: Layouts, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        shape = self.expected(whole, layouts)
+        return torch.empty(shape, dtype=dtype or whole.dtype, device="meta")
 
-    def run_module(self, module: GraphModule, inputs: list) -> object:
-        checker = self
-
-        class Run(Interpreter):
-            def run_node(self, node: Node):
-                result = super().run_node(node)
-                if (
-                    "whole" in node.meta
-                    and node.op != "get_attr"
-                    and isinstance(result, torch.Tensor)
-                ):
-                    checker.check(node, result)
-                return result
-
-            def call_module(self, target, args, kwargs):
-                return checker.run_module(self.submodules[target], list(args))
-
-            def call_function(self, target, args, kwargs):
-                if getattr(target, "__name__", "") == "local_shard":
-                    return checker.shard_of(self.current, args[0])
-                device = {"device": "meta"} if "device" in kwargs else {}
-                return super().call_function(target, args, {**kwargs, **device})
-
-            def run(self, *args):
-                self.current = None
-                return super().run(*args, enable_io_processing=False)
-
-            def fetch_args_kwargs_from_env(self, node):
-                self.current = node
-                return super().fetch_args_kwargs_from_env(node)
-
-        return Run(module).run(*inputs)
-
-    def shard_of(self, node: Node, whole: torch.Tensor) -> torch.Tensor:
-        return torch.empty(
-            self.expected(node.meta["whole"], node.meta["layouts"]),
-            dtype=whole.dtype,
-            device="meta",
-        )
+    def run_module(self, module: GraphModule, inputs: list) -> Any:
+        return _Run(module, self).run(*inputs, enable_io_processing=False)
 
     def check(self, node: Node, result: torch.Tensor) -> None:
         what = f"{node.name} = {getattr(node.target, '__name__', node.target)}{node.args}"
@@ -130,6 +95,34 @@ class _Checker:
                 f"the plan says {expected} (whole {whole}, {placed})"
             )
         self.checked += 1
+
+
+class _Run(Interpreter):
+    """Runs one graph of a program, and has every value checked."""
+
+    def __init__(self, module: GraphModule, checker: _Checker) -> None:
+        super().__init__(module)
+        self.checker = checker
+
+    def run_node(self, n: Node) -> Any:
+        """The value of the node, checked; a shard of a parameter is made empty."""
+        if n.target is local_shard:
+            (parameter, *_), _ = self.fetch_args_kwargs_from_env(n)
+            result = self.checker.empty(n.meta["whole"], n.meta["layouts"], parameter.dtype)
+        else:
+            result = super().run_node(n)
+        if "whole" in n.meta and n.op != "get_attr" and isinstance(result, torch.Tensor):
+            self.checker.check(n, result)
+        return result
+
+    def call_module(self, target: Target, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What the segment returns, its own values checked."""
+        return self.checker.run_module(self.submodules[str(target)], list(args))
+
+    def call_function(self, target: Target, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """As the program's, on the meta device."""
+        device = {"device": "meta"} if "device" in kwargs else {}
+        return super().call_function(target, args, {**kwargs, **device})
 
 
 def checked_program(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -> Program:

@@ -7,6 +7,7 @@ Each tensor node carries `meta['whole']` (the fake tensor of the whole value) an
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import torch
@@ -17,11 +18,11 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
 from autopar.ir.sharding import RP, Layout, conversion_path
 from autopar.ir.traced import BlockClass
-from autopar.ops.dims import is_symbolic, operands
+from autopar.ops.dims import is_symbolic
 from autopar.ops.legal import check_legal
 from autopar.ops.random import drops
-from autopar.ops.values import is_getitem, result_names, value_grads, value_name
-from autopar.rewrite.collectives.transitions import make_transition
+from autopar.ops.values import is_getitem, output_nodes, result_names, value_grads, value_name
+from autopar.rewrite.collectives.transitions import identity, make_transition
 from autopar.rewrite.lowerings.dropout import NOISE
 from autopar.rewrite.lowerings.lowering import Lowering, lower_call
 from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
@@ -34,7 +35,7 @@ def local_shard(parameter: torch.Tensor, gradients: dict[str, str]) -> torch.Ten
 
     if not isinstance(parameter, DTensor):
         return parameter
-    names = parameter.device_mesh.mesh_dim_names
+    names = parameter.device_mesh.mesh_dim_names or ()
     placements = [
         Partial() if gradients.get(axis) == "P" else placement
         for axis, placement in zip(names, parameter.placements, strict=True)
@@ -54,30 +55,25 @@ class ClassSharder:
         device: torch.device,
         stored: dict[str, Layouts],
     ) -> None:
-        self.block, self.plan, self.mesh, self.device, self.stored = (
-            block,
-            plan,
-            mesh,
-            device,
-            stored,
-        )
+        self.block, self.plan, self.device, self.stored = block, plan, device, stored
         self.axes = mesh.active
         self.graph = Graph()
-        self.sizes = LocalSizes(
-            self.graph, mesh, {axis: mesh.coordinate(rank, axis) for axis in self.axes}
-        )
-        self.nodes: dict[
-            str, Node
-        ] = {}  # value name -> node that holds it in its producer's layout
-        self.layouts: dict[str, Layouts] = {}
-        self.whole: dict[str, torch.Tensor] = {}
+        coordinates = {axis: mesh.coordinate(rank, axis) for axis in self.axes}
+        self.sizes = LocalSizes(self.graph, mesh, coordinates)
+        # value name -> node that holds it in its producer's layout
+        self.nodes: dict[str, Node] = {}
         self.converted: dict[tuple[str, tuple], Node] = {}
         self.grads = value_grads(block.graph)
         # calls that drop, by a number of their own
         self.draws = {node: i for i, node in enumerate(block.graph.nodes) if drops(node)}
         self.noise: Node | None = None
 
+    def layouts(self, name: str) -> Layouts:
+        """How the block's value of this name is laid out by its producer."""
+        return self.nodes[name].meta["layouts"]
+
     def run(self) -> Graph:
+        """The graph of this rank."""
         for node in self.block.graph.nodes:
             if node.op == "placeholder":
                 self._input(node)
@@ -88,12 +84,10 @@ class ClassSharder:
                 self._parameter(node)
             elif node.op == "call_function" and not is_getitem(node):
                 self._call(node)
-            elif node.op == "output":
-                outputs = [
-                    self._convert(value_name(n), self._choices(f"output{k}"), 0)
-                    for k, n in enumerate(node.args[0])
-                ]
-                self.graph.output(tuple(outputs))
+        returned = enumerate(output_nodes(self.block.graph))
+        self.graph.output(
+            tuple(self._convert(n, self._choices(f"output{k}"), 0) for k, n in returned)
+        )
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
@@ -109,7 +103,7 @@ class ClassSharder:
         return {axis: choices[axis] for axis in self.axes}
 
     def _record(self, name: str, node: Node, tensor: torch.Tensor, layouts: Layouts) -> None:
-        self.nodes[name], self.layouts[name], self.whole[name] = node, layouts, tensor
+        self.nodes[name] = node
         node.meta |= {"whole": tensor, "layouts": layouts}
 
     def _input(self, node: Node) -> None:
@@ -119,92 +113,69 @@ class ClassSharder:
         self.sizes.offer(new, node.meta["val"], layouts)
 
     def _parameter(self, node: Node) -> None:
-        attribute = self.graph.create_node("get_attr", node.target, name=node.name)
-        attribute.meta["parameter"] = node.target
+        slot = str(node.target)
+        attribute = self.graph.create_node("get_attr", slot, name=node.name)
+        attribute.meta["parameter"] = slot
         self._choices(node.name)
-        layouts = dict(self.stored[node.target])
+        layouts = dict(self.stored[slot])
         partial = {axis: "P" for axis, layout in layouts.items() if layout == RP}
         local = self.graph.call_function(local_shard, (attribute, partial))
         local._rename(node.name.removesuffix("_weight").rpartition("_")[2] + "_shard")
         self._record(node.name, local, node.meta["val"], layouts)
 
     def _call(self, node: Node) -> None:
-        choices = self._choices(node.name)
+        choices, val = self._choices(node.name), node.meta["val"]
         check_legal(node, choices, self.grads, self.block.name)
-        position = iter(range(len(operands(node))))
+        position = itertools.count()
         args, kwargs = torch.fx.map_arg(
-            (node.args, node.kwargs), lambda n: self._operand(n, choices, position)
+            (node.args, node.kwargs), lambda n: self._convert(n, choices, next(position))
         )
-        names = result_names(node)
-        result = {axis: choice.outputs[0] for axis, choice in choices.items()}
-        noise = (self.noise, self.draws[node]) if node in self.draws else None
-        lowering = Lowering(node, choices, self.graph, self.sizes, self.mesh, self.device, noise)
-        target, args, kwargs = lower_call(lowering, tuple(args), dict(kwargs))
-        new = self.graph.call_function(target, args, kwargs)
+        noise = None
+        if self.noise is not None and node in self.draws:
+            noise = self.noise, self.draws[node]
+        lowering = Lowering(node, choices, self.sizes, self.device, noise)
+        new = self.graph.call_function(*lower_call(lowering, tuple(args), dict(kwargs)))
         new._rename(node.name)
         new.meta["op"] = node.name
-        if isinstance(node.meta["val"], (list, tuple)):
-            for i, name in enumerate(names):
+        for i, name in enumerate(result_names(node)):
+            layouts = {axis: choice.outputs[i] for axis, choice in choices.items()}
+            if isinstance(val, (list, tuple)):
                 item = self.graph.call_function(operator.getitem, (new, i))
-                self._record(
-                    name,
-                    item,
-                    node.meta["val"][i],
-                    {axis: choice.outputs[i] for axis, choice in choices.items()},
-                )
-        else:
-            self._record(node.name, new, node.meta["val"], result)
+                self._record(name, item, val[i], layouts)
+            else:
+                self._record(name, new, val, layouts)
 
-    def _operand(self, node: Node, choices: dict[str, AxisChoice], position) -> Node:
-        if not isinstance(node.meta.get("val"), torch.Tensor):
-            raise AutoparError(f"op reads {node.name}, which is not a tensor")
-        return self._convert(value_name(node), choices, next(position))
-
-    def _convert(self, name: str, choices: dict[str, AxisChoice], operand: int) -> Node:
-        """The value in the layouts that an op asks for, converted once per layout however many ops ask."""
-        node, have = self.nodes[name], self.layouts[name]
+    def _convert(self, read: Node, choices: dict[str, AxisChoice], operand: int) -> Node:
+        """The value that an op reads in the layouts that it asks for, converted once per layout however many ops ask."""
+        if not isinstance(read.meta.get("val"), torch.Tensor):
+            raise AutoparError(f"op reads {read.name}, which is not a tensor")
+        name = value_name(read)
+        node, have = self.nodes[name], self.layouts(name)
         wanted = {axis: choices[axis].inputs[operand] for axis in self.axes}
         for axis, to in conversion_path(have, wanted, self.axes):
             layouts = have | {axis: to}
             key = (name, tuple((a, layouts[a]) for a in self.axes))
             if key not in self.converted:
-                self.converted[key] = insert_transition(
-                    self.graph, node, self.whole[name], have, axis, to, self.sizes
-                )
+                self.converted[key] = insert_transition(node, have, axis, to, self.sizes)
             node, have = self.converted[key], layouts
         return node
 
 
-def insert_transition(
-    graph: Graph,
-    node: Node,
-    tensor: torch.Tensor,
-    have: Layouts,
-    axis: str,
-    to: Layout,
-    sizes: LocalSizes,
-) -> Node:
-    """Append the node that changes the layout of `node` on one axis."""
+def insert_transition(node: Node, have: Layouts, axis: str, to: Layout, sizes: LocalSizes) -> Node:
+    """Append the node that changes the layout of `node`, which is laid out `have`, on one axis."""
+    tensor, source = node.meta["whole"], have[axis]
     others = {a: layout for a, layout in have.items() if a != axis}
     shape = [
-        sizes.local(s, d, others) if d in (have[axis].dim, to.dim) or not is_symbolic(s) else s
+        sizes.local(s, d, others) if d in (source.dim, to.dim) or not is_symbolic(s) else s
         for d, s in enumerate(tensor.shape)
     ]
-    patterned = to if to.pattern.rows else have[axis]
-    function, arguments = make_transition(
-        have[axis],
-        to,
-        shape,
-        sizes.rows(others | {axis: patterned}) if patterned.pattern.rows else 1,
-    )
-    new = graph.call_function(function, (node, axis), arguments)
-    if new.kwargs.get("backward") == "identity" and function.__name__ == "identity":
-        graph.erase_node(new)
+    patterned = to if to.pattern.rows else source
+    rows = sizes.rows(others | {axis: patterned}) if patterned.pattern.rows else 1
+    function, arguments = make_transition(source, to, shape, rows)
+    if function is identity and arguments["backward"] == "identity":
         return node
+    new = sizes.graph.call_function(function, (node, axis), arguments)
     new._rename(f"{function.__name__}_{node.name}")
-    new.meta |= {
-        "whole": tensor,
-        "layouts": have | {axis: to},
-        "transition": (str(have[axis]), str(to)),
-    }
+    transition = (str(source), str(to))
+    new.meta |= {"whole": tensor, "layouts": have | {axis: to}, "transition": transition}
     return new

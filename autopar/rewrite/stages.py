@@ -16,6 +16,7 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.ir.traced import Source, TracedModel
+from autopar.ops.values import output_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,10 @@ class Stage:
     index: int
     start: int
     end: int
-    received: tuple[Source, ...]
-    sent: tuple[Source, ...]
     inputs: tuple[str, ...]
     updates: tuple[str, ...]
+    received: tuple[Source, ...] = ()
+    sent: tuple[Source, ...] = ()
 
 
 def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
@@ -38,32 +39,17 @@ def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
     Raises AutoparError if the plan's stages are not the model's segments in order, or if they part a buffer from its changes.
     """
     if plan.mesh.pp == 1:
-        every = range(len(traced.segments))
-        return (Stage(0, 0, len(every), (), (), tuple(traced.graph_inputs), tuple(traced.updates)),)
+        everything = tuple(traced.graph_inputs), tuple(traced.updates)
+        return (Stage(0, 0, len(traced.segments), *everything),)
     ends = _ends(traced, plan)
-    found, received = [], ()
+    found: list[Stage] = []
     for index, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
-        own = range(start, end)
-        sent = _crossing(traced, end)
-        read = {
-            source.name
-            for number in own
-            for source in traced.segments[number].inputs
-            if source.name
-        }
-        updates = tuple(name for name, source in traced.updates.items() if source.segment in own)
-        found.append(
-            Stage(
-                index,
-                start,
-                end,
-                received,
-                sent,
-                tuple(n for n in traced.graph_inputs if n in read),
-                updates,
-            )
-        )
-        received = sent
+        read = {source.name for segment in traced.segments[start:end] for source in segment.inputs}
+        inputs = tuple(name for name in traced.graph_inputs if name in read)
+        updates = tuple(n for n, source in traced.updates.items() if start <= source.segment < end)
+        received = found[-1].sent if found else ()
+        crossing = {"received": received, "sent": _crossing(traced, end)}
+        found.append(Stage(index, start, end, inputs, updates, **crossing))
     _check_updates(traced, found)
     return tuple(found)
 
@@ -100,13 +86,12 @@ def _crossing(traced: TracedModel, end: int) -> tuple[Source, ...]:
 def _check_updates(traced: TracedModel, stages: list[Stage]) -> None:
     """A buffer that forward changes must be read where it is changed: elsewhere ranks would go on with the old values."""
     for name, source in traced.updates.items():
-        holders = {
-            stage.index
-            for stage in stages
-            for s in traced.segments[stage.start : stage.end]
-            if name in s.parameters
-        }
-        changing = {stage.index for stage in stages if stage.start <= source.segment < stage.end}
+        holders, changing = set(), set()
+        for stage in stages:
+            if any(name in s.parameters for s in traced.segments[stage.start : stage.end]):
+                holders.add(stage.index)
+            if stage.start <= source.segment < stage.end:
+                changing.add(stage.index)
         if holders != changing:
             raise AutoparError(
                 f"forward changes buffer {name}, which stages {sorted(holders)} read and stages {sorted(changing)} change: a pipeline can "
@@ -127,16 +112,16 @@ def steady_values(traced: TracedModel) -> frozenset[Source]:
             if node.op == "placeholder":
                 varies = next(sources) not in found
             elif node.op == "get_attr":
-                varies = fills.get(node.target) in traced.updates
+                varies = fills.get(str(node.target)) in traced.updates
             elif node.op == "call_function" and node.target is not torch.ops.aten.sym_size.int:
                 draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
                 varies = draws or not varying.isdisjoint(node.all_input_nodes)
             else:
-                varies = False
+                continue
             if varies:
                 varying.add(node)
-        results = block.graph.output_node().args[0]
-        found |= {Source(number, k) for k, node in enumerate(results) if node not in varying}
+        results = enumerate(output_nodes(block.graph))
+        found |= {Source(number, k) for k, node in results if node not in varying}
     return frozenset(found)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autopar.ir.mesh import mesh_words
@@ -20,29 +21,16 @@ def verify_table(report: VerifyReport) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    rows = []
-    for mesh in report.meshes:
-        verdict = "exact" if mesh.exact else "NOT EXACT"
-        rows.append(
-            (
-                _verified(mesh),
-                f"{mesh.worst_error:.2g}",
-                mesh.worst_tensor,
-                f"{mesh.loss_error:.2g}",
-                collectives(mesh.collectives),
-                f"{mesh.time_s:.1f} s",
-                verdict,
-            )
-        )
-    columns = (
-        "mesh",
-        "worst error",
-        "in tensor",
-        "loss error",
-        "collectives per micro-batch",
-        "time",
-        "verdict",
-    )
+    columns: dict[str, Callable[[MeshReport], str]] = {
+        "mesh": _verified,
+        "worst error": lambda mesh: f"{mesh.worst_error:.2g}",
+        "in tensor": lambda mesh: mesh.worst_tensor,
+        "loss error": lambda mesh: f"{mesh.loss_error:.2g}",
+        "collectives per micro-batch": lambda mesh: collectives(mesh.collectives),
+        "time": lambda mesh: f"{mesh.time_s:.1f} s",
+        "verdict": lambda mesh: "exact" if mesh.exact else "NOT EXACT",
+    }
+    rows = [tuple(cell(mesh) for cell in columns.values()) for mesh in report.meshes]
     losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
     compiled = ", compiled" if report.compiled else ""
     head = (
@@ -59,45 +47,40 @@ def verify_table(report: VerifyReport) -> Group:
     tail = f"{last} (update-relative error of every tensor, tolerance {report.tolerance:g})"
     return Group(
         Text(head),
-        grid("", columns, rows, right=(1, 3, 5)),
+        grid("", tuple(columns), rows, right=(1, 3, 5)),
         *map(Text, failures),
         Text(tail, style="bold"),
     )
 
 
 def _verified(mesh: MeshReport) -> str:
+    zero = [f"zero={sharing_words(mesh.zero, mesh.shard)}"] if mesh.zero else []
     how = [word for word in (mesh.schedule, mesh.recompute) if word not in ("none", "mixed")]
-    return " ".join(
-        (
-            mesh_words(mesh.mesh),
-            *([f"zero={sharing_words(mesh.zero, mesh.shard)}"] if mesh.zero else []),
-            *how,
-        )
-    )
+    return " ".join((mesh_words(mesh.mesh), *zero, *how))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshReport:
     """One mesh.  `worst_error` is update-relative (or absolute / absolute allowance x tolerance where the update is tiny), `collectives`
     are the program's per micro-batch, by kind; `failure` is '' or why the program did not run."""
 
-    mesh: dict[str, int]
+    mesh: dict[str, int | str]
     micro_batch: int
     recompute: str
-    exact: bool
-    worst_error: float
-    worst_tensor: str
-    loss_error: float
-    losses: tuple[float, ...]
-    collectives: dict[str, int]
-    time_s: float
+    exact: bool = False
+    worst_error: float = float("inf")
+    worst_tensor: str = ""
+    loss_error: float = float("inf")
+    losses: tuple[float, ...] = ()
+    collectives: dict[str, int] = field(default_factory=dict)
+    time_s: float = 0.0
     failure: str = ""
     schedule: str = "none"  # of the pipeline
     zero: int = 0
     shard: int = 0  # ranks that share out what ZeRO does; 0: all
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
     """What `verify` found.  `moved` is how far training moved the median tensor, relative to its norm; `skipped` lists meshes that this
     model or batch cannot have, with the reason."""
@@ -116,14 +99,13 @@ class VerifyReport:
 
     @property
     def exact(self) -> bool:
+        """Whether something ran, and all of it is exact."""
         return bool(self.meshes) and all(mesh.exact for mesh in self.meshes)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data; infinities (a run without numbers) become the text 'inf'."""
         data = asdict(self) | {"exact": self.exact}
         for mesh in data["meshes"]:
-            mesh |= {
-                key: mesh[key] if mesh[key] < float("inf") else "inf"
-                for key in ("worst_error", "loss_error")
-            }
+            for key in ("worst_error", "loss_error"):
+                mesh[key] = mesh[key] if mesh[key] < float("inf") else "inf"
         return data

@@ -20,7 +20,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -63,6 +63,7 @@ class FactorySpec(ModelSpec):
 
     @classmethod
     def of(cls, factory: Factory) -> FactorySpec:
+        """The spec under the function's name."""
         return cls(getattr(factory, "__qualname__", "model"), 0, 0, 0, factory)
 
     def _make(self) -> nn.Module:
@@ -73,12 +74,11 @@ class FactorySpec(ModelSpec):
     ) -> dict[str, Tensor]:
         """The function's inputs, rows repeated to `batch`; `seq` is not used."""
         inputs = self.factory()[1]
-        return {
-            name: value[torch.arange(batch) % value.shape[0]].clone().to(device)
-            for name, value in inputs.items()
-        }
+        rows = {name: value[torch.arange(batch) % value.shape[0]] for name, value in inputs.items()}
+        return {name: value.clone().to(device) for name, value in rows.items()}
 
     def shrunk(self) -> ModelSpec:
+        """Itself."""
         return self
 
 
@@ -93,19 +93,19 @@ class Setup:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """The model, its batches, its trace, and what one device makes of them at a learning rate that moves it."""
+    """The model, its batches, its trace, and, once trained, what one device makes of them at a learning rate that moves it."""
 
     model: nn.Module
     batches: list[dict[str, Tensor]]
     traced: TracedModel
-    learning_rate: float
-    moved: float
-    before: dict[str, Tensor]
-    after: dict[str, Tensor]
-    losses: tuple[float, ...]
     drops: bool = False
+    learning_rate: float = 0.0
+    moved: float = 0.0
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    losses: tuple[float, ...] = ()
 
 
 def verify(
@@ -144,25 +144,25 @@ def verify(
     for plan in plans:
         progress(f"training under {plan.mesh} on {nproc} processes")
         meshes.append(_verify_plan(setup, case, plan, compile))
-    tolerance = TOLERANCE[precision][0]
     return VerifyReport(
-        spec.name,
-        precision,
-        nproc,
-        tolerance,
-        case.learning_rate,
-        case.moved,
-        case.losses,
-        tuple(meshes),
-        skipped,
-        case.drops,
-        compile is not False,
+        model=spec.name,
+        precision=precision,
+        nproc=nproc,
+        tolerance=TOLERANCE[precision][0],
+        learning_rate=case.learning_rate,
+        moved=case.moved,
+        reference_losses=case.losses,
+        meshes=tuple(meshes),
+        skipped=skipped,
+        drops=case.drops,
+        compiled=compile is not False,
     )
 
 
 def free_network(devices: int) -> ClusterSpec:
     """CPU devices with a network that costs nothing and kernels that launch in no time: sharding always pays."""
     cluster = ClusterSpec.parse(f"cpu:{devices}")
+    assert isinstance(cluster, ClusterSpec)  # devices of one kind
     link = replace(cluster.topology.intra, bandwidth_Bps=1e15, latency_s=0.0)
     return replace(
         cluster,
@@ -179,19 +179,15 @@ def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]
     unshared = pin if pin.get("shard") else {"zero": 0} | pin
     if "tp" in pin or "dp" in pin:
         return [unshared]
-    cp, pp = (
-        pin[axis] if isinstance(pin.get(axis), int) and pin[axis] > 0 else 1
-        for axis in ("cp", "pp")
-    )
+    given = (pin.get(axis) for axis in ("cp", "pp"))
+    cp, pp = (degree if isinstance(degree, int) and degree > 0 else 1 for degree in given)
     nproc = max(nproc // pp, 1)
     found = [unshared | {"tp": tp} for tp in divisors(max(nproc // cp, 1))]
     if nproc % 2 == 0 and not {"cp", "ep"} & pin.keys():
-        found += (
-            [unshared | {"cp": 2, "tp": nproc // 2}]
-            if calls_of(case.traced, "aten::scaled_dot_product_attention")
-            else []
-        )
-        found += [unshared | {"ep": 2, "dp": nproc}] if num_experts(case.traced) >= 2 else []
+        if calls_of(case.traced, "aten::scaled_dot_product_attention"):
+            found.append(unshared | {"cp": 2, "tp": nproc // 2})
+        if num_experts(case.traced) >= 2:
+            found.append(unshared | {"ep": 2, "dp": nproc})
     if nproc > 1 and not {"cp", "ep", "zero"} & pin.keys():
         found += [pin | {"dp": nproc, "zero": 3}]
     return found
@@ -204,28 +200,36 @@ def _plans(
     plans, refused = [], []
     for chosen in _meshes(case, nproc, pin):
         try:
-            plans.append(
-                make_plan(
-                    case.model,
-                    free_network(nproc),
-                    case.batches[0],
-                    setup.rows,
-                    chosen,
-                    precision=setup.precision,
-                    runnable=True,
-                    traced=case.traced,
-                    software=software,
-                )
-            )
+            plans.append(_solved(setup, case, case.batches[0], nproc, chosen, software))
         except AutoparError as error:
-            names = [
-                key for key in ("pp", "dp", "cp", "tp", "ep", "zero", "shard") if chosen.get(key)
-            ]
-            named = [f"{key}={chosen[key]}" for key in names if (key, chosen[key]) != ("pp", 1)]
+            names = ("pp", "dp", "cp", "tp", "ep", "zero", "shard")
+            asked = [(name, chosen[name]) for name in names if chosen.get(name)]
+            named = [f"{name}={value}" for name, value in asked if (name, value) != ("pp", 1)]
             refused.append((" ".join(named) or "the mesh", error))
     if not plans:
         raise refused[0][1]
     return plans, tuple((mesh, str(error)) for mesh, error in refused)
+
+
+def _solved(
+    setup: Setup,
+    case: Case,
+    batch: dict[str, Tensor],
+    devices: int,
+    pin: dict[str, Any],
+    software: Software,
+) -> Plan:
+    return make_plan(
+        case.model,
+        free_network(devices),
+        batch,
+        setup.rows,
+        pin,
+        precision=setup.precision,
+        runnable=True,
+        traced=case.traced,
+        software=software,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- the single device
@@ -251,15 +255,14 @@ def make_case(setup: Setup) -> Case:
     with widened(setup.precision):
         traced = trace(model, batches[0])
         dropping = any(drops(node) for block in traced.classes for node in ops(block.graph))
+        case = Case(model=model, batches=batches, traced=traced, drops=dropping)
+        train = _train_by_engine if dropping else _train
         for _ in range(RATES_TRIED):
-            before, after, losses = (
-                _train_by_engine(setup, model, traced, batches, rate)
-                if dropping
-                else _train(model, batches, rate)
-            )
+            before, after, losses = train(setup, case, rate)
             moved = _moved(before, after)
             if moved >= MOVED:
-                return Case(model, batches, traced, rate, moved, before, after, losses, dropping)
+                case = replace(case, before=before, after=after, losses=losses)
+                return replace(case, learning_rate=rate, moved=moved)
             rate = rate * 4 if moved == moved else rate / 10  # nan: the rate was too high
     raise AutoparError(
         f"{setup.spec.name}: no learning rate up to {rate:g} moves the median tensor by {MOVED:.0%} in {setup.steps} steps; "
@@ -272,7 +275,8 @@ def _disturb(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter += 0.1 * torch.sin(torch.arange(parameter.numel(), dtype=parameter.dtype))
+                waves = torch.sin(torch.arange(parameter.numel(), dtype=parameter.dtype))
+                parameter.add_(0.1 * waves)
 
 
 def _batches(setup: Setup) -> list[dict[str, Tensor]]:
@@ -287,14 +291,12 @@ def _batches(setup: Setup) -> list[dict[str, Tensor]]:
             elif setup.spec.vocab and name in ("input_ids", "labels") and tensor.dim() == 2:
                 batch[name] = torch.randint(0, setup.spec.vocab, tensor.shape, generator=generator)
         labels = batch.get("labels")
-        if labels is not None and labels.dim() == 2 and not labels.is_floating_point():
-            hidden = (
-                torch.randint(0, labels.shape[1] - 1, (labels.shape[0],), generator=generator)
-                if labels.shape[1] > 2
-                else []
-            )
-            for row, count in enumerate(hidden):
-                labels[row, : int(count)] = -100
+        of_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
+        if labels is not None and of_tokens and labels.shape[1] > 2:
+            most = labels.shape[1] - 1
+            hidden = torch.randint(0, most, (labels.shape[0],), generator=generator)
+            for row, count in enumerate(hidden.tolist()):
+                labels[row, :count] = -100
         batches.append(batch)
     return batches
 
@@ -303,26 +305,23 @@ def _optimizer(rate: float) -> Callable:
     return lambda parameters: torch.optim.SGD(parameters, rate, momentum=0.9)
 
 
-def _train(
-    model: nn.Module, batches: list, rate: float
-) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, ...]]:
-    """(parameters before, after, losses) of training a copy of the model on one device, in eager mode."""
-    model = copy.deepcopy(model)
+Trained = tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, ...]]
+"""Parameters before and after, and losses."""
+
+
+def _train(setup: Setup, case: Case, rate: float) -> Trained:
+    """What comes of training a copy of the model on one device, in eager mode."""
+    model = copy.deepcopy(case.model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer, losses = _optimizer(rate)([p for p in model.parameters() if p.requires_grad]), []
-    for batch in batches:
+    for batch in case.batches:
         optimizer.zero_grad()
         output = _call(model, batch)
-        loss = (
-            output
-            if isinstance(output, Tensor)
-            else output["loss"]
-            if isinstance(output, Mapping)
-            else output[0]
-        )
-        loss.backward()
+        if not isinstance(output, Tensor):
+            output = output["loss"] if isinstance(output, Mapping) else output[0]
+        output.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(output.item())
     return before, {name: p.detach().clone() for name, p in model.named_parameters()}, tuple(losses)
 
 
@@ -338,33 +337,19 @@ def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 
 
 def _train_by_engine(
-    setup: Setup,
-    model: nn.Module,
-    traced: TracedModel,
-    batches: list,
-    rate: float,
-    number: int = 1,
-    dp: int = 1,
-):
+    setup: Setup, case: Case, rate: float, number: int = 1, dp: int = 1
+) -> Trained:
     """As `_train`, by autopar's engine on one device: it draws the dropout masks that every plan draws, and can run a batch as `number`
     micro-batches, each of which joins those of `dp` data-parallel ranks."""
     rows = torch.arange(setup.rows).view(dp, number, -1).transpose(0, 1).flatten()
     batches = [
         {k: v[rows] if v.dim() and v.shape[0] == setup.rows else v for k, v in batch.items()}
-        for batch in batches
+        for batch in case.batches
     ]
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    plan = make_plan(
-        model,
-        free_network(1),
-        batches[0],
-        setup.rows,
-        {"micro_batch": setup.rows // number},
-        precision=setup.precision,
-        runnable=True,
-        traced=traced,
-    )
-    engine = Engine(copy.deepcopy(model), traced, plan, _optimizer(rate), None, None, "cpu")
+    before = {name: p.detach().clone() for name, p in case.model.named_parameters()}
+    pin = {"micro_batch": setup.rows // number}
+    plan = _solved(setup, case, batches[0], 1, pin, Software())
+    engine = make_engine(replace(case, model=copy.deepcopy(case.model), learning_rate=rate), plan)
     losses = tuple(float(engine.step(batch)) for batch in batches)
     state = engine.full_state_dict()
     return before, {name: state[name] for name in before}, losses
@@ -374,9 +359,8 @@ def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
     """How far the median tensor moved, relative to its norm; nan if anything is not finite."""
     if not all(bool(t.isfinite().all()) for t in after.values()):
         return float("nan")
-    shares = sorted(
-        float((after[k] - v).norm() / v.norm()) for k, v in before.items() if v.norm() > 0
-    )
+    sized = {name: value for name, value in before.items() if value.norm() > 0}
+    shares = sorted(float((after[k] - v).norm() / v.norm()) for k, v in sized.items())
     return shares[len(shares) // 2] if shares else 0.0
 
 
@@ -388,53 +372,28 @@ def _verify_plan(
 ) -> MeshReport:
     """Run one plan on as many processes as its mesh has devices."""
     start = time.perf_counter()
-    infinite, mesh = float("inf"), plan.mesh.as_dict()
+    choices = ("micro_batch", "recompute", "schedule", "zero", "shard")
+    chosen = {name: getattr(plan, name) for name in choices}
+    report = MeshReport(mesh=plan.mesh.as_dict(), **chosen)
     try:
         after, losses_expected = expected_of(setup, case, plan)
-        ranks = run_workers(
-            rank_errors, plan.mesh.num_devices, (setup, plan.to_json(), after, compile)
-        )
+        arguments = (setup, plan.to_json(), after, compile)
+        ranks = run_workers(rank_errors, plan.mesh.num_devices, arguments)
         counts = program_collectives(case.traced, plan)
     except WorkerError as error:
-        took_s = time.perf_counter() - start
-        return MeshReport(
-            mesh,
-            plan.micro_batch,
-            plan.recompute,
-            False,
-            infinite,
-            "",
-            infinite,
-            (),
-            {},
-            took_s,
-            str(error),
-            plan.schedule,
-            plan.zero,
-            plan.shard,
-        )
+        return replace(report, time_s=time.perf_counter() - start, failure=str(error))
     worst, tensor, losses = max(ranks, key=lambda rank: rank[0])
-    loss_error = max(
-        relative_error(a, b)
-        for _, _, found in ranks
-        for a, b in zip(found, losses_expected, strict=True)
-    )
-    tolerance, took_s = TOLERANCE[setup.precision][0], time.perf_counter() - start
-    exact = worst <= tolerance and loss_error <= tolerance
-    return MeshReport(
-        mesh,
-        plan.micro_batch,
-        plan.recompute,
-        exact,
-        worst,
-        tensor,
-        loss_error,
-        tuple(losses),
-        counts,
-        took_s,
-        schedule=plan.schedule,
-        zero=plan.zero,
-        shard=plan.shard,
+    of_ranks = (zip(found, losses_expected, strict=True) for _, _, found in ranks)
+    loss_error = max(relative_error(a, b) for pairs in of_ranks for a, b in pairs)
+    return replace(
+        report,
+        exact=max(worst, loss_error) <= TOLERANCE[setup.precision][0],
+        worst_error=worst,
+        worst_tensor=tensor,
+        loss_error=loss_error,
+        losses=tuple(losses),
+        collectives=counts,
+        time_s=time.perf_counter() - start,
     )
 
 
@@ -445,9 +404,9 @@ def expected_of(
     are not linear in the batch (balance of routers, batch norm)."""
     if plan.num_microbatches == 1 or not (num_experts(case.traced) or case.traced.updates):
         return case.after, case.losses
+    parts = plan.num_microbatches, plan.mesh.dp
     with widened(setup.precision):
-        _, after, losses = _train_by_engine(setup, case.model, case.traced, case.batches, case.learning_rate, plan.num_microbatches,
-                                            plan.mesh.dp)  # fmt: skip
+        _, after, losses = _train_by_engine(setup, case, case.learning_rate, *parts)
     return after, losses
 
 
@@ -468,16 +427,13 @@ def rank_errors(
 
 def make_engine(case: Case, plan: Plan, compile: bool | Mapping[str, Any] = False) -> Engine:
     """The engine of this process for a plan of the case's model, with the optimizer that trained the reference."""
-    return Engine(
-        case.model,
-        case.traced,
-        plan,
-        _optimizer(case.learning_rate),
-        None,
-        None,
-        "cpu",
-        compile=compile,
-    )
+    chosen: dict[str, Any] = {
+        "max_grad_norm": None,
+        "weights": None,
+        "device_type": "cpu",
+        "compile": compile,
+    }
+    return Engine(case.model, case.traced, plan, _optimizer(case.learning_rate), **chosen)
 
 
 def compare(
@@ -490,10 +446,8 @@ def compare(
         if name not in state or state[name].shape != expected.shape:
             errors[name] = float("inf")
             continue
-        difference, update = (
-            float((state[name] - expected).norm()),
-            float((expected - before[name]).norm()),
-        )
+        difference = float((state[name] - expected).norm())
+        update = float((expected - before[name]).norm())
         error = difference / max(update, absolute / tolerance)
         errors[name] = error if error == error else float("inf")
     worst = max(errors, key=errors.__getitem__)

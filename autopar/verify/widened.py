@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,20 @@ from torch.overrides import TorchFunctionMode
 class Widened(TorchFunctionMode):
     """Casts to fp32, explicit or by a `dtype` argument, become casts to fp64; grouped matrix products run in fp64 too."""
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if (
-            getattr(function, "__name__", "") in ("grouped_mm", "_grouped_mm")
-            and not torch.compiler.is_compiling()
-        ):
+    def __torch_function__(
+        self,
+        function: Callable,
+        types: Sequence[type],
+        args: tuple = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What the call returns with its casts widened."""
+        kwargs, name = dict(kwargs or {}), getattr(function, "__name__", "")
+        if name in ("grouped_mm", "_grouped_mm") and not torch.compiler.is_compiling():
             return _grouped_mm(function, *args, **kwargs)
         if function is Tensor.float:
             return args[0].double()
-        if function in (Tensor.to, Tensor.type) or "softmax" in getattr(function, "__name__", ""):
+        if function in (Tensor.to, Tensor.type) or "softmax" in name:
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
@@ -34,17 +38,10 @@ def _grouped_mm(
 ) -> Tensor:
     """rows (t, k), weights (e, k, n), offs (e,), the ends of the groups of rows -> (t, n), in fp64.  Other calls go to `function`."""
     given = [value for value in kwargs.values() if value is not None]
-    if (
-        rows.dtype is not torch.float64
-        or offs is None
-        or rows.dim() != 2
-        or weights.dim() != 3
-        or given
-    ):
+    fits = rows.dtype is torch.float64 and rows.dim() == 2 and weights.dim() == 3 and not given
+    if offs is None or not fits:
         return function(rows, weights, offs=offs, **kwargs)
     ends = offs.tolist()
-    products = [
-        rows[start:end] @ weight
-        for start, end, weight in zip([0, *ends], ends, weights, strict=False)
-    ]
+    slices = zip([0, *ends], ends, weights, strict=False)
+    products = [rows[start:end] @ weight for start, end, weight in slices]
     return torch.cat([*products, rows.new_zeros(rows.shape[0] - ends[-1], weights.shape[2])])

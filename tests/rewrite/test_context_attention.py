@@ -586,13 +586,10 @@ def pairs_computed(case: Case, monkeypatch) -> list[int]:
     """How many (query, key) pairs the kernels of each rank take, a causal block counted by its triangle."""
     counts = []
 
-    def counting(query, key, value, mask, is_causal, scale):
-        counts[-1] += (
-            query.shape[2] * (query.shape[2] + 1) // 2
-            if is_causal
-            else query.shape[2] * key.shape[2]
-        )
-        return attention_blocks.block_forward(query, key, value, mask, is_causal, scale)
+    def counting(operands):
+        queries, keys = operands.query.shape[2], operands.key.shape[2]
+        counts[-1] += queries * (queries + 1) // 2 if operands.is_causal else queries * keys
+        return attention_blocks.block_forward(operands)
 
     with monkeypatch.context() as patch:
         patch.setattr(context_attention, "block_forward", counting)
@@ -734,16 +731,14 @@ def test_fused_and_plain_blocks_agree(monkeypatch, mask, is_causal):
     case = Case("ring", 1, 7, heads=6, kv_heads=2, mask=mask, mask_heads=6, scale=0.4)
     (query, key, value, *rest), grad = tensors(case)
     bias = rest[0].detach()[None] if rest else None
+    query, key, value = (x.detach() for x in (query, key, value))
+    operands = attention_blocks.Operands(query, key, value, bias, is_causal, 0.4)
     results = []
     for kernel in ("flash_cpu", "plain"):
         monkeypatch.setattr(attention_blocks, "_kernel", lambda *args, kernel=kernel: kernel)
-        out, lse = attention_blocks.block_forward(
-            query.detach(), key.detach(), value.detach(), bias, is_causal, 0.4
-        )
+        out, lse = attention_blocks.block_forward(operands)
         safe = lse.masked_fill(lse.isneginf(), torch.inf)
-        back = attention_blocks.block_backward(
-            grad, query.detach(), key.detach(), value.detach(), bias, out, safe, is_causal, 0.4
-        )
+        back = attention_blocks.block_backward(operands, grad, out, safe)
         results.append((out, lse, *back))
     for fused, plain in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, rtol=TOLERANCE, atol=TOLERANCE)
@@ -762,8 +757,9 @@ def test_cuda_kernels_are_called_as_they_are_declared(monkeypatch, kernel, kv_he
         key, value = (
             torch.empty(2, kv_heads, 24, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2)
         )
-        out, lse = attention_blocks.block_forward(query, key, value, None, False, 0.3)
-        back = attention_blocks.block_backward(grad, query, key, value, None, out, lse, False, 0.3)
+        operands = attention_blocks.Operands(query, key, value, None, False, 0.3)
+        out, lse = attention_blocks.block_forward(operands)
+        back = attention_blocks.block_backward(operands, grad, out, lse)
     assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
     assert [g.shape for g in back] == [x.shape for x in (query, key, value)]
 
@@ -776,17 +772,16 @@ def test_cuda_kernels_agree_with_plain_blocks(monkeypatch, dtype, is_causal, kv_
     case = Case("ring", 1, 72, heads=4, kv_heads=kv_heads, dim=32, value_dim=32, dtype=dtype)
     (query, key, value), grad = tensors(case)
     query, key, value, grad = (x.detach().cuda() for x in (query, key, value, grad))
-    assert attention_blocks._kernel(query, key, value, None, is_causal) == (
+    operands = attention_blocks.Operands(query, key, value, None, is_causal, None)
+    assert attention_blocks._kernel(operands) == (
         "flash" if dtype == torch.bfloat16 else "efficient"
     )
     results = []
     for patched in (False, True):
         if patched:
             monkeypatch.setattr(attention_blocks, "_kernel", lambda *args: "plain")
-        out, lse = attention_blocks.block_forward(query, key, value, None, is_causal, None)
-        back = attention_blocks.block_backward(
-            grad, query, key, value, None, out, lse, is_causal, None
-        )
+        out, lse = attention_blocks.block_forward(operands)
+        back = attention_blocks.block_backward(operands, grad, out, lse)
         results.append((out, lse, *back))
     for fused, plain in zip(*results, strict=True):
         tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-5

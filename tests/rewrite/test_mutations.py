@@ -36,14 +36,13 @@ def trained_case(name: str) -> Case:
     """A case of `exactness.py`, in the words of `autopar verify`."""
     found, expected = case(name), reference(name)
     return Case(
-        found.model,
-        found.batches,
-        found.traced,
-        0.5,
-        0.0,
-        expected.before,
-        expected.after,
-        tuple(expected.losses),
+        model=found.model,
+        batches=found.batches,
+        traced=found.traced,
+        learning_rate=0.5,
+        before=expected.before,
+        after=expected.after,
+        losses=tuple(expected.losses),
     )
 
 

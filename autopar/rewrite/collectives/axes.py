@@ -56,11 +56,8 @@ def simulated_axes(shape: MeshShape, rank: int, shard: int = 0) -> dict[str, Axi
     if shard:
         inside = shape.sharing_dp(shard)
         number, index = divmod(found["dp"].index, inside)
-        sizes = {COPIES: (shape.copies(shard)[0], number), "dp": (inside, index)}
-        found |= {
-            axis: AxisGroup(axis, size, place, simulate=True)
-            for axis, (size, place) in sizes.items()
-        }
+        found[COPIES] = AxisGroup(COPIES, shape.copies(shard)[0], number, simulate=True)
+        found["dp"] = AxisGroup("dp", inside, index, simulate=True)
     return found
 
 

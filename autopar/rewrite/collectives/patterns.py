@@ -37,10 +37,8 @@ def rank_major(x: Tensor, split: Split, parts: int) -> Tensor:
     if split.pattern.is_contiguous:
         return x
     dim = split.dim + 1  # behind the batch rows
-    sections = []
-    for section in x.unflatten(split.dim, (split.rows, split.size // split.rows)).split(
-        split.section_sizes(), dim
-    ):
+    sections, by_row = [], x.unflatten(split.dim, (split.rows, split.size // split.rows))
+    for section in by_row.split(split.section_sizes(), dim):
         length = section.shape[dim] // parts
         if split.pattern.zigzag:
             first, second = section.unflatten(dim, (2, parts, length // 2)).unbind(dim)
@@ -55,10 +53,8 @@ def natural_order(x: Tensor, split: Split, parts: int) -> Tensor:
     if split.pattern.is_contiguous:
         return x
     dim = split.dim + 1
-    by_rank = x.unflatten(
-        split.dim, (parts, split.rows, split.size // split.rows // parts)
-    ).transpose(split.dim, dim)
-    sections = []
+    shape = (parts, split.rows, split.size // split.rows // parts)
+    sections, by_rank = [], x.unflatten(split.dim, shape).transpose(split.dim, dim)
     for section in by_rank.split([size // parts for size in split.section_sizes()], dim + 1):
         if split.pattern.zigzag:
             first, second = section.chunk(2, dim + 1)
@@ -71,6 +67,5 @@ def pick(x: Tensor, split: Split, parts: int, index: int) -> Tensor:
     """What rank `index` holds of the whole `x`: a view where the pattern is contiguous."""
     if split.pattern.is_contiguous:
         return x.narrow(split.dim, *shard_extent(split.size, parts, index))
-    return rank_major(x, split, parts).narrow(
-        split.dim, split.size // parts * index, split.size // parts
-    )
+    length = split.size // parts
+    return rank_major(x, split, parts).narrow(split.dim, length * index, length)

@@ -22,6 +22,7 @@ from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, natural_order, pick, rank_major
 from autopar.rewrite.collectives.ranges import named
 
+_Primitive = Callable[[Tensor, AxisGroup, Any, Any], "Started"]
 # Each takes the local tensor, the group, how the tensor is split (src) and how the result is (dst); None stands for R or P.
 
 
@@ -42,11 +43,9 @@ def _slice(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Tensor
 def _pad(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Tensor:
     """S -> P: this rank's shard among zeros."""
     length = x.shape[src.dim]
-    start = (
-        shard_extent(src.size, group.size, group.index)[0]
-        if src.pattern.is_contiguous
-        else length * group.index
-    )
+    start = length * group.index
+    if src.pattern.is_contiguous:
+        start, _ = shard_extent(src.size, group.size, group.index)
     before, after = list(x.shape), list(x.shape)
     before[src.dim], after[src.dim] = start, src.size - start - length
     return natural_order(
@@ -77,9 +76,8 @@ class Started:
 
 def _start_all_reduce(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Started:
     """P -> R."""
-    return Started(
-        _c10d.all_reduce(x.contiguous(), "sum", group.group_name), lambda received: received
-    )
+    sent = _c10d.all_reduce(x.contiguous(), "sum", group.group_name)
+    return Started(sent, lambda received: received)
 
 
 def _start_all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Started:
@@ -102,10 +100,9 @@ def _start_reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: S
     def finish(shard: Tensor) -> Tensor:
         return _resize(shard, dst.dim, dst.extent(group.size, group.index)).contiguous()
 
-    return Started(
-        _c10d.reduce_scatter_tensor(stacked.contiguous(), "sum", group.size, group.group_name),
-        finish,
-    )
+    sent = stacked.contiguous()
+    received = _c10d.reduce_scatter_tensor(sent, "sum", group.size, group.group_name)
+    return Started(received, finish)
 
 
 def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
@@ -119,13 +116,8 @@ def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> St
     lengths_in, lengths_out = [prod(shape) for shape in shapes], [piece.numel() for piece in pieces]
 
     def finish(received: Tensor) -> Tensor:
-        joined = torch.cat(
-            [
-                part.view(shape)
-                for part, shape in zip(received.split(lengths_in), shapes, strict=True)
-            ],
-            src.dim,
-        )
+        parts = zip(received.split(lengths_in), shapes, strict=True)
+        joined = torch.cat([part.view(shape) for part, shape in parts], src.dim)
         return natural_order(joined, src, group.size)
 
     return Started(_c10d.all_to_all_single(flat, lengths_in, lengths_out, group.group_name), finish)
@@ -133,14 +125,11 @@ def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> St
 
 def _start_reshuffle(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
     """S(d) -> S(d) in another pattern: gather, then keep what is this rank's."""
-    return _then(
-        _start_all_gather(x, group, src, None), lambda whole: _slice(whole, group, None, dst)
-    )
+    gathering = _start_all_gather(x, group, src, None)
+    return _then(gathering, lambda whole: _slice(whole, group, None, dst))
 
 
-def _at_once(
-    primitive: Callable[[Tensor, AxisGroup, Any, Any], Tensor],
-) -> Callable[[Tensor, AxisGroup, Any, Any], Started]:
+def _at_once(primitive: Callable[[Tensor, AxisGroup, Any, Any], Tensor]) -> _Primitive:
     return lambda x, group, src, dst: Started(primitive(x, group, src, dst))
 
 
@@ -155,7 +144,7 @@ def _then(started: Started, last: Callable[[Tensor], Tensor]) -> Started:
 
 _c10d = torch.ops._c10d_functional
 
-_PRIMITIVES: dict[str, Callable[[Tensor, AxisGroup, Any, Any], Started]] = {
+_PRIMITIVES: dict[str, _Primitive] = {
     "identity": _at_once(_identity),
     "mask": _at_once(_mask),
     "slice": _at_once(_slice),
@@ -182,11 +171,9 @@ def sum_in_place(x: Tensor, group: AxisGroup) -> Tensor:
     """What `all_reduce` makes of a contiguous tensor that nobody else needs, in its own memory."""
     if group.size == 1 or not x.numel():
         return x
-    return (
-        x.zero_()
-        if group.simulate
-        else _c10d.wait_tensor(_c10d.all_reduce_(x, "sum", group.group_name))
-    )
+    if group.simulate:
+        return x.zero_()
+    return _c10d.wait_tensor(_c10d.all_reduce_(x, "sum", group.group_name))
 
 
 def start_primitive(
@@ -198,15 +185,9 @@ def start_primitive(
         _check_extent(name, x, src, group, src.extent(group.size, group.index))
         whole[src.dim] = result[src.dim] = src.size
     if dst is not None:
-        _check_extent(
-            name,
-            x,
-            dst,
-            group,
-            src.extent(group.size, group.index)
-            if src is not None and src.dim == dst.dim
-            else dst.size,
-        )
+        same_dim = src is not None and src.dim == dst.dim
+        expected = src.extent(group.size, group.index) if src is not None and same_dim else dst.size
+        _check_extent(name, x, dst, group, expected)
         result[dst.dim] = dst.extent(group.size, group.index)
     if group.size == 1:
         return Started(x)

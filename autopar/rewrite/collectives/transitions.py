@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.fx import Node
 
 from autopar.errors import AutoparError
 from autopar.ir.sharding import Layout, parse_pattern, transition
@@ -41,22 +42,24 @@ class _Transition(torch.autograd.Function):
     """Primitive `forward_name` forward and `backward_name`, with source and destination exchanged, backward."""
 
     @staticmethod
-    def forward(ctx, x, group, forward_name, backward_name, src, dst):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: AxisGroup,
+        forward_name: str,
+        backward_name: str,
+        src: Split | None,
+        dst: Split | None,
+    ) -> Tensor:
         ctx.group, ctx.backward_name, ctx.src, ctx.dst = group, backward_name, src, dst
         out = apply_primitive(forward_name, x, group, src, dst)
         return x.view_as(x) if out is x else out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        return (
-            apply_primitive(ctx.backward_name, grad, ctx.group, ctx.dst, ctx.src),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        moved = apply_primitive(ctx.backward_name, grad, ctx.group, ctx.dst, ctx.src)
+        return moved, None, None, None, None, None
 
 
 @dataclass(slots=True)
@@ -64,6 +67,10 @@ class _Handle:
     """The collective under way between the two ends of an asynchronous transition, forward or backward."""
 
     started: Started | None = None
+
+    def start(self, x: Tensor, move: _Move) -> None:
+        name, group, src, dst = move
+        self.started = start_primitive(name, x, group, src, dst)
 
     def wait(self) -> Tensor:
         started, self.started = self.started, None
@@ -74,19 +81,24 @@ class _Handle:
         return started.wait()
 
 
+_Move = tuple[str, AxisGroup, Split | None, Split | None]
+"""A primitive, the group over which it moves a tensor, and how the tensor and the result are split."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A value that is on its way.  `token`, an empty tensor, is the way back of its gradient, `gradient` what moves that.
+    """A value that is on its way.  `token`, an empty tensor, is the way back of its gradient, `arrival` its handle and what moves the
+    gradient.
 
-    Without a handle the value is there: it is the token.
+    Without an arrival the value is there: it is the token.
     """
 
     token: Tensor
-    handle: _Handle | None = None
-    gradient: tuple[AxisGroup, str, Split | None, Split | None] | None = None
+    arrival: tuple[_Handle, _Move] | None = None
 
     @property
     def requires_grad(self) -> bool:
+        """Whether a gradient flows back."""
         return self.token.requires_grad
 
 
@@ -94,31 +106,30 @@ class _Start(torch.autograd.Function):
     """The first end of an asynchronous transition."""
 
     @staticmethod
-    def forward(ctx, x, handle, group, name, src, dst):
+    def forward(ctx: Any, x: Tensor, handle: _Handle, move: _Move) -> Tensor:
         ctx.handle = handle
-        handle.started = start_primitive(name, x, group, src, dst)
+        handle.start(x, move)
         return x.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _):
-        return ctx.handle.wait(), None, None, None, None, None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.handle.wait(), None, None
 
 
 class _Wait(torch.autograd.Function):
     """The other end, told what moves the gradient."""
 
     @staticmethod
-    def forward(ctx, token, handle, group, name, src, dst):
-        ctx.arguments = handle, group, name, src, dst
+    def forward(ctx: Any, token: Tensor, handle: _Handle, move: _Move) -> Tensor:
+        ctx.handle, ctx.move = handle, move
         return handle.wait().detach()  # of another tensor than the operand, where nothing is moved
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        handle, group, name, src, dst = ctx.arguments
-        handle.started = start_primitive(name, grad, group, src, dst)
-        return grad.new_empty(0), None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.handle.start(grad, ctx.move)
+        return grad.new_empty(0), None, None
 
 
 # --------------------------------------------------------------------------------------------------------------- node functions
@@ -155,16 +166,15 @@ def _move(
         value = _Transition.apply(x, group, forward, backward, src, dst)
         return Pending(value) if async_op else value
     handle = _Handle()
-    return Pending(
-        _Start.apply(x, handle, group, forward, src, dst), handle, (group, backward, dst, src)
-    )
+    token = _Start.apply(x, handle, (forward, group, src, dst))
+    return Pending(token, (handle, (backward, group, dst, src)))
 
 
 def wait(pending: Pending) -> Tensor:
     """The value of an asynchronous transition."""
-    if pending.handle is None:
-        return pending.token
-    return _Wait.apply(pending.token, pending.handle, *pending.gradient)
+    return (
+        pending.token if pending.arrival is None else _Wait.apply(pending.token, *pending.arrival)
+    )
 
 
 def _split(dim: int, size: int, pattern: str, rows: int) -> Split:
@@ -195,7 +205,7 @@ def shard(
     )
 
 
-def mask(x: Tensor, axis: str, backward: str = "identity") -> Tensor:
+def mask(x: Tensor, axis: str, backward: str = "identity") -> Tensor | Pending:
     """A replicated value as a partial sum: kept on coordinate 0 of the axis, zero elsewhere."""
     return _move(x, axis, "mask", backward)
 
@@ -230,10 +240,8 @@ def all_to_all(
     async_op: bool = False,
 ) -> Tensor | Pending:
     """A value sharded along `src_dim` (of `src_size` elements in all) sharded along `dst_dim` instead."""
-    src, dst = (
-        _split(src_dim, src_size, src_pattern, rows),
-        _split(dst_dim, dst_size, dst_pattern, rows),
-    )
+    src = _split(src_dim, src_size, src_pattern, rows)
+    dst = _split(dst_dim, dst_size, dst_pattern, rows)
     return _move(x, axis, "all_to_all", backward, src, dst, async_op=async_op)
 
 
@@ -245,7 +253,7 @@ def pad(
     backward: str = "slice",
     pattern: str = "",
     rows: int = 1,
-) -> Tensor:
+) -> Tensor | Pending:
     """A value sharded along `dim` as a partial sum: each rank's shard, surrounded by zeros up to `size` elements."""
     return _move(x, axis, "pad", backward, src=_split(dim, size, pattern, rows))
 
@@ -289,7 +297,7 @@ def reshuffle(
     return _move(x, axis, "reshuffle", backward, src, dst, async_op=async_op)
 
 
-NODE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+NODE_FUNCTIONS: dict[str, Callable[..., Tensor | Pending]] = {
     "identity": identity,
     "slice": shard,
     "mask": mask,
@@ -304,8 +312,8 @@ NODE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def make_transition(
-    src: Layout, dst: Layout, sizes: Sequence[int], rows: int = 1
-) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+    src: Layout, dst: Layout, sizes: Sequence[int | Node], rows: int | Node = 1
+) -> tuple[Callable[..., Tensor | Pending], dict[str, Any]]:
     """(function, keyword arguments) such that `function(x, axis, **arguments)` turns x laid out `src` over an axis into `dst`.
 
     `sizes` is the shape of the tensor before the axis shards it, `rows` the number of batch rows in a dim that a pattern of rows shards.
@@ -321,6 +329,8 @@ def make_transition(
                 f"{src} -> {dst} needs a dim {layout.dim}; the tensor's shape is {tuple(sizes)}"
             )
     forward, backward = transition(src, dst)
+    if forward == "identity":
+        return identity, {"backward": backward}
     arguments: dict[str, Any] = {}
     if forward == "all_to_all":
         arguments = {
@@ -329,25 +339,18 @@ def make_transition(
             "src_size": sizes[src.dim],
             "dst_size": sizes[dst.dim],
         }
-    elif forward == "slice":
-        arguments = {"dim": dst.dim}
-    elif forward == "reduce_scatter":
-        arguments = {"dim": dst.dim, "size": sizes[dst.dim]}
-    elif forward in ("all_gather", "pad", "reshuffle"):
-        arguments = {"dim": src.dim, "size": sizes[src.dim]}
+    elif src.is_shard or dst.is_shard:
+        dim = (src if src.is_shard else dst).dim
+        arguments = {"dim": dim} if forward == "slice" else {"dim": dim, "size": sizes[dim]}
     arguments["backward"] = backward
+    patterns = {"pattern": (src if src.is_shard else dst).pattern}
     if forward in ("all_to_all", "reshuffle"):
-        named = {"src_pattern": src.pattern, "dst_pattern": dst.pattern}
-        arguments |= {
-            key: str(pattern)
-            for key, pattern in named.items()
-            if forward == "reshuffle" or not pattern.is_contiguous
-        }
-    elif (
-        forward != "identity"
-        and not (pattern := (src if src.is_shard else dst).pattern).is_contiguous
-    ):
-        arguments["pattern"] = str(pattern)
-    if forward != "identity" and (src.pattern.rows or dst.pattern.rows):
+        patterns = {"src_pattern": src.pattern, "dst_pattern": dst.pattern}
+    arguments |= {
+        key: str(pattern)
+        for key, pattern in patterns.items()
+        if forward == "reshuffle" or not pattern.is_contiguous
+    }
+    if src.pattern.rows or dst.pattern.rows:
         arguments["rows"] = rows
     return NODE_FUNCTIONS[forward], arguments

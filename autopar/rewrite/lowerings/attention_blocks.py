@@ -9,6 +9,8 @@ Shape letters: b batch, hq query heads, hkv key heads (hkv divides hq), s querie
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
@@ -19,20 +21,28 @@ _EFFICIENT_LSE_MULTIPLE = 32
 """ATen's memory-efficient kernel pads the log-sum-exp to this many queries (kAlignLSE in mem_eff_attention/kernel_forward.h), with inf."""
 
 
-def block_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """(attention (b, hq, s, dv), log-sum-exp of the scores (b, hq, s)) of `query` (b, hq, s, d) over `key`, `value` (b, hkv, t, d | dv).
+class Operands(NamedTuple):
+    """What one block of attention computes: `query` (b, hq, s, d) over `key` and `value` (b, hkv, t, d | dv).
 
     `mask`, boolean or additive, broadcasts from 4 dims to (b, hq, s, t).  `is_causal` lets query i see the keys up to i (s == t, no mask).
+    Without a `scale` scores are divided by the root of d.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+
+
+def block_forward(operands: Operands) -> tuple[Tensor, Tensor]:
+    """(attention (b, hq, s, dv), log-sum-exp of the scores (b, hq, s)) of one block.
+
     A query that sees no key has result 0, as in torch's attention, and log-sum-exp -inf.
     """
-    kernel = _kernel(query, key, value, mask, is_causal)
+    query, key, value, mask, is_causal, scale = operands
+    kernel = _kernel(operands)
     if kernel == "flash_cpu":
         bias = _additive(mask, query.dtype)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -51,7 +61,7 @@ def block_forward(
             query, *repeated, None, True, 0.0, is_causal, scale=scale
         )
         return out, lse.narrow(2, 0, query.shape[2])
-    scores = _scores(query, key, mask, is_causal, scale)
+    scores = _scores(operands)
     lse = scores.logsumexp(-1)
     probabilities = (scores - lse.masked_fill(lse.isneginf(), torch.inf).unsqueeze(-1)).exp()
     out = _per_key_head(probabilities, key) @ value.to(scores.dtype)
@@ -59,101 +69,79 @@ def block_forward(
 
 
 def block_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float | None,
+    operands: Operands, grad: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value through one block.
 
     `out` (b, hq, s, dv) and `lse` (b, hq, s) are the merged ones, over the keys of all blocks, as is `grad`, the gradient of `out`.  `lse`
     is +inf for a query that sees no key at all, which makes its probabilities zero.
     """
-    kernel = _kernel(query, key, value, mask, is_causal)
+    query, key, value, mask, is_causal, scale = operands
+    kernel = _kernel(operands)
+    if kernel == "plain":
+        return _plain_backward(operands, grad, out, lse)
+    named = {"query": query, "out": out, "dropout_p": 0.0, "is_causal": is_causal, "scale": scale}
     if kernel == "flash_cpu":
+        named |= {"key": key, "value": value, "attn_mask": _additive(mask, query.dtype)}
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad,
-            query,
-            key,
-            value,
-            out,
-            lse,
-            0.0,
-            is_causal,
-            attn_mask=_additive(mask, query.dtype),
-            scale=scale,
+            grad_out=grad, logsumexp=lse, **named
         )
-    if kernel in ("flash", "efficient"):
-        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout; there is none
-        if kernel == "flash":  # which assumes that the log-sum-exp is contiguous
-            operands, lengths = (
-                (grad, query, key, value, out, lse.contiguous()),
-                (None, None, query.shape[2], key.shape[2]),
-            )
-            return aten._scaled_dot_product_flash_attention_backward(
-                *operands, *lengths, 0.0, is_causal, seed, seed, scale=scale
-            )
-        padded = torch.nn.functional.pad(
-            lse, (0, -query.shape[2] % _EFFICIENT_LSE_MULTIPLE), value=torch.inf
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout; there is none
+    named |= {"philox_seed": seed, "philox_offset": seed}
+    if kernel == "flash":  # which assumes that the log-sum-exp is contiguous
+        named |= {"key": key, "value": value, "cum_seq_q": None, "cum_seq_k": None}
+        named |= {"max_q": query.shape[2], "max_k": key.shape[2]}
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad_out=grad, logsumexp=lse.contiguous(), **named
         )
-        repeated = (_repeat_heads(key, query), _repeat_heads(value, query))
-        dquery, dkey, dvalue, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad,
-            query,
-            *repeated,
-            None,
-            out,
-            padded,
-            seed,
-            seed,
-            0.0,
-            [True, True, True, False],
-            is_causal,
-            scale=scale,
-        )
-        return dquery, _sum_heads(dkey, key), _sum_heads(dvalue, value)
-    scores = _scores(query, key, mask, is_causal, scale)
+    named |= {"key": _repeat_heads(key, query), "value": _repeat_heads(value, query)}
+    missing = -query.shape[2] % _EFFICIENT_LSE_MULTIPLE
+    dquery, dkey, dvalue, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_out_=grad,
+        attn_bias=None,
+        logsumexp=torch.nn.functional.pad(lse, (0, missing), value=torch.inf),
+        grad_input_mask=[True, True, True, False],
+        **named,
+    )
+    return dquery, _sum_heads(dkey, key), _sum_heads(dvalue, value)
+
+
+def _plain_backward(
+    operands: Operands, grad: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, *_ = operands
+    scores = _scores(operands)
     wide = scores.dtype
     probabilities = (scores - lse.unsqueeze(-1)).exp()
     grad, out = grad.to(wide), out.to(wide)
     grad_rows = _per_key_head(grad, key)
     dvalue = _per_key_head(probabilities, key).mT @ grad_rows
     dprobabilities = (grad_rows @ value.to(wide).mT).reshape(scores.shape)
-    dscores = (
-        probabilities * (dprobabilities - (grad * out).sum(-1, keepdim=True)) * _scale(query, scale)
-    )
-    dscores = _per_key_head(dscores, key)
+    without_mean = dprobabilities - (grad * out).sum(-1, keepdim=True)
+    dscores = _per_key_head(probabilities * without_mean * _scale(operands), key)
     dquery = (dscores @ key.to(wide)).reshape(query.shape)
     dkey = dscores.mT @ _per_key_head(query.to(wide), key)
     return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
 
 
-def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> str:
+def _kernel(operands: Operands) -> str:
     """Which implementation takes this block; the same one forward and backward, since they share the log-sum-exp."""
+    query, key, value, mask, is_causal, _ = operands
     if query.device.type == "cpu":
         return "flash_cpu" if query.shape[3] == value.shape[3] else "plain"
     if query.device.type != "cuda" or mask is not None:
         return "plain"
     grouped = query.shape[1] != key.shape[1]
+    tensors = query, key, value, None
+    # other head dims are padded by scaled_dot_product_attention, not by the kernel
     if query.shape[3] % 8 == 0 and can_use_flash_attention(
-        SDPAParams(query, key, value, None, 0.0, is_causal, grouped)
+        SDPAParams(*tensors, 0.0, is_causal, grouped)
     ):
-        return (
-            "flash"  # other head dims are padded by scaled_dot_product_attention, not by the kernel
-        )
-    as_many_heads = (x[:, :1].expand(-1, query.shape[1], -1, -1) for x in (key, value))
-    return (
-        "efficient"
-        if can_use_efficient_attention(
-            SDPAParams(query, *as_many_heads, None, 0.0, is_causal, False)
-        )
-        else "plain"
-    )
+        return "flash"
+    key, value = (x[:, :1].expand(-1, query.shape[1], -1, -1) for x in (key, value))
+    tensors = query, key, value, None
+    efficient = can_use_efficient_attention(SDPAParams(*tensors, 0.0, is_causal, False))
+    return "efficient" if efficient else "plain"
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -163,20 +151,18 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
-def _scale(query: Tensor, scale: float | None) -> float:
-    return query.shape[3] ** -0.5 if scale is None else scale
+def _scale(operands: Operands) -> float:
+    return operands.query.shape[3] ** -0.5 if operands.scale is None else operands.scale
 
 
-def _scores(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> Tensor:
+def _scores(operands: Operands) -> Tensor:
     """Scaled and masked scores (b, hq, s, t), in fp32 or fp64."""
+    query, key, _, mask, is_causal, _ = operands
     wide = accumulation_dtype(query.dtype)
-    scores = (_per_key_head(query.to(wide), key) @ key.to(wide).mT).reshape(
-        *query.shape[:3], key.shape[2]
-    ) * _scale(query, scale)
-    if mask is not None:
-        scores = scores + _additive(mask, wide)
+    products = _per_key_head(query.to(wide), key) @ key.to(wide).mT
+    scores = products.reshape(*query.shape[:3], key.shape[2]) * _scale(operands)
+    if (bias := _additive(mask, wide)) is not None:
+        scores = scores + bias
     if is_causal:
         future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
@@ -184,6 +170,7 @@ def _scores(
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which sums over keys are kept: fp64 of fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

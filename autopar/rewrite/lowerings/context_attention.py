@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.nn.functional import scaled_dot_product_attention
 
 from autopar.ir.sharding import shard_extent
@@ -32,6 +32,7 @@ from autopar.rewrite.collectives.ranges import named
 from autopar.rewrite.collectives.transitions import all_to_all
 from autopar.rewrite.lowerings.attention_blocks import (
     OnlineSoftmax,
+    Operands,
     accumulation_dtype,
     block_backward,
     block_forward,
@@ -66,18 +67,20 @@ def context_attention(
     Raises ValueError if a shape or option does not fit.
     """
     group = axis_group(axis)
-    _check(query, key, value, group, method, seq, kv_seq, mask, is_causal, zigzag)
-    rows, columns = (_spans(size, group, group.index, zigzag) for size in (seq, kv_seq))
+    operands = Operands(query, key, value, mask, is_causal, scale)
+    _check(operands, group, method, seq, kv_seq, zigzag)
+    rows = _spans(seq, group, group.index, zigzag)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
         if is_causal:
-            mask = _and_causal(mask, [(0, seq)] if method == "ulysses" else rows)
+            mask = _and_causal(mask, ((0, seq),) if method == "ulysses" else rows)
+        operands = operands._replace(mask=mask)
     if query.shape[1] == 0:
-        return _no_heads(query, key, value, mask)
+        return _no_heads(operands)
     if group.size == 1 or (method == "gather" and not (is_causal and mask is None)):
-        return _whole_attention(query, key, value, mask, is_causal, scale)
+        return _whole_attention(operands)
     if method == "ulysses":
-        return _ulysses(query, key, value, axis, group, seq, kv_seq, mask, is_causal, scale, zigzag)
+        return _ulysses(operands, axis, group, seq, kv_seq, zigzag)
     if method == "gather":
         step = _Step(kv_seq, ((0, kv_seq),), _causal_blocks(rows))
         return _BlockAttention.apply(query, key, value, None, _Schedule(None, (step,)), scale)
@@ -86,13 +89,8 @@ def context_attention(
         source = (group.index - hop) % group.size
         columns = _spans(kv_seq, group, source, zigzag)
         keys = sum(length for _, length in columns)
-        steps.append(
-            _Step(
-                keys,
-                columns,
-                _ring_blocks(query.shape[2], keys, group.index, source, is_causal, zigzag),
-            )
-        )
+        blocks = _ring_blocks(query.shape[2], keys, group.index, source, is_causal, zigzag)
+        steps.append(_Step(keys, columns, blocks))
     return _BlockAttention.apply(query, key, value, mask, _Schedule(group, tuple(steps)), scale)
 
 
@@ -111,17 +109,9 @@ def _spans(size: int, group: AxisGroup, index: int, zigzag: bool) -> Spans:
 
 
 def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group: AxisGroup,
-    method: str,
-    seq: int,
-    kv_seq: int,
-    mask: Tensor | None,
-    is_causal: bool,
-    zigzag: bool,
+    operands: Operands, group: AxisGroup, method: str, seq: int, kv_seq: int, zigzag: bool
 ) -> None:
+    query, key, value, mask, is_causal, _ = operands
     where = f"context_attention by {method!r} over axis {group.name!r} (rank {group.index} of {group.size}, zigzag={zigzag})"
     if method not in METHODS:
         raise ValueError(f"{where}: the methods are {', '.join(METHODS)}")
@@ -175,17 +165,16 @@ def _and_causal(mask: Tensor, rows: Spans) -> Tensor:
     return mask & past if mask.dtype == torch.bool else torch.where(past, mask, -torch.inf)
 
 
-def _whole_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor:
-    grouped = query.shape[1] != key.shape[1]
+def _whole_attention(operands: Operands) -> Tensor:
+    query, key, value, mask, is_causal, scale = operands
     out = scaled_dot_product_attention(
-        query, key, value, mask, 0.0, is_causal and mask is None, scale=scale, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=is_causal and mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     if mask is not None and mask.requires_grad and 0 in out.shape:
         # with no queries torch leaves the mask out of the graph; its gradient is zero, not absent
@@ -193,10 +182,11 @@ def _whole_attention(
     return out
 
 
-def _no_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def _no_heads(operands: Operands) -> Tensor:
     """The result where tensor parallelism leaves this rank no query head.  Nor has any rank of the context group one, so that nobody sends
     anything.  Gradients are zero, not absent."""
-    leaves = [x.sum() for x in (query, key, value, mask) if x is not None and x.requires_grad]
+    query, value = operands.query, operands.value
+    leaves = [x.sum() for x in operands[:4] if x is not None and x.requires_grad]
     out = query.new_zeros((*query.shape[:3], value.shape[3]))
     return out + sum(leaves) if leaves else out
 
@@ -205,19 +195,10 @@ def _no_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
 
 
 def _ulysses(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    axis: str,
-    group: AxisGroup,
-    seq: int,
-    kv_seq: int,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    zigzag: bool,
+    operands: Operands, axis: str, group: AxisGroup, seq: int, kv_seq: int, zigzag: bool
 ) -> Tensor:
     """From shards of the sequence to shards of the heads, attention over the whole sequence, and back."""
+    query, key, value, mask, *_ = operands
     heads, kv_heads, ranks = query.shape[1], key.shape[1], group.size
     # the fewest that give every rank equally many; divides hq / hkv, since p divides hq
     copies = ranks // gcd(kv_heads, ranks)
@@ -225,19 +206,22 @@ def _ulysses(
         key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
     if mask is not None and mask.shape[1] > 1:
         mask = mask.narrow(1, *shard_extent(heads, ranks, group.index))
-    order = [
-        rank if half == 0 else 2 * ranks - 1 - rank for rank in range(ranks) for half in range(2)
-    ]  # chunks as they arrive
+    # chunks as they arrive
+    order = [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
     natural = [order.index(chunk) for chunk in range(2 * ranks)]
 
+    def moved(x: Tensor, src_dim: int, dst_dim: int, src_size: int, dst_size: int) -> Tensor:
+        found = all_to_all(x, axis, src_dim, dst_dim, src_size, dst_size)
+        assert isinstance(found, Tensor)  # not started to be waited for
+        return found
+
     def to_heads(x: Tensor, size: int) -> Tensor:
-        whole = all_to_all(x, axis, 2, 1, size, x.shape[1])
+        whole = moved(x, 2, 1, size, x.shape[1])
         return _reordered(whole, natural) if zigzag else whole
 
-    out = _whole_attention(
-        to_heads(query, seq), to_heads(key, kv_seq), to_heads(value, kv_seq), mask, is_causal, scale
-    )
-    return all_to_all(_reordered(out, order) if zigzag else out, axis, 1, 2, heads, seq)
+    query, key, value = to_heads(query, seq), to_heads(key, kv_seq), to_heads(value, kv_seq)
+    out = _whole_attention(operands._replace(query=query, key=key, value=value, mask=mask))
+    return moved(_reordered(out, order) if zigzag else out, 1, 2, heads, seq)
 
 
 def _reordered(x: Tensor, order: list[int]) -> Tensor:
@@ -278,10 +262,8 @@ def _causal_blocks(rows: Spans) -> tuple[_Block, ...]:
     blocks, done = [], 0
     for start, length in rows:
         here = slice(done, done + length)
-        blocks += [
-            _Block(here, slice(0, start), False),
-            _Block(here, slice(start, start + length), True),
-        ]
+        blocks.append(_Block(here, slice(0, start), False))
+        blocks.append(_Block(here, slice(start, start + length), True))
         done += length
     return _not_empty(blocks)
 
@@ -306,11 +288,7 @@ def _ring_blocks(
 
 
 def _not_empty(blocks: list[_Block]) -> tuple[_Block, ...]:
-    return tuple(
-        block
-        for block in blocks
-        if all(part.stop > part.start for part in (block.rows, block.columns))
-    )
+    return tuple(b for b in blocks if all(part.stop > part.start for part in (b.rows, b.columns)))
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -318,7 +296,7 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -329,12 +307,8 @@ class _BlockAttention(torch.autograd.Function):
         softmax = OnlineSoftmax(query, value.shape[3])
         for step, keys, values in _visiting(schedule, key, value):
             for block in step.blocks:
-                out, lse = block_forward(
-                    *_operands(block, step, query, keys, values, mask),
-                    _is_causal(block, mask),
-                    scale,
-                )
-                softmax.add(block.rows, out, lse)
+                whole = Operands(query, keys, values, mask, block.is_causal, scale)
+                softmax.add(block.rows, *block_forward(_part(whole, block, step)))
         out, lse = softmax.result()
         ctx.save_for_backward(query, key, value, mask, out, lse)
         ctx.schedule, ctx.scale = schedule, scale
@@ -342,27 +316,25 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, out, lse = ctx.saved_tensors
         ring, steps = ctx.schedule.ring, ctx.schedule.steps
         wide = accumulation_dtype(query.dtype)
         grad = grad.contiguous()
         dquery = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
-        arriving, works = None, []
+        arriving: Tensor | None = None
+        works: list[dist.Work] = []
         for number, (step, keys, values) in enumerate(_visiting(ctx.schedule, key, value)):
             gradients = keys.new_zeros(_packed_size(key, value, step.keys), dtype=wide)
             dkeys, dvalues = _unpack(gradients, key, value, step.keys)
             for block in step.blocks:
                 rows, columns = block.rows, block.columns
-                operands = _operands(block, step, query, keys, values, mask)
-                merged = (out[:, :, rows], lse[:, :, rows])
-                found = block_backward(
-                    grad[:, :, rows], *operands, *merged, _is_causal(block, mask), ctx.scale
-                )
-                for whole, part, piece in zip(
-                    (dquery, dkeys, dvalues), (rows, columns, columns), found, strict=True
-                ):
-                    whole[:, :, part] += piece
+                whole = Operands(query, keys, values, mask, block.is_causal, ctx.scale)
+                merged = (grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
+                found = block_backward(_part(whole, block, step), *merged)
+                dquery[:, :, rows] += found[0]
+                dkeys[:, :, columns] += found[1]
+                dvalues[:, :, columns] += found[2]
             if ring is None:
                 break
             # The gradients of a shard follow it round the ring, one step behind: they are sent on when this rank has added its part, and
@@ -374,46 +346,42 @@ class _BlockAttention(torch.autograd.Function):
             sent, arriving = gradients, gradients.new_empty(_packed_size(key, value, upcoming))
             works = _exchange(ring, sent, arriving, tag=1)
         _wait(works)
-        if ring is not None:
+        if arriving is not None:
             dkeys, dvalues = _unpack(arriving, key, value, steps[0].keys)
-        return (
-            dquery.to(query.dtype),
-            dkeys.to(key.dtype),
-            dvalues.to(value.dtype),
-            None,
-            None,
-            None,
-        )
+        found = dquery.to(query.dtype), dkeys.to(key.dtype), dvalues.to(value.dtype)
+        return *found, None, None, None
 
 
-def _is_causal(block: _Block, mask: Tensor | None) -> bool:
-    return block.is_causal and mask is None  # a mask has the causal one in it
-
-
-def _operands(
-    block: _Block, step: _Step, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
-) -> tuple:
-    """(query, key, value, mask) of one block; the mask (.., s or 1, kv_seq) is cut down to its rows and the positions of its keys."""
+def _part(whole: Operands, block: _Block, step: _Step) -> Operands:
+    """What one block reads of the operands of its step: of the mask (.., s or 1, kv_seq), which has the causal one in it, its rows and the
+    positions of its keys."""
+    query, keys, values, mask, is_causal, _ = whole
     if mask is not None:
         mask = mask[:, :, block.rows] if mask.shape[2] > 1 else mask
         pieces = [mask.narrow(3, *span) for span in step.columns]
         mask = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 3))[..., block.columns]
-    return query[:, :, block.rows], keys[:, :, block.columns], values[:, :, block.columns], mask
+    return whole._replace(
+        query=query[:, :, block.rows],
+        key=keys[:, :, block.columns],
+        value=values[:, :, block.columns],
+        mask=mask,
+        is_causal=is_causal and mask is None,
+    )
 
 
 def _visiting(
     schedule: _Schedule, key: Tensor, value: Tensor
 ) -> Iterator[tuple[_Step, Tensor, Tensor]]:
     """(step, keys, values) for each step; while the caller computes with them, they travel on and the next ones arrive."""
-    steps, keys, values, packed = schedule.steps, key, value, None
+    steps, ring, keys, values, packed = schedule.steps, schedule.ring, key, value, None
     for number, step in enumerate(steps):
-        if number + 1 == len(steps):
+        if ring is None or number + 1 == len(steps):
             yield step, keys, values
             return
         if packed is None:
             packed = torch.cat([key.reshape(-1), value.reshape(-1)])
         incoming = packed.new_empty(_packed_size(key, value, steps[number + 1].keys))
-        works = _exchange(schedule.ring, packed, incoming, tag=0)
+        works = _exchange(ring, packed, incoming, tag=0)
         yield step, keys, values
         _wait(works)
         packed = incoming
@@ -436,17 +404,14 @@ def _exchange(ring: AxisGroup, outgoing: Tensor, incoming: Tensor, tag: int) -> 
 
     Keys and gradients have tags of their own, since both are under way at once.  An empty shard is not sent; its receiver knows.
     """
-    if ring.simulate or outgoing.is_meta or isinstance(outgoing, FakeTensor):
+    if ring.group_name is None or outgoing.is_meta or isinstance(outgoing, FakeTensor):
         incoming.zero_()
         return []
-    process_group = _resolve_process_group(ring.group_name)
-    hops = (
-        (dist.isend, outgoing, (ring.index + 1) % ring.size),
-        (dist.irecv, incoming, (ring.index - 1) % ring.size),
-    )
+    process_group = _resolve_process_group(GroupName(ring.group_name))
+    hops = ((dist.isend, outgoing, 1), (dist.irecv, incoming, -1))
     operations = [
-        dist.P2POp(op, x, group=process_group, tag=tag, group_peer=peer)
-        for op, x, peer in hops
+        dist.P2POp(op, x, group=process_group, tag=tag, group_peer=(ring.index + hop) % ring.size)
+        for op, x, hop in hops
         if x.numel()
     ]
     return dist.batch_isend_irecv(operations) if operations else []

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from autopar.ir.batch import multiple_of_batch
-from autopar.ir.calls import op_name
+from autopar.ir.calls import argument_names, op_name
 from autopar.ir.sharding import parse_pattern, shard_extent
 from autopar.ops.dims import Call, is_symbolic
 from autopar.rewrite.collectives.patterns import Split, pick
@@ -76,53 +76,52 @@ def keep_mask(
     dim that grows with the batch (at most two), whose index is hashed apart.  One hash gives four words, for four neighbours along the
     last dim that has a size: that is why whole dims and shards that begin at a multiple of four are cheapest.
     """
-    rank = len(shape)
-    last = max((d for d in range(rank) if sizes[d] is not None), default=-1)
-    packed = (
-        last >= 0 and not isinstance(positions[last], Tensor) and (positions[last] or 0) % 4 == 0
-    )
-    index, lane = [], None
-    for dim, (length, held) in enumerate(zip(shape, positions, strict=True)):
-        start = 0 if held is None else held
-        if dim == last and packed:
-            found = torch.arange(start // 4, start // 4 + (length + 3) // 4, device=device)
-        else:
-            found = (
-                held.to(device)
-                if isinstance(held, Tensor)
-                else torch.arange(start, start + length, device=device)
-            )
-        found = found.view([-1 if d == dim else 1 for d in range(rank)])
-        if dim == last and not packed:
-            found, lane = found // 4, found % 4
-        index.append(found)
-    element = torch.zeros([1] * rank, dtype=torch.int64, device=device)
-    stride, rows = 1, []
-    for dim in reversed(range(rank)):
-        if sizes[dim] is None:
-            rows.append(index[dim])
-        else:
-            element, stride = (
-                element + index[dim] * stride,
-                stride * ((sizes[dim] + 3) // 4 if dim == last else sizes[dim]),
-            )
-    if len(rows) > 2:
+    if len(rows := [d for d, size in enumerate(sizes) if size is None]) > 2:
         raise ValueError(
             f"{len(rows)} dims of a value of shape {tuple(shape)} grow with the batch; dropout can count two"
         )
-    row = rows[0] if rows else torch.zeros_like(element)
-    column = rows[1] if len(rows) > 1 else 0
-    words = philox(
-        (element & _WORD, element >> 32 & _WORD, row & _WORD, (row >> 32 & _WORD) ^ column), key
+    last = max((d for d, size in enumerate(sizes) if size is not None), default=-1)
+    packed = (
+        last >= 0 and not isinstance(positions[last], Tensor) and (positions[last] or 0) % 4 == 0
     )
+    index = []
+    for dim, (length, held) in enumerate(zip(shape, positions, strict=True)):
+        if isinstance(held, Tensor):
+            found = held.to(device)
+        else:
+            start, count = held or 0, length
+            if dim == last and packed:
+                start, count = start // 4, (length + 3) // 4
+            found = torch.arange(start, start + count, device=device)
+        index.append(found.view([-1 if d == dim else 1 for d in range(len(shape))]))
+    lane = None
+    if last >= 0 and not packed:
+        lane, index[last] = index[last] % 4, index[last] // 4
+    words = philox(_counter(index, sizes, last, device), key)
     kept = [word >= round(p * 2**32) for word in words]
     if last < 0:
         return kept[0].expand(tuple(shape))
-    if packed:
+    if lane is None:
         return torch.stack(kept, last + 1).flatten(last, last + 1).narrow(last, 0, shape[last])
     return torch.where(
         lane < 2, torch.where(lane == 0, kept[0], kept[1]), torch.where(lane == 2, kept[2], kept[3])
     )
+
+
+def _counter(
+    index: list[Tensor], sizes: Sequence[int | None], last: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox' counter of every element from its `index` along each dim; that along dim `last` counts four elements at a time."""
+    element = torch.zeros([1] * len(index), dtype=torch.int64, device=device)
+    stride, rows = 1, []
+    for dim in reversed(range(len(index))):
+        if (size := sizes[dim]) is None:
+            rows.append(index[dim])
+        else:
+            element = element + index[dim] * stride
+            stride *= (size + 3) // 4 if dim == last else size
+    row, column = (*rows, torch.zeros_like(element), torch.zeros_like(element))[:2]
+    return element & _WORD, element >> 32 & _WORD, row & _WORD, (row >> 32 & _WORD) ^ column
 
 
 def counter_dropout(
@@ -158,16 +157,13 @@ def _chunked(
         return keep_mask(x.shape, p, key, positions, sizes, x.device).contiguous()
     dim = max(range(x.dim()), key=lambda d: x.shape[d])
     rows = max(4, CHUNK * x.shape[dim] // x.numel() // 4 * 4)
-    held = positions[dim] if positions[dim] is not None else 0
+    held = positions[dim]
     keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     for start in range(0, x.shape[dim], rows):
         part = keep.narrow(dim, start, min(rows, x.shape[dim] - start))
-        some = held[start : start + rows] if isinstance(held, Tensor) else held + start
-        part.copy_(
-            keep_mask(
-                part.shape, p, key, [*positions[:dim], some, *positions[dim + 1 :]], sizes, x.device
-            )
-        )
+        some = held[start : start + rows] if isinstance(held, Tensor) else (held or 0) + start
+        of_part = [*positions[:dim], some, *positions[dim + 1 :]]
+        part.copy_(keep_mask(part.shape, p, key, of_part, sizes, x.device))
     return keep
 
 
@@ -276,11 +272,8 @@ def other_positions(x: Tensor, dim: int, noise: Tensor, index: int) -> Tensor:
     """Indices of a dim that depends on the batch but holds no whole number of entries a row: the micro-batch is hashed with the index."""
     if x.is_meta:
         return torch.empty(x.shape[dim], dtype=torch.int64, device=x.device)
-    return (
-        torch.arange(x.shape[dim], device=x.device)
-        + x.shape[dim] * max(index, 0)
-        + (noise.tolist()[3] << 32)
-    )
+    first = x.shape[dim] * max(index, 0) + (noise.tolist()[3] << 32)
+    return torch.arange(x.shape[dim], device=x.device) + first
 
 
 # ----------------------------------------------------------------------------------------------------------------------- lowering
@@ -330,14 +323,14 @@ def lower_draw(
     node: Node, args: tuple, sizes: LocalSizes, result: Layouts, noise: Node, call: int
 ) -> tuple[Any, tuple, dict]:
     """(target, args, kwargs) of a call that drops.  `args` name local values; `result` is the layout of what it returns."""
-    out = node.meta["val"]
+    out, call_of = node.meta["val"], Call(node)
     if op_name(node) == "aten::dropout":
         found = [
             local_positions(d, s, result, sizes, args[0], noise) for d, s in enumerate(out.shape)
         ]
         positions, whole = zip(*found, strict=True) if found else ((), ())
-        return dropout, (args[0], Call(node).arg("p"), noise, call, positions, whole), {}
-    q, k = (n.meta["val"] for n in node.args[:2])
+        return dropout, (args[0], call_of.arg("p"), noise, call, positions, whole), {}
+    q, k = call_of.tensors[:2]
     found = []
     for dim, size in enumerate(out.shape[:-1]):
         source = args[0] if str(q.shape[dim]) == str(size) else args[1]
@@ -345,13 +338,9 @@ def lower_draw(
     last = k.dim() - 2
     found.append(local_positions(last, k.shape[last], {}, sizes, args[1], noise))
     positions, whole = zip(*found, strict=True)
+    local = dict(zip(argument_names(node), args, strict=False))
     options = [
-        _option(node, args, name) for name in ("attn_mask", "dropout_p", "is_causal", "scale")
+        local.get(name, call_of.arg(name))
+        for name in ("attn_mask", "dropout_p", "is_causal", "scale")
     ]
     return attention_with_dropout, (*args[:3], *options, noise, call, positions, whole), {}
-
-
-def _option(node: Node, args: tuple, name: str) -> Any:
-    """An argument of attention: from the local `args` where it was passed by position."""
-    place = [a.name for a in node.target._schema.arguments].index(name)
-    return args[place] if place < len(args) else Call(node).arg(name)

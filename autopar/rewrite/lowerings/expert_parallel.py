@@ -13,6 +13,8 @@ all ranks of the axis, complete where they are.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from autopar_kernels.routed_experts import (
     combine,
@@ -27,6 +29,8 @@ from torch.autograd.function import once_differentiable
 from autopar.ir.sharding import shard_extent
 from autopar.rewrite.collectives.axes import AxisGroup, axis_group
 from autopar.rewrite.collectives.ranges import named
+
+_c10d = torch.ops._c10d_functional
 
 
 def expert_parallel(
@@ -52,38 +56,26 @@ def expert_parallel(
     T K / experts) choices of an expert by one rank.  Every rank of the axis must call, and run backward if one does.
     """
     group = axis_group(axis)
+    mlp = (up, up_bias, down, down_bias, activation, transposed)
     if group.size == 1:
-        return routed_experts(
-            x, index, weights, up, up_bias, down, down_bias, activation, transposed, capacity_factor
-        )
+        return routed_experts(x, index, weights, *mlp, capacity_factor=capacity_factor)
     if up.shape[0] != (local := shard_extent(experts, group.size, group.index)[1]):
         raise ValueError(
             f"expert_parallel over axis {axis!r} (rank {group.index} of {group.size}) expects {local} of {experts} experts and got "
             f"{up.shape[0]}"
         )
-    order, ids, ends = sort_by_expert(index, experts, capacity_factor)
+    order, _, ends = sort_by_expert(index, experts, capacity_factor)
     rows = x.index_select(0, order // index.shape[1])
     if group.simulate:
         # as many rows arrive as leave: the mean
         send = receive = [rows.shape[0]] + [0] * (group.size - 1)
         counts = ends.new_zeros(group.size, local)
     else:
-        counts, send, receive = _exchange_counts(
-            torch.diff(ends, prepend=ends.new_zeros(1)), local, group
-        )
+        leaving = torch.diff(ends, prepend=ends.new_zeros(1))
+        counts, send, receive = _exchange_counts(leaving, local, group)
     arrived = _exchange(rows[: sum(send)], send, receive, group)
-    back, ids_here, ends_here = sort_by_expert(_expert_of_rows(counts, arrived.shape[0]), local)
-    mixed = expert_mlp(
-        arrived.index_select(0, back),
-        ids_here,
-        ends_here,
-        up,
-        up_bias,
-        down,
-        down_bias,
-        activation,
-        transposed,
-    )
+    back, ids, ends = sort_by_expert(_expert_of_rows(counts, arrived.shape[0]), local)
+    mixed = expert_mlp(arrived.index_select(0, back), ids, ends, *mlp)
     returned = _exchange(mixed.index_select(0, inverse_order(back)), receive, send, group)
     missing = rows.shape[0] - returned.shape[0]  # choices of no expert, sorted last
     if missing:
@@ -99,10 +91,9 @@ def _exchange_counts(
     owned = [shard_extent(counts.shape[0], group.size, rank)[1] for rank in range(group.size)]
     coming = _all_to_all(counts, owned, [local] * group.size, group).view(group.size, local)
     send = torch.stack([part.sum() for part in counts.split(owned)])
-    send, receive = torch.stack(
-        [send, coming.sum(1)]
-    ).tolist()  # the one synchronization with the host
-    return coming, send, receive
+    # the one synchronization with the host
+    to_send, to_receive = torch.stack([send, coming.sum(1)]).tolist()
+    return coming, to_send, to_receive
 
 
 def _expert_of_rows(counts: Tensor, rows: int) -> Tensor:
@@ -121,13 +112,15 @@ def _exchange(rows: Tensor, send: list[int], receive: list[int], group: AxisGrou
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, send: list[int], receive: list[int], group: AxisGroup) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: AxisGroup
+    ) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
         return _all_to_all(rows, send, receive, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
@@ -136,8 +129,5 @@ def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: AxisGroup
     if group.simulate:
         return x.new_zeros(sum(receive), *x.shape[1:])
     with named("all_to_all over", group.name):
-        return torch.ops._c10d_functional.wait_tensor(
-            torch.ops._c10d_functional.all_to_all_single(
-                x.contiguous(), receive, send, group.group_name
-            )
-        )
+        sent = _c10d.all_to_all_single(x.contiguous(), receive, send, group.group_name)
+        return _c10d.wait_tensor(sent)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,27 +39,35 @@ class LateGradient:
 
 class _Late(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight, handle):
+    def forward(ctx: Any, weight: Tensor, handle: _Handle) -> Tensor:
         ctx.handle = handle
         return weight.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _):
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         compute, ctx.handle.compute = ctx.handle.compute, None
         return compute(), None
 
 
 class _LateLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, token, handle, transposed):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token: Tensor,
+        handle: _Handle,
+        transposed: bool,
+    ) -> Tensor:
         ctx.handle, ctx.transposed = handle, transposed
         ctx.save_for_backward(x, weight)
         return torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, transposed = _rows(grad), ctx.transposed
 
@@ -67,17 +76,12 @@ class _LateLinear(torch.autograd.Function):
 
         if ctx.needs_input_grad[3]:
             ctx.handle.compute = weight_gradient
-        to_input = (
-            grad @ (weight.t() if transposed else weight) if ctx.needs_input_grad[0] else None
-        )
-        return (
-            to_input,
-            None,
-            rows.sum(0) if ctx.needs_input_grad[2] else None,
-            grad.new_empty(0),
-            None,
-            None,
-        )
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = grad @ (weight.t() if transposed else weight)
+        if ctx.needs_input_grad[2]:
+            dbias = rows.sum(0)
+        return dx, None, dbias, grad.new_empty(0), None, None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -11,11 +11,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from autopar.errors import AutoparError
-from autopar.ir.calls import op_name, sparse_argument
-from autopar.ir.mesh import MeshShape
+from autopar.ir.calls import argument_names, op_name, sparse_argument
 from autopar.ir.plan_fields import AxisChoice
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
@@ -34,14 +33,12 @@ Lowered = tuple[Any, tuple, dict]
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What lowering a call may look at: the call over whole tensors, the plan's choice on each axis, and this rank's graph and sizes;
+    """What lowering a call may look at: the call over whole tensors, the plan's choice on each axis, and this rank's sizes and device;
     `noise`, for a call that drops, is the segment's noise and the call's number."""
 
     node: Node
     choices: dict[str, AxisChoice]
-    graph: Graph
     sizes: LocalSizes
-    mesh: MeshShape
     device: torch.device
     noise: tuple[Node, int] | None = None
 
@@ -57,11 +54,9 @@ class Lowering:
     @property
     def special(self) -> dict[str, str]:
         """The special lowerings that the choices need, and on which axis: name -> axis."""
-        dims, found = op_dims(self.node), {}
-        for axis, choice in self.choices.items():
-            if name := lowering_of(dims, choice.strategy):
-                found[name] = axis
-        return found
+        dims = op_dims(self.node)
+        named = {lowering_of(dims, x.strategy): axis for axis, x in self.choices.items()}
+        return {name: axis for name, axis in named.items() if name}
 
 
 def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
@@ -81,15 +76,13 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
         return lower_draw(node, args, sizes, op.result, *op.noise)
     if op_name(node) == "autopar::in_training":
         return vocabulary_parallel.in_training, args, {}
-    if "device" in kwargs or any(isinstance(a, torch.device) for a in args):
-        kwargs = kwargs | {"device": op.device} if "device" in kwargs else kwargs
-        args = tuple(op.device if isinstance(a, torch.device) else a for a in args)
-    kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
-    result = op.result
-    if node.target in (aten.reshape.default, aten.expand.default):
-        return node.target, (args[0], _shape_argument(node, sizes, result)), {}
-    if op_name(node) == "aten::squeeze":  # a dim that is 1 on this rank alone must stay
-        return aten.reshape.default, (args[0], _shape_argument(node, sizes, result)), {}
+    args = tuple(op.device if isinstance(a, torch.device) else a for a in args)
+    kwargs = {k: op.device if k == "device" else v for k, v in kwargs.items() if k != "pin_memory"}
+    # squeezed by a reshape: a dim that is 1 on this rank alone must stay
+    squeezes = op_name(node) == "aten::squeeze"
+    if squeezes or node.target in (aten.reshape.default, aten.expand.default):
+        target = aten.reshape.default if squeezes else node.target
+        return target, (args[0], _shape_argument(node, sizes, op.result)), {}
     if node.target is aten.split_with_sizes.default:
         return node.target, (args[0], _local_sections(op), *args[2:]), kwargs
     return node.target, whole_sizes(args, sizes), whole_sizes(kwargs, sizes)
@@ -98,17 +91,16 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
 def _local_sections(op: Lowering) -> list:
     """The sizes of a split's parts on this rank."""
     dim = Call(op.node).dim(default=0)
-    return [
-        op.sizes.local(
-            part.shape[dim], dim, {axis: choice.outputs[k] for axis, choice in op.choices.items()}
-        )
-        for k, part in enumerate(Call(op.node).results)
-    ]
+    sections = []
+    for k, part in enumerate(Call(op.node).results):
+        layouts = {axis: choice.outputs[k] for axis, choice in op.choices.items()}
+        sections.append(op.sizes.local(part.shape[dim], dim, layouts))
+    return sections
 
 
 def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:
     """Local sizes for reshape and expand; the one dim that follows the batch is written -1 where that is unambiguous."""
-    val, source = node.meta["val"], node.args[0].meta["val"]
+    val, source = node.meta["val"], Call(node).tensors[0]
     symbolic = [d for d, s in enumerate(val.shape) if is_symbolic(s)]
     if node.target is aten.expand.default:
         offset = val.dim() - source.dim()
@@ -134,38 +126,33 @@ def whole_sizes(value: Any, sizes: LocalSizes) -> Any:
 
 
 def _embedding(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
-    axis, vocab = op.special["vocab_parallel_embedding"], int(op.node.args[0].meta["val"].shape[0])
-    padding = Call(op.node).arg("padding_idx", -1)
-    return (
-        vocabulary_parallel.vocab_parallel_embedding,
-        (args[0], args[1], axis, vocab),
-        {"padding_idx": padding},
-    )
+    call, axis = Call(op.node), op.special["vocab_parallel_embedding"]
+    found = {"padding_idx": call.arg("padding_idx", -1)}
+    vocab = int(call.tensors[0].shape[0])
+    return vocabulary_parallel.vocab_parallel_embedding, (*args[:2], axis, vocab), found
 
 
 def _cross_entropy(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     call, axis = Call(op.node), op.special["vocab_parallel_cross_entropy"]
-    vocab = int(op.node.args[0].meta["val"].shape[1])
+    vocab = int(call.tensors[0].shape[1])
     found = {
         "reduction": {0: "none", 2: "sum"}[call.arg("reduction")],
         "ignore_index": call.arg("ignore_index", -100),
     }
-    return vocabulary_parallel.vocab_parallel_cross_entropy, (args[0], args[1], axis, vocab), found
+    return vocabulary_parallel.vocab_parallel_cross_entropy, (*args[:2], axis, vocab), found
 
 
 def _local_groups(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     """The op is told how many of its channel groups this rank holds."""
-    names = [spec.name for spec in op.node.target._schema.arguments]
-    name = "groups" if "groups" in names else "num_groups"
-    parts = prod(
-        op.mesh.size(axis) for axis, choice in op.choices.items() if choice.strategy == "g"
-    )
+    name = "groups" if "groups" in argument_names(op.node) else "num_groups"
+    over = [axis for axis, choice in op.choices.items() if choice.strategy == "g"]
+    parts = prod(op.sizes.mesh.size(axis) for axis in over)
     return op.node.target, *_replaced(op.node, args, kwargs, name, Call(op.node).arg(name) // parts)
 
 
 def _replaced(node: Node, args: tuple, kwargs: dict, name: str, value: Any) -> tuple[tuple, dict]:
     """The arguments with another value for the one that the schema calls `name`, which is passed by position or keyword."""
-    position = [spec.name for spec in node.target._schema.arguments].index(name)
+    position = argument_names(node).index(name)
     if name in kwargs:
         return args, kwargs | {name: value}
     return (*args[:position], value, *args[position + 1 :]), kwargs
@@ -180,10 +167,9 @@ def _attention(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     query, key, value, *rest = args
     if "grouped_heads" in special:
         heads, key_heads = (int(t.shape[1]) for t in call.tensors[:2])
+        own = special["grouped_heads"], heads, key_heads
         key, value = (
-            op.graph.call_function(
-                vocabulary_parallel.own_key_heads, (x, special["grouped_heads"], heads, key_heads)
-            )
+            op.sizes.graph.call_function(vocabulary_parallel.own_key_heads, (x, *own))
             for x in (key, value)
         )
     context = next((name for name in _CONTEXT if name in special), "")
@@ -198,28 +184,18 @@ def _attention(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
         "scale": call.arg("scale"),
         "zigzag": op.operand(0)[axis].pattern.zigzag,
     }
-    return (
-        context_attention,
-        (query, key, value, axis, _CONTEXT[context]),
-        {k: v for k, v in found.items() if v not in (None, False)},
-    )
+    asked = {k: v for k, v in found.items() if v not in (None, False)}
+    return context_attention, (query, key, value, axis, _CONTEXT[context]), asked
 
 
 def _experts(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     """Arguments by position, as the op's schema has them; then the axis and the number of all experts."""
-    schema = [argument.name for argument in op.node.target._schema.arguments]
+    schema = argument_names(op.node)
     given = dict(zip(schema, args, strict=False)) | kwargs
     capacity = {"capacity_factor": given["capacity_factor"]} if given.get("capacity_factor") else {}
-    positional = tuple(given.get(name) for name in schema if name != "capacity_factor")
-    return (
-        expert_parallel,
-        (
-            *positional,
-            op.special["expert_parallel"],
-            int(Call(op.node).arg("down").meta["val"].shape[0]),
-        ),
-        capacity,
-    )
+    positional = [given.get(name) for name in schema if name != "capacity_factor"]
+    experts = int(Call(op.node).arg("down").meta["val"].shape[0])
+    return expert_parallel, (*positional, op.special["expert_parallel"], experts), capacity
 
 
 _SPECIAL = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -20,7 +22,17 @@ Layouts = dict[str, Layout]
 """The layout of one value on each axis larger than 1."""
 
 
-_OF_MANY = {"Add": operator.add, "Mul": operator.mul, "Max": torch.sym_max, "Min": torch.sym_min}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+    **dict.fromkeys(("FloatTrueDiv", "IntTrueDiv"), operator.truediv),
+    **dict.fromkeys(("Pow", "FloatPow", "PowByNatural"), operator.pow),
+    **dict.fromkeys(("FloorDiv", "CleanDiv"), operator.floordiv),
+    **dict.fromkeys(("Mod", "PythonMod"), operator.mod),
+}
+"""What computes each kind of sympy expression, of two operands; sums, products, maxima and minima may have more."""
 
 
 class LocalSizes:
@@ -32,9 +44,8 @@ class LocalSizes:
 
     def __init__(self, graph: Graph, mesh: MeshShape, coordinates: dict[str, int]) -> None:
         self.graph, self.mesh, self.coordinates = graph, mesh, coordinates
-        self._source: tuple[Node, int, Any, int] | None = (
-            None  # input, dim, its size in batches on this rank, data-parallel parts
-        )
+        # input, dim, its size in batches on this rank, data-parallel parts
+        self._source: tuple[Node, int, int, int] | None = None
         self._nodes: dict[str, Node] = {}
 
     def offer(self, placeholder: Node, tensor: torch.Tensor, layouts: Layouts) -> None:
@@ -44,43 +55,32 @@ class LocalSizes:
         for dim, size in enumerate(tensor.shape):
             rows_each = multiple_of_batch(size)
             if rows_each:
-                self._source = (
-                    placeholder,
-                    dim,
-                    rows_each // self._row_parts(dim, layouts),
-                    self._batch_parts(dim, layouts),
-                )
+                of_batch, of_rows = (self._parts(dim, layouts, rows) for rows in (False, True))
+                self._source = (placeholder, dim, rows_each // of_rows, of_batch)
                 return
 
-    def _batch_parts(self, dim: int, layouts: Layouts) -> int:
-        """Over how many ranks the batch in a dim is split."""
-        return prod(
-            self.mesh.size(axis)
-            for axis, x in layouts.items()
-            if x.dim == dim and not x.pattern.rows
-        )
-
-    def _row_parts(self, dim: int, layouts: Layouts) -> int:
-        """Over how many ranks what is flattened with the batch is split."""
-        return prod(
-            self.mesh.size(axis) for axis, x in layouts.items() if x.dim == dim and x.pattern.rows
-        )
+    def _parts(self, dim: int, layouts: Layouts, rows: bool) -> int:
+        """Over how many ranks the batch in a dim is split or, with `rows`, what is flattened with it."""
+        splits = [axis for axis, x in layouts.items() if (x.dim, x.pattern.rows) == (dim, rows)]
+        return prod(self.mesh.size(axis) for axis in splits)
 
     def rows(self, layouts: Layouts) -> int | Node:
         """The batch rows on this rank of a value whose batch, flattened with something else, is laid out `layouts`."""
         dims = {x.dim for x in layouts.values() if x.pattern.rows}
         if not dims:
             return 1
-        return self._emit_rows(self._batch_parts(dims.pop(), layouts))
+        parts = self._parts(dims.pop(), layouts, rows=False)
+        return self._build(sympy.simplify(self._whole_rows() / parts))
 
-    def whole(self, size: Any) -> int | Node:
+    def whole(self, size: Any) -> int | float | Node:
         """The size over all ranks, for operands that are not sharded over dp."""
         return self._emit(size, 1)
 
     def local(self, size: Any, dim: int, layouts: Layouts) -> int | Node:
         """The size of `dim` on this rank of a value laid out `layouts`."""
         if is_symbolic(size):
-            return self._emit(size, self._batch_parts(dim, layouts) * self._row_parts(dim, layouts))
+            parts = prod(self._parts(dim, layouts, rows) for rows in (False, True))
+            return self._emit(size, parts)
         for axis, layout in layouts.items():  # outermost first: axes that split one dim nest
             if layout.dim == dim:
                 size = local_extent(
@@ -99,7 +99,7 @@ class LocalSizes:
             )
         if "batch" not in self._nodes:
             placeholder, dim, rows_each, _ = self._source
-            with self.graph.inserting_after(self._anchor()):
+            with self.graph.inserting_after(self.graph.find_nodes(op="placeholder")[-1]):
                 node = self.graph.call_function(torch.ops.aten.sym_size.int, (placeholder, dim))
             if rows_each > 1:
                 node = self._call(operator.floordiv, node, rows_each)
@@ -107,23 +107,17 @@ class LocalSizes:
             self._nodes["batch"] = node
         return self._nodes["batch"]
 
-    def _anchor(self) -> Node:
-        return self.graph.find_nodes(op="placeholder")[-1]
-
-    def _emit(self, size: Any, parts: int) -> int | Node:
+    def _emit(self, size: Any, parts: int) -> Any:
         """A node that computes `size` / `parts` from the batch."""
         expr = size.node.expr.subs({s: self._whole_rows() for s in size.node.expr.free_symbols})
         return self._build(sympy.simplify(expr / parts) if isinstance(size, torch.SymInt) else expr)
-
-    def _emit_rows(self, parts: int) -> int | Node:
-        return self._build(sympy.simplify(self._whole_rows() / parts))
 
     def _whole_rows(self) -> Any:
         """The rows of the whole micro-batch, in terms of the local ones."""
         batch = sympy.Symbol("batch", positive=True, integer=True)
         return batch * (self._source[3] if self._source is not None else 1)
 
-    def _build(self, expr: Any) -> int | Node:
+    def _build(self, expr: Any) -> Any:
         if expr.is_number:
             return int(expr) if expr.is_integer else float(expr)
         if expr.is_Symbol:
@@ -135,29 +129,15 @@ class LocalSizes:
         if key not in self._nodes:
             parts = [self._build(a) for a in expr.args]
             name = type(expr).__name__
-            if name in _OF_MANY:
-                value = parts[0]
-                for part in parts[1:]:
-                    value = self._call(_OF_MANY[name], value, part)
-            elif name in ("ToFloat", "Identity"):
-                value = parts[0]
-            elif name in ("FloatTrueDiv", "IntTrueDiv"):
-                value = self._call(operator.truediv, *parts)
-            elif name in ("Pow", "FloatPow", "PowByNatural"):
-                value = self._call(operator.pow, *parts)
-            elif name in ("FloorDiv", "CleanDiv"):
-                value = self._call(operator.floordiv, *parts)
-            elif name in ("Mod", "PythonMod"):
-                value = self._call(operator.mod, *parts)
-            else:
+            if name not in (*_FUNCTIONS, "ToFloat", "Identity"):
                 raise AutoparError(
                     f"a size of the model is {expr}; autopar can compute sums, products, powers, quotients, remainders, maxima and minima "
                     "of the batch"
                 )
-            self._nodes[key] = value
+            self._nodes[key] = reduce(lambda a, b: self._call(_FUNCTIONS[name], a, b), parts)
         return self._nodes[key]
 
-    def _call(self, function, a, b) -> Node:
+    def _call(self, function: Callable, a: Any, b: Any) -> Node:
         anchor = max(x for x in (a, b) if isinstance(x, Node))
         with self.graph.inserting_after(anchor):
             return self.graph.call_function(function, (a, b))

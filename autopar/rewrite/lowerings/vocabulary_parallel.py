@@ -5,12 +5,16 @@ Vocabulary parallelism after Megatron-LM (Shoeybi et al. 2019, section 3): neith
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from autopar.ir.sharding import shard_extent
 from autopar.rewrite.collectives.axes import AxisGroup, axis_group
 from autopar.rewrite.collectives.ranges import named
+
+_c10d = torch.ops._c10d_functional
 
 
 def in_training(batch: Tensor, running: Tensor) -> Tensor:
@@ -27,9 +31,9 @@ def own_key_heads(x: Tensor, axis: str, heads: int, key_heads: int) -> Tensor:
     group = axis_group(axis)
     start, length = shard_extent(heads, group.size, group.index)
     each = heads // key_heads
+    whole_groups = start % each == 0 and length % each == 0
     if length and (
-        (start % each == 0 and length % each == 0)
-        or (each % length == 0 and start // each == (start + length - 1) // each)
+        whole_groups or (each % length == 0 and start // each == (start + length - 1) // each)
     ):
         return x.narrow(1, start // each, max(length // each, 1))
     return x.index_select(1, torch.arange(start, start + length, device=x.device) // each)
@@ -47,14 +51,10 @@ def vocab_parallel_embedding(
     owned = (indices >= start) & (indices < start + length)
     if length == 0:
         return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
+    looked_up = torch.nn.functional.embedding(torch.where(owned, indices - start, 0), weight)
     if padding_idx >= 0:  # the padding row gets no gradient, as in torch.nn.functional.embedding
-        rows = torch.where(owned, indices - start, 0)
-        looked_up = torch.nn.functional.embedding(rows, weight)
-        looked_up = torch.where(
-            (indices == padding_idx).unsqueeze(-1), looked_up.detach(), looked_up
-        )
-    else:
-        looked_up = torch.nn.functional.embedding(torch.where(owned, indices - start, 0), weight)
+        padding = (indices == padding_idx).unsqueeze(-1)
+        looked_up = torch.where(padding, looked_up.detach(), looked_up)
     return torch.where(owned.unsqueeze(-1), looked_up, 0)
 
 
@@ -79,15 +79,13 @@ def _reduced(x: Tensor, group: AxisGroup, op: str) -> Tensor:
     if group.size == 1 or group.simulate:
         return x
     with named("all_reduce over", group.name):
-        return torch.ops._c10d_functional.wait_tensor(
-            torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group.group_name)
-        )
+        return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, group.group_name))
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         logits: Tensor,
         target: Tensor,
         group: AxisGroup,
@@ -103,11 +101,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         total = _reduced(probabilities.sum(-1), group, "sum")
         owned = (target >= start) & (target < start + length)
         rows = torch.where(owned, target - start, 0)
-        picked = (
-            wide.gather(-1, rows.unsqueeze(-1)).squeeze(-1)
-            if length
-            else wide.new_zeros(target.shape)
-        )
+        picked = wide.new_zeros(target.shape)
+        if length:
+            picked = wide.gather(-1, rows.unsqueeze(-1)).squeeze(-1)
         picked = _reduced(torch.where(owned, picked, 0), group, "sum")
         valid = target != ignore_index
         loss = torch.where(valid, total.log() + largest - picked, 0)
@@ -117,12 +113,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return (loss.sum() if reduction == "sum" else loss).to(logits.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, rows, owned, valid = ctx.saved_tensors
         scale = torch.where(valid, grad.to(probabilities.dtype), 0)
         dlogits = probabilities * scale.unsqueeze(-1)
         if ctx.length:
-            dlogits.scatter_add_(
-                -1, rows.unsqueeze(-1), torch.where(owned, -scale, 0).unsqueeze(-1)
-            )
+            at_target = torch.where(owned, -scale, 0).unsqueeze(-1)
+            dlogits.scatter_add_(-1, rows.unsqueeze(-1), at_target)
         return dlogits.to(ctx.dtype), None, None, None, None, None

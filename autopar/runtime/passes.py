@@ -1,0 +1,111 @@
+"""Forward and backward of the micro-batches of one batch on one rank, with or without a pipeline, and their evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from autopar.ir.plan import Plan
+from autopar.rewrite.collectives.axes import AxisGroup
+from autopar.rewrite.collectives.ranges import named
+from autopar.rewrite.lowerings.dropout import NOISE
+from autopar.rewrite.program import Program, evaluation_copy
+from autopar.runtime.batches.micro_batches import BatchSplitter, MicroBatches
+from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.runtime.programs.compiled import Compiler
+from autopar.runtime.state.parameters import Parameters
+from autopar.runtime.state.precision import LossScale
+from autopar.runtime.state.tied_parameters import StageParameters
+
+Draw = Callable[[int], torch.Tensor]
+"""The noise of a micro-batch, by its number."""
+
+
+@dataclass(kw_only=True)
+class Passes:
+    """What a rank computes of a batch.  `programs`: one for each length of batches; `stage_group`: the ranks of its pipeline, if any."""
+
+    plan: Plan
+    axes: Mapping[str, AxisGroup]
+    device: torch.device
+    programs: Sequence[Program]
+    parameters: Parameters
+    shared: StageParameters
+    batches: BatchSplitter
+    loss_scale: LossScale
+    compiler: Compiler
+    stage_group: dist.ProcessGroup | None
+    evaluations: dict[int, Program] = field(default_factory=dict)
+    pipelines: dict[tuple[str, int], Pipeline] = field(default_factory=dict)
+
+    def train(self, work: MicroBatches, draw: Draw) -> torch.Tensor:
+        """Forward and backward of each micro-batch; returns the loss of the step.  Gradients are left in the parameters."""
+        program = self.programs[work.number]
+        program.module.train()
+        if self.stage_group is not None:
+            return self._run_pipeline("training", program, work, draw)
+        total, scale = torch.zeros((), device=self.device), self.batches.scale(work)
+        for k, inputs in enumerate(work.inputs):
+            with named("micro-batch", k, "forward"):
+                loss, updates = self.forward(program, inputs, draw(k))
+            loss = loss * scale
+            with named("micro-batch", k, "backward"):
+                self.backward(loss)
+            total = total + loss.detach()
+            self._update_buffers(program, updates)  # now that backward has read the old values
+        return program.whole_loss(total, self.axes)
+
+    def evaluate(self, work: MicroBatches, draw: Draw) -> torch.Tensor:
+        """The loss of the batch, without gradients."""
+        program = self.programs[work.number]
+        if self.stage_group is not None:
+            return self._run_pipeline("evaluation", program, work, draw)
+        if work.number not in self.evaluations:
+            found = self.evaluations[work.number] = self.compiler.compile(evaluation_copy(program))
+            if found is not program:
+                self.parameters.watch(found.module)
+        evaluation, scale, noise = self.evaluations[work.number], self.batches.scale(work), draw(0)
+        total = sum(self.forward(evaluation, inputs, noise)[0] * scale for inputs in work.inputs)
+        return evaluation.whole_loss(total, self.axes)
+
+    def forward(
+        self, program: Program, inputs: dict[str, torch.Tensor], noise: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The loss, and the new values of `program.updates`."""
+        found = program.module(*inputs.values(), *((noise,) if program.draws else ()))
+        return (found[0], found[1:]) if program.updates else (found, ())
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of one micro-batch's loss."""
+        (loss * self.loss_scale.scale if self.loss_scale.dynamic else loss).backward()
+        self.parameters.after_backward()
+
+    def _update_buffers(self, program: Program, values: tuple[torch.Tensor, ...]) -> None:
+        with torch.no_grad():
+            for name, value in zip(program.updates, values, strict=True):
+                self.parameters.leaves[name].copy_(value)
+
+    def _run_pipeline(
+        self, kind: str, program: Program, work: MicroBatches, draw: Draw
+    ) -> torch.Tensor:
+        """The loss of the step or of an evaluation, on every rank."""
+        key, training = (kind, work.number), kind == "training"
+        if key not in self.pipelines:
+            own = program if training else self.compiler.compile(evaluation_copy(program))
+            self.pipelines[key] = Pipeline(
+                own, self.plan.schedule, len(self.plan.stages), self.stage_group, self.device
+            )
+        given = [inputs | {NOISE: draw(k)} for k, inputs in enumerate(work.inputs)]
+        pipeline, scale = self.pipelines[key], self.batches.scale(work)
+        with named("pipeline"):
+            losses = (
+                pipeline.train(given, work.rows, scale * self.loss_scale.scale)
+                if training
+                else pipeline.evaluate(given, work.rows)
+            )
+        zero = torch.zeros((), device=self.device, dtype=program.loss.dtype)
+        total = self.shared.over_stages(sum((loss * scale for loss in losses), zero))
+        return program.whole_loss(total, self.axes)
