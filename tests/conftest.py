@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -14,6 +16,9 @@ from support.effort import RUNSLOW
 from autopar.runtime.ranks.launch import WorkerPool
 from autopar.solve.search import work_sharing
 
+sys.path.append(
+    str(Path(__file__).parents[1])
+)  # for `benchmarks`; an installed autopar comes first
 torch.set_num_threads(1)
 # one process: two searches for the same find the same, to the last outcome (`test_team.py` has several)
 work_sharing._ALONE_S = float("inf")

@@ -7,7 +7,16 @@ import subprocess
 import sys
 
 import networkx as nx
-from support.imports import ROOT, cycles, folder_graph, folder_of, import_graph, imported, modules
+from support.imports import (
+    ROOT,
+    cycles,
+    folder_graph,
+    folder_of,
+    import_graph,
+    imported,
+    imports_of,
+    modules,
+)
 
 ROOMS = """
     autopar autopar.garbage autopar.errors autopar.files
@@ -35,7 +44,8 @@ ROOMS = """
 CLOSED_FORMS = (
     "costs.pipeline_cost",
     "costs.schedule",
-    "staging.one_stage_per_rank",
+    "staging.stage_runs",
+    "staging.rank_ways",
     "staging.interleaved",
     "staging.staged_time",
     "bounds.lagrangian",
@@ -107,6 +117,22 @@ def test_torch_and_cost_models_stay_where_they_belong():
     )
     kernels = {name for name in users_of("autopar_kernels") if name.startswith("autopar.")}
     assert kernels == in_rooms(kernels, "models", "ops", "rewrite"), kernels
+
+
+def test_no_test_module_imports_another():
+    """What tests share lies in `tests/support`; a test may import that, `benchmarks` and the product."""
+    files = {path.stem: path for path in (ROOT / "tests").rglob("*.py")}
+    assert len(files) > 150
+    wrong = {
+        (name, target)
+        for name, path in files.items()
+        for target in imports_of(path, name)
+        if any(part.startswith("test_") for part in target.split(".")) and name != target
+    }
+    assert not wrong, f"tests import each other: {sorted(wrong)}"
+    assert imports_of(ROOT / "tests/test_layers.py", "tests.test_layers") >= {
+        "support.imports.ROOT"
+    }
 
 
 def test_no_top_level_package_is_called_kernels():

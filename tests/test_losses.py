@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import functools
 
-import loss_splitting
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -17,6 +16,7 @@ from support.loss_check import Run, check, naive_is_wrong, sgd
 from support.loss_generator import MOVE, GeneratedLoss, generate
 
 from autopar.errors import AutoparError
+from benchmarks.exactness import loss_splitting
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

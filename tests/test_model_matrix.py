@@ -1,4 +1,4 @@
-"""The model matrix (benchmarks/model_matrix.py): a covering part here, every cell with --runslow, and the matrix' own honesty.
+"""The model matrix (benchmarks/exactness/model_matrix.py): a covering part here, every cell with --runslow, and the matrix' own honesty.
 
 `KNOWN` lists the cells that do not pass yet, with the reason.  It is strict: a listed cell that passes fails the test.
 """
@@ -9,11 +9,15 @@ import json
 import time
 from dataclasses import replace
 
-import matrix_cell
-import model_matrix
 import pytest
 import torch
-from matrix_cell import (
+
+from autopar.cli.plan_commands import parse_pins
+from autopar.ops.work import model_flops
+from autopar.verify.verify import Setup, make_case
+from autopar.verify.widened import Widened
+from benchmarks.exactness import matrix_cell, model_matrix
+from benchmarks.exactness.matrix_cell import (
     NPROC,
     PRECISION,
     ROWS,
@@ -24,12 +28,7 @@ from matrix_cell import (
     run_cell,
     single_device_flops,
 )
-from model_zoo import CONFIGS, ZooModel
-
-from autopar.cli.plan_commands import parse_pins
-from autopar.ops.work import model_flops
-from autopar.verify.verify import Setup, make_case
-from autopar.verify.widened import Widened
+from benchmarks.exactness.model_zoo import CONFIGS, ZooModel
 
 pytest.importorskip("transformers")
 

@@ -1,10 +1,11 @@
-"""Twenty steps of AdamW and Adafactor under composed plans (benchmarks/optimizer_runs.py): one here, all with --runslow."""
+"""Twenty steps of AdamW and Adafactor under composed plans (benchmarks/exactness/optimizer_runs.py): one here, all with --runslow."""
 
 from __future__ import annotations
 
 import pytest
-import runtime_matrix
-from optimizer_runs import RUNS, STEPS, Found, run_optimizer
+
+from benchmarks.exactness import runtime_matrix
+from benchmarks.exactness.optimizer_runs import RUNS, STEPS, Found, run_optimizer
 
 
 @pytest.mark.slow

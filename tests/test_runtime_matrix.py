@@ -1,4 +1,7 @@
-"""The matrix of the runtime (benchmarks/runtime_matrix.py): some cells here, all pairs with --runslow, and the matrix' own honesty."""
+"""The matrix of the runtime (benchmarks/exactness/runtime_matrix.py) and its own honesty.
+
+Some cells run here, all pairs with --runslow.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from dataclasses import asdict, replace
 from itertools import combinations, product
 
 import pytest
-import runtime_matrix
-from covering import covering
-from runtime_matrix import (
+
+from benchmarks.exactness import runtime_matrix
+from benchmarks.exactness.covering import covering
+from benchmarks.exactness.runtime_matrix import (
     MODELS,
     REFUSALS,
     SCHEDULES,

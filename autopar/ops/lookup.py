@@ -73,10 +73,25 @@ def _index(call: Call) -> OpDims:
     return OpDims(inputs, (out,), sizes, linear=(frozenset({0}),))
 
 
+def _masked_put(call: Call) -> OpDims:
+    """One mask, over dims that are then fixed: value e goes to the e-th place that it chooses."""
+    indices, target = call.arg("indices"), call.tensors[0]
+    masks = [(k, index.meta["val"]) for k, index in enumerate(indices) if index is not None]
+    if len(masks) != 1:
+        return whole(call)
+    ((at, mask),) = masks
+    behind = at + mask.dim()
+    letters = tuple(f"!{k}" if at <= k < behind else f"d{k}" for k in range(target.dim()))
+    sizes = dict(zip(letters, target.shape, strict=True)) | {"!e": -1}
+    values = _aligned(call.tensors[-1], (*letters[:at], "!e", *letters[behind:]), sizes)
+    linear = (frozenset({0, 2}),)
+    return OpDims((letters, letters[at:behind], values), (letters,), sizes, linear=linear)
+
+
 def _index_put(call: Call) -> OpDims:
     """Dims that are not indexed are parallel; entries are added up only if `accumulate`, and then as a partial sum."""
     if _boolean(call):
-        return whole(call)
+        return _masked_put(call)
     at, letters, out, sizes = _placed(call)
     adds = bool(call.arg("accumulate", False))
     if not adds:
@@ -220,6 +235,16 @@ def _slice_scatter(call: Call) -> OpDims:
     return OpDims((letters, source), (letters,), sizes, linear=(frozenset({0, 1}),))
 
 
+def _diagonal_scatter(call: Call) -> OpDims:
+    """A diagonal of two dims of self is replaced by src, whose last dim it is."""
+    target, src = call.tensors
+    frozen = {call.dim("dim1", 0), call.dim("dim2", 1)}
+    letters = tuple(f"!{k}" if k in frozen else f"d{k}" for k in range(target.dim()))
+    sizes = dict(zip(letters, target.shape, strict=True)) | {"!s": src.shape[-1]}
+    source = (*(x for k, x in enumerate(letters) if k not in frozen), "!s")
+    return OpDims((letters, source), (letters,), sizes, linear=(frozenset({0, 1}),))
+
+
 LOOKUPS: dict[str, Rule] = {
     "embedding": _embedding,
     "index": _index,
@@ -234,4 +259,5 @@ LOOKUPS: dict[str, Rule] = {
     "scatter_reduce": _scatter(adding=False),
     "slice_scatter": _slice_scatter,
     "select_scatter": _slice_scatter,
+    "diagonal_scatter": _diagonal_scatter,
 }

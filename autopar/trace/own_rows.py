@@ -1,4 +1,5 @@
-"""`x[torch.arange(batch), index]`: each row indexed by its own entry, as a gather along dim 1.
+"""`x[torch.arange(batch), index]`: each row indexed by its own entry, as a gather along dim 1, or a
+scatter if that is written to.
 
 An index into dim 0 may be any row, so that data parallelism would gather them all.
 """
@@ -17,12 +18,12 @@ aten = torch.ops.aten
 _PLACES = ("reshape", "view", "unsqueeze", "expand", "to", "_to_copy")
 
 
-def gather_own_rows(graph: Graph) -> None:
+def index_own_rows(graph: Graph) -> None:
     """Rewrite such an index, of any number of entries a row, or of the same entries in all rows."""
     for node in list(graph.nodes):
-        if is_op(node, "index") and (entries := _own_entries(node)) is not None:
+        if is_op(node, "index", "index_put") and (entries := _own_entries(node)) is not None:
             with graph.inserting_before(node):
-                found = _gathered(graph, node, node.args[0], entries)
+                found = _indexed(graph, node, entries)
             node.replace_all_uses_with(found)
 
 
@@ -62,17 +63,22 @@ def _counts_rows(node: Node, batch: str) -> bool:
     return start in (0, None) and step in (1, None) and str(argument(node, "end")) == batch
 
 
-def _gathered(graph: Graph, node: Node, source: Node, entries: Node) -> Node:
+def _indexed(graph: Graph, node: Node, entries: Node) -> Node:
+    """What the node reads, or what is left after it writes, with rows left out of the index."""
+
     def emit(op, *args):
         return call(graph, node, op, *args)
 
+    source, (rows, _), *written = node.args
     whole, shape = source.meta["val"].shape, entries.meta["val"].shape
-    rank = len(node.args[1][0].meta["val"].shape)
+    rank = rows.meta["val"].dim()
     if len(shape) < rank or str(shape[0]) == "1":  # the same entries in all rows
         inner = (
             [1] * (rank - 1 - len(shape)) + list(shape) if len(shape) < rank else list(shape[1:])
         )
-        return emit(aten.index.Tensor, source, [None, emit(aten.reshape.default, entries, inner)])
+        return emit(
+            node.target, source, [None, emit(aten.reshape.default, entries, inner)], *written
+        )
     index = emit(aten.to.dtype, entries, torch.int64)
     index = emit(
         aten.where.self,
@@ -80,11 +86,14 @@ def _gathered(graph: Graph, node: Node, source: Node, entries: Node) -> Node:
         emit(aten.add.Tensor, index, whole[1]),
         index,
     )  # from the end
-    index = emit(aten.reshape.default, index, [-1, prod(shape[1:]), *[1] * (len(whole) - 2)])
+    flat = [-1, prod(shape[1:])]
+    index = emit(aten.reshape.default, index, [*flat, *[1] * (len(whole) - 2)])
     if len(whole) > 2:
         index = emit(aten.expand.default, index, [-1, -1, *whole[2:]])
-    return emit(
-        aten.reshape.default,
-        emit(aten.gather.default, source, 1, index),
-        [-1, *shape[1:], *whole[2:]],
-    )
+    if not written:
+        found = emit(aten.gather.default, source, 1, index)
+        return emit(aten.reshape.default, found, [-1, *shape[1:], *whole[2:]])
+    values = emit(aten.expand.default, written[0], [whole[0], *shape[1:], *whole[2:]])
+    values = emit(aten.reshape.default, values, [*flat, *whole[2:]])
+    adds = argument(node, "accumulate", False)
+    return emit(aten.scatter_add.default if adds else aten.scatter.src, source, 1, index, values)

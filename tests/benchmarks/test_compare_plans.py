@@ -5,15 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
-import compare_plans
 import pytest
-from compare_plans import AGAIN, Compared, fails, main, measured, summary, table
-from rival_plans import Rival, megatron_pins, other_meshes, planned, random_pins, rivals
-from tasks import Task
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
+from benchmarks.search import compare_plans
+from benchmarks.search.compare_plans import AGAIN, Compared, fails, main, measured, summary, table
+from benchmarks.search.rival_plans import (
+    Rival,
+    megatron_pins,
+    other_meshes,
+    planned,
+    random_pins,
+    rivals,
+)
+from benchmarks.tasks import Task
 
 TASK = Task("llama-tiny", "h100:4", 8, 16)
 NODES = ClusterSpec.parse("dgx-h100:2")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import planning_speed
 import pytest
-from planning_speed import (
+
+from autopar.ir.cluster import ClusterSpec
+from autopar.models import parse_model
+from benchmarks.speed import planning
+from benchmarks.speed.planning import (
     CASES,
     MANY,
     Asked,
@@ -18,9 +21,6 @@ from planning_speed import (
     plan_afresh,
     ratio,
 )
-
-from autopar.ir.cluster import ClusterSpec
-from autopar.models import parse_model
 
 TOOK = Took(5.0, 2.0, 1.0, 1.5, 400 * 2**20, "dp=8 1x1", 0.5, 0.01, 12)
 
@@ -65,9 +65,7 @@ def test_named_cases_can_be_asked_for():
 
 def test_what_is_printed(monkeypatch, capsys, tmp_path):
     times = {"64 GPUs": TOOK, "16,384 GPUs": replace(TOOK, process_s=10.0, search_s=4.0)}
-    monkeypatch.setattr(
-        planning_speed, "plan_afresh", lambda asked, limit: times.get(asked.name, TOOK)
-    )
+    monkeypatch.setattr(planning, "plan_afresh", lambda asked, limit: times.get(asked.name, TOOK))
     arguments = [
         "--gpus",
         "64",
@@ -92,6 +90,6 @@ def test_what_is_printed(monkeypatch, capsys, tmp_path):
     )
     assert ratio({64: TOOK}) == "" and ratio({64: TOOK, MANY: replace(TOOK, error="no")}) == ""
     monkeypatch.setattr(
-        planning_speed, "plan_afresh", lambda asked, limit: replace(TOOK, error="nothing fits")
+        planning, "plan_afresh", lambda asked, limit: replace(TOOK, error="nothing fits")
     )
     assert main(["--gpus", "8", "--layers", "--cases"]) == 1

@@ -6,8 +6,18 @@ import json
 from dataclasses import replace
 
 import pytest
-import vs_handwritten
-from vs_handwritten import CASES, LOSS_TOLERANCE, Measured, Work, measure, planner, table, verdict
+
+from benchmarks.fidelity import vs_handwritten
+from benchmarks.fidelity.vs_handwritten import (
+    CASES,
+    LOSS_TOLERANCE,
+    Measured,
+    Work,
+    measure,
+    planner,
+    table,
+    verdict,
+)
 
 WORK = Work("llama:layers=4,hidden=32,heads=4,kv_heads=4,ffn=64,vocab=64,seq=16", 8, 16, 8, "sgd")
 GOOD = Measured("DDP", "dp=4 zero=0", 0.100, 0.104, 0.9, 1.1, 1.0, 1e-7)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_zoo import ZooModel
 from support.explain_tasks import words_of
 
 from autopar import api, recheck
@@ -24,6 +23,7 @@ from autopar.models import parse_model
 from autopar.recheck.audit import Audit, audit
 from autopar.recheck.plan_costs import segments_of
 from autopar.request.plan_request import PlanRequest
+from benchmarks.exactness.model_zoo import ZooModel
 
 RECHECK = Path(recheck.__file__).parent
 LLAMA = "llama:layers=6,hidden=2048,heads=16,vocab=64000,seq=2048"

@@ -5,7 +5,6 @@ import json
 import re
 
 import pytest
-from test_model_specs import user_module  # noqa: F401 (a fixture)
 
 from autopar.errors import AutoparError
 from autopar.models import parse_model

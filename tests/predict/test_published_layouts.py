@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import published_layouts
 import pytest
-from published_layouts import compared, layout, main, verdict
 from support.published_rows import GPT, LLAMA, write
 
 from autopar.predict import evaluate
 from autopar.predict.evaluate import case_of, plan_freely, price
 from autopar.predict.runs import read_runs
+from benchmarks.fidelity import published_layouts
+from benchmarks.fidelity.published_layouts import compared, layout, main, verdict
 
 PLAIN = LLAMA | {
     "hidden": "512",

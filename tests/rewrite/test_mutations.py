@@ -1,8 +1,8 @@
 """The exactness check has teeth: damage what a program communicates, one thing at a time, and training must differ from one device.
 
-`benchmarks/mutations.py` says what is damaged and what counts as caught; `benchmarks/mutation_matrix.py` does it to the model matrix, of
-which a thinned part runs here and, with --runslow, every cell that covers a special lowering.  Random plans use primitives that no solver
-would choose.
+`benchmarks/exactness/mutations.py` says what is damaged and what counts as caught; `mutation_matrix.py` beside it does it to the model
+matrix, of which a thinned part runs here and, with --runslow, every cell that covers a special lowering.  Random plans use primitives
+that no solver would choose.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 
-import mutation_matrix
-import mutations
 import pytest
 import torch
-from mutation_cell import MutationCell, judged, run_mutations
-from mutations import DIFFERS, EXACT, REJECTED, Mutation
-from same_gradients import SAME
 from support.exactness import case, random_plan, reference, setting, solved_plan
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.runtime.ranks.launch import WorkerPool
 from autopar.verify.verify import Case
+from benchmarks.exactness import mutation_matrix, mutations
+from benchmarks.exactness.mutation_cell import MutationCell, judged, run_mutations
+from benchmarks.exactness.mutations import DIFFERS, EXACT, REJECTED, Mutation
+from benchmarks.exactness.same_gradients import SAME
 
 MESH = MeshShape(dp=2, tp=2)
 REDUNDANT = {"delete prologue/all_reduce_positions (all_reduce/identity P->R on tp)"}
@@ -174,7 +173,7 @@ def part_ways(rank: int, plan: str, mutation: Mutation | None) -> str:
 
 
 def test_a_mutant_that_gets_stuck_is_caught_and_the_pool_starts_anew(pool4, monkeypatch):
-    import mutation_cell
+    from benchmarks.exactness import mutation_cell
 
     monkeypatch.setattr(mutation_cell, "_prepare", prepare_two)
     monkeypatch.setattr(mutation_cell, "_mutant", part_ways)

@@ -1,4 +1,4 @@
-"""`benchmarks/same_gradients.py` on programs of one gather, for which it is plain what a wrong backward does."""
+"""`benchmarks/exactness/same_gradients.py` on programs of one gather, for which it is plain what a wrong backward does."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-import same_gradients
 import torch
 import torch.distributed as dist
-from same_gradients import IGNORED, SAME, UNREAD, any_rank, same_backwards, without_ignored
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from autopar.rewrite.collectives.axes import AxisGroup, active_axes, axis_group
 from autopar.rewrite.collectives.transitions import all_gather, identity, shard, wait
+from benchmarks.exactness import same_gradients
+from benchmarks.exactness.same_gradients import (
+    IGNORED,
+    SAME,
+    UNREAD,
+    any_rank,
+    same_backwards,
+    without_ignored,
+)
 
 ROWS, SEQ = 3, 8
 BATCHES = [

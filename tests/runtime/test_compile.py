@@ -6,11 +6,11 @@ from dataclasses import replace
 from operator import getitem
 
 import pytest
-import test_dropout as dropping
-import test_padding as padding
-import test_precision as half
 import torch
 import torch._dynamo
+from support import dropout_runs as dropping
+from support import half_precision as half
+from support import padded_runs as padding
 from support.exactness import (
     TOLERANCE,
     case,
@@ -23,8 +23,8 @@ from support.exactness import (
     train,
     update_error,
 )
+from support.pipeline_runs import check_carried
 from support.staged_runs import pipelined
-from test_pipelines_run import check_carried
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.checkpoint_runs import agree, load_and_go_on, save_after_two
 from support.exactness import case, engine_for, run_steps, setting, solved_plan, train, update_error
+from support.half_precision import NEAR, batches, error, model, sgd, traced
+from support.half_precision import reference as half_reference
+from support.half_precision import run as run_half
 from support.staged_runs import pipelined, staged
-from test_checkpoint import agree, load_and_go_on, save_after_two
-from test_precision import NEAR, batches, error, model, sgd, traced
-from test_precision import reference as half_reference
-from test_precision import run as run_half
 from torch import Tensor
 
 from autopar.errors import AutoparError

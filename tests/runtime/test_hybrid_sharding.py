@@ -8,14 +8,14 @@ from math import prod
 
 import pytest
 from autopar_cost_models import static_bytes
-from support.exactness import case, reference, setting, solved_plan, train, update_error
+from support.checkpoint_runs import agree, load_and_go_on, save_after_two
+from support.exactness import case, reference, run_steps, setting, solved_plan, train, update_error
+from support.half_precision import NEAR, error, traced
+from support.half_precision import reference as half_reference
+from support.half_precision import run as run_half
 from support.staged_runs import pipelined
-from test_checkpoint import agree, load_and_go_on, save_after_two
-from test_precision import NEAR, error, traced
-from test_precision import reference as half_reference
-from test_precision import run as run_half
-from test_zero import check, check_odd, odd_plans, plans_for
-from test_zero_table import COLLECTIVES, engine_of, observe, plan_of, run_steps
+from support.zero_runs import check, check_odd, odd_plans, plans_for
+from support.zero_table import COLLECTIVES, engine_of, observe, plan_of
 
 from autopar.ir.mesh import COPIES, MeshShape
 from autopar.ir.plan import Plan

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.exactness import case, loss_of, reference, run_steps, sgd, update_error
-from test_pipelines_run import check
+from support.pipeline_runs import check
 
 import autopar
 from autopar import api

@@ -21,43 +21,16 @@ from support.exactness import (
     train,
     update_error,
 )
+from support.padded_runs import batches_of, padding_engine
 from support.staged_runs import pipelined
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import trace
 from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
-from autopar.ir.traced import TracedModel
 from autopar.models import parse_model
 from autopar.runtime.engine import Engine
-
-SHORT = (4, 8)
-"""Lengths of programs besides that of the cases, 12: multiples of 4, so that zigzag shards of cp=2 are even."""
-
-
-@cache
-def shorter(name: str) -> tuple[TracedModel, ...]:
-    found = case(name)
-    return tuple(
-        trace(found.model, {key: value[:, :length] for key, value in found.batches[0].items()})
-        for length in SHORT
-    )
-
-
-def padding_engine(name: str, plan: Plan, compile: bool | dict = False) -> Engine:
-    found = case(name)
-    return Engine(
-        found.model, found.traced, plan, sgd, None, None, "cpu", 0, shorter(name), compile
-    )
-
-
-def batches_of(name: str, lengths: tuple[int, ...]) -> list[dict[str, Tensor]]:
-    return [
-        {key: value[:, :length] for key, value in batch.items()}
-        for batch, length in zip(case(name).batches, lengths, strict=True)
-    ]
 
 
 def padded_steps(rank: int, name: str, texts: list[str], lengths: tuple[int, ...]):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.checkpoint_runs import agree, load_and_go_on, save_after_two
 from support.exactness import case, setting, solved_plan
+from support.pipeline_runs import check
 from support.staged_runs import pipelined
-from test_checkpoint import agree, load_and_go_on, save_after_two
-from test_pipelines_run import check
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan

@@ -8,14 +8,14 @@ from functools import cache
 
 import pytest
 import torch
+from support.checkpoint_runs import case
 from support.exactness import Reference, moved, setting, solved_plan, update_error
+from support.half_precision import NEAR, error
+from support.half_precision import batches as half_batches
+from support.half_precision import model as half_model
+from support.half_precision import traced as half_traced
 from support.staged_runs import pipelined
 from support.whole_matrix_optimizers import OPTIMIZERS
-from test_checkpoint import case
-from test_precision import NEAR, error
-from test_precision import batches as half_batches
-from test_precision import model as half_model
-from test_precision import traced as half_traced
 from torch import nn
 
 from autopar.errors import AutoparError

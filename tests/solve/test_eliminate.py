@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import random
 from dataclasses import replace
 
@@ -11,16 +12,17 @@ import pytest
 from autopar_cost_models import check_schedule
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from random_instances import Task
 from support.effort import examples
+from support.fixed_choices import with_choices
 from support.solve_models import random_model
-from test_staging import random_models, stagings
+from support.staging_models import random_models, stagings
 
 from autopar.ir.annotated import AnnotatedModel, BoundaryEdge, Saved, Strategy
 from autopar.ir.mesh import MeshShape
 from autopar.solve.bounds.cell import Cell, least_costs
 from autopar.solve.bounds.family import Family, Part
-from autopar.solve.bounds.family_bounds import Families, above
+from autopar.solve.bounds.family_bounds import Families
+from autopar.solve.bounds.segment_minima import above
 from autopar.solve.bounds.weighted_ranks import Weighted
 from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.pipeline_cost import blocks_of, pipelined, segment_costs, stages_of
@@ -32,8 +34,10 @@ from autopar.solve.elimination.bucket_elimination import Question, Tables
 from autopar.solve.integer_program.lp_relaxation import least_static_by_class
 from autopar.solve.search.candidate_solver import ALONE, Joint
 from autopar.solve.staging.interleaved import dealt_sizes
+from autopar.solve.staging.least_recomputation import least
 from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
-from autopar.solve.staging.unit_row import Row
+from autopar.solve.staging.row_of_costs import row_of_costs, row_of_placement
+from benchmarks.search.random_instances import Task
 
 seeds = st.integers(0, 10**9)
 
@@ -197,32 +201,6 @@ def test_candidates_that_fit_nowhere_leave_the_likely_price_of_a_byte_alone(seed
     assert cell.likely_price == likely
 
 
-def with_choices(models: Models, rng: random.Random) -> Models:
-    """The same models with a second way to run each op, with a faster forward or backward, or leaner, or all of it."""
-    kinds = {}
-
-    def second(index: int, strategy: Strategy, mode: str) -> Strategy:
-        faster = [rng.choice([0.6, 0.8, 1.3]) for _ in range(2)]
-        faster, leaner, smaller = kinds.setdefault(
-            index, (faster, rng.choice([0.3, 0.7, 1.5]), rng.choice([0, 3]))
-        )
-        saved = tuple(Saved(s.key, int(s.size_bytes * leaner) + 1) for s in strategy.saved)
-        forward_s, again_s = strategy.forward_s * faster[0], strategy.rerun_s * faster[0]
-        backward_s = (strategy.backward_s - strategy.rerun_s) * faster[1] + again_s
-        return replace(strategy, name="other", forward_s=forward_s, backward_s=backward_s, rerun_s=again_s, saved=saved,
-                       static_bytes=strategy.static_bytes + smaller)  # fmt: skip
-
-    found = {}
-    for mode, model in models.items():
-        classes = []
-        for index, block in enumerate(model.classes):
-            ops = [replace(op, strategies=(op.strategies[0], second(index, op.strategies[0], mode))) if op.kind == "op" else op
-                   for op in block.ops]  # fmt: skip
-            classes.append(replace(block, ops=tuple(ops)))
-        found[mode] = replace(model, classes=tuple(classes))
-    return found
-
-
 def with_steps(models: Models, rng: random.Random) -> Models:
     """The same models whose strategies differ in what they take once a step, in each mode in another way."""
 
@@ -269,7 +247,7 @@ def every_cost(models: Models) -> list[tuple[float, int]]:
 
 
 @pytest.mark.parametrize(
-    "schedule, ranks, most",
+    ("schedule", "ranks", "most"),
     [("gpipe", 1, 4), ("gpipe", 2, 3), ("1f1b", 2, 4), ("zero_bubble", 2, 3)],
 )
 @settings(max_examples=examples(3, 12))
@@ -301,7 +279,7 @@ def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, se
             )
 
 
-@pytest.mark.parametrize("schedule, ranks, chunks", [("gpipe", 2, 1), ("1f1b", 2, 1), ("zero_bubble", 2, 1), ("interleaved_1f1b", 2, 2),
+@pytest.mark.parametrize(("schedule", "ranks", "chunks"), [("gpipe", 2, 1), ("1f1b", 2, 1), ("zero_bubble", 2, 1), ("interleaved_1f1b", 2, 2),
                                                      ("zero_bubble", 2, 2)])  # fmt: skip
 @settings(max_examples=examples(3, 10))
 @example(
@@ -424,7 +402,7 @@ def test_bounds_count_what_the_last_segment_keeps_once_where_it_gives_that_back(
         assert (
             groups.least_s(dealt, replace(dealt, mesh=MeshShape(pp=2)), [cell] * 2, at) <= took_s
         ), "groups"
-        row = Row.of_costs({"none": model}, least_costs({"none": model}, cell))
+        row = row_of_costs({"none": model}, least_costs({"none": model}, cell))
         staged = staging_of_ranks([row] * 2, at, [capacity] * 2)
         assert (staged if isinstance(staged, float) else staged.bound_s) <= took_s, (
             "the least of each segment, as for groups"
@@ -437,7 +415,7 @@ def _families(
     at = Schedule(schedule, models["none"].pipeline.ranks, 1)
     joint = Joint(models.__getitem__, tuple(models), (at,), None, Cell.of(models))
     joint.raise_bounds(math.inf)
-    return models, replace(joint.families, price=worth * joint.cell.prices[2])
+    return models, Families(replace(joint.families.facts, price=worth * joint.cell.prices[2]))
 
 
 @settings(max_examples=examples(3, 15))
@@ -450,15 +428,17 @@ def test_a_part_of_a_family_costs_no_more_than_the_placements_in_it(seed, least,
         with_choices(random_models(seed, "1f1b", 2, 1, 4), random.Random(seed)), random.Random(seed)
     )
     models, families = _families(models)
-    if families.repeated is None:
+    if families.facts.repeated is None:
         return
-    micro = families.first.num_microbatches
-    number = next(n for n, key in enumerate(families.cell.keys) if key == families.repeated)
+    micro = families.facts.first.num_microbatches
+    number = next(
+        n for n, key in enumerate(families.facts.cell.keys) if key == families.facts.repeated
+    )
     costs = [
         [segment_costs(model, choices)[number] for model in models.values()]
-        for choices in every_choice(families.first)
+        for choices in every_choice(families.facts.first)
     ]
-    known = families.least(families.root(), *families.repeated)
+    known = families.minima.least(families.root(), *families.facts.repeated)
     for of in costs:
         part = Part(
             (least * of[0].forward_s, of[0].forward_s + more),
@@ -542,11 +522,11 @@ def test_what_runs_of_a_family_take_at_least_no_placement_that_fits_goes_below(
         models = {mode: with_heavy_end(model, times, unique) for mode, model in models.items()}
     models, families = _families(models, schedule, worth)
     row = families.row(families.root(), False, len(models))
-    for choices in itertools.islice(every_choice(families.first), 0, None, 3):
-        truth = Row(models, choices)
+    for choices in itertools.islice(every_choice(families.facts.first), 0, None, 3):
+        truth = row_of_placement(models, choices)
         for first, end in itertools.combinations(range(len(truth) + 1), 2):
-            at, counts = truth.at, tuple((truth.counts[end] - truth.counts[first]).tolist())
-            ways = truth.options(counts, late > 0)
+            at, counts = truth.at, tuple(map(operator.sub, truth.counts[end], truth.counts[first]))
+            ways = truth.recompute.options(counts, late > 0)
             more = (ways.late + at.late[end] - at.late[first]) * (late > 0)
             needs = (
                 truth.memory([(first, end)])
@@ -555,18 +535,18 @@ def test_what_runs_of_a_family_take_at_least_no_placement_that_fits_goes_below(
             )
             needs += truth.moment(first, end, ways.moment, more, late > 0) - max(
                 late - 1, 0
-            ) * truth.freed_parted * (end == len(truth))
+            ) * truth.last.freed_parted * (end == len(truth))
             took_s = (
                 truth.total_s(first, end)
                 + truth.once_s([(first, end)]) / truth.micro_batches
                 + ways.least_s
             )
             for need, seconds in zip(needs.tolist(), took_s.tolist(), strict=True):
-                found = row.least(first, end, held, need, late)
+                found = least(row, first, end, held, need, late)
                 assert found is not None and found[2] <= seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("schedule, ranks", [("gpipe", 1), ("1f1b", 2)])
+@pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 1), ("1f1b", 2)])
 def test_one_placement_that_is_too_slow_is_not_impossible(schedule, ranks):
     models = random_models(5, schedule, ranks, 1, 4)
     at = ALONE if ranks == 1 else Schedule(schedule, ranks, 1)
@@ -581,7 +561,7 @@ def test_one_placement_that_is_too_slow_is_not_impossible(schedule, ranks):
     assert found is not None and least_s <= found.solution.time_s
 
 
-@pytest.mark.parametrize("width, values", [(36, 10**9), (24, 10**13), (2, 10**200)])
+@pytest.mark.parametrize(("width", "values"), [(36, 10**9), (24, 10**13), (2, 10**200)])
 def test_orders_of_tables_with_more_entries_than_any_float(width, values):
     """As an unrolled loop of thousands of ops makes them."""
     count = width + 3

@@ -7,13 +7,9 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import exhaustive_oracle
 import pytest
-from exhaustive_oracle import Point, above_hull, best, deals, front, placements
-from exhaustive_search import Counts, judge, points_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from random_instances import Task
 
 from autopar.ir.mesh import MeshShape
 from autopar.solve.costs import pipeline_cost, placement_cost
@@ -22,6 +18,10 @@ from autopar.solve.integer_program.placement_solver import SolverAuditError
 from autopar.solve.search import candidate_solver
 from autopar.solve.search.branch_and_bound import search
 from autopar.solve.search.candidate_solver import Joint
+from benchmarks.search import exhaustive_oracle
+from benchmarks.search.exhaustive_oracle import Point, above_hull, best, deals, front, placements
+from benchmarks.search.exhaustive_search import Counts, judge, points_of
+from benchmarks.search.random_instances import Task
 
 
 def counted(tasks: int) -> Counts:
@@ -141,7 +141,7 @@ def _slower(function):
     return found
 
 
-@pytest.mark.parametrize("module, name, wrong", [
+@pytest.mark.parametrize(("module", "name", "wrong"), [
     (placement_cost, "saved_bytes", _half), (placement_cost, "transient_bytes", _half), (Joint, "raise_bounds", _longer),
     (candidate_solver, "best_staging", _slower),
     (pipeline_cost, "peak_held", lambda right: lambda *args: tuple(size // 2 for size in right(*args))),

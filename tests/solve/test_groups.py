@@ -11,8 +11,7 @@ from itertools import combinations, permutations, product
 from math import inf, prod
 
 import pytest
-from random_instances import Task
-from test_staging import choices_of, random_models
+from support.staging_models import choices_of, random_models
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape, deal_text
@@ -24,7 +23,8 @@ from autopar.solve.costs.recompute_mix import mixed
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.search.mixed_devices import search_groups
 from autopar.solve.staging import one_stage_per_rank
-from autopar.solve.staging.unit_row import Row
+from autopar.solve.staging.row_of_costs import row_of_placement
+from benchmarks.search.random_instances import Task
 
 MOST = 8
 """Placements of a task that are enumerated, at most."""
@@ -242,7 +242,7 @@ def test_cuts_by_paths_are_held_to_all_cuts(schedule, ranks, monkeypatch):
         models = [dict(list(random_models(seed, schedule, ranks, 1, 9).items())[:1])]
         models.append({mode: on_others(model, seed) for mode, model in models[0].items()})
         deal, choices = sorted(rng.randrange(2) for _ in range(ranks)), choices_of(models[0])
-        rows = [Row(own, choices) for own in models]
+        rows = [row_of_placement(own, choices) for own in models]
         first = [next(iter(own.values())) for own in models]
         where, blocks = Schedule(schedule, ranks, 1), blocks_of(first[0])
         priced = {}

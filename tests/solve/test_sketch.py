@@ -71,7 +71,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize(
-    "name, chunks",
+    ("name", "chunks"),
     [
         ("1f1b", 1),
         ("gpipe", 1),

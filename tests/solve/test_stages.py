@@ -159,8 +159,8 @@ def test_stages_are_even_and_the_slowest_is_fastest(blocks, ranks, chunks, ends)
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1)]
 
 
-@pytest.mark.parametrize("schedule, chunks", CASES)
-@pytest.mark.parametrize("ranks, micro", [(2, 4), (4, 8)])
+@pytest.mark.parametrize(("schedule", "chunks"), CASES)
+@pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 8)])
 def test_a_step_is_what_the_simulated_schedule_takes(schedule, chunks, ranks, micro):
     model = chain(2 * ranks * chunks, ranks, chunks, schedule, micro)
     found = pipelined(model, only(model))

@@ -13,22 +13,12 @@ import pytest
 from autopar_cost_models import StageTimes, pipeline_time
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from random_instances import random_sharing, ties_of
 from support.effort import examples
-from support.solve_models import borrowing
+from support.staging_models import choices_of, random_models, stagings
 
 from autopar.ir.annotated import (
-    AnnotatedBlock,
-    AnnotatedModel,
-    AnnotatedOp,
-    AnnotatedValue,
-    BoundaryEdge,
-    PipelineSetting,
-    Saved,
     Shared,
-    Strategy,
 )
-from autopar.ir.sharding import R
 from autopar.solve.bounds.cell import Cell
 from autopar.solve.costs.pipeline_cost import pipelined, stages_of
 from autopar.solve.costs.placement_cost import price
@@ -38,107 +28,9 @@ from autopar.solve.search.candidate_solver import Joint
 from autopar.solve.staging import one_stage_per_rank
 from autopar.solve.staging.best_staging import best_staging, quick_bound_s
 from autopar.solve.staging.interleaved import dealt_sizes
-from autopar.solve.staging.unit_row import Row
-
-MODES = ("none", "selective", "full")
-
-
-def block(rng: random.Random, name: str, count: int, layer: bool) -> dict[str, AnnotatedBlock]:
-    """One op between an input and an output, in every mode."""
-    forward_s, backward_s, size, saved = (
-        rng.randint(1, 4),
-        rng.randint(1, 6),
-        rng.randint(1, 9),
-        rng.randint(10, 40),
-    )
-    saved_less, more_s = rng.randint(1, 10), rng.choice([0.25, 0.5, 1.0, 1.5]) * forward_s / 2
-    static, step_s, workspace = rng.randint(1, 20), rng.randint(0, 3), rng.randint(0, 15)
-    late = int(
-        random.Random(repr((name, forward_s, size, saved, static))).choice([0, 0.5, 1, 3]) * saved
-    )
-    found = {}
-    for mode in MODES if layer else MODES[:1]:
-        kept = saved - saved_less if mode == "selective" else saved
-        again_s = {"none": 0.0, "selective": more_s, "full": float(forward_s)}[mode]
-        run = Strategy("R", (R, R), (R,), forward_s, backward_s + again_s, saved=(Saved("y", kept),), rerun_s=again_s,
-                       late=(Saved("y", late),) if late else ())  # fmt: skip
-        ops = (
-            AnnotatedOp("in", "input", "", (), ("x",), (Strategy("R", (), (R,)),)),
-            AnnotatedOp(
-                "w", "parameter", "", (), ("w",), (Strategy("R", (), (R,), 0, 0, step_s, static),)
-            ),
-            AnnotatedOp("f", "op", "aten.some", ("x", "w"), ("y",), (run,)),
-            AnnotatedOp("out", "output", "", ("y",), (), (Strategy("R", (R,), ()),)),
-        )
-        values = {value: AnnotatedValue(value, 10, {}) for value in ("x", "w", "y")}
-        found[mode] = AnnotatedBlock(
-            name,
-            count,
-            ops,
-            values,
-            ("in",),
-            ("out",),
-            mode == "full",
-            {"in": {R: size}},
-            workspace,
-        )
-    return {mode: found.get(mode, found["none"]) for mode in MODES}
-
-
-def random_models(seed: int, schedule: str, ranks: int, chunks: int, most: int) -> Models:
-    """Prologue, blocks of one or two kinds in any order, maybe something between two of them, epilogue."""
-    rng, other = random.Random(seed), random.Random(~seed)
-    layers = rng.randint(max(ranks * chunks, 2), most)
-    kinds = [1] * layers if rng.random() < 0.5 else [rng.choice([1, 2]) for _ in range(layers)]
-    if kinds.count(2) == 1 or kinds.count(1) == 1:
-        kinds = [1] * layers
-    segments = (0, *kinds, 3) if 2 in kinds else (0, *kinds, 2)
-    blocks = [block(rng, "prologue", 1, False), block(rng, "layers.a", kinds.count(1), True)]
-    blocks += [block(rng, "layers.b", kinds.count(2), True)] if 2 in kinds else []
-    blocks += [block(rng, "epilogue", 1, False)]
-    blocks = [b for b in blocks if b["none"].count]
-    if 1 not in kinds:
-        segments = tuple({0: 0, 2: 1, 3: 2}[s] for s in segments)
-    if chunks == 1 and other.random() < 0.3:
-        place, glue, end = other.randint(2, layers), segments[-1], segments[-1] + 1
-        segments = (*segments[:place], glue, *segments[place:-1], end)
-        blocks.insert(-1, block(other, "glue", 1, False))
-    reads = (((-1, 0),), *(((number, 0),) for number in range(len(segments) - 1)))
-    pairs = list(itertools.pairwise(segments))
-    edges = tuple(BoundaryEdge(a, 0, b, 0, pairs.count((a, b)), {}) for a, b in sorted(set(pairs)))
-    micro = rng.choice([m for m in (2, 4, 6, 8) if m >= ranks and m % max(1, m // ranks) == 0])
-    last = len(blocks) - 1 if rng.random() < 0.5 else None
-    shared = (Shared(((0, "w"),), ((len(segments) - 1, "w"),)),) if rng.random() < 0.3 else ()
-    if other.random() < 0.4:
-        shared = random_sharing(other, segments)
-    for index in {segments[number] for one in shared for number, _ in one.reading}:
-        blocks[index] = {mode: borrowing(of, "w") for mode, of in blocks[index].items()}
-    setting = PipelineSetting(
-        ranks, chunks, schedule, rng.choice([0.0, 0.01]), rng.choice([0.0, 0.1]), rng.random() < 0.5
-    )
-    ties = ties_of(shared, segments)
-    base = AnnotatedModel(
-        (),
-        edges,
-        ties,
-        micro,
-        0.5,
-        7,
-        setting if ranks > 1 else None,
-        last,
-        segments,
-        reads,
-        shared,
-    )
-    buffers = {"none": 7, "selective": 7 + rng.choice([0, 5]), "full": 7}
-    return {
-        mode: replace(base, classes=tuple(b[mode] for b in blocks), fixed_bytes=buffers[mode])
-        for mode in MODES
-    }
-
-
-def choices_of(models: Models) -> tuple[dict[str, str], ...]:
-    return tuple({op.name: "R" for op in b.ops} for b in models["none"].classes)
+from autopar.solve.staging.longest_paths import least_step_s
+from autopar.solve.staging.row_of_costs import row_of_placement
+from autopar.solve.staging.stage_runs import StageRun
 
 
 def cost(models: Models, modes: tuple[str, ...], stages) -> tuple[float, int]:
@@ -152,25 +44,12 @@ def cost(models: Models, modes: tuple[str, ...], stages) -> tuple[float, int]:
     return cut.time_s, max(cut.memory_bytes)
 
 
-def stagings(models: Models):
-    """Every cut, every mode of every block."""
-    base = models["none"]
-    ranks = base.pipeline.ranks if base.pipeline else 1
-    blocks = [n for n, index in enumerate(base.segments) if base.classes[index].count > 1]
-    for inner in itertools.combinations(range(1, len(blocks)), ranks - 1):
-        ends = [0, *inner, len(blocks)]
-        stages = stages_of([b - a for a, b in itertools.pairwise(ends)], blocks, len(base.segments))
-        for modes in itertools.product(MODES, repeat=len(blocks)):
-            of = dict(zip(blocks, modes, strict=True))
-            yield tuple(of.get(n, "none") for n in range(len(base.segments))), stages
-
-
 def found_cost(models: Models, found: Staging) -> tuple[float, int]:
     return cost(models, found.modes, found.stages)
 
 
 @pytest.mark.parametrize(
-    "schedule, ranks, most",
+    ("schedule", "ranks", "most"),
     [("gpipe", 1, 5), ("gpipe", 2, 4), ("1f1b", 2, 4), ("1f1b", 3, 5), ("zero_bubble", 2, 4)],
 )
 @settings(max_examples=examples(6, 25))
@@ -183,7 +62,9 @@ def test_the_best_staging_is_that_of_brute_force(schedule, ranks, most, seed, ti
     needs = sorted({size for _, size in everything.values()})
     capacity = needs[int(tight * (len(needs) - 1))] - (tight == 0)
     fitting = [seconds for seconds, size in everything.values() if size <= capacity]
-    found = best_staging(Row(models, choices_of(models)), Schedule(schedule, ranks, 1), capacity)
+    found = best_staging(
+        row_of_placement(models, choices_of(models)), Schedule(schedule, ranks, 1), capacity
+    )
     if not fitting:
         assert found == math.inf
         return
@@ -201,7 +82,7 @@ def test_the_best_staging_is_that_of_brute_force(schedule, ranks, most, seed, ti
 def test_cuts_by_paths_are_those_of_all_cuts(schedule, seed, tight):
     """What serves long rows, against pricing every cut."""
     models = random_models(seed, schedule, 3, 1, 9)
-    row, at = Row(models, choices_of(models)), Schedule(schedule, 3, 1)
+    row, at = row_of_placement(models, choices_of(models)), Schedule(schedule, 3, 1)
     free = best_staging(row, at, None)
     capacity = int(found_cost(models, free)[1] * (0.7 + 0.3 * tight))
     exact = best_staging(row, at, capacity)
@@ -223,17 +104,28 @@ def step_and_path_s(
     whole = ((times.forward_s, times.backward_s) for times in stages)
     forward_s, backward_s = np.cumsum([(0.0, 0.0), *whole], axis=0).T
     row = SimpleNamespace(
-        micro_batches=micro, hop_s=hop_s, forward_s=forward_s, backward_s=backward_s, lines=()
+        micro_batches=micro,
+        hop_s=hop_s,
+        before=SimpleNamespace(forward_s=forward_s, backward_s=backward_s),
+        lines=(),
     )
     runs = [
-        one_stage_per_rank._Run(
-            n, n, n + 1, times.forward_s, times.backward_s, times.weight_s, times.total_s, 0.0, 0.0, None, (1, math.inf, 0)
+        StageRun(
+            stage=n,
+            first=n,
+            end=n + 1,
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
+            weight_s=times.weight_s,
+            total_s=times.total_s,
+            step_s=0.0,
+            least_s=0.0,
+            amounts=np.zeros(0),
+            room=(1, math.inf, 0),
         )
         for n, times in enumerate(stages)
-    ]  # fmt: skip
-    path_s = one_stage_per_rank._least_step_s(
-        [row] * len(stages), Schedule(schedule, len(stages), 1), runs
-    )
+    ]
+    path_s = least_step_s([row] * len(stages), Schedule(schedule, len(stages), 1), runs)
     first = replace(stages[0], weight_s=stages[0].backward_s)  # whose input needs no gradient
     return pipeline_time(schedule, [first, *stages[1:]], len(stages), micro, hop_s).time_s, path_s
 
@@ -322,7 +214,7 @@ def test_several_stages_a_rank_are_the_best_of_their_space(schedule, seed, tight
     capacity = needs[int(tight * (len(needs) - 1))]
     best_s = min(seconds for seconds, size in everything if size <= capacity)
     found = best_staging(
-        Row(models, choices_of(models)), Schedule(schedule, ranks, chunks), capacity
+        row_of_placement(models, choices_of(models)), Schedule(schedule, ranks, chunks), capacity
     )
     seconds, size = found_cost(models, found)
     assert size <= capacity and found.bound_s <= best_s * (1 + 1e-9)
@@ -341,7 +233,7 @@ def test_several_stages_a_rank_are_the_best_of_their_space(schedule, seed, tight
 def test_formulas_bound_every_staging(seed, schedule):
     name, chunks = schedule
     models = random_models(seed, name, 2, chunks, 6)
-    row = Row({"none": models["none"]}, choices_of(models))
+    row = row_of_placement({"none": models["none"]}, choices_of(models))
     found = best_staging(row, Schedule(name, 2, chunks), None)
     assert quick_bound_s(row, Schedule(name, 2, chunks)) <= found_cost(models, found)[0]
     least_s = found.bound_s * (1 - 1e-9)  # of what is not found a bound comes back
@@ -390,7 +282,7 @@ def hiding(models: Models, seed: int) -> Models:
 
 
 @pytest.mark.parametrize(
-    "schedule, ranks, most",
+    ("schedule", "ranks", "most"),
     [("gpipe", 1, 5), ("gpipe", 2, 4), ("1f1b", 3, 5), ("zero_bubble", 3, 4)],
 )
 @settings(max_examples=examples(6, 25))
@@ -401,7 +293,9 @@ def test_recomputation_that_hides_what_is_once_a_step(schedule, ranks, most, see
     needs = sorted({size for _, size in everything})
     capacity = needs[int(tight * (len(needs) - 1))]
     least_s = min(seconds for seconds, size in everything if size <= capacity)
-    found = best_staging(Row(models, choices_of(models)), Schedule(schedule, ranks, 1), capacity)
+    found = best_staging(
+        row_of_placement(models, choices_of(models)), Schedule(schedule, ranks, 1), capacity
+    )
     assert found_cost(models, found)[1] <= capacity
     assert (
         found_cost(models, found)[0]
@@ -411,7 +305,7 @@ def test_recomputation_that_hides_what_is_once_a_step(schedule, ranks, most, see
 
 
 @pytest.mark.parametrize(
-    "seed, schedule, ranks",
+    ("seed", "schedule", "ranks"),
     [(10554, "1f1b", 4), (8159, "1f1b", 4), (7623, "1f1b", 3), (5034, "zero_bubble", 3)],
 )
 def test_recomputation_may_pay_where_memory_does_not_ask_for_it(seed, schedule, ranks):
@@ -419,7 +313,9 @@ def test_recomputation_may_pay_where_memory_does_not_ask_for_it(seed, schedule, 
         hiding(random_models(seed, schedule, ranks, 1, 7), seed),
         Schedule(schedule, ranks, 1),
     )
-    best_s, size = found_cost(models, best_staging(Row(models, choices_of(models)), at, None))
+    best_s, size = found_cost(
+        models, best_staging(row_of_placement(models, choices_of(models)), at, None)
+    )
     for capacity in (None, size):
         joint = Joint(models.__getitem__, tuple(models), (at,), capacity, Cell.of(models))
         assert joint.raise_bounds(math.inf)[0] <= best_s * (1 + 1e-9)
@@ -450,5 +346,7 @@ def test_every_rank_that_holds_a_tied_parameter_updates_it():
             priced.time_parts["stages"]
             == pipelined(free, choices_of(models), stages).time_parts["stages"]
         )
-        found = best_staging(Row(models, choices_of(models)), Schedule("1f1b", 2, 1), None)
+        found = best_staging(
+            row_of_placement(models, choices_of(models)), Schedule("1f1b", 2, 1), None
+        )
         assert found_cost(models, found)[0] == pytest.approx(found.bound_s, rel=1e-9)

@@ -17,10 +17,9 @@ from multiprocessing import get_context
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_instances import Task
 from support.effort import examples
-from test_eliminate import with_choices
-from test_staging import random_models
+from support.fixed_choices import with_choices
+from support.staging_models import random_models
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.mesh import MeshShape
@@ -34,6 +33,7 @@ from autopar.solve.search.frontier import Frontier
 from autopar.solve.search.result import SearchResult
 from autopar.solve.search.work_sharing import Loan, Sharing
 from autopar.solve.search.workers import processes_for_search
+from benchmarks.search.random_instances import Task
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="processes share memory on Linux alone"
@@ -183,7 +183,7 @@ def test_helpers_end_with_the_process_that_called_them(tmp_path):
     noted = tmp_path / "helper"
     program = textwrap.dedent("""
         import os, sys, time
-        from random_instances import Task
+        from benchmarks.search.random_instances import Task
         from autopar.solve.search import work_sharing
         from autopar.solve.search.branch_and_bound import search
         work_sharing._ALONE_S = 0.0

@@ -43,8 +43,13 @@ def tree(path: Path) -> ast.Module:
 
 
 def imported(name: str) -> set[str]:
-    """Absolute names that a module imports anywhere in its file: modules, or names inside them."""
-    path, found = modules()[name], set()
+    """Absolute names that a module of the product imports anywhere in its file."""
+    return imports_of(modules()[name], name)
+
+
+def imports_of(path: Path, name: str) -> set[str]:
+    """Absolute names that a file imports, which is the module `name`: modules, or names inside them."""
+    found = set()
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):

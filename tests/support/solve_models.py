@@ -6,8 +6,6 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from random_instances import borrowed
-
 from autopar.ir.annotated import (
     AnnotatedBlock,
     AnnotatedModel,
@@ -19,6 +17,7 @@ from autopar.ir.annotated import (
     Strategy,
 )
 from autopar.ir.sharding import RP, P, R, S
+from benchmarks.search.random_instances import borrowed
 
 LAYOUTS = (R, RP, P, S(0), S(1))
 

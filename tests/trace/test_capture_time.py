@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-import capture_time
 import pytest
 import torch
-from capture_time import KINDS, example
 from torch import Tensor, nn
 
 from autopar.api import trace
+from benchmarks.speed import capture
+from benchmarks.speed.capture import KINDS, example
 
 COUNTED = ("/autopar/", "/torch/fx/graph.py", "/torch/fx/node.py", __file__)
 """Parts of the paths of files whose calls count: others are called when garbage is collected."""
@@ -22,7 +22,7 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(capture_time.WIDTH, capture_time.WIDTH)
+        self.linear = nn.Linear(capture.WIDTH, capture.WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed = self.linear(x)
@@ -69,7 +69,7 @@ IN_CI = {("buffer-as-is", "bf16"), ("mask", "fp32"), ("u-net", "bf16")}
     ],
 )
 def test_twice_the_layers_take_twice_the_steps(monkeypatch, kind, precision):
-    monkeypatch.setattr(capture_time, "Layer", Small)
+    monkeypatch.setattr(capture, "Layer", Small)
 
     def calls(layers: int) -> int:
         model = KINDS[kind](layers)
@@ -93,9 +93,9 @@ def test_the_count_shows_a_walk_that_is_not_linear(monkeypatch):
 
 
 def test_the_benchmark_prints_a_row_for_each_model(monkeypatch):
-    monkeypatch.setattr(capture_time, "Layer", Small)
+    monkeypatch.setattr(capture, "Layer", Small)
     lines: list[str] = []
-    capture_time.main(
+    capture.main(
         ["--kinds", "mask", "u-net", "--layers", "2", "4", "--precisions", "bf16"], lines.append
     )
     assert [line.split()[:2] for line in lines[1:]] == [["mask", "bf16"], ["u-net", "bf16"]]

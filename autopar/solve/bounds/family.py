@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
 from autopar.solve.costs.schedule import Schedule
 
 _NARROWEST = 1 / 64
@@ -79,3 +80,15 @@ class Family:
     def key(self, classes: Sequence[int]) -> tuple:
         """What tells families apart by what they leave these classes."""
         return tuple(tuple(sorted(self.allowed[c].items())) for c in classes)
+
+
+def narrowed(block: AnnotatedBlock, allowed: Allowed) -> AnnotatedBlock:
+    """A class whose ops have only the strategies that are left."""
+    return replace(block, ops=tuple(
+        replace(op, strategies=tuple(op.strategies[n] for n in allowed[o])) if o in allowed else op for o, op in enumerate(block.ops)
+    ))  # fmt: skip
+
+
+def left_of(model: AnnotatedModel, family: Family, c: int, op: int) -> tuple[int, ...]:
+    """The strategies that a family leaves an op of a class of its model."""
+    return family.allowed[c].get(op, tuple(range(len(model.classes[c].ops[op].strategies))))

@@ -17,6 +17,7 @@ from math import inf
 import numpy as np
 
 from autopar.ir.annotated import AnnotatedModel
+from autopar.solve.bounds.candidate_facts import CandidateFacts
 from autopar.solve.bounds.cell import Cell
 from autopar.solve.bounds.family import EVERY, Family, Part
 from autopar.solve.bounds.family_bounds import Families
@@ -34,7 +35,8 @@ from autopar.solve.integer_program.placement_solver import Solution, SolverAudit
 from autopar.solve.integer_program.recompute_counts import solve_together
 from autopar.solve.search.frontier import Frontier
 from autopar.solve.staging.best_staging import best_staging, quick_bound_s
-from autopar.solve.staging.unit_row import Row
+from autopar.solve.staging.row_of_costs import row_of_placement
+from autopar.solve.staging.unit_row import UnitRow
 
 ALONE = Schedule("gpipe", 1, 1)
 
@@ -75,7 +77,7 @@ class Joint:
         default_factory=dict
     )  # no placement under the schedule is faster
     numbered: list[Choices] = field(default_factory=list)  # placements that were staged
-    rows: dict[tuple[int, int, int], Row] = field(
+    rows: dict[tuple[int, int, int], UnitRow] = field(
         default_factory=dict
     )  # by numbers of the placement and the variant, number of modes
     frontier: Frontier | None = None  # families that are left
@@ -123,11 +125,13 @@ class Joint:
         ):  # a rank may be short of memory where all together are not
             price = max(price, self.cell.prices[1])
         return Families(
-            self.models,
-            self.cell,
-            tuple(held) or (1.0,),
-            price,
-            any(s.splits_backward for s in self.schedules),
+            CandidateFacts(
+                models=self.models,
+                cell=self.cell,
+                held=tuple(held) or (1.0,),
+                price=price,
+                parts_backward=any(s.splits_backward for s in self.schedules),
+            )
         )
 
     @cached_property
@@ -308,7 +312,7 @@ class Joint:
             found = self._met(family, upper_bound_s)
             if found is not None:
                 best, upper_bound_s = found, found.solution.time_s
-            parts = self.families.split(family)
+            parts = self.families.branching.split(family)
             if not parts:
                 best, upper_bound_s = self._settle(family, best, upper_bound_s)
             for part in parts:
@@ -333,7 +337,7 @@ class Joint:
         """A family of one placement is staged as that; of none, where its segments do not go together, nothing is left."""
         if not self.is_consistent(family):
             return best, upper_bound_s
-        choices = self.families.only(family)
+        choices = self.families.branching.only(family)
         for schedule in family.bounds_s:
             found = self._staged(choices, schedule, upper_bound_s)
             bound_s = found if isinstance(found, float) else found.solution.bound_s
@@ -395,7 +399,7 @@ class Joint:
     def _row_bound_s(
         self,
         family: Family,
-        row_of: Callable[[bool, int, bool, Part], Row | None],
+        row_of: Callable[[bool, int, bool, Part], UnitRow | None],
         schedule: Schedule,
         upper_bound_s: float,
     ) -> tuple[float, bool, tuple[tuple[float, Part], ...]]:
@@ -406,7 +410,7 @@ class Joint:
         together with what stands beside them.  Where the first of these was not enough for the family that this one is a part of it is not
         tried again.
         """
-        is_limited, closest = schedule in (family.limited or ()), bool(self.families.units)
+        is_limited, closest = schedule in (family.limited or ()), bool(self.families.facts.units)
 
         def bound_s(part: Part, closely: bool = closest, up_to_s: float = upper_bound_s) -> float:
             nonlocal is_limited
@@ -425,7 +429,7 @@ class Joint:
                 elif (
                     (free_s := found.bound_s) >= up_to_s
                     or schedule.ranks == 1
-                    or not self.families.hides
+                    or not self.families.facts.hides
                 ):
                     break  # with the least of all modes once a step: if that is not enough, it is asked what more backward takes for it
             return max(found if isinstance(found, float) else found.bound_s, free_s)
@@ -534,7 +538,7 @@ class Joint:
             models = {mode: self.variants[variant][mode] for mode in self.modes[:count]}
             row = self.rows.get((number, variant, count))
             if row is None:
-                row = self.rows[number, variant, count] = Row(models, choices)
+                row = self.rows[number, variant, count] = row_of_placement(models, choices)
             if (least_s := quick_bound_s(row, schedule)) >= upper_bound_s:
                 return least_s
             staging = best_staging(row, schedule, self.capacity_bytes, upper_bound_s)

@@ -39,7 +39,8 @@ from autopar.solve.search.candidate_solver import Joint
 from autopar.solve.search.frontier import Frontier
 from autopar.solve.search.result import SearchResult, outcome_data
 from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
-from autopar.solve.staging.unit_row import Row, in_first
+from autopar.solve.staging.row_of_costs import in_first, row_of_costs, row_of_placement
+from autopar.solve.staging.unit_row import UnitRow
 
 _DIVES = 4
 """How many candidates are staged at once, before bounds are raised further."""
@@ -261,10 +262,10 @@ class _Search:
         for schedule, known_s in task.bounds_s.items():
             if known_s < self._wanted_s:
 
-                def rows(modes: int) -> list[Row]:
+                def rows(modes: int) -> list[UnitRow]:
                     pairs = zip(all_models, costs, strict=True)
                     return [
-                        Row.of_costs(_first(models, modes), in_first(own, modes))
+                        row_of_costs(_first(models, modes), in_first(own, modes))
                         for models, own in pairs
                     ]
 
@@ -274,7 +275,7 @@ class _Search:
                 )
 
     def _staging(
-        self, task: _Task, rows_of: Callable[[int], list[Row]], schedule: Schedule
+        self, task: _Task, rows_of: Callable[[int], list[UnitRow]], schedule: Schedule
     ) -> Staging | float:
         """The best staging by a row for each group: in the first mode if memory leaves nothing out, else in all."""
         capacities = [self.capacities[group] for group in task.deal]
@@ -319,7 +320,11 @@ class _Search:
     def _try(self, task: _Task, choices: Choices, schedules: Iterable[Schedule]) -> float:
         """Stage a placement, and keep it if it is the best so far; a bound of it under these schedules."""
         bounds_s = []
-        rows = cache(lambda modes: [Row(_first(models, modes), choices) for models in task.models])
+        rows = cache(
+            lambda modes: [
+                row_of_placement(_first(models, modes), choices) for models in task.models
+            ]
+        )
         for schedule in schedules:
             bounds_s.append(self._wanted_s)
             if task.bounds_s[schedule] < self._wanted_s:
@@ -364,9 +369,9 @@ class _Search:
         if choices is not None and choices not in joint.numbered:
             joint.numbered.append(choices)
             self._try(task, choices, family.bounds_s)
-        parts = joint.families.split(family)
+        parts = joint.families.branching.split(family)
         if not parts and joint.is_consistent(family):
-            bound_s = self._try(task, joint.families.only(family), family.bounds_s)
+            bound_s = self._try(task, joint.families.branching.only(family), family.bounds_s)
             task.frontier.settled_s = min(
                 task.frontier.settled_s, max(bound_s, min(family.bounds_s.values()))
             )
@@ -399,7 +404,11 @@ class _Search:
             task.frontier.push(replace(family, bounds_s=bounds_s), min(bounds_s.values()))
 
     def _fitted(
-        self, task: _Task, choices: Choices, rows: Callable[[int], list[Row]], schedule: Schedule
+        self,
+        task: _Task,
+        choices: Choices,
+        rows: Callable[[int], list[UnitRow]],
+        schedule: Schedule,
     ) -> tuple[Found | None, float]:
         """(a placement in its best stages, if it fits and is faster than the best plan; a bound of it)."""
         staging = self._staging(task, rows, schedule)
@@ -444,7 +453,9 @@ class _Search:
             if choices is None:
                 continue
             rows = [
-                Row({task.candidate.modes[-1]: models[task.candidate.modes[-1]]}, choices)
+                row_of_placement(
+                    {task.candidate.modes[-1]: models[task.candidate.modes[-1]]}, choices
+                )
                 for models in task.models
             ]
             for schedule in task.bounds_s:

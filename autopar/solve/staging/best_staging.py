@@ -13,11 +13,11 @@ import numpy as np
 from autopar.solve.costs.schedule import Schedule, Staging, ramp
 from autopar.solve.staging.interleaved import best_deal, dealt_sizes, least_deal_s, runs_of
 from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
-from autopar.solve.staging.unit_row import Row
+from autopar.solve.staging.unit_row import UnitRow
 
 
 def best_staging(
-    row: Row, schedule: Schedule, capacity_bytes: int | None, upper_bound_s: float = inf
+    row: UnitRow, schedule: Schedule, capacity_bytes: int | None, upper_bound_s: float = inf
 ) -> Staging | float:
     """The staging of the least step time that fits each rank into `capacity_bytes` and takes less than `upper_bound_s`; if there is none, a
     bound of those that fit (infinity if none does)."""
@@ -35,7 +35,7 @@ def best_staging(
     )
 
 
-def quick_bound_s(row: Row, schedule: Schedule) -> float:
+def quick_bound_s(row: UnitRow, schedule: Schedule) -> float:
     """Seconds that no staging goes below, whatever fits, by a formula.
 
     A rank begins when the first micro-batch has come to it through the first stage of every rank before, and computes all of its share.  If
@@ -50,9 +50,9 @@ def quick_bound_s(row: Row, schedule: Schedule) -> float:
     elif ranks == 1:
         found = micro * whole_s
     else:
-        work_s = np.diff(row.forward_s + row.backward_s)
+        work_s = np.diff(row.before.forward_s + row.before.backward_s)
         part = (
-            float(np.min(np.diff(row.forward_s) / np.maximum(work_s, 1e-300)))
+            float(np.min(np.diff(row.before.forward_s) / np.maximum(work_s, 1e-300)))
             if schedule.splits_backward
             else 1.0
         )

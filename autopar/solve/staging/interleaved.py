@@ -7,20 +7,19 @@ with the least recomputation that fits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise, product
 from math import inf
 
 import numpy as np
-from autopar_cost_models import held_moments, late_moments
+from autopar_cost_models import held_moments
 
 from autopar.solve.costs.pareto import undominated
-from autopar.solve.costs.pipeline_cost import is_parted, stages_of
+from autopar.solve.costs.pipeline_cost import stages_of
 from autopar.solve.costs.schedule import Schedule, Staging
-from autopar.solve.staging.recompute_options import AlikeWays
+from autopar.solve.staging.rank_ways import RankChoice, before_s, fitting
 from autopar.solve.staging.staged_time import is_monotone, staged_step_s
-from autopar.solve.staging.unit_row import Row
+from autopar.solve.staging.unit_row import UnitRow
 
 _MOST_SPREAD = 8
 """So many ways of a rank are tried that recompute more in all than the best, but less in some stage."""
@@ -30,7 +29,7 @@ _FEWER = 2
 
 
 def best_deal(
-    row: Row, schedule: Schedule, capacity: float, upper_bound_s: float
+    row: UnitRow, schedule: Schedule, capacity: float, upper_bound_s: float
 ) -> Staging | float:
     """The best of the deals that are even but for a shorter first and last stage; the bound is that of these."""
     best, is_free, fits = (
@@ -56,7 +55,7 @@ def best_deal(
         if least_s >= known_s:
             fits = True
             break
-        found = _fitting(row, schedule, runs, capacity, lines_s[number], known_s)
+        found = fitting(row, schedule, runs, capacity, lines_s[number], known_s)
         if found is None:
             is_free = False
             continue
@@ -92,13 +91,13 @@ def best_deal(
 
 
 def _with_what_is_once(
-    row: Row,
+    row: UnitRow,
     schedule: Schedule,
     runs: Sequence[tuple[int, int]],
-    of_ranks: list[_OfRank],
+    of_ranks: list[RankChoice],
     least_s: float,
     upper_bound_s: float,
-) -> tuple[float, float, list[_OfRank]]:
+) -> tuple[float, float, list[RankChoice]]:
     """(seconds of a step of these stages, a bound of it with any way that fits, the way of each rank).
 
     A longer backward hides more of what is sent once a step, so that recomputation may shorten that.  The rank that takes longest for it
@@ -132,7 +131,7 @@ def _with_what_is_once(
 
 
 def _dealt_s(
-    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], least_s: float, of_ranks: Sequence[_OfRank],
+    row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]], least_s: float, of_ranks: Sequence[RankChoice],
     more_once_s: Sequence[float] | None = None,
 ) -> float:  # fmt: skip
     """Seconds of a step whose ranks recompute so, which takes `least_s` at least.  `more_once_s`: by rank, if what it takes once a step is
@@ -144,7 +143,7 @@ def _dealt_s(
 
 
 def _stepped_s(
-    row: Row,
+    row: UnitRow,
     schedule: Schedule,
     runs: Sequence[tuple[int, int]],
     more_s: Sequence[Sequence[float]],
@@ -156,9 +155,9 @@ def _stepped_s(
 
 
 def _spread(
-    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[_OfRank], spread: Sequence[np.ndarray], least_s: float,
+    row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[RankChoice], spread: Sequence[np.ndarray], least_s: float,
     time_s: float, once_s: float,
-) -> tuple[float, float, list[_OfRank]]:  # fmt: skip
+) -> tuple[float, float, list[RankChoice]]:  # fmt: skip
     """The same with the ways of ranks that recompute less in some stage (`spread`): each rank has the one with which the step is shortest,
     rank by rank; what is least in each stage bounds them all."""
     found = list(of_ranks)
@@ -177,7 +176,7 @@ def _spread(
     return time_s, min(once_s, time_s), found
 
 
-def least_deal_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> float:
+def least_deal_s(row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> float:
     """Seconds that a step of these stages takes at least: a rank begins when the first micro-batch has come through the first stage of
     every rank before."""
     ranks = schedule.ranks
@@ -188,21 +187,15 @@ def least_deal_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) 
 
 
 def _waited_s(
-    row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]], each_s: np.ndarray
+    row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]], each_s: np.ndarray
 ) -> float:
     """The same where ranks take so long for a micro-batch."""
-    return float((_before_s(row, schedule, runs) + row.micro_batches * each_s).max())
+    return float((before_s(row, schedule, runs) + row.micro_batches * each_s).max())
 
 
-def _before_s(row: Row, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """By rank, seconds until it may begin."""
-    parts = row.at.forward_s if schedule.splits_backward else row.at.work_s
-    return np.array([parts[first] for first, _ in runs[: schedule.ranks]])
-
-
-def _lines_s(row: Row, schedule: Schedule, capacity: float) -> np.ndarray:
+def _lines_s(row: UnitRow, schedule: Schedule, capacity: float) -> np.ndarray:
     """By deal, rank and line of a row: seconds of a micro-batch, with its share of those once a step, that a rank takes at least
-    (`Row.lines_s`, of whose bounds these are those of several stages)."""
+    (`least_recomputation.lines_s`, of whose bounds these are those of several stages)."""
     ranks, count, lines = schedule.ranks, schedule.stages_per_rank, row.lines
     deals = dealt_sizes(len(row), ranks * count)
     if not lines:
@@ -218,16 +211,16 @@ def _lines_s(row: Row, schedule: Schedule, capacity: float) -> np.ndarray:
     of_last = [
         row.least_moments[start:].max() for start in ends[:, -2]
     ]  # its other stages may be fullest while the last keeps less
-    moments[:, -1] = np.maximum(np.array(of_last) - row.most_freed, row.last_transient)
+    moments[:, -1] = np.maximum(np.array(of_last) - row.last.most_freed, row.last.transient)
     of_ties, of_ties_s = 0, 0.0
-    for tie in row.ties:
+    for tie in row.ties.every:
         has = (of_ranks(np.array(tie.read)) > 0) & (
             of_ranks(np.array(tie.paid)) == 0
-        )  # as `Row.ties_of`
+        )  # as `TiedParameters.borrowed`
         of_ties, of_ties_s = of_ties + has * tie.static_bytes, of_ties_s + has * tie.step_s
     room = capacity - row.model.fixed_bytes - of_ties - moments
     kept_s, static_s = (
-        np.array([getattr(line, name) for line in lines])[:, None, None]
+        np.array([getattr(line.price, name) for line in lines])[:, None, None]
         for name in ("kept_s", "static_s")
     )
     price = kept_s / held
@@ -237,9 +230,11 @@ def _lines_s(row: Row, schedule: Schedule, capacity: float) -> np.ndarray:
     found = (
         of_ranks(row.lines_least_s)
         - worth_s
-        + np.maximum(price - static_s, 0.0) * of_ranks(row.static)
+        + np.maximum(price - static_s, 0.0) * of_ranks(row.before.static)
     )
-    waits = np.array([line.late > 0 or line.late_by_ends > 0 for line in lines])[:, None, None]
+    waits = np.array([line.price.late > 0 or line.price.late_by_ends > 0 for line in lines])[
+        :, None, None
+    ]
     return np.where(waits, -inf, found + of_ties_s / row.micro_batches).transpose(1, 2, 0)
 
 
@@ -307,159 +302,3 @@ def sums_of_ranks(schedule: Schedule, ends: np.ndarray, sums: np.ndarray) -> np.
 def runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """First and end unit of stages with so many units each."""
     return list(pairwise(accumulate(sizes, initial=0)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Ways:
-    """The ways to run the stages of a rank, whichever rank it is: arrays by way.  `of_stages_s`: by how much backward of each stage takes
-    longer; `each_s`: of a micro-batch, with its share of those once a step; `kept`, `late` and `moments` are bytes by stage; `fixed_bytes`:
-    of what no way changes."""
-
-    of_stages: tuple[AlikeWays, ...]
-    of_stages_s: np.ndarray
-    more_s: np.ndarray
-    step_s: np.ndarray
-    each_s: np.ndarray
-    lines: np.ndarray
-    kept: np.ndarray
-    late: np.ndarray
-    moments: np.ndarray
-    fixed_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _OfRank:
-    """How the stages of a rank recompute: of all ways that in a `place`, with the least recomputation of those that fit."""
-
-    ways: _Ways
-    fits: np.ndarray
-    place: int
-
-    @property
-    def more_s(self) -> list[float]:
-        """By stage, by how much backward takes longer."""
-        return self.ways.of_stages_s[self.place].tolist()
-
-    @property
-    def step_s(self) -> float:
-        """What the stages take more than at least once a step."""
-        return float(self.ways.step_s[self.place])
-
-    @property
-    def floor_s(self) -> list[float]:
-        """By stage, by how much backward takes longer at least in all ways that fit."""
-        return self.ways.of_stages_s[self.fits].min(axis=0).tolist()
-
-    def modes(self, stage: int) -> list[int]:
-        """The mode of each unit of a stage."""
-        return self.ways.of_stages[stage].modes[self.place].tolist()
-
-    def at(self, place: int) -> _OfRank:
-        return replace(self, place=int(place))
-
-    def others(self) -> list[_OfRank]:
-        """Ways that recompute more and take less once a step."""
-        step_s = self.ways.step_s
-        quicker = np.flatnonzero(self.fits & (step_s < step_s[self.place]))
-        if len(quicker) > 1:
-            quicker = quicker[
-                undominated(np.column_stack([self.ways.of_stages_s[quicker], step_s[quicker]]))
-            ]
-        return [self.at(place) for place in quicker]
-
-    def spread(self) -> np.ndarray:
-        """Ways that recompute more in all, but less in some stage."""
-        of_stages_s = self.ways.of_stages_s
-        return np.flatnonzero(self.fits & (of_stages_s < of_stages_s[self.place]).any(axis=1))
-
-
-def _ways(row: Row, runs: Sequence[tuple[int, int]], parted: tuple[bool, ...]) -> _Ways:
-    """Those of stages `runs`; ranks whose stages are alike have them in common."""
-    ends = (
-        (end == len(row), row.sent(first) if first else 0, row.sent(end)) for first, end in runs
-    )
-    of_runs = tuple(
-        (tuple(row.sorts[first:end]), *at_ends)
-        for (first, end), at_ends in zip(runs, ends, strict=True)
-    )
-    key = of_runs, parted, tuple(map(id, row.ties_of(runs)))
-    if key not in row.known_stages:
-        row.known_stages[key] = _all_ways(row, runs, parted)
-    return row.known_stages[key]
-
-
-def _all_ways(row: Row, runs: Sequence[tuple[int, int]], parted: Sequence[bool]) -> _Ways:
-    longest = max(end - first for first, end in runs)
-    ways = tuple(row.alike_ways(first, end, longest) for first, end in runs)
-    more_s, work_s, step_s, lines = (
-        sum(getattr(way, part) for way in ways) for part in ("more_s", "work_s", "step_s", "lines")
-    )
-    kept, late, moments = [], [], []
-    for (first, end), way, two in zip(runs, ways, parted, strict=True):
-        kept.append(row.at.kept[end] - row.at.kept[first] + row.sent(end) + way.more_kept)
-        late.append((row.at.late[end] - row.at.late[first] + way.late) * two)
-        moments.append(row.moment(first, end, way.parted if two else way.transient, late[-1], two))
-    once_s = step_s / row.micro_batches
-    return _Ways(
-        ways, np.stack([way.more_s for way in ways], axis=1), more_s, step_s, row.with_more_s(runs, more_s + once_s, work_s + once_s),
-        lines, np.array(kept), np.array(late), np.array(moments), row.memory(runs) + row.passing(runs),
-    )  # fmt: skip
-
-
-def _fitting(
-    row: Row,
-    schedule: Schedule,
-    runs: Sequence[tuple[int, int]],
-    capacity: float,
-    lines_s: np.ndarray,
-    upper_bound_s: float,
-) -> tuple[list[_OfRank], np.ndarray] | None:
-    """(the least recomputation with which each rank of a pipeline with stages `runs` fits, by rank the seconds of a micro-batch, with
-    their share of those once a step, that no way goes below which fits); None if some rank has none.
-
-    By the lines of a row (`lines_s`, by rank), ways are left out with which a step takes `upper_bound_s`; where all are, a rank takes
-    infinitely long.
-    """
-    ranks, shape = (
-        schedule.ranks,
-        (schedule.name, schedule.ranks, schedule.stages_per_rank, row.micro_batches),
-    )
-    alike: dict[int, tuple[_Ways, bool, list[int]]] = {}  # ranks whose stages have the same ways
-    for rank in range(ranks):
-        parted = tuple(is_parted(schedule.name, stage) for stage in range(rank, len(runs), ranks))
-        ways, frees = _ways(row, runs[rank::ranks], parted), rank == ranks - 1 and not parted[-1]
-        alike.setdefault((id(ways), frees), (ways, frees, []))[-1].append(rank)
-    found, each_s, before_s = [None] * ranks, np.full(ranks, inf), _before_s(row, schedule, runs)
-    for ways, frees, mine in alike.values():
-        held = _held_stack(*shape)[mine]
-        most = (held @ ways.kept).max(axis=1)
-        if frees and len(ways.kept) > 1:  # as in `pipeline.fullest_of`, for all ways at once
-            others = (held[..., :-1] @ ways.kept[:-1]).max(axis=1) + np.max(
-                ways.moments[:-1], axis=0
-            )
-            fullest = np.maximum(most + ways.moments[-1], others)
-        else:
-            fullest = most + [
-                np.max([np.array(counts) @ ways.late + ways.moments[chunk] for counts, chunk in late_moments(*shape)[rank]], axis=0)
-                for rank in mine
-            ]  # fmt: skip
-        fits = ways.fixed_bytes + fullest <= capacity
-        if not fits.any(axis=1).all():
-            return None
-        took_s = np.broadcast_to(ways.each_s, fits.shape)
-        if row.lines:
-            took_s = np.maximum(took_s, (lines_s[mine][:, None] + ways.lines).max(axis=2))
-            fits &= before_s[mine][:, None] + row.micro_batches * took_s < upper_bound_s
-        each_s[mine] = np.where(fits, took_s, inf).min(axis=1)
-        places = np.where(fits, ways.more_s, inf).argmin(axis=1)
-        for rank, of_rank, place in zip(mine, fits, places, strict=True):
-            found[rank] = _OfRank(ways, of_rank, int(place))
-    return found, each_s
-
-
-@lru_cache(maxsize=4096)
-def _held_stack(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> np.ndarray:
-    """`held_moments` as one array by rank, moment and stage; ranks with fewer moments have their first several times."""
-    moments = held_moments(name, ranks, stages_per_rank, micro_batches)
-    most = max(map(len, moments))
-    return np.array([[*of, *of[:1] * (most - len(of))] for of in moments])

@@ -1,11 +1,12 @@
-"""Ways to recompute in a stage."""
+"""Ways to recompute in a stage: how many blocks of each kind run in each mode, and what that costs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache
 from itertools import product
-from math import comb
+from math import comb, prod
 
 import numpy as np
 
@@ -73,13 +74,146 @@ class AlikeWays:
     modes: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class RankWays:
+    """The ways to run the stages of a rank, whichever rank it is: arrays by way.  `of_stages_s`: by how much backward of each stage takes
+    longer; `each_s`: of a micro-batch, with its share of those once a step; `kept`, `late` and `moments` are bytes by stage; `fixed_bytes`:
+    of what no way changes."""
+
+    of_stages: tuple[AlikeWays, ...]
+    of_stages_s: np.ndarray
+    more_s: np.ndarray
+    step_s: np.ndarray
+    each_s: np.ndarray
+    lines: np.ndarray
+    kept: np.ndarray
+    late: np.ndarray
+    moments: np.ndarray
+    fixed_bytes: int
+
+
 _FEW = 20_000
 """Up to so many ways to run some blocks are looked through as they are, not sifted."""
 
 
-def _ways(count: int, modes: int) -> int:
-    """In how many ways so many alike blocks can run."""
-    return comb(count + modes - 1, modes - 1)
+@dataclass
+class RecomputeOptions:
+    """How blocks of these kinds may run in so many modes.  What was asked before is known: a `cache` of a method would make a cycle, which
+    keeps many large rows until garbage is collected."""
+
+    kinds: Sequence[Kind]
+    modes: int
+    micro_batches: int
+    known_options: dict[tuple[tuple[int, ...], bool], Options] = field(default_factory=dict)
+    known_ways: dict[tuple[tuple[int, ...], int], AlikeWays] = field(default_factory=dict)
+
+    def options(self, counts: tuple[int, ...], parted: bool) -> Options:
+        """The ways to run so many blocks of each kind, whose backward is in two parts or in one."""
+        if (counts, parted) not in self.known_options:
+            self.known_options[counts, parted] = (
+                self._all_options(_amounts(counts, self.modes), parted)
+                if self.are_few(counts)
+                else self._sifted_options(counts, parted)
+            )
+        return self.known_options[counts, parted]
+
+    def are_few(self, counts: Sequence[int]) -> bool:
+        """Whether all ways to run so many blocks of each kind are looked through."""
+        modes = self.modes
+        return prod(comb(count + modes - 1, modes - 1) for count in counts if count) <= _FEW
+
+    def _sifted_options(self, counts: tuple[int, ...], parted: bool) -> Options:
+        """Kind after kind, without those that others of the kinds so far dominate."""
+        none, zero = np.zeros(1, dtype=int), np.zeros(1)
+        no_lines = len(self.kinds[0].lines)  # by which ways are not sifted
+        found = Options(
+            more_s=zero,
+            least_s=zero,
+            work_s=zero,
+            lines=np.zeros((1, no_lines)),
+            more_kept=none,
+            moment=none,
+            late=none,
+            amounts=np.zeros((1, 0, self.modes), dtype=int),
+        )
+        for kind, count in zip(self.kinds, counts, strict=True):
+            amounts = np.array(list(_splits(int(count), self.modes)))
+            needed = np.array(kind.parted if parted else kind.transient)
+            more_s = amounts @ np.array(kind.more_s)
+            more = Options(
+                more_s=more_s,
+                least_s=more_s + amounts @ np.array(kind.step_s) / self.micro_batches,
+                work_s=np.zeros(len(amounts)),  # not known
+                lines=np.zeros((len(amounts), no_lines)),
+                more_kept=amounts @ np.array(kind.more_kept),
+                moment=np.where(amounts > 0, needed, 0).max(axis=1),
+                late=amounts @ np.array(kind.late) * parted,
+                amounts=amounts[:, None, :],
+            )
+            found = _sifted(_joined(found, _sifted(more)))
+        return found
+
+    def _all_options(self, amounts: np.ndarray, parted: bool) -> Options:
+        """Every way, fastest first."""
+        by_kind = amounts.reshape(len(amounts), -1)
+        took_s, joint_s, once_s, kept, late, *lines = (
+            by_kind @ self._of_kinds
+        ).T  # whole numbers of bytes stay whole
+        needed = np.array([kind.parted if parted else kind.transient for kind in self.kinds])
+        moment = np.where(amounts > 0, needed, 0).max(axis=(1, 2))
+        order = np.lexsort((moment, kept, took_s))
+        each_s = once_s / self.micro_batches
+        found = Options(
+            more_s=took_s,
+            least_s=took_s + each_s,
+            work_s=joint_s + each_s,
+            lines=np.array(lines).reshape(-1, len(amounts)).T,
+            more_kept=kept.astype(int),
+            moment=moment,
+            late=late.astype(int) * parted,
+            amounts=amounts,
+        )
+        return _picked(found, order)
+
+    @cached_property
+    def _of_kinds(self) -> np.ndarray:
+        """What one block of a kind in a mode (row) takes and keeps more, and costs by each line."""
+        parts = [
+            [getattr(kind, part) for kind in self.kinds]
+            for part in ("more_s", "work_s", "step_s", "more_kept", "late")
+        ]
+        parts += list(map(list, zip(*(kind.lines for kind in self.kinds), strict=True)))
+        return np.array(parts, dtype=float).reshape(len(parts), -1).T.copy()
+
+    def alike_ways(self, kinds: tuple[int, ...], longest: int) -> AlikeWays:
+        """Ways to run a stage whose units have blocks of these kinds; the longest of its rank has `longest`."""
+        if (kinds, longest) not in self.known_ways:
+            self.known_ways[kinds, longest] = self._all_alike_ways(kinds, longest)
+        return self.known_ways[kinds, longest]
+
+    def _all_alike_ways(self, kinds: tuple[int, ...], longest: int) -> AlikeWays:
+        modes = _modes_of_alike(longest, self.modes)[:, : len(kinds)]
+
+        def each(part: str) -> np.ndarray:
+            """Of each unit in its mode."""
+            return np.array([getattr(self.kinds[kind], part) for kind in kinds])[
+                np.arange(len(kinds)), modes
+            ]
+
+        lines = np.array([self.kinds[kind].lines for kind in kinds]).reshape(
+            len(kinds), -1, self.modes
+        )
+        return AlikeWays(
+            more_s=each("more_s").sum(axis=1),
+            work_s=each("work_s").sum(axis=1),
+            lines=lines.swapaxes(1, 2)[np.arange(len(kinds)), modes].sum(axis=1),
+            step_s=each("step_s").sum(axis=1),
+            more_kept=each("more_kept").sum(axis=1),
+            transient=each("transient").max(axis=1),
+            parted=each("parted").max(axis=1),
+            late=each("late").sum(axis=1),
+            modes=modes,
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -118,17 +252,20 @@ def _splits(count: int, parts: int) -> tuple[tuple[int, ...], ...]:
 def _joined(a: Options, b: Options) -> Options:
     """One of the first and one of the second, each with each."""
     left, right = np.divmod(np.arange(len(a.more_s) * len(b.more_s)), len(b.more_s))
-    amounts = np.concatenate([a.amounts[left], b.amounts[right]], axis=1)
     return Options(
-        a.more_s[left] + b.more_s[right], a.least_s[left] + b.least_s[right], a.work_s[left] + b.work_s[right],
-        a.lines[left] + b.lines[right], a.more_kept[left] + b.more_kept[right],
-        np.maximum(a.moment[left], b.moment[right]), a.late[left] + b.late[right], amounts,
-    )  # fmt: skip
+        more_s=a.more_s[left] + b.more_s[right],
+        least_s=a.least_s[left] + b.least_s[right],
+        work_s=a.work_s[left] + b.work_s[right],
+        lines=a.lines[left] + b.lines[right],
+        more_kept=a.more_kept[left] + b.more_kept[right],
+        moment=np.maximum(a.moment[left], b.moment[right]),
+        late=a.late[left] + b.late[right],
+        amounts=np.concatenate([a.amounts[left], b.amounts[right]], axis=1),
+    )
 
 
-def _undominated(options: Options) -> Options:
-    """Those than which no other is faster, by either measure, keeps less and needs no more for a moment and while it waits; fastest
-    first."""
+def _sifted(options: Options) -> Options:
+    """The Pareto-optimal ones in bytes and either measure of seconds, fastest first."""
     needs = [options.more_kept, options.moment, options.late]
     chosen = {
         number
@@ -136,4 +273,9 @@ def _undominated(options: Options) -> Options:
         for number in undominated(np.stack([seconds, *needs], axis=1))
     }
     order = sorted(chosen, key=lambda place: (options.more_s[place], options.least_s[place]))
-    return Options(*(getattr(options, field.name)[order] for field in fields(Options)))
+    return _picked(options, order)
+
+
+def _picked(options: Options, order: np.ndarray | list[int]) -> Options:
+    """Some of the options, in this order."""
+    return Options(**{part.name: getattr(options, part.name)[order] for part in fields(Options)})

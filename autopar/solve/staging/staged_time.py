@@ -8,11 +8,11 @@ from autopar_cost_models import StageTimes, pipeline_time
 
 from autopar.solve.costs.pipeline_cost import longest_hop_s
 from autopar.solve.costs.schedule import Schedule
-from autopar.solve.staging.unit_row import Row
+from autopar.solve.staging.unit_row import UnitRow
 
 
 def staged_step_s(
-    rows: Sequence[Row],
+    rows: Sequence[UnitRow],
     schedule: Schedule,
     runs: Sequence[tuple[int, int]],
     more_s: Sequence[float],
@@ -46,12 +46,12 @@ def staged_step_s(
     )
 
 
-def is_monotone(row: Row, schedule: Schedule) -> bool:
+def is_monotone(row: UnitRow, schedule: Schedule) -> bool:
     """Whether what stages of a row take is a bound of what those of all its placements do.  Under zero bubble a step may take longer where
     more of the same backward is gradients of parameters, so that paths alone are."""
     return not schedule.splits_backward or not row.is_bound
 
 
-def kinds_of(rows: Sequence[Row]) -> list[Row]:
+def kinds_of(rows: Sequence[UnitRow]) -> list[UnitRow]:
     """The rows that differ."""
     return list({id(row): row for row in rows}.values())

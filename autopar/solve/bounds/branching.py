@@ -1,0 +1,152 @@
+"""How a family is split: at the op whose strategies differ most between placements that may be best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from statistics import median_high
+
+import numpy as np
+
+from autopar.solve.bounds.candidate_facts import CandidateFacts
+from autopar.solve.bounds.family import Family, left_of
+from autopar.solve.bounds.segment_minima import SegmentMinima
+from autopar.solve.costs.placement_cost import Choices
+from autopar.solve.elimination.bucket_elimination import Question
+
+
+@dataclass(frozen=True)
+class Branching:
+    """Splits families of one candidate."""
+
+    facts: CandidateFacts
+    minima: SegmentMinima
+    more_s: dict[tuple, dict[int, np.ndarray]] = field(default_factory=dict)
+
+    def split(self, family: Family) -> list[Family]:
+        """Two families that have the same placements together, but for strategies that no placement of it has; none of a single
+        placement."""
+        found = max(
+            (
+                one
+                for c in range(len(self.facts.first.classes))
+                for one in self._branches(family, c)
+            ),
+            default=None,
+        )
+        if found is None:
+            return []
+        *_, c, op, more_s = found
+        left = tuple(
+            n for n in left_of(self.facts.first, family, c, op) if np.isfinite(more_s[n]).all()
+        )
+        return [
+            replace(
+                family,
+                allowed=(
+                    *family.allowed[:c],
+                    {**family.allowed[c], op: part},
+                    *family.allowed[c + 1 :],
+                ),
+            )
+            for part in (_halves(left, more_s) if len(left) > 1 else [left])
+        ]
+
+    def only(self, family: Family) -> Choices:
+        """The placement of a family of one."""
+        return tuple(
+            {op.name: op.strategies[allowed.get(o, (0,))[0]].name for o, op in enumerate(block.ops)}
+            for block, allowed in zip(self.facts.first.classes, family.allowed, strict=True)
+        )  # fmt: skip
+
+    def _branches(
+        self, family: Family, c: int
+    ) -> Iterator[tuple[float, float, bool, int, int, np.ndarray]]:
+        """For each op of a class that has a choice: by how many seconds the least of all that is asked of a segment rises at least once a
+        strategy is chosen, by how many it may rise, whether the op is a parameter, an input or an output, which others see, class, op, and
+        seconds by strategy and question."""
+        block = self.facts.first.classes[c]
+        open_ops = [
+            o for o in range(len(block.ops)) if len(left_of(self.facts.first, family, c, o)) > 1
+        ]
+        more_s = self._more_s(family, c) if open_ops else {}
+        for o in open_ops:
+            own = more_s.get(o, np.zeros((len(block.ops[o].strategies), 1)))
+            rises = own[list(left_of(self.facts.first, family, c, o))].sum(axis=1)
+            most = rises[np.isfinite(rises)].max(initial=0.0)
+            yield (
+                block.count * float(rises.min()),
+                block.count * float(most),
+                block.ops[o].kind != "op",
+                c,
+                o,
+                own,
+            )
+
+    def _more_s(self, family: Family, c: int) -> dict[int, np.ndarray]:
+        """Op -> by strategy and question, how many seconds more than at least a segment takes whose op runs the strategy: a block by
+        itself, others with what is in their unit."""
+        beside = next(
+            (
+                of
+                for of in self.facts.units
+                if c not in self.facts.layers and c in (self.facts.first.segments[n] for n in of)
+            ),
+            None,
+        )
+        own = [self.facts.first.segments[n] for n in beside or ()] or [c]
+        key = c, beside, family.key(own)
+        if key not in self.more_s:
+            closed = (c, True) in self.facts.cell.keys
+            of_tables = self.facts.unit(beside) if beside else self.facts.single(c, closed)
+            first = next(
+                iter(self.facts.models)
+            )  # a mode changes little of what strategies differ in
+            questions = [
+                self._in_seconds(replace(question, mode=first)) for question in (Question(), *self.minima.questions)
+                if question.weight == 0.0 and question.mode in (None, first)
+            ]  # fmt: skip
+            found = of_tables.tables.least_with(questions, of_tables.parameters, family.by_op(own))
+            of_class = {
+                op: [*cost_s, *self._sent_s(c, op)]
+                for (place, op), cost_s in found.items()
+                if own[place] == c
+            }
+            self.more_s[key] = {
+                op: np.transpose([of - min(of) for of in cost_s]) for op, cost_s in of_class.items()
+            }
+        return self.more_s[key]
+
+    def _sent_s(self, c: int, op: int) -> list[np.ndarray]:
+        """By strategy of an input: seconds of the message that brings it, and of the one with its gradient, if a stage begins there."""
+        block, setting = self.facts.first.classes[c], self.facts.first.pipeline
+        if setting is None or (name := block.ops[op].name) not in block.inputs:
+            return []
+        return [
+            2
+            * setting.hop_s_per_byte
+            * np.array([block.message_bytes(name, s.outputs[0]) for s in block.ops[op].strategies])
+        ]
+
+    def _in_seconds(self, question: Question) -> Question:
+        """A question in seconds of a micro-batch."""
+        each, often = 1 / self.facts.first.num_microbatches, median_high(self.facts.held)
+        return replace(
+            question, step=question.step * each, kept=question.kept * self.facts.price, kept_by_ends=question.kept_by_ends * self.facts.price,
+            late=question.late * self.facts.price, static=question.static * self.facts.price / often,
+        )  # fmt: skip
+
+
+def _halves(left: tuple[int, ...], more_s: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The strategies that are left in two parts: below and above the middle of what they differ in most."""
+    of_left = more_s[list(left)]
+    values = of_left[:, int(np.ptp(of_left, axis=0).argmax())]
+    lower = (
+        tuple(
+            n
+            for n, value in zip(left, values, strict=True)
+            if value < (values.max() + values.min()) / 2
+        )
+        or left[:1]
+    )
+    return lower, tuple(n for n in left if n not in lower)

@@ -1,0 +1,302 @@
+"""The longest paths of stages that are found one after the other, which no step is shorter than.
+
+    GPipe          sum forward + (m - 1) max forward + sum backward + (m - 1) max backward       (exact)
+    1F1B and zero  for each rank r: the first forward until it gets there, all that r computes, the last backward from there to rank 0
+    bubble         for each rank r: the first forward to the last rank and backward to r (or to rank 0, and the next forward from there to
+                   r), then all that r computes but what it did before, then the last backward to rank 0
+                   for each rank r: the first forward to the last rank and back to r, all that r computes up to its last forward, then that
+                   micro-batch to the last rank and back to rank 0
+    1F1B           where messages take time it may be longer to go, instead of all that r computes, to and fro through r and the next one
+                   or two ranks, or through the first ranks up to r
+
+A path of 1F1B has whole backwards.  One of zero bubble has, of gradients of weights, those of r that come before its last backward, and of
+rank 0 the last; or all of r's, but then it ends there, since others may still be computing theirs.  The shortest message is added for each
+hop, and the longest work once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.staging.stage_runs import Seconds, StageRun, StageRuns
+from autopar.solve.staging.staged_time import kinds_of
+from autopar.solve.staging.unit_row import UnitRow
+
+_LONGEST_LOOP = 3
+"""Ranks of a loop of 1F1B that may begin anywhere: with 4 cuts take three times as long to find."""
+
+_LOOPS = [(ranks, within) for ranks in range(2, _LONGEST_LOOP + 1) for within in range(1, ranks)]
+"""Loops that are not closed yet: through so many ranks, of which so many are there."""
+
+
+class PartialCut(NamedTuple):
+    """The first units in the first stages, in seconds, or many such cuts, each field an array: `work_s` all backward so far (GPipe: all
+    work), `reached_s` the longest path that turns at one of these ranks, `turned_s` the longest that turns at the last, as far as these
+    ranks are on it (GPipe: slowest forward), `slowest_s` the slowest backward of GPipe, of others the longest that turns at the last rank
+    twice, as far as it is known, `step_s` the longest work once a step; `least_s` and `left_s` are paths as `reached_s` and `turned_s`
+    through ranks that take the least with what they take once a step.  `shift_s`: what the forwards so far take more than these units
+    would on the last of the ranks.  `first_s`: a micro-batch on the first rank.  `loops_s`: of 1F1B (`_LOOPS`) the paths that loop through
+    the last of these ranks and others to come, without what those take."""
+
+    work_s: Seconds
+    reached_s: Seconds
+    turned_s: Seconds
+    slowest_s: Seconds
+    step_s: Seconds
+    least_s: Seconds
+    left_s: Seconds
+    shift_s: Seconds
+    first_s: Seconds
+    loops_s: Sequence[Seconds]
+
+    def numbers(self) -> np.ndarray:
+        """[field, cut]: all that tells cuts apart."""
+        *fields, loops_s = self
+        return np.stack(np.broadcast_arrays(*fields, *loops_s))
+
+
+NO_CUT = PartialCut(
+    work_s=0.0,
+    reached_s=0.0,
+    turned_s=-inf,
+    slowest_s=0.0,
+    step_s=0.0,
+    least_s=0.0,
+    left_s=-inf,
+    shift_s=0.0,
+    first_s=0.0,
+    loops_s=[-inf] * len(_LOOPS),
+)
+
+
+def cut_of(numbers: np.ndarray) -> PartialCut:
+    """Of `PartialCut.numbers`."""
+    fields, loops_s = np.split(numbers, [len(PartialCut._fields) - 1])
+    return PartialCut(*fields, loops_s=list(loops_s))
+
+
+def extended(
+    rows: Sequence[UnitRow],
+    kinds: Sequence[UnitRow],
+    schedule: Schedule,
+    cut: PartialCut,
+    run: StageRun | StageRuns,
+) -> PartialCut:
+    """One more stage; `kinds`: the rows that differ."""
+    row, before = rows[run.stage], rows[max(run.stage - 1, 0)]
+    rank, parts, step_s = run.stage, schedule.splits_backward, np.maximum(cut.step_s, run.step_s)
+    if not schedule.alternates:
+        return _extended_gpipe(row, kinds, cut, run, step_s)
+    shift_s = (
+        cut.shift_s
+        if before is row
+        else cut.shift_s + before.before.forward_s[run.first] - row.before.forward_s[run.first]
+    )
+    forward_s = shift_s + row.before.forward_s[run.first]  # of stages before
+    back_s = run.backward_s - run.weight_s if parts else run.backward_s
+    reached_s, turned_s = _through(row, schedule, cut, run, forward_s)
+    slowest_s, first_s, loops_s = _twice(row, schedule, cut, run, forward_s)
+    least_s, left_s = 0.0, -inf
+    if row.lines:
+        least_s, left_s = _least_through(row, kinds, schedule, cut, run, forward_s)
+        left_s = np.maximum(cut.left_s + back_s, left_s)
+    return PartialCut(
+        work_s=cut.work_s + (back_s if rank else run.backward_s),
+        reached_s=np.maximum(cut.reached_s, reached_s),
+        turned_s=np.maximum(cut.turned_s + back_s, turned_s),
+        slowest_s=slowest_s,
+        step_s=step_s,
+        least_s=least_s,
+        left_s=left_s,
+        shift_s=shift_s,
+        first_s=first_s,
+        loops_s=loops_s,
+    )
+
+
+def _extended_gpipe(
+    row: UnitRow,
+    kinds: Sequence[UnitRow],
+    cut: PartialCut,
+    run: StageRun | StageRuns,
+    step_s: Seconds,
+) -> PartialCut:
+    least_s: Seconds = 0.0
+    if row.lines:
+        works_s = [kind.before.work_s for kind in kinds]
+        later_s = reduce(np.minimum, [work_s[-1] - work_s[run.end] for work_s in works_s])
+        least_s = np.maximum(cut.least_s, cut.work_s + later_s + row.micro_batches * run.least_s)
+    return cut._replace(
+        work_s=cut.work_s + run.total_s,
+        turned_s=np.maximum(cut.turned_s, run.forward_s),
+        slowest_s=np.maximum(cut.slowest_s, run.backward_s),
+        step_s=step_s,
+        least_s=least_s,
+    )
+
+
+def _ahead(row: UnitRow, schedule: Schedule, rank: int) -> int:
+    """Forwards of a rank before its first backward."""
+    return min(schedule.ranks - rank, row.micro_batches)
+
+
+def _through(
+    row: UnitRow,
+    schedule: Schedule,
+    cut: PartialCut,
+    run: StageRun | StageRuns,
+    forward_s: Seconds,
+) -> tuple[Seconds, Seconds]:
+    """(`reached_s`, `turned_s`) of the paths that turn at the last of the ranks or through it at the one to come; `forward_s`: of the
+    stages before."""
+    micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
+    parts, ahead = schedule.splits_backward, _ahead(row, schedule, rank)
+    weights = max(micro - 1 - rank, 0) if parts else micro  # before the last backward
+    reached_s = (
+        cut.work_s + forward_s + _worked_s(run, micro, micro, weights) + 2 * rank * row.hop_s
+    )
+    turned_s = cut.work_s + _worked_s(run, micro - ahead, micro, weights) + 2 * last * row.hop_s
+    if parts:
+        reached_s = np.maximum(reached_s, forward_s + micro * run.total_s + rank * row.hop_s)
+        turned_s = np.maximum(
+            turned_s, _worked_s(run, micro - ahead, micro, micro) + (2 * last - rank) * row.hop_s
+        )
+    if rank and micro > schedule.ranks:  # by rank 0
+        left = micro - rank
+        again_s = (
+            _worked_s(run, micro - schedule.ranks, left, left - 2 if parts else left)
+            + 2 * (last + rank) * row.hop_s
+        )
+        turned_s = np.maximum(turned_s, 2 * cut.work_s + forward_s + again_s)
+    return reached_s, turned_s
+
+
+def _least_through(
+    row: UnitRow,
+    kinds: Sequence[UnitRow],
+    schedule: Schedule,
+    cut: PartialCut,
+    run: StageRun | StageRuns,
+    forward_s: Seconds,
+) -> tuple[Seconds, Seconds]:
+    """(`least_s`, `left_s`) with one more stage, the latter only of paths through its rank."""
+    through_s: Seconds = 0.0
+    before_s: Seconds = 0.0
+    if not schedule.splits_backward:
+        through_s = reduce(np.minimum, [kind.before.work_s[run.first] for kind in kinds])
+        before_s = cut.work_s
+    ahead = _ahead(row, schedule, run.stage)
+    least_s = np.maximum(before_s + forward_s, through_s) + row.micro_batches * run.least_s
+    backward_s = row.before.backward_s
+    own_s = (
+        backward_s[run.end] - backward_s[run.first]
+    )  # a backward takes so much at least, which all least times hold
+    left_s = before_s + (row.micro_batches - ahead) * run.least_s + ahead * own_s
+    return np.maximum(cut.least_s, least_s), left_s
+
+
+def _worked_s(run: StageRun | StageRuns, forwards: int, backwards: int, weights: int) -> Seconds:
+    """So many forwards and backwards of a stage, so many of these with gradients of weights: no less where forward and backward together,
+    or any part of them but gradients of weights, take longer."""
+    whole = min(forwards, weights)
+    parts_s = (forwards - whole) * run.forward_s + (weights - whole) * run.backward_s
+    return whole * run.total_s + parts_s + (backwards - weights) * (run.backward_s - run.weight_s)
+
+
+def _twice(
+    row: UnitRow, schedule: Schedule, cut: PartialCut, run: StageRun | StageRuns, forward_s: Seconds
+) -> tuple[Seconds, Seconds, Sequence[Seconds]]:
+    """(`slowest_s`, `first_s`, `loops_s`) with one more stage; `forward_s`: of the stages before.
+
+    Between the first backward of a rank and its last forward the path works there.  Under 1F1B it may loop: a micro-batch goes on through
+    some ranks and comes back, once for as many micro-batches as these are.  Under zero bubble it would gain only where a message takes
+    longer than gradients of weights.
+    """
+    micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
+    parts, first_s = schedule.splits_backward, cut.first_s if rank else run.total_s
+    between = micro - 2 - last + rank  # micro-batches of this rank; the one before has one less
+    if between < 0:
+        return cut.slowest_s, 0.0 if parts else first_s, cut.loops_s
+    ways_s = cut.work_s + forward_s + 2 * (2 * last - rank) * row.hop_s
+    if parts:
+        weights = max(between + 1 - rank, 0) + (
+            rank == 0
+        )  # the last backward of the first rank has its own after it
+        twice_s = ways_s + _worked_s(run, between + 2, between + 2, weights)
+        return np.maximum(cut.slowest_s + _worked_s(run, 2, 2, 0), twice_s), 0.0, cut.loops_s
+    twice_s = ways_s + 2 * run.total_s
+    found = [cut.slowest_s + 2 * run.total_s, twice_s + between * run.total_s]
+    loops_s: list[Seconds] = []
+    if between > rank > 0:  # through all ranks so far
+        whole_s = cut.work_s + run.backward_s + forward_s + run.forward_s
+        times, rest = divmod(between - rank, rank + 1)
+        found.append(
+            (times + 2) * whole_s + rest * first_s + (4 * last + 2 * times * rank) * row.hop_s
+        )
+    known_s = dict(zip(_LOOPS, cut.loops_s, strict=True))
+    for ranks, within in _LOOPS:
+        times, rest = divmod(between - within + 1, ranks)
+        if within == 1:
+            loops_s.append(
+                twice_s + (times + rest) * run.total_s + 2 * times * (ranks - 1) * row.hop_s
+            )
+        else:
+            loops_s.append(known_s[ranks, within - 1] + (times + 2) * run.total_s)
+        if within == ranks - 1:
+            times = (between - within) // ranks
+            found.append(known_s[ranks, within] + (times + 2) * run.total_s)
+    return reduce(np.maximum, found), first_s, loops_s
+
+
+def open_loops(
+    cut: PartialCut, micro_batches: int, later: Sequence[tuple[float, float]]
+) -> list[Seconds]:
+    """`loops_s` of cuts, but for those that cannot become the longest path; `later`: of each stage to come what it takes, from so many
+    seconds to so many."""
+    between = micro_batches - 2 - len(later)  # as in `_twice`
+    found: list[Seconds] = []
+    for (ranks, within), loop_s in zip(_LOOPS, cut.loops_s, strict=True):
+        missing = later[: ranks - within]
+        if within + len(missing) < ranks:
+            found.append(-inf)
+            continue
+        times = (between - within + 1) // ranks
+        most_s = loop_s + (times + 2) * sum(most for _, most in missing)
+        found.append(
+            np.where(most_s > cut.slowest_s + 2 * sum(least for least, _ in missing), loop_s, -inf)
+        )
+    return found
+
+
+def path_s(row: UnitRow, schedule: Schedule, cut: PartialCut) -> Seconds:
+    """The longest path through all stages, of which the last has `row`."""
+    if not schedule.alternates:
+        slowest_s = (row.micro_batches - 1) * (cut.turned_s + cut.slowest_s)
+        return np.maximum(
+            cut.work_s + slowest_s + 2 * (schedule.ranks - 1) * row.hop_s + cut.step_s, cut.least_s
+        )
+    whole_s = cut.shift_s + row.before.forward_s[-1]  # all forwards of a micro-batch
+    paths_s = (
+        np.maximum(np.maximum(cut.reached_s, whole_s + cut.turned_s), cut.slowest_s) + cut.step_s
+    )
+    return np.maximum(np.maximum(paths_s, cut.least_s), whole_s + cut.left_s)
+
+
+def least_path_s(row: UnitRow, schedule: Schedule, cut: PartialCut) -> Seconds:
+    """The longest path however the rest is cut, at least."""
+    if not schedule.alternates:
+        return path_s(row, schedule, cut)
+    return np.maximum(np.maximum(cut.reached_s, cut.slowest_s) + cut.step_s, cut.least_s)
+
+
+def least_step_s(rows: Sequence[UnitRow], schedule: Schedule, runs: Sequence[StageRun]) -> float:
+    """The longest path through these stages."""
+    kinds = kinds_of(rows)
+    cut = reduce(lambda cut, run: extended(rows, kinds, schedule, cut, run), runs, NO_CUT)
+    return float(path_s(rows[-1], schedule, cut))

@@ -1,0 +1,261 @@
+"""Rows of units, of one placement or of what no placement of many goes below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from autopar.ir.annotated import AnnotatedModel
+from autopar.solve.costs.pipeline_cost import blocks_of, freed_bytes, messages_bytes, segment_costs
+from autopar.solve.costs.placement_cost import Choices, SegmentCost
+from autopar.solve.costs.recompute_mix import Models
+from autopar.solve.staging.recompute_options import Kind, RecomputeOptions
+from autopar.solve.staging.tied_parameters import TiedParameters, tied_parameters
+from autopar.solve.staging.unit_row import BytePrice, LastSegment, Line, Sums, UnitRow
+
+
+def row_of_placement(models: Models, choices: Choices) -> UnitRow:
+    """The units of a model, annotated for each recompute mode, under one placement."""
+    base = next(iter(models.values()))
+    costs = [segment_costs(model, choices) for model in models.values()]
+    ties = []
+    for (number, name), *_ in (shared.paying for shared in base.shared):
+        c = base.segments[number]
+        payers = [
+            next(op for op in model.classes[c].ops if op.name == name).strategy(choices[c][name])
+            for model in models.values()
+        ]
+        ties.append(
+            (payers[0].static_bytes, min(payer.step_s for payer in payers))
+        )  # in whichever mode the one runs that pays
+    return _row(_Segments(models, costs), arriving=messages_bytes(base, choices), ties=ties)
+
+
+def row_of_costs(
+    models: Models,
+    costs: Sequence[Sequence[SegmentCost]],
+    *,
+    arriving: Sequence[int] | None = None,
+    ties: Sequence[tuple[int, float]] = (),
+    freed: int | None = None,
+    work_s: Sequence[Sequence[float]] | None = None,
+    lines: Sequence[tuple[BytePrice, Sequence[Sequence[float]]]] = (),
+    most_freed: int = 0,
+) -> UnitRow:
+    """Units of which each segment costs `costs[mode][segment]`, without messages and ties (bytes and seconds once a step of each of the
+    model) if they are not given; `freed` if it is not what the last one keeps, `work_s[mode][segment]` if forward and backward take more
+    together than the least of each.  `lines`: prices, and the least by mode and segment, of placements whose last segment keeps
+    `most_freed` at most."""
+    segments = _Segments(models, costs, work_s or (), [by_mode for _, by_mode in lines])
+    row = _row(segments, arriving=arriving or [0] * len(costs[0]), ties=ties, freed=freed)
+    own = row.last.freed
+    row.last = replace(
+        row.last,
+        freed_parted=row.last.freed_parted if freed is None else own,
+        most_freed=max(most_freed, own),
+    )
+    of_lines = [segments.by_unit(np.min(by_mode, axis=0)) for _, by_mode in lines]
+    row.parts = [*row.parts, *of_lines]
+    row.lines = [
+        Line(price, _before(least_s).tolist())
+        for (price, _), least_s in zip(lines, of_lines, strict=True)
+    ]
+    row.is_bound = True
+    return row
+
+
+def in_first(costs: Sequence[Sequence[SegmentCost]], modes: int) -> list[list[SegmentCost]]:
+    """Of what segments cost at least, `costs[mode][segment]`, what they do in the first so many modes; once a step in whichever mode, since
+    they may recompute to hide it."""
+    if modes == len(costs):
+        return list(map(list, costs))
+    once_s = np.min([[cost.step_s for cost in of] for of in costs], axis=0).tolist()
+    return [
+        [replace(cost, step_s=step_s) for cost, step_s in zip(of, once_s, strict=True)]
+        for of in costs[:modes]
+    ]
+
+
+@dataclass(frozen=True)
+class _Segments:
+    """What segments cost: `costs`, `work_s` (forward and backward together) and each of `lines` by mode and segment."""
+
+    models: Models
+    costs: Sequence[Sequence[SegmentCost]]
+    given_work_s: Sequence[Sequence[float]] = ()
+    lines: Sequence[Sequence[Sequence[float]]] = ()
+
+    @cached_property
+    def base(self) -> AnnotatedModel:
+        return next(iter(self.models.values()))
+
+    @cached_property
+    def blocks(self) -> list[int]:
+        return blocks_of(self.base)
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """The first segment of each unit."""
+        return [0, *self.blocks[1:]]
+
+    @cached_property
+    def last(self) -> int:
+        """The model's last segment, if no other is of its class; else -1."""
+        base = self.base
+        is_alone = base.last is not None and base.segments[-1] == base.last
+        return len(base.segments) - 1 if is_alone else -1
+
+    @cached_property
+    def work_s(self) -> Sequence[Sequence[float]]:
+        return self.given_work_s or [
+            [cost.forward_s + cost.backward_s for cost in of] for of in self.costs
+        ]
+
+    @cached_property
+    def sort_of(self) -> list[tuple]:
+        """By segment what tells apart those that cost something else; most segments are the same ones."""
+        values = np.array([of for by_mode in (self.work_s, *self.lines) for of in by_mode]).T.copy()
+        return [
+            (*(id(c[s]) for c in self.costs), values[s].tobytes())
+            for s in range(len(self.base.segments))
+        ]
+
+    @cached_property
+    def numbers(self) -> tuple[np.ndarray, list[int]]:
+        """(by segment the number of its sort, by sort a segment of it)."""
+        number_of: dict[tuple, int] = {}
+        numbers = np.array([number_of.setdefault(sort, len(number_of)) for sort in self.sort_of])
+        return numbers, [self.sort_of.index(sort) for sort in number_of]
+
+    def least(self, part: str, modes: int = 1) -> np.ndarray:
+        """By segment, a part of its cost in that of the first modes where it is least."""
+        numbers, one_of = self.numbers
+        of = self.costs[:modes]
+        return np.array([min(getattr(c[s], part) for c in of) for s in one_of])[numbers]
+
+    def by_unit(self, of_segments: np.ndarray) -> np.ndarray:
+        """What the segments of each unit add up to."""
+        return np.add.reduceat(of_segments, self.firsts)
+
+
+def _row(
+    of: _Segments,
+    *,
+    arriving: Sequence[int],
+    ties: Sequence[tuple[int, float]],
+    freed: int | None = None,
+) -> UnitRow:
+    kinds, kind = _kinds(of)
+    parts = _parts(of)
+    return UnitRow(
+        model=of.base,
+        modes=tuple(of.models),
+        blocks=of.blocks,
+        kind=kind,
+        transient=_transients(of),
+        arriving=[arriving[first] for first in of.firsts],
+        before=Sums(*map(_before, parts)),
+        parts=parts,
+        last=_last_segment(of, freed),
+        recompute=RecomputeOptions(kinds, len(of.models), of.base.num_microbatches),
+        ties=tied_parameters(of.base, ties, of.firsts) if ties else TiedParameters(),
+    )
+
+
+def _parts(of: _Segments) -> list[np.ndarray]:
+    """What each unit has, in the order of `Sums`."""
+    modes = len(of.costs)
+    is_beside = np.ones(len(of.base.segments), dtype=int)
+    is_beside[of.blocks] = 0
+    return list(
+        map(
+            of.by_unit,
+            (
+                of.least("forward_s"),
+                of.least("backward_s"),
+                of.least("weight_s"),
+                np.min(of.work_s, axis=0),
+                of.least("step_s", modes),
+                of.least("static_bytes"),
+                of.least("kept_bytes"),
+                of.least("kept_bytes", modes),
+                np.maximum(of.least("late_bytes"), 0) * is_beside,
+                is_beside,
+            ),
+        )
+    )
+
+
+def _before(of_units: np.ndarray) -> np.ndarray:
+    """Of the units before each: the sum of what each has."""
+    return np.concatenate([[0], np.cumsum(of_units)])
+
+
+def _last_segment(of: _Segments, freed: int | None) -> LastSegment:
+    if of.last < 0:
+        return LastSegment()
+    cost = of.costs[0][of.last]
+    freed = cost.kept_bytes if freed is None else freed
+    return LastSegment(freed, min(freed_bytes(cost, True), freed), cost.transient_bytes)
+
+
+def _kinds(of: _Segments) -> tuple[list[Kind], list[int]]:
+    """(the kinds of blocks, the number of that of each unit)."""
+    kinds: dict[Kind, int] = {}
+    known: dict[tuple, int] = {}  # most blocks are the same ones
+    found = []
+    for block in of.blocks:
+        key = block == of.last, of.sort_of[block]
+        if key not in known:
+            known[key] = kinds.setdefault(_kind(of, block), len(kinds))
+        found.append(known[key])
+    return list(kinds), found
+
+
+def _kind(of: _Segments, block: int) -> Kind:
+    """Of one block; the model's last segment runs in the first mode."""
+    is_last, own, base = block == of.last, of.costs[0][block], of.base
+    modes = [own if is_last else by_mode[block] for by_mode in of.costs]
+    joint_s, *of_lines = (
+        (0.0,) * len(modes) if is_last else _above_least([mode[block] for mode in by_mode])
+        for by_mode in (of.work_s, *of.lines)
+    )
+    again = [
+        model.fixed_bytes - base.fixed_bytes for model in of.models.values()
+    ]  # buffers of what a mode makes again
+    return Kind(
+        more_s=tuple(max(c.backward_s - own.backward_s, 0.0) for c in modes),
+        work_s=joint_s,
+        step_s=_above_least([c.step_s for c in modes]),
+        lines=tuple(of_lines),
+        more_kept=tuple(c.kept_bytes - own.kept_bytes for c in modes),
+        transient=tuple(
+            (c.transient_bytes + more) * (not is_last) for c, more in zip(modes, again, strict=True)
+        ),
+        parted=tuple(
+            (c.parted_transient_bytes + more) * (not is_last)
+            for c, more in zip(modes, again, strict=True)
+        ),
+        late=tuple(max(c.late_bytes, 0) for c in modes),
+    )
+
+
+def _transients(of: _Segments) -> list[int]:
+    """By unit: bytes that the segments beside its block need for a moment, but for the model's last."""
+    own, ends, found = of.costs[0], [*of.blocks[1:], len(of.base.segments)], []
+    for first, end, block in zip(of.firsts, ends, of.blocks, strict=True):
+        beside: Iterable[int] = (
+            (own[s].transient_bytes for s in range(first, end) if s not in (block, of.last))
+            if end - first > 1
+            else ()
+        )
+        found.append(max(beside, default=0))
+    return found
+
+
+def _above_least(by_mode: Sequence[float]) -> tuple[float, ...]:
+    least = min(by_mode)
+    return tuple(seconds - least for seconds in by_mode)

@@ -1,0 +1,119 @@
+"""The stages that a rank could have: runs of units with the least recomputation that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from autopar_cost_models import held_moments, late_moments
+
+from autopar.solve.costs.pipeline_cost import is_parted
+from autopar.solve.costs.schedule import Schedule
+from autopar.solve.staging.least_recomputation import least
+from autopar.solve.staging.unit_row import UnitRow
+
+Seconds = float | np.ndarray
+"""Of one thing, or of many."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageRun:
+    """A stage that could be: units `first` to `end` on a rank, with the least recomputation that fits.
+
+    `weight_s` is part of `backward_s`, `total_s` of forward and backward; `least_s` is of a micro-batch, with the share of what it takes
+    once a step.  `room`: micro-batches held, bytes of the rank, and micro-batches that wait, as `least` has them.
+    """
+
+    stage: int
+    first: int
+    end: int
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    total_s: float
+    step_s: float
+    least_s: float
+    amounts: np.ndarray
+    room: tuple[int, float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StageRuns:
+    """Many runs of one stage, each number of `StageRun` an array."""
+
+    stage: int
+    first: np.ndarray
+    end: np.ndarray
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    weight_s: np.ndarray
+    total_s: np.ndarray
+    step_s: np.ndarray
+    least_s: np.ndarray
+
+    @staticmethod
+    def of(runs: Sequence[StageRun]) -> StageRuns:
+        """The runs of one stage."""
+        return StageRuns(
+            runs[0].stage,
+            **{name: np.array([getattr(run, name) for run in runs]) for name in _NUMBERS},
+        )
+
+    def picked(self, chosen: np.ndarray) -> StageRuns:
+        """Some of them, maybe several times."""
+        return StageRuns(self.stage, **{name: getattr(self, name)[chosen] for name in _NUMBERS})
+
+
+_NUMBERS = ("first", "end", "forward_s", "backward_s", "weight_s", "total_s", "step_s", "least_s")
+
+
+@dataclass
+class RunFinder:
+    """Finds the runs of ranks of which each has a row of units and so many bytes.  `is_free`: none of them was left out, or recomputes,
+    for want of memory."""
+
+    rows: Sequence[UnitRow]
+    schedule: Schedule
+    capacities: Sequence[float]
+    is_free: bool = True
+
+    @cached_property
+    def rooms(self) -> list[tuple[int, float, int]]:
+        """By rank: micro-batches held, bytes, and micro-batches that wait."""
+        name, ranks, micro = self.schedule.name, self.schedule.ranks, self.rows[0].micro_batches
+        held, late = [1], [0]
+        if ranks > 1:
+            held = [most for ((most,),) in held_moments(name, ranks, 1, micro)]
+            late = [most for (((most,), _),) in late_moments(name, ranks, 1, micro)]
+        return [
+            (held[rank], self.capacities[rank], late[rank] * is_parted(name, rank))
+            for rank in range(ranks)
+        ]
+
+    def run(self, stage: int, first: int, end: int) -> StageRun | None:
+        """The run of these units with the least recomputation that fits; None if none does."""
+        row, room = self.rows[stage], self.rooms[stage]
+        if (found := least(row, first, end, *room)) is None:
+            self.is_free = False
+            return None
+        more_s, amounts, least_s = found
+        at = row.at
+        forward_s = at.forward_s[end] - at.forward_s[first]
+        backward_s = at.backward_s[end] - at.backward_s[first]
+        if more_s:
+            self.is_free = False
+        return StageRun(
+            stage=stage,
+            first=first,
+            end=end,
+            forward_s=forward_s,
+            backward_s=backward_s + more_s,
+            weight_s=min(at.weight_s[end] - at.weight_s[first], backward_s),
+            total_s=max(forward_s + backward_s + more_s, row.total_s(first, end)),
+            step_s=row.once_s([(first, end)]),
+            least_s=least_s,
+            amounts=amounts,
+            room=room,
+        )

@@ -1,0 +1,69 @@
+"""Shared parameters of a row of units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import fsum
+
+import numpy as np
+
+from autopar.ir.annotated import AnnotatedModel
+
+
+@dataclass(frozen=True, slots=True)
+class TiedParameter:
+    """A shared parameter.  A rank that reads it without a segment that pays for it has `static_bytes` for it, and `step_s` once a step;
+    `paid` and `read` count segments that pay for it and others that read it (sums before each unit)."""
+
+    static_bytes: int
+    step_s: float
+    paid: Sequence[int]
+    read: Sequence[int]
+
+
+@dataclass(frozen=True)
+class TiedParameters:
+    """Those of a row."""
+
+    every: Sequence[TiedParameter] = ()
+
+    def borrowed(self, runs: Sequence[tuple[int, int]]) -> list[TiedParameter]:
+        """Those that a rank with these runs reads without what pays for them (`pipeline_cost.borrowed`)."""
+        if not self.every:
+            return []
+        firsts, ends = (list(of) for of in zip(*runs, strict=True))
+        paid, read = (before[:, ends] > before[:, firsts] for before in self._before)
+        return [
+            self.every[number] for number in np.flatnonzero(read.any(axis=1) & ~paid.any(axis=1))
+        ]
+
+    @cached_property
+    def _before(self) -> tuple[np.ndarray, np.ndarray]:
+        """By tie and the units before each: how many segments pay for it, and how many others read it."""
+        return np.array([tie.paid for tie in self.every]), np.array(
+            [tie.read for tie in self.every]
+        )
+
+
+def tied_parameters(
+    model: AnnotatedModel, costs: Sequence[tuple[int, float]], firsts: Sequence[int]
+) -> TiedParameters:
+    """The ties of a row whose units begin with segments `firsts`; those of the same segments are one.  `costs`: bytes, and seconds once a
+    step, of each shared parameter of the model."""
+    together: dict[tuple[tuple[int, ...], ...], list[tuple[int, float]]] = {}
+    for cost, shared in zip(costs, model.shared, strict=True):
+        holders = tuple(
+            tuple(sorted({number for number, _ in of})) for of in (shared.paying, shared.reading)
+        )
+        together.setdefault(holders, []).append(cost)
+
+    def before(numbers: Sequence[int]) -> list[int]:
+        counted = np.isin(np.arange(len(model.segments)), numbers).astype(int)
+        return [0, *np.cumsum(np.add.reduceat(counted, firsts)).tolist()]
+
+    return TiedParameters([
+        TiedParameter(sum(size for size, _ in of), fsum(step_s for _, step_s in of), before(paying), before(reading))
+        for (paying, reading), of in together.items()
+    ])  # fmt: skip

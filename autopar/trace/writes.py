@@ -1,0 +1,83 @@
+"""Writes into a part of a tensor, as ops whose rules leave the dims that are not written along free.
+
+Assigning to `x[:, 2]` writes a slice of all rows, and functionalization keeps that slice: without
+it, each row is written on its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.ir.calls import argument
+from autopar.trace.edit import call, is_op
+
+aten = torch.ops.aten
+
+
+def spell_writes(graph: Graph) -> None:
+    """Drop slices of everything; write `where` for masks, and an index for fills along one."""
+    for node in list(graph.nodes):
+        with graph.inserting_before(node):
+            written = _written(graph, node)
+        if written is not None:
+            node.replace_all_uses_with(written)
+
+
+def _written(graph: Graph, node: Node) -> Node | None:
+    """The value of a write, spelled otherwise; None if the node stays as it is."""
+    if is_op(node, "slice_scatter"):
+        source = argument(node, "src")
+        return source if _replaces_all(source, node) else None
+    if is_op(node, "zero"):
+        return call(graph, node, aten.zeros_like.default, node.args[0])
+    if is_op(node, "index_fill"):
+        target, dim, index, value = node.args
+        value = _value(graph, node, value)
+        at = dim % max(target.meta["val"].dim(), 1)
+        return call(graph, node, aten.index_put.default, target, [None] * at + [index], value)
+    if is_op(node, "index_put") and not argument(node, "accumulate", False):
+        return _where(graph, node)
+    return None
+
+
+def _replaces_all(source: Node, node: Node) -> bool:
+    """Whether the slice that `source` takes the place of is the whole tensor."""
+    new, val = source.meta["val"], node.meta["val"]
+    one_by_one = argument(node, "step", 1) in (None, 1)
+    return one_by_one and new.dtype == val.dtype and str(new.shape) == str(val.shape)
+
+
+def _value(graph: Graph, node: Node, value: Node | float) -> Node:
+    """A number or tensor in the dtype of the tensor that it is written to."""
+    val = node.meta["val"]
+    if not isinstance(value, Node):
+        new = graph.call_function(aten.full.default, ([], value), {"dtype": val.dtype})
+        new.meta = dict(node.meta) | {"val": val.new_empty([])}
+        return new
+    same = value.meta["val"].dtype == val.dtype
+    return value if same else call(graph, node, aten.to.dtype, value, val.dtype)
+
+
+def _where(graph: Graph, node: Node) -> Node | None:
+    """`x[mask] = value` of a value that is the same at all places that the mask chooses."""
+    target, indices, value = node.args[:3]
+    masks = [index for index in indices if index is not None]
+    if len(masks) != 1 or masks[0].meta["val"].dtype != torch.bool:
+        return None
+    rank, mask, sizes = target.meta["val"].dim(), masks[0], list(value.meta["val"].shape)
+    inside = rank - indices.index(mask) - mask.meta["val"].dim()
+    if len(sizes) > inside:
+        chosen = len(sizes) - inside - 1
+        if str(sizes[chosen]) != "1":
+            return None
+        sizes[chosen : chosen + 1] = [1] * mask.meta["val"].dim()
+        value = _reshaped(graph, node, value, sizes)
+    mask = _reshaped(graph, node, mask, [*mask.meta["val"].shape, *[1] * inside])
+    value = _value(graph, node, value)
+    return call(graph, node, aten.where.self, mask, value, target)
+
+
+def _reshaped(graph: Graph, node: Node, source: Node, sizes: list) -> Node:
+    sizes = [-1 if isinstance(size, torch.SymInt) else size for size in sizes]
+    return call(graph, node, aten.reshape.default, source, sizes)

@@ -1,0 +1,1 @@
+"""Programs that measure autopar: `search`, `exactness`, `speed` and `fidelity`."""

@@ -1,0 +1,406 @@
+"""Mutations of a program's communication: list them, apply one, and see whether anything notices.
+
+Every transition node is deleted, doubled, or given every other backward that its function allows; every message inside a special lowering
+is damaged (`inner_mutations.py`); every parameter's gradient reduction is dropped or done again, axis by axis.  Of segments of one class
+the first is mutated.  A mutant is caught if the verifier rejects it, or if training raises, gets stuck, or leaves losses or
+parameters outside the tolerance of `autopar verify`.
+
+Mutations that provably change nothing are predicted, and the prediction is checked: they must train exactly.
+  - `mask` and `identity` with backward `mask` doubled: masking is idempotent, and the other direction is an identity;
+  - another backward of a value that no gradient flows to (rotary tables, labels): backward never runs;
+  - the reduction of a gradient that is zero (a bias of all keys shifts all scores of a query alike, which softmax ignores), again or,
+    where its parts are zero too, at all;
+  - the largest logit of the loss, over which ranks need only agree: see `inner_mutations.kinds_of`.
+
+Another backward that in the undamaged run returns what the right one returns is predicted too, and counted apart: see `same_gradients.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from autopar.ir.plan import Plan
+from autopar.ir.sharding import R
+from autopar.ir.traced import TracedModel
+from autopar.rewrite.collectives.axes import active_axes
+from autopar.rewrite.collectives.primitives import apply_primitive
+from autopar.rewrite.collectives.transitions import _LEGAL_BACKWARD, NODE_FUNCTIONS
+from autopar.rewrite.root import module_name
+from autopar.rewrite.shape_check import verify_program
+from autopar.runtime.engine import Engine
+from autopar.verify.verify import TOLERANCE as TOLERANCES
+from autopar.verify.verify import Case, _optimizer, compare, make_engine, relative_error
+from benchmarks.exactness.inner_mutations import COMMUNICATING, Message, Place, Watch, kinds_of
+from benchmarks.exactness.same_gradients import any_rank, same_backwards
+
+TOLERANCE, ABSOLUTE = TOLERANCES["fp64"]
+EXACT, DIFFERS, REJECTED, RAISED, STUCK = (
+    "exact",
+    "differs",
+    "rejected by the verifier",
+    "raised",
+    "stuck",
+)
+_PRIMITIVE = {function: name for name, function in NODE_FUNCTIONS.items()}
+
+Source = tuple
+"""(function, *arguments) whose call makes the case: it travels to the workers, which make equal cases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """`kind` is delete, double, a backward, drop or reduce_again, or how `message` is damaged; `place` a module and node, or a parameter
+    and axis.  `no_op`: it provably changes nothing; `same`: why it does what the right backward does, if so."""
+
+    place: Place
+    kind: str
+    no_op: bool = False
+    what: str = ""
+    message: Message | None = None
+    same: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {'/'.join(self.place)} ({self.message or self.what})"
+
+
+# --------------------------------------------------------------------------------------------------------------------- the list
+
+
+def modules(engine: Engine) -> dict[str, GraphModule]:
+    """The root ('') and each segment; a recomputed segment wraps its graph."""
+    found = {"": engine.program.module}
+    found.update(
+        (name, getattr(child, "body", child))
+        for name, child in engine.program.module.named_children()
+    )
+    return found
+
+
+def representatives(traced: TracedModel) -> dict[str, int]:
+    """Module of the first segment of each class -> class."""
+    found: dict[int, str] = {}
+    for segment in traced.segments:
+        found.setdefault(segment.class_index, module_name(segment.name))
+    return {name: index for index, name in found.items()}
+
+
+def _distinct_nodes(engine: Engine, traced: TracedModel) -> Iterator[tuple[str, GraphModule, Node]]:
+    """Nodes of the root and of one segment of each class; of the root's nodes between segments of the same classes, the first."""
+    classes = {module_name(segment.name): segment.class_index for segment in traced.segments}
+    first, seen = representatives(traced), set()
+    for name, module in modules(engine).items():
+        if name and name not in first:
+            continue
+        for node in module.graph.nodes:
+            if not name and "transition" in node.meta:
+                key = (_origin(node, classes), frozenset(_uses(node, classes)))
+                if key in seen:
+                    continue
+                seen.add(key)
+            yield name, module, node
+
+
+def _origin(node: Node, classes: dict[str, int]) -> tuple:
+    """Where a value of the root comes from, up to the number of the segment."""
+    if node.op == "placeholder":
+        return (node.name,)
+    if node.op == "call_module":
+        return (classes[node.target],)
+    rest = (
+        str(node.target),
+        str([a for a in node.args if not isinstance(a, Node)]),
+        str(dict(node.kwargs)),
+    )
+    return (*rest, *(_origin(source, classes) for source in node.all_input_nodes))
+
+
+def _uses(node: Node, classes: dict[str, int]) -> Iterator[tuple]:
+    for user in node.users:
+        position = user.args.index(node) if node in user.args else -1
+        yield (
+            (classes[user.target], position)
+            if user.op == "call_module"
+            else (str(user.target), position)
+        )
+
+
+class _Differentiable(Interpreter):
+    """Runs the program and writes down which transitions a gradient flows through."""
+
+    def run_node(self, node: Node):
+        result = super().run_node(node)
+        if "transition" in node.meta:
+            node.meta["differentiable"] = result.requires_grad
+        return result
+
+    def call_module(self, target, args, kwargs):
+        child = self.submodules[target]
+        return _Differentiable(getattr(child, "body", child)).run(*args)
+
+
+def mutations_of(trial: Trial) -> list[Mutation]:
+    """All mutations of the trial's program; equal on every rank.  Trains its engine."""
+    engine, case = trial.engine, trial.case
+    nodes, messages = list(_distinct_nodes(engine, case.traced)), []
+    watch = Watch(messages.append)
+    with watch.over(
+        [(name, module, node) for name, module, node in nodes if node.target in COMMUNICATING]
+    ):
+        gradients = _run_once(engine, case.batches[0])
+    transitions = [
+        (name, module, node) for name, module, node in nodes if "transition" in node.meta
+    ]
+    candidates = [
+        (*place, _others(place[2])) for place in transitions if place[2].meta["differentiable"]
+    ]
+    same = same_backwards(engine, case.batches, candidates, trial.reset)
+    found = []
+    for name, _, node in transitions:
+        forward, backward = _PRIMITIVE[node.target], node.kwargs["backward"]
+        at, what = (
+            (name, node.name),
+            f"{forward}/{backward} {'->'.join(map(str, node.meta['transition']))} on {node.args[1]}",
+        )
+        untouched = not node.meta["differentiable"]
+        # an identity that changes the gradient of a value without gradient is nothing at all; masking twice is masking once
+        gone = same.get((at, "identity"), "") if forward == "identity" else ""
+        found.append(Mutation(at, "delete", forward == "identity" and untouched, what, same=gone))
+        found.append(
+            Mutation(
+                at,
+                "double",
+                forward == "mask" or forward == "identity" and (backward == "mask" or untouched),
+                what,
+            )
+        )
+        found += [
+            Mutation(at, other, untouched, what, same=same.get((at, other), ""))
+            for other in _others(node)
+        ]
+    for message in messages:
+        found += [
+            Mutation(message.place, kind, no_op, "", message) for kind, no_op in kinds_of(message)
+        ]
+    first = representatives(case.traced)
+    mutated = {
+        parameter.spec.name for parameter in engine.program.parameters if parameter.module in first
+    }
+    for name in engine._masters:
+        still = (
+            name in case.after and float((case.after[name] - case.before[name]).norm()) <= ABSOLUTE
+        )
+        for axis in engine.gradient_axes(name) if name in mutated else ():
+            what = f"gradient over {axis}"
+            found.append(
+                Mutation(
+                    (name, axis),
+                    "drop",
+                    still and _is_zero_without(engine, name, axis, gradients),
+                    what,
+                )
+            )
+            found.append(Mutation((name, axis), "reduce_again", still, what))
+    return found
+
+
+def _others(node: Node) -> list[str]:
+    """The wrong backwards of a transition that its function allows."""
+    return [
+        backward
+        for backward in _LEGAL_BACKWARD[_PRIMITIVE[node.target]]
+        if backward != node.kwargs["backward"]
+    ]
+
+
+def _is_zero_without(engine: Engine, name: str, axis: str, gradients: dict[str, Tensor]) -> bool:
+    """Whether a gradient that is zero in all is zero on every rank even before its parts are added up over one axis."""
+    gradient = gradients[name]
+    for other in engine.gradient_axes(name):
+        if other != axis:
+            gradient = apply_primitive("all_reduce", gradient, engine.axes[other])
+    return not any_rank(float(gradient.norm()) > ABSOLUTE)
+
+
+def _run_once(engine: Engine, batch: dict) -> dict[str, Tensor]:
+    """Forward and backward of the first micro-batch, node by node; the gradients of this rank, before they are added up."""
+    work = engine.batches.split(engine.local_batch(batch))
+    program = replace(
+        engine.program, module=lambda *args: _Differentiable(engine.program.module).run(*args)
+    )
+    with active_axes(engine.axes):
+        loss, _ = engine._forward(program, work.inputs[0], engine._noise(work, 0))
+        loss.backward()
+    gradients = {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name, leaf in engine._leaves.items()
+    }
+    for leaf in engine._leaves.values():
+        leaf.grad = None
+    return gradients
+
+
+# ------------------------------------------------------------------------------------------------------------------- apply one
+
+
+@contextlib.contextmanager
+def damaged(engine: Engine, mutation: Mutation) -> Iterator[None]:
+    """Within the block, the engine's program has the mutation."""
+    if mutation.kind in ("drop", "reduce_again"):
+        undo = _damage_reduction(engine, *mutation.place, mutation.kind)
+    else:
+        module = modules(engine)[mutation.place[0]]
+        node = next(n for n in module.graph.nodes if n.name == mutation.place[1])
+        if mutation.message is not None:
+            with Watch(lambda seen: mutation.kind if seen == mutation.message else None).over(
+                [(mutation.place[0], module, node)]
+            ):
+                yield
+            return
+        undo = _damage_node(module, node, mutation.kind)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _damage_node(module: GraphModule, node: Node, kind: str) -> Callable[[], None]:
+    """Delete or double a transition, or give it another backward; returns what undoes it."""
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "async_op"}
+    value = (
+        next(iter(node.users)) if len(kwargs) < len(node.kwargs) else node
+    )  # of an asynchronous transition, what is waited for
+    if kind == "delete":
+        before = [(user, user.args, user.kwargs) for user in value.users]
+        value.replace_all_uses_with(node.args[0])
+
+        def undo():
+            for user, args, named in before:
+                user.args, user.kwargs = args, named
+    elif kind == "double":
+        with module.graph.inserting_after(value):
+            again = module.graph.call_function(node.target, (value, *node.args[1:]), kwargs)
+        again.meta = {"whole": node.meta["whole"], "layouts": node.meta["layouts"]}
+        value.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+
+        def undo():
+            again.replace_all_uses_with(value)
+            module.graph.erase_node(again)
+    else:
+        right = node.kwargs
+        node.kwargs = {**right, "backward": kind}
+
+        def undo():
+            node.kwargs = right
+
+    module.recompile()
+    return lambda: (undo(), module.recompile())
+
+
+def _damage_reduction(engine: Engine, name: str, axis: str, kind: str) -> Callable[[], None]:
+    """The gradient of one parameter is not added up over one axis, or added up twice; returns what undoes it."""
+    if kind == "drop":
+        layouts = engine._layouts
+        engine._layouts = layouts | {name: layouts[name] | {axis: R}}
+        return lambda: setattr(engine, "_layouts", layouts)
+    reduce = engine.reduce_gradients
+
+    def reduce_again() -> None:
+        reduce()
+        grad = engine._leaves[name].grad
+        grad.copy_(apply_primitive("all_reduce", grad, engine.axes[axis]))
+
+    engine.reduce_gradients = reduce_again
+    return lambda: delattr(engine, "reduce_gradients")
+
+
+# -------------------------------------------------------------------------------------------------------------------- see
+
+
+@dataclass
+class Trial:
+    """An engine on this rank, what it starts from, and what the undamaged program makes of the first step: this rank's tensors, and how
+    far each whole tensor moves.  A mutant that differs after one step needs no second one."""
+
+    engine: Engine
+    case: Case
+    initial: dict[str, Tensor]
+    first: dict[str, Tensor]
+    moved: dict[str, float]
+
+    @classmethod
+    def of(cls, case: Case, plan: Plan) -> Trial:
+        engine = make_engine(case, plan)
+        initial = {key: leaf.detach().clone() for key, leaf in engine._leaves.items()}
+        trial = cls(engine, case, initial, {}, {})
+        verdict = trial.outcome()
+        if verdict != EXACT:
+            raise RuntimeError(f"the program itself: {verdict}")
+        trial.reset()
+        before = engine.full_state_dict()
+        engine.step(engine.local_batch(case.batches[0]))
+        trial.first = {key: leaf.detach().clone() for key, leaf in engine._leaves.items()}
+        trial.moved = {
+            key: float((whole - before[key]).norm())
+            for key, whole in engine.full_state_dict().items()
+            if whole.is_floating_point()
+        }
+        return trial
+
+    def reset(self) -> None:
+        """Back to before the first step."""
+        engine = self.engine
+        with torch.no_grad():
+            for name, leaf in engine._leaves.items():
+                leaf.copy_(self.initial[name])
+                leaf.grad = None
+        engine.optimizer, engine.steps = (
+            _optimizer(self.case.learning_rate)(list(engine._masters.values())),
+            0,
+        )
+
+    def _step(self, batch, found: list[float]) -> None:
+        found.append(float(self.engine.step(self.engine.local_batch(batch))))
+
+    def outcome(self, verify: bool = True) -> str:
+        """EXACT, or how the program was caught; stops at the first difference.  Equal on all ranks unless they part ways."""
+        if verify and any_rank(_fails(lambda: verify_program(self.engine.program))):
+            return REJECTED
+        self.reset()
+        for batch, loss in zip(self.case.batches, self.case.losses, strict=True):
+            found: list[float] = []
+            raised = _fails(partial(self._step, batch, found))
+            wrong = (
+                raised
+                or not relative_error(found[0], loss) <= TOLERANCE
+                or batch is self.case.batches[0]
+                and self._parted()
+            )
+            if any_rank(wrong):
+                return RAISED if any_rank(raised) else DIFFERS
+        error, _ = compare(self.case.before, self.case.after, self.engine.full_state_dict(), "fp64")
+        return DIFFERS if any_rank(not error <= TOLERANCE) else EXACT
+
+    def _parted(self) -> bool:
+        """Whether this rank's part of a tensor is off by so much that the whole is outside the tolerance."""
+        for name, expected in self.first.items():
+            if name in self.moved:
+                error = float((self.engine._leaves[name].detach() - expected).norm())
+                if not error <= max(self.moved[name] * TOLERANCE, ABSOLUTE):
+                    return True
+        return False
+
+
+def _fails(action: Callable[[], object]) -> bool:
+    """Whether an action raises: any error catches a mutant."""
+    try:
+        action()
+    except Exception:  # noqa: BLE001
+        return True
+    return False

@@ -1,0 +1,154 @@
+"""Twenty steps of AdamW and of Adafactor under composed plans: loss curve and parameters of one device, in fp64.
+
+With a learning rate that warms up and decays, weight decay, and clipping by global norm.  `runtime_matrix.py --adamw` runs them.
+A key's bias in gpt has no gradient but rounding (softmax does not see it), by whose size Adafactor divides it, and by the size of such
+updates those of the rest of the bias: on one device alone, zeros for that rounding move parameters by 1e-8.  gpt takes an eps above it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.api import plan as make_plan
+from autopar.ir.plan import Plan
+from autopar.runtime.engine import Engine
+from autopar.runtime.ranks.launch import WorkerPool
+from autopar.verify.verify import Case, Setup, compare, free_network, make_case, relative_error
+from benchmarks.exactness.model_zoo import SEQ, ZooModel
+
+STEPS, LIMIT, ROWS, LAYERS, PRECISION = 20, 0.5, 8, 4, "fp64"
+WARM_UP = 4
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-2, weight_decay=0.1),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, 2e-2, weight_decay=0.1),
+    "adafactor_eps": lambda parameters: torch.optim.Adafactor(
+        parameters, 4e-2, eps=(1e-10, 1e-3), weight_decay=0.1
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A model of the zoo under an optimizer and pins."""
+
+    model: str
+    optimizer: str
+    pins: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        return f"{self.model} {self.optimizer} " + " ".join(
+            f"{name}={value}" for name, value in self.pins.items()
+        )
+
+
+PIPELINE = {"pp": 2, "dp": 2, "tp": 1}
+RUNS = (
+    Run("autopar-gpt", "adamw", PIPELINE | {"zero": 1, "schedule": "1f1b", "micro_batch": 1}),
+    Run(
+        "autopar-llama",
+        "adamw",
+        PIPELINE | {"zero": 2, "schedule": "zero_bubble", "micro_batch": 1},
+    ),
+    Run(
+        "autopar-llama",
+        "adamw",
+        PIPELINE | {"zero": 3, "schedule": "interleaved_1f1b", "vpp": 2, "micro_batch": 2},
+    ),
+    Run("autopar-llama", "adamw", {"pp": 1, "dp": 2, "tp": 2, "zero": 1}),
+    Run("autopar-moe", "adamw", {"pp": 1, "dp": 4, "tp": 1, "ep": 2, "zero": 0, "micro_batch": 2}),
+    Run(
+        "autopar-gpt",
+        "adamw",
+        {"pp": 2, "dp": 1, "tp": 2, "zero": 0, "schedule": "gpipe", "micro_batch": 2},
+    ),
+    Run("autopar-llama", "adafactor", PIPELINE | {"zero": 1, "schedule": "1f1b", "micro_batch": 1}),
+    Run(
+        "autopar-llama", "adafactor", PIPELINE | {"zero": 3, "schedule": "gpipe", "micro_batch": 2}
+    ),
+    Run(
+        "autopar-gpt", "adafactor_eps", PIPELINE | {"zero": 1, "schedule": "1f1b", "micro_batch": 1}
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The largest update-relative error of a parameter and of a loss of the curve, how often one device clipped, and its losses."""
+
+    error: float
+    tensor: str
+    loss_error: float
+    clipped: int
+    losses: tuple[float, ...]
+
+
+def rate(step: int) -> float:
+    """The share of the learning rate in a step: warm-up, then a cosine."""
+    return (
+        (step + 1) / WARM_UP
+        if step < WARM_UP
+        else 0.5 + 0.5 * math.cos(math.pi * (step - WARM_UP) / (STEPS - WARM_UP))
+    )
+
+
+def on_one_device(case: Case, optimizer: str) -> tuple[dict[str, Tensor], tuple[float, ...], int]:
+    """(parameters, losses, steps that clipped) of eager PyTorch."""
+    model: nn.Module = copy.deepcopy(case.model)
+    trained = OPTIMIZERS[optimizer](model.parameters())
+    schedule, losses, clipped = torch.optim.lr_scheduler.LambdaLR(trained, rate), [], 0
+    for step in range(STEPS):
+        trained.zero_grad()
+        loss = model(**case.batches[step % len(case.batches)])
+        loss.backward()
+        clipped += bool(nn.utils.clip_grad_norm_(model.parameters(), LIMIT) > LIMIT)
+        trained.step()
+        schedule.step()
+        losses.append(loss.item())
+    return {name: p.detach() for name, p in model.named_parameters()}, tuple(losses), clipped
+
+
+def on_a_rank(
+    rank: int, setup: Setup, plan_text: str, optimizer: str, after: dict[str, Tensor]
+) -> tuple[float, str, list[float]]:
+    """(largest error against `after`, its tensor, losses) of a rank under a plan."""
+    case = make_case(setup)
+    engine = Engine(
+        case.model,
+        case.traced,
+        Plan.from_json(plan_text),
+        OPTIMIZERS[optimizer],
+        LIMIT,
+        None,
+        "cpu",
+    )
+    schedule, losses = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, rate), []
+    for step in range(STEPS):
+        losses.append(
+            float(engine.step(engine.local_batch(case.batches[step % len(case.batches)])))
+        )
+        schedule.step()
+    return *compare(case.before, after, engine.full_state_dict(), PRECISION), losses
+
+
+def run_optimizer(run: Run) -> Found:
+    """Train on one device and under the plan."""
+    setup = Setup(ZooModel.of(run.model, LAYERS).spec, PRECISION, 3, SEQ, ROWS)
+    case, devices = make_case(setup), math.prod(run.pins[axis] for axis in ("pp", "dp", "tp"))
+    plan = make_plan(case.model, free_network(devices), case.batches[0], ROWS, run.pins, precision=PRECISION, runnable=True,
+                     traced=case.traced)  # fmt: skip
+    after, losses, clipped = on_one_device(case, run.optimizer)
+    with WorkerPool(devices) as pool:
+        ranks = pool.run(on_a_rank, setup, plan.to_json(), run.optimizer, after)
+    error, tensor, _ = max(ranks, key=lambda rank: rank[0])
+    loss_error = max(
+        relative_error(a, b) for _, _, found in ranks for a, b in zip(found, losses, strict=True)
+    )
+    return Found(error, tensor, loss_error, clipped, losses)

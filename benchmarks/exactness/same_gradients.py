@@ -1,0 +1,209 @@
+"""Wrong backwards of transitions that return what the right ones return: nothing that trains on them can notice.
+
+Three kinds of programs have them.  Where a value is gathered and cut again, each rank's partial gradient lies in its own shard, and adding
+up the ranks' gradients adds zeros.  Where the loss reads one position only (a class token), it may be the one rank that gives a gradient
+that holds this position.  And what happens at the last position of a causal model alone, nothing reads: it predicts no target.
+
+They are found before any mutant runs.  The undamaged program trains, the gradients that reach each transition are written down, and every
+backward that its function allows is run on them.  A backward counts as the same if, on every rank and in every step, it returns what the
+right one returns, element by element, and
+
+    SAME      that is not zero on all ranks in any step, or
+    UNREAD    that is zero on all ranks in all steps, and large random numbers in the place of the value change no loss and no parameter.
+
+A last step leaves no target out, so that no pattern of ignored ones makes two backwards look alike.  From equal gradients follow equal
+parameters, so that the mutant trains as the program does; that it really does is checked with all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from autopar.rewrite.collectives.axes import active_axes
+from autopar.rewrite.collectives.transitions import wait
+from autopar.runtime.engine import Engine
+from benchmarks.exactness.inner_mutations import Place
+
+IGNORED = -100
+SAME, UNREAD = "same gradients", "read by nothing"
+SCRAMBLED = 1e3
+"""Standard deviation of what is put in the place of a value: large, so that it leaves where a function is flat."""
+
+Candidates = Iterable[tuple[str, GraphModule, Node, Iterable[str]]]
+"""(module's name, module, transition, the backwards to compare with its own)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A gradient that reached a transition, and the call that it came back through: (operand without its values, function, the rest)."""
+
+    gradient: Tensor
+    operand: Tensor
+    function: Callable[..., Tensor]
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def through(self, backward: str) -> Tensor:
+        """What the transition returns for the gradient, with another backward or its own."""
+        x = torch.zeros_like(self.operand, device=self.gradient.device, requires_grad=True)
+        return torch.autograd.grad(
+            self.function(x, *self.args, **{**self.kwargs, "backward": backward}), x, self.gradient
+        )[0]
+
+
+def same_backwards(
+    engine: Engine,
+    batches: list[dict[str, Tensor]],
+    candidates: Candidates,
+    reset: Callable[[], None],
+) -> dict[tuple[Place, str], str]:
+    """(place, backward) of the candidates that do what the right backward does -> SAME or UNREAD; equal on every rank.
+
+    `reset` puts the engine back to where training starts.
+    """
+    candidates = list(candidates)
+    runs = [*batches, without_ignored(batches[0])]
+    with arrivals((name, module, node) for name, module, node, _ in candidates) as arrived:
+        trained = _train(engine, runs, reset)
+    found = {}
+    for name, module, node, others in candidates:
+        with active_axes(engine.axes):
+            seen = arrived[name, node.name]
+            if any_rank(len(seen) != len(runs) * engine.plan.num_microbatches):
+                continue  # no gradient comes here, or not on every rank
+            right = [arrival.through(node.kwargs["backward"]) for arrival in seen]
+            same = [other for other in others if _agree(seen, right, other)]
+            nonzero = {any_rank(bool(gradient.any())) for gradient in right}
+        if not same or len(nonzero) > 1:
+            continue
+        if nonzero == {True}:
+            found |= {((name, node.name), other): SAME for other in same}
+        elif _is_unread(engine, runs, module, node, reset, trained):
+            found |= {((name, node.name), other): UNREAD for other in same}
+    return found
+
+
+def _train(
+    engine: Engine, runs: list[dict[str, Tensor]], reset: Callable[[], None]
+) -> list[Tensor]:
+    """The loss of each step and this rank's tensors after the last."""
+    reset()
+    losses = [engine.step(engine.local_batch(batch)) for batch in runs]
+    return [*losses, *(leaf.detach().clone() for leaf in engine._leaves.values())]
+
+
+def _is_unread(
+    engine: Engine,
+    runs: list,
+    module: GraphModule,
+    node: Node,
+    reset: Callable[[], None],
+    trained: list[Tensor],
+) -> bool:
+    """Whether training is the same to the last bit with random numbers in the place of a transition's value."""
+    value = _value(node)
+    target = value.target
+
+    def scrambled(*args, **kwargs) -> Tensor:
+        right = target(*args, **kwargs)
+        return right + (SCRAMBLED * torch.randn_like(right) - right).detach()
+
+    try:
+        value.target = scrambled
+        module.recompile()
+        found = _train(engine, runs, reset)
+    finally:
+        value.target = target
+        module.recompile()
+    return not any_rank(any(not torch.equal(a, b) for a, b in zip(found, trained, strict=True)))
+
+
+def _value(node: Node) -> Node:
+    """The transition itself or, of an asynchronous one, where it is waited for."""
+    value = next(iter(node.users)) if node.kwargs.get("async_op") else node
+    if value is not node and value.target is not wait:
+        raise RuntimeError(
+            f"{node.name} is asynchronous, and {value.name} is not where it is waited for"
+        )
+    return value
+
+
+def _agree(seen: list[Arrival], right: list[Tensor], backward: str) -> bool:
+    wrong = [arrival.through(backward) for arrival in seen]
+    return not any_rank(any(not torch.equal(a, b) for a, b in zip(wrong, right, strict=True)))
+
+
+def without_ignored(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with the largest of its targets where it has ignored ones."""
+    return {
+        name: x.masked_fill(x == IGNORED, x.max()) if x.dtype == torch.int64 and x.numel() else x
+        for name, x in batch.items()
+    }
+
+
+@contextlib.contextmanager
+def arrivals(
+    nodes: Iterable[tuple[str, GraphModule, Node]],
+) -> Iterator[dict[Place, list[Arrival]]]:
+    """Within the block, every gradient that reaches a transition is added to the list of its place, in the order of arrival."""
+    found: dict[Place, list[Arrival]] = {}
+    originals: list[tuple[GraphModule, Node, Callable]] = []
+    try:
+        for name, module, node in nodes:
+            done = _value(node)
+            started, waited = _watching(node.target, found.setdefault((name, node.name), []))
+            originals += (
+                [(module, node, node.target)]
+                if done is node
+                else [(module, node, node.target), (module, done, done.target)]
+            )
+            if done is node:
+                node.target = lambda *args, started=started, waited=waited, **kwargs: waited(
+                    started(*args, **kwargs)
+                )
+            else:
+                node.target, done.target = (
+                    started,
+                    lambda pending, waited=waited: waited(wait(pending)),
+                )
+            module.recompile()
+        yield found
+    finally:
+        for module, node, target in originals:
+            node.target = target
+            module.recompile()
+
+
+def _watching(function: Callable, found: list[Arrival]) -> tuple[Callable, Callable]:
+    """(the transition, which remembers its arguments; what its value passes, to have its gradient written down)."""
+    latest: list[tuple] = []
+
+    def started(*args, **kwargs):
+        given = {key: value for key, value in kwargs.items() if key != "async_op"}
+        latest[:] = [(args[0].detach().to("meta"), function, args[1:], given)]
+        return function(*args, **kwargs)
+
+    def waited(value: Tensor) -> Tensor:
+        if value.requires_grad:
+            call = latest[0]
+            value.register_hook(
+                lambda gradient: found.append(Arrival(gradient.detach().clone(), *call))
+            )
+        return value
+
+    return started, waited
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank."""
+    flags = torch.tensor([float(flag)])
+    dist.all_reduce(flags)
+    return bool(flags)

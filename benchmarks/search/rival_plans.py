@@ -1,0 +1,198 @@
+"""What a planner's choice is compared with: plans that somebody else would have made, by the pins that make them.
+
+- runner-up: the fastest of the three other meshes with the lowest times or bounds in the
+  certificate, each planned again with its mesh pinned.
+- Megatron rule: the smallest tensor parallelism inside a node with which some plan fits, then the
+  fewest pipeline ranks, and data parallelism for the rest. It uses sequence parallelism, the
+  distributed optimizer and even stages under 1F1B (Narayanan et al., SC 2021, takeaways of section 3;
+  Korthikanti et al., arXiv:2205.05198). The planner chooses micro-batch and recomputation.
+- pure DP and FSDP: no model parallelism, ZeRO stage 0 and 3.
+- random: pins drawn from a seed, until the asked number of plans fits.
+"""
+
+from __future__ import annotations
+
+import random
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+from benchmarks.tasks import PlanUnder
+
+Pins = dict[str, Any]
+DRAWS_PER_PLAN = 6
+"""How many random pins are tried for each plan that is wanted."""
+DRAWS_IN_VAIN = 200
+"""After so many draws without new pins there are no more: a small cluster has few."""
+REASON_WIDTH = 160
+RUNNERS_UP = 3
+"""A candidate that was ruled out has a bound and no time, so that the best bound need not be the best mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A named plan, or None with the `reason`; `same_as` names an earlier one that decides the same."""
+
+    name: str
+    pin: Pins
+    plan: Plan | None
+    reason: str = ""
+    same_as: str = ""
+
+
+def rivals(
+    plan_under: PlanUnder, cluster: ClusterSpec, runnable: bool, count: int, seed: int
+) -> list[Rival]:
+    """The chosen plan first, then its rivals, `count` random ones among them.  Raises AutoparError where nothing fits."""
+    chosen = Rival("chosen", {}, plan_under({}))
+    found = [
+        chosen,
+        _fastest("runner-up", plan_under, islice(other_meshes(chosen.plan), RUNNERS_UP)),
+        _first_feasible("Megatron rule", plan_under, megatron_pins(cluster, runnable)),
+        planned("pure DP", plan_under, {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0}),
+        planned("FSDP", plan_under, {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 3, "shard": 0}),
+    ]
+    fits = 0
+    for number, pin in enumerate(
+        islice(random_pins(cluster, runnable, seed), DRAWS_PER_PLAN * count)
+    ):
+        if fits == count:
+            break
+        found.append(planned(f"random {number}", plan_under, pin))
+        fits += found[-1].plan is not None
+    return _marked(found)
+
+
+def planned(name: str, plan_under: PlanUnder, pin: Pins) -> Rival:
+    """The plan under pins, or why there is none, in short."""
+    try:
+        return Rival(name, pin, plan_under(pin))
+    except AutoparError as error:
+        return Rival(
+            name, pin, None, textwrap.shorten(str(error), REASON_WIDTH, placeholder=" ...")
+        )
+
+
+def other_meshes(plan: Plan) -> Iterator[Pins]:
+    """The degrees of the plan's certificate but its own, best first: by the best time or bound of a candidate that was not ruled out."""
+    best: dict[tuple, float] = {}
+    own = _degrees(plan.mesh.as_dict())
+    for entry in plan.certificate.meshes:
+        seconds = entry["time_s"] if entry["outcome"] == "solved" else entry["bound_s"]
+        if (
+            entry["outcome"] not in ("infeasible", "too large")
+            and seconds is not None
+            and _degrees(entry["mesh"]) != own
+        ):
+            mesh = tuple(_degrees(entry["mesh"]).items())
+            best[mesh] = min(best.get(mesh, seconds), seconds)
+    return (dict(mesh) for mesh in sorted(best, key=best.get))
+
+
+def _degrees(mesh: Pins) -> Pins:
+    """A mesh wherever its ranks lie."""
+    return {name: value for name, value in mesh.items() if name != "order"}
+
+
+def megatron_pins(cluster: ClusterSpec, runnable: bool) -> list[Pins]:
+    """The layouts of the rule, in the order in which it tries them."""
+    degrees = [
+        tp for tp in _powers(cluster.topology.devices_per_node) if cluster.num_devices % tp == 0
+    ]
+    found = [_megatron(tp, 1, cluster) for tp in degrees]
+    if not runnable:
+        deep = [
+            pp
+            for pp in _powers(cluster.num_devices // degrees[-1])[1:]
+            if cluster.num_devices // degrees[-1] % pp == 0
+        ]
+        found += [_megatron(degrees[-1], pp, cluster) for pp in deep]
+    return found
+
+
+def _megatron(tp: int, pp: int, cluster: ClusterSpec) -> Pins:
+    shards = cluster.num_devices > tp * pp
+    pin: Pins = {"tp": tp, "pp": pp, "cp": 1, "zero": int(shards)}
+    pin |= {"sequence_parallel": True} if tp > 1 else {}
+    return pin | ({"schedule": "1f1b", "stages": "even"} if pp > 1 else {})
+
+
+def random_pins(cluster: ClusterSpec, runnable: bool, seed: int) -> Iterator[Pins]:
+    """Pins of mesh, micro-batch, ZeRO stage, recomputation and schedule, each once, until hardly any new ones are drawn."""
+    draw, seen, in_vain = random.Random(seed), set(), 0
+    while in_vain < DRAWS_IN_VAIN:
+        pin = _drawn(draw, cluster, runnable)
+        in_vain += 1
+        if cluster.num_devices % (pin["tp"] * pin["pp"]) == 0 and tuple(pin.items()) not in seen:
+            seen.add(tuple(pin.items()))
+            in_vain = 0
+            yield pin
+
+
+def _drawn(draw: random.Random, cluster: ClusterSpec, runnable: bool) -> Pins:
+    tp = draw.choice(_powers(cluster.topology.devices_per_node))
+    pp = 1 if runnable else draw.choice((1, *_powers(min(cluster.num_devices, 16))))
+    pin: Pins = {"tp": tp, "pp": pp, "micro_batch": draw.choice((1, 2, 4, 8))}
+    pin["zero"] = 0 if cluster.num_devices == tp * pp else draw.choice((0, 1, 3))
+    pin["recompute"] = draw.choice(("none", "full") if runnable else ("none", "selective", "full"))
+    pin |= {"sequence_parallel": draw.random() < 0.5} if tp > 1 else {}
+    return pin | (
+        {
+            "stages": "even",
+            **draw.choice(({"schedule": "1f1b"}, {"schedule": "zero_bubble"}, {"vpp": 2})),
+        }
+        if pp > 1
+        else {}
+    )
+
+
+def _fastest(name: str, plan_under: PlanUnder, pins: Iterable[Pins]) -> Rival:
+    """The fastest plan under any of several pins."""
+    found = [planned(name, plan_under, pin) for pin in pins]
+    fits = [rival for rival in found if rival.plan is not None]
+    return (
+        min(fits, key=lambda rival: rival.plan.predicted.step_time_s)
+        if fits
+        else Rival(name, {}, None, "no other mesh fits")
+    )
+
+
+def _first_feasible(name: str, plan_under: PlanUnder, pins: Iterable[Pins]) -> Rival:
+    """The first of several pins under which there is a plan; otherwise the last."""
+    found = Rival(name, {}, None, "there is none")
+    for pin in pins:
+        found = planned(name, plan_under, pin)
+        if found.plan is not None:
+            break
+    return found
+
+
+def _marked(found: list[Rival]) -> list[Rival]:
+    """The same, with those that decide what an earlier one does marked."""
+    marked: list[Rival] = []
+    for rival in found:
+        same = next(
+            (
+                other.name
+                for other in marked
+                if rival.plan is not None and decides_the_same(rival.plan, other.plan)
+            ),
+            "",
+        )
+        marked.append(Rival(rival.name, rival.pin, rival.plan, rival.reason, same))
+    return marked
+
+
+def decides_the_same(one: Plan, other: Plan | None) -> bool:
+    decided = ("mesh", "micro_batch", "schedule", "stages", "zero", "recompute", "blocks")
+    return other is not None and all(getattr(one, name) == getattr(other, name) for name in decided)
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [2**k for k in range(most.bit_length())]

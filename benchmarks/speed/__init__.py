@@ -1,0 +1,1 @@
+"""How long do capture, partitioning and planning take?"""

@@ -1,0 +1,260 @@
+"""How long planning takes, and how much memory: over numbers of GPUs, numbers of layers, and named models.
+
+    python benchmarks/speed/planning.py [--gpus 8 64 ...] [--layers 8 16 ...] [--family llama] [--cases llama3-8b/64 ...]
+                                       [--time-limit 60] [--output FILE]
+
+Each line is one plan in a fresh process: `process` is the wall time of that process, from its start to its end; `plan` leaves out what
+Python needs to start and to import, and is trace and search together; RSS is the peak of all its processes; gap is the certificate's.  A
+part whose list is empty (`--gpus` without a number) is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+GPUS = (8, 64, 512, 4096, 16384)
+LAYERS = (8, 16, 32, 64, 128)
+SIZES = {
+    "llama": "llama:layers={layers},hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256,seq=4096",
+    "gpt": "gpt:layers={layers},hidden=4096,heads=32,vocab=51200,seq=4096",
+}
+SEQ, ROWS_PER_GPU, LAYERS_OF_GPUS, GPUS_OF_LAYERS = 4096, 4, 32, 256
+PER_NODE = 8
+FEW, MANY = 64, 16384
+"""The numbers of GPUs whose ratio is printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One plan: MODEL and CLUSTER of the command line, sequences of a step, positions, pins."""
+
+    name: str
+    model: str
+    cluster: str
+    global_batch: int
+    seq: int
+    pin: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds and bytes of one plan; `plan` in words, `step_s` as predicted, or the `error` instead of both."""
+
+    process_s: float
+    import_s: float
+    trace_s: float
+    search_s: float
+    peak_bytes: int
+    plan: str = ""
+    step_s: float = 0.0
+    gap: float = 1.0
+    candidates: int = 0
+    error: str = ""
+
+    @property
+    def plan_s(self) -> float:
+        return self.trace_s + self.search_s
+
+
+CASES = (
+    Asked("llama3-8b/64", "llama3-8b", "dgx-h100:8", 512, 8192, {}),
+    Asked("gpt3-175b/1024", "gpt3-175b", "dgx-a100-80g:128", 1536, 2048, {}),
+    Asked("llama3-70b/512", "llama3-70b", "dgx-h100:64", 1024, 8192, {}),
+    Asked("mixtral-8x7b/128", "mixtral-8x7b", "dgx-h100:16", 512, 4096, {}),
+    Asked("llama3-405b/16384", "llama3-405b", "dgx-h100:2048", 2048, 8192, {}),
+    Asked(
+        "gpt-1t/3072", "gpt-1t", "dgx-a100-80g:384", 3072, 2048, {}
+    ),  # table 1 of Narayanan et al., SC 2021
+    Asked(
+        "128 layers, 64 stages",
+        "gpt:layers=128,hidden=12288,heads=96,vocab=51200,seq=2048",
+        "dgx-a100-80g:64",
+        512,
+        2048,
+        {"pp": 64},
+    ),
+)
+
+
+def of_gpus(family: str, gpus: int) -> Asked:
+    model = SIZES[family].format(layers=LAYERS_OF_GPUS)
+    return Asked(f"{gpus:,} GPUs", model, _cluster(gpus), ROWS_PER_GPU * gpus, SEQ, {})
+
+
+def of_layers(family: str, layers: int) -> Asked:
+    model = SIZES[family].format(layers=layers)
+    return Asked(
+        f"{layers} layers", model, _cluster(GPUS_OF_LAYERS), ROWS_PER_GPU * GPUS_OF_LAYERS, SEQ, {}
+    )
+
+
+def _cluster(gpus: int) -> str:
+    return f"h100:{gpus}" if gpus < PER_NODE else f"dgx-h100:{gpus // PER_NODE}"
+
+
+def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
+    """Plan in this process, which began to import at `started_s` of `time.perf_counter`; `process_s` is for the parent to fill in."""
+    from autopar import api
+    from autopar.errors import AutoparError
+    from autopar.ir.cluster import ClusterSpec
+    from autopar.models import parse_model
+    from autopar.request.plan_request import PlanRequest, choose_precision
+    from autopar.text.plan_words import short_words
+
+    warnings.simplefilter("ignore")
+    imported_s = time.perf_counter()
+    spec, cluster = parse_model(asked.model), ClusterSpec.parse(asked.cluster)
+    traced = api.trace_spec(spec, asked.seq)
+    traced_s = time.perf_counter()
+    request = PlanRequest(
+        cluster, asked.global_batch, asked.pin, choose_precision(cluster), False, spec.name
+    )
+    plan, error = None, ""
+    try:
+        plan = api.plan_traced(traced, request, time_limit_s)
+    except AutoparError as found:
+        error = str(found)
+    took = (
+        0.0,
+        imported_s - started_s,
+        traced_s - imported_s,
+        time.perf_counter() - traced_s,
+        _peak_bytes(),
+    )
+    if plan is None:
+        return Took(*took, error=error)
+    return Took(
+        *took,
+        short_words(plan),
+        plan.predicted.step_time_s,
+        plan.certificate.gap,
+        len(plan.certificate.meshes),
+    )
+
+
+def _peak_bytes() -> int:
+    """Of this process and of the helpers of its searches, as if each had been as large as the largest."""
+    from autopar.solve.search.workers import processes_for_search
+
+    own, helper = (
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return 1024 * (own + helper * (processes_for_search() - 1))  # Linux counts KiB
+
+
+def plan_afresh(asked: Asked, time_limit_s: float) -> Took:
+    """Plan in a process of its own."""
+    start = time.perf_counter()
+    command = [
+        sys.executable,
+        __file__,
+        "--one",
+        json.dumps(asdict(asked)),
+        "--time-limit",
+        str(time_limit_s),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    process_s = time.perf_counter() - start
+    if done.returncode:
+        return Took(
+            process_s,
+            0.0,
+            0.0,
+            0.0,
+            0,
+            error=(done.stderr.strip().splitlines() or ["no message"])[-1],
+        )
+    return Took(**json.loads(done.stdout.splitlines()[-1]) | {"process_s": process_s})
+
+
+def line(asked: Asked, took: Took) -> str:
+    if took.error:
+        return f"{asked.name:22s} {took.process_s:8.1f} s  {took.error[:100]}"
+    return (f"{asked.name:22s} {took.process_s:8.1f} s {took.plan_s:8.1f} s {took.trace_s:7.1f} s {took.peak_bytes / 2**20:7,.0f} MiB "
+            f"{100 * max(took.gap, 0):6.2f} % {took.candidates:6d}  {took.plan}")  # fmt: skip
+
+
+def ratio(took: dict[int, Took]) -> str:
+    """How much longer many GPUs take than few, where both were asked for."""
+    if not {FEW, MANY} <= took.keys() or took[FEW].error or took[MANY].error:
+        return ""
+    whole, alone = took[MANY].process_s / took[FEW].process_s, took[MANY].plan_s / took[FEW].plan_s
+    return f"{MANY:,} GPUs take {whole:.2f} times as long as {FEW} ({alone:.2f} times without start and imports)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    started_s = time.perf_counter()
+    names = [asked.name for asked in CASES]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", type=int, nargs="*", default=GPUS)
+    parser.add_argument("--layers", type=int, nargs="*", default=LAYERS)
+    parser.add_argument(
+        "--family", choices=SIZES, default="llama", help="of the models of --gpus and --layers"
+    )
+    parser.add_argument("--cases", nargs="*", default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument(
+        "--time-limit", type=float, default=60.0, help="seconds to search for a plan (default 60)"
+    )
+    parser.add_argument("--output", help="write what is printed to a file as well")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.one is not None:
+        print(
+            json.dumps(asdict(plan_here(Asked(**json.loads(args.one)), args.time_limit, started_s)))
+        )
+        return 0
+    if unknown := set(args.cases) - set(names):
+        parser.error(f"--cases: {', '.join(sorted(unknown))} is not known; {', '.join(names)} are")
+    if odd := [gpus for gpus in args.gpus if gpus > PER_NODE and gpus % PER_NODE]:
+        parser.error(f"--gpus: {odd[0]} GPUs are no whole nodes of {PER_NODE}")
+    from benchmarks.fidelity.measured_steps import cpu_name, versions
+
+    lines = [versions(), f"on {cpu_name()}; at most {args.time_limit:g} s of search"]
+    print("\n".join(lines))
+
+    def say(text: str) -> None:
+        lines.append(text)
+        print(text, flush=True)
+
+    def part(title: str, asked: Sequence[Asked]) -> list[Took]:
+        if asked:
+            say(
+                f"\n{title}\n{'':22s} {'process':>10s} {'plan':>10s} {'(trace)':>9s} {'RSS':>11s} {'gap':>8s} {'cand.':>6s}  chosen"
+            )
+        found = []
+        for one in asked:
+            found.append(plan_afresh(one, args.time_limit))
+            say(line(one, found[-1]))
+        return found
+
+    of = f"{args.family}, {ROWS_PER_GPU} sequences of {SEQ} a GPU"
+    took = part(
+        f"{of}, {LAYERS_OF_GPUS} layers", [of_gpus(args.family, gpus) for gpus in args.gpus]
+    )
+    if words := ratio(dict(zip(args.gpus, took, strict=True))):
+        say(words)
+    took += part(
+        f"{of}, {GPUS_OF_LAYERS} GPUs", [of_layers(args.family, layers) for layers in args.layers]
+    )
+    took += part("named models", [asked for asked in CASES if asked.name in args.cases])
+    if args.output:
+        Path(args.output).write_text("\n".join(lines) + "\n")
+    return int(any(one.error for one in took))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
