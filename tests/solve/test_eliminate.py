@@ -279,8 +279,16 @@ def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, se
             )
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "chunks"), [("gpipe", 2, 1), ("1f1b", 2, 1), ("zero_bubble", 2, 1), ("interleaved_1f1b", 2, 2),
-                                                     ("zero_bubble", 2, 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "chunks"),
+    [
+        ("gpipe", 2, 1),
+        ("1f1b", 2, 1),
+        ("zero_bubble", 2, 1),
+        ("interleaved_1f1b", 2, 2),
+        ("zero_bubble", 2, 2),
+    ],
+)
 @settings(max_examples=examples(3, 10))
 @example(
     seed=19, tight=0.0, mode="none", times=6, moment=150

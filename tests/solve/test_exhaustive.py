@@ -154,8 +154,7 @@ def test_what_is_priced_or_bounded_wrongly_is_seen(module, name, wrong, monkeypa
     """Some of a few tasks fails, by the search's own audits or by the oracle's."""
     monkeypatch.setattr(module, name, wrong(getattr(module, name)))
     with pytest.raises((AssertionError, SolverAuditError)):
-        for seed in range(60):
-            judge(seed)
+        list(map(judge, range(60)))
 
 
 def test_the_oracle_shares_no_code_with_the_solver():

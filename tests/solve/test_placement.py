@@ -59,6 +59,23 @@ def random_capacity(model: AnnotatedModel, seed: int) -> int | None:
     )
 
 
+def _per_micro(block, pick) -> Fraction | None:
+    """Seconds of forward and backward of a segment; None if some layout cannot become another."""
+    total, made, wanted = Fraction(0), {}, []
+    for op in block.ops:
+        s = pick[op.name]
+        total += Fraction(s.forward_s) + Fraction(s.backward_s)
+        made.update(zip(op.outputs, s.outputs, strict=True))
+        wanted += list(zip(op.inputs, s.inputs, strict=True))
+    for value, layout in dict.fromkeys(wanted):
+        if made[value] != layout:
+            if (made[value], layout) not in block.values[value].conversions:
+                return None
+            paid = block.values[value].conversions[made[value], layout]
+            total += Fraction(paid.forward_s) + Fraction(paid.backward_s)
+    return total
+
+
 def naive(model: AnnotatedModel, choices) -> tuple[Fraction, int] | None:
     """(time, memory) in exact arithmetic, written without looking at pricing.py; None if the choices cannot run."""
     pick = [
@@ -66,27 +83,19 @@ def naive(model: AnnotatedModel, choices) -> tuple[Fraction, int] | None:
         for block, choice in zip(model.classes, choices, strict=True)
     ]
     total, memory, moments, kept = Fraction(model.fixed_s), model.fixed_bytes, [], []
-    for group in model.ties:
-        if len({pick[c][n].outputs[0].value for c, n in group}) != 1:
-            return None
+    if any(len({pick[c][n].outputs[0].value for c, n in group}) != 1 for group in model.ties):
+        return None
     for c, block in enumerate(model.classes):
-        per_micro, keys = Fraction(0), {}
-        made, wanted = {}, []
+        keys = {}
         for op in block.ops:
             s = pick[c][op.name]
-            per_micro += Fraction(s.forward_s) + Fraction(s.backward_s)
             total += block.count * Fraction(s.step_s)
             memory += block.count * s.static_bytes
             for saved in s.saved:
                 keys.setdefault(saved.key, []).append(saved.size_bytes)
-            made.update(zip(op.outputs, s.outputs, strict=True))
-            wanted += list(zip(op.inputs, s.inputs, strict=True))
-        for value, layout in dict.fromkeys(wanted):
-            if made[value] != layout:
-                if (made[value], layout) not in block.values[value].conversions:
-                    return None
-                paid = block.values[value].conversions[made[value], layout]
-                per_micro += Fraction(paid.forward_s) + Fraction(paid.backward_s)
+        per_micro = _per_micro(block, pick[c])
+        if per_micro is None:
+            return None
         total += model.num_microbatches * block.count * per_micro
         saved_bytes = sum(max(sizes) for sizes in keys.values())
         moments.append(block.workspace_bytes)
@@ -228,7 +237,7 @@ def test_one_huge_cost_does_not_blur_the_others():
 
 
 def test_a_shared_conversion_is_paid_once_and_what_runs_again_is_told_apart():
-    """x is made in S(0); two ops need it in R, one as it is: one gather, per micro-batch and segment."""
+    """A value x is made in S(0); two ops need it in R, one as it is: one gather, per micro-batch and segment."""
     keep = (Saved("x", 100),)
     ops = (
         AnnotatedOp("x", "input", "", (), ("x",), (Strategy("s", (), (S(0),)),)),
@@ -284,12 +293,11 @@ def test_price_refuses_what_cannot_run():
     del choices[1]["act"]
     with pytest.raises(InconsistentPlacement, match="act"):
         price(model, choices)
+    choices = solve_placement(model, None).choices
+    block = replace(model.classes[1], recompute=True, input_bytes={})
+    again = replace(model, classes=(model.classes[0], block, model.classes[2]))
     with pytest.raises(ValueError, match="input_bytes"):
-        block = replace(model.classes[1], recompute=True, input_bytes={})
-        price(
-            replace(model, classes=(model.classes[0], block, model.classes[2])),
-            solve_placement(model, None).choices,
-        )
+        price(again, choices)
 
 
 def test_negative_cost_is_refused():

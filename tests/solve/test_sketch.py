@@ -17,7 +17,7 @@ from support.solve_models import random_model
 
 from autopar.ir.annotated import AnnotatedModel
 from autopar.solve.bounds.sketch import Sketch, sums
-from autopar.solve.bounds.zero_variants import least_of, undominated
+from autopar.solve.bounds.zero_variants import least_of, undominated_variants
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.integer_program.placement_solver import Solution
 from autopar.solve.staging.interleaved import dealt_sizes, runs_of
@@ -150,9 +150,9 @@ def test_what_is_least_of_all_stages_bounds_each_and_what_is_left_out_is_never_b
 
     each_s = [least_s(model) for model in models]
     assert least_s(least_of(models)) <= min(each_s) * (1 + 1e-12)
-    left = undominated([{"none": model} for model in models])
+    left = undominated_variants([{"none": model} for model in models])
     assert min(each_s[number] for number in left) == min(each_s)
-    assert undominated([{"none": base}, {"none": base}]) == [0]
+    assert undominated_variants([{"none": base}, {"none": base}]) == [0]
 
 
 def test_stages_that_keep_other_tensors_are_told():

@@ -130,11 +130,15 @@ class Branching:
 
     def _in_seconds(self, question: Question) -> Question:
         """A question in seconds of a micro-batch."""
-        each, often = 1 / self.facts.first.num_microbatches, median_high(self.facts.held)
+        price, often = self.facts.price, median_high(self.facts.held)
         return replace(
-            question, step=question.step * each, kept=question.kept * self.facts.price, kept_by_ends=question.kept_by_ends * self.facts.price,
-            late=question.late * self.facts.price, static=question.static * self.facts.price / often,
-        )  # fmt: skip
+            question,
+            step=question.step * (1 / self.facts.first.num_microbatches),
+            kept=question.kept * price,
+            kept_by_ends=question.kept_by_ends * price,
+            late=question.late * price,
+            static=question.static * price / often,
+        )
 
 
 def _halves(left: tuple[int, ...], more_s: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -35,14 +35,17 @@ class Cell:
 
     @staticmethod
     def of(models: Models) -> Cell:
+        """That of models by recompute mode."""
         return Cell(models.__getitem__, tuple(models))
 
     @cached_property
     def first(self) -> AnnotatedModel:
+        """The model in the mode that keeps most."""
         return self.model_of(self.modes[0])
 
     @cached_property
     def models(self) -> Models:
+        """By recompute mode."""
         return {mode: self.model_of(mode) for mode in self.modes}
 
     @cached_property
@@ -52,6 +55,7 @@ class Cell:
 
     @cached_property
     def tables(self) -> Tables:
+        """What the model costs in all modes."""
         return Tables(self.models)
 
     @cached_property
@@ -140,7 +144,7 @@ class Cell:
     @cached_property
     def _at_once(self) -> dict[tuple[int, bool], tuple[float, float, float]]:
         """Seconds of forward, of backward and of both together that no placement of a segment goes below, in the first mode."""
-        found = {}
+        found: dict[tuple[int, bool], tuple[float, float, float]] = {}
         for index, closed in dict.fromkeys(self.keys):
             if (
                 not closed and (index, True) in self.keys
@@ -149,9 +153,10 @@ class Cell:
                 found[index, closed] = forward_s, backward_s, forward_s + backward_s
             else:
                 asked = [Question(backward=0.0), Question(forward=0.0), Question()]
-                found[index, closed] = self._least_of(
+                forward_s, backward_s, work_s = self._least_of(
                     Tables({"": alone(self.first, index, closed)}, ways_alone=True), asked
                 )
+                found[index, closed] = forward_s, backward_s, work_s
         return found
 
     @cached_property
@@ -279,15 +284,16 @@ def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> Se
     )
     saved = least_saved(block, block.inputs if block.recompute else ())
     following = [op for op in block.ops if op.follows_dp]
+    kept = inputs if block.recompute else saved
     return SegmentCost(
-        fsum(min(s.forward_s for s in op.strategies) for op in following),
-        fsum(min(s.backward_s for s in op.strategies) for op in following)
+        forward_s=fsum(min(s.forward_s for s in op.strategies) for op in following),
+        backward_s=fsum(min(s.backward_s for s in op.strategies) for op in following)
         + fsum(max(min(s.rerun_s - other.rerun_s for s, other in pair), 0.0) for pair in pairs),
-        fsum(max(s.backward_weight_s for s in op.strategies) for op in block.ops),
-        fsum(min(s.step_s for s in op.strategies) for op in block.ops),
-        sum(min(s.static_bytes for s in op.strategies) for op in block.ops),
-        kept := inputs if block.recompute else saved,
-        block.workspace_bytes + (saved if block.recompute else 0),
+        weight_s=fsum(max(s.backward_weight_s for s in op.strategies) for op in block.ops),
+        step_s=fsum(min(s.step_s for s in op.strategies) for op in block.ops),
+        static_bytes=sum(min(s.static_bytes for s in op.strategies) for op in block.ops),
+        kept_bytes=kept,
+        transient_bytes=block.workspace_bytes + (saved if block.recompute else 0),
         late_bytes=-kept,
     )
 

@@ -17,6 +17,7 @@ class Dual:
 
     @property
     def best_s(self) -> float:
+        """The largest value known."""
         return max((value for _, value, _ in self.known), default=0.0)
 
     @property

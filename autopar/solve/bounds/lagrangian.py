@@ -89,7 +89,7 @@ class Total:
             step=each_step, kept=price, kept_by_ends=price * self.shape.by_ends, static=each_rank
         )
 
-    def bound_s(self, cost_s: float | np.ndarray, price: float, room: float) -> float | np.ndarray:
+    def bound_s(self, cost_s: float, price: float, room: float) -> float:
         """Seconds of a step at least where that costs at least `cost_s` and a rank has `room` bytes."""
         return self.shape.each * (cost_s - price * room * self.shape.room)
 
@@ -106,8 +106,9 @@ def raise_totals(
 
     `parameters`: of the candidate's own `models`.
     """
-    is_limited = capacity_bytes is not None
-    room = capacity_bytes - next(iter(models.values())).fixed_bytes if is_limited else 0
+    is_limited, room = capacity_bytes is not None, 0
+    if capacity_bytes is not None:
+        room = capacity_bytes - next(iter(models.values())).fixed_bytes
     likely = cell.likely_price if is_limited else 0.0
     for _ in range(_ROUNDS if is_limited else 1):
         asked = [

@@ -53,6 +53,7 @@ class Sketch:
 
     @property
     def units(self) -> int:
+        """How many there are."""
         return len(self.work_s) - 1
 
     def bound_s(
@@ -71,7 +72,7 @@ class Sketch:
         ) * (1 - _ROUNDING)
 
     def _taken_s(
-        self, line_s: np.ndarray, work_s: np.ndarray, room: np.ndarray, held: np.ndarray
+        self, line_s: np.ndarray, work_s: np.ndarray, room: np.ndarray, held: np.ndarray | float
     ) -> np.ndarray:
         """What ranks take for a micro-batch at least: `line_s` (by price first) and `work_s` of their units, with `room` bytes."""
         prices = self.prices.reshape(-1, *(1 for _ in work_s.shape))

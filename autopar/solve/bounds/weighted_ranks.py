@@ -37,9 +37,11 @@ class Weighted:
             blocks_of(cells[0].first),
         )
         held = shape_of(schedule, micro, len(blocks), cells[0].alike).held
-        works, found = [self._works(cell) for cell in cells], [0.0]
-        if None in works:
-            return inf
+        works, found = [], [0.0]
+        for cell in cells:
+            if (of_cell := self._works(cell)) is None:
+                return inf
+            works.append(of_cell)
         statics, rooms = zip(
             *(self._memory(alike, group) for group in range(len(cells))), strict=True
         )
@@ -70,10 +72,14 @@ class Weighted:
         """For some prices of a byte: the price, and what each segment takes and keeps for a micro-batch at least; None if nothing does."""
         if id(cell) not in self.works:
             kinds, asked = cell.keys, [Question(kept=p, kept_by_ends=p) for p in cell.prices]
-            least = {kind: cell.single(*kind).least(asked) for kind in set(kinds)}
-            self.works[id(cell)] = None if None in least.values() else [
-                (price, np.array([least[kind].cost_s[number] for kind in kinds])) for number, price in enumerate(cell.prices)
-            ]  # fmt: skip
+            found = {kind: cell.single(*kind).least(asked) for kind in set(kinds)}
+            least = {kind: of.cost_s for kind, of in found.items() if of is not None}
+            self.works[id(cell)] = None
+            if len(least) == len(found):
+                self.works[id(cell)] = [
+                    (price, np.array([least[kind][number] for kind in kinds]))
+                    for number, price in enumerate(cell.prices)
+                ]
         return self.works[id(cell)]
 
 

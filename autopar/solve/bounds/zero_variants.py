@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel, AnnotatedOp, Strategy
+from autopar.solve.costs.pareto import undominated
 from autopar.solve.costs.recompute_mix import Models
 
 _LEAST = (
@@ -69,17 +72,9 @@ def _least_strategy(of: Sequence[Strategy]) -> Strategy:
     )
 
 
-def undominated(of: Sequence[Models]) -> list[int]:
-    """The numbers of those than which no other takes and holds no more, whatever is placed how; of equal ones the first."""
-    numbers = [_numbers(models) for models in of]
-    beats = [
-        [all(a <= b for a, b in zip(one, other, strict=True)) for other in numbers]
-        for one in numbers
-    ]
-    return [
-        n for n in range(len(of))
-        if not any(beats[other][n] and (other < n or not beats[n][other]) for other in range(len(of)) if other != n)
-    ]  # fmt: skip
+def undominated_variants(of: Sequence[Models]) -> list[int]:
+    """Indices of the variants that no other variant dominates in time and memory under every placement; of equal ones the first."""
+    return sorted(undominated(np.array([_numbers(models) for models in of])))
 
 
 def _numbers(models: Models) -> list[float]:

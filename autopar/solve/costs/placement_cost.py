@@ -89,7 +89,7 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
     micro = model.num_microbatches
     forward, backward, recompute, conversion, step = [], [], [], [], []
     communication, dispatch = [], []
-    static = gradients = optimizer = kept = transient = 0
+    static = gradients = optimizer = kept = 0
     for block, strategies in zip(model.classes, chosen, strict=True):
         conversions = list(_conversions(block, strategies))
         forward += [micro * block.count * s.forward_s for s in strategies.values()]
@@ -112,30 +112,42 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
             times * (s.forward_dispatch_s + s.backward_dispatch_s) for s in strategies.values()
         ]
         kept += block.count * _kept_bytes(block, strategies)
-    freed = 0 if model.last is None else _kept_bytes(model.classes[model.last], chosen[model.last])
-    for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True)):
-        transient = max(
-            transient,
-            transient_bytes(block, strategies.values()) - (freed if index != model.last else 0),
-        )
+    transient = _fullest_moment(model, chosen)
     crossed = list(_edge_conversions(model, chosen))
     edge = [micro * e.count * (c.forward_s + c.backward_s) for e, c in crossed]
     communication += [micro * e.count * (c.forward_comm_s + c.backward_comm_s) for e, c in crossed]
-    seconds = [fsum(part) for part in (forward, backward, recompute, conversion, edge, step)] + [
-        model.fixed_s
-    ]
-    memory_bytes = static + kept + transient + model.fixed_bytes
-    parts = static, kept, transient, model.fixed_bytes
+    parts_s = {
+        "forward_s": fsum(forward),
+        "backward_s": fsum(backward),
+        "recompute_s": fsum(recompute),
+        "conversion_s": fsum(conversion),
+        "edge_s": fsum(edge),
+        "step_s": fsum(step),
+        "fixed_s": model.fixed_s,
+    }
     return Priced(
-        fsum(seconds),
-        memory_bytes,
-        *seconds,
-        *parts,
-        fsum(communication),
-        fsum(dispatch),
-        gradients,
-        optimizer,
+        time_s=fsum(parts_s.values()),
+        memory_bytes=static + kept + transient + model.fixed_bytes,
+        **parts_s,
+        static_bytes=static,
+        kept_bytes=kept,
+        transient_bytes=transient,
+        fixed_bytes=model.fixed_bytes,
+        communication_s=fsum(communication),
+        dispatch_s=fsum(dispatch),
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
     )
+
+
+def _fullest_moment(model: AnnotatedModel, chosen: Sequence[dict[str, Strategy]]) -> int:
+    """Bytes that the fullest moment of backward adds to what is kept."""
+    freed = 0 if model.last is None else _kept_bytes(model.classes[model.last], chosen[model.last])
+    moments = (
+        transient_bytes(block, strategies.values()) - (freed if index != model.last else 0)
+        for index, (block, strategies) in enumerate(zip(model.classes, chosen, strict=True))
+    )
+    return max([0, *moments])
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +184,22 @@ def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> 
         paying = [*strategies.values(), *_conversions(block, strategies)]
         own = strategies.values()
         kept = _kept_bytes(block, strategies)
-        found.append(SegmentCost(
-            fsum(c.forward_s for c in paying), fsum(c.backward_s for c in paying), fsum(s.backward_weight_s for s in own),
-            fsum(s.step_s for s in own), sum(s.static_bytes for s in own), kept, transient_bytes(block, own),
-            sum(s.gradient_bytes for s in own), sum(s.optimizer_bytes for s in own), sum(s.host_bytes for s in own),
-            late_bytes(own) - kept, again_bytes(block, own),
-        ))  # fmt: skip
+        found.append(
+            SegmentCost(
+                forward_s=fsum(c.forward_s for c in paying),
+                backward_s=fsum(c.backward_s for c in paying),
+                weight_s=fsum(s.backward_weight_s for s in own),
+                step_s=fsum(s.step_s for s in own),
+                static_bytes=sum(s.static_bytes for s in own),
+                kept_bytes=kept,
+                transient_bytes=transient_bytes(block, own),
+                gradient_bytes=sum(s.gradient_bytes for s in own),
+                optimizer_bytes=sum(s.optimizer_bytes for s in own),
+                host_bytes=sum(s.host_bytes for s in own),
+                late_bytes=late_bytes(own) - kept,
+                again_bytes=again_bytes(block, own),
+            )
+        )
     return found
 
 

@@ -362,7 +362,7 @@ class Tables(CostTables):
         if variables and wanted != {None}:
             if len(wanted) == 1:
                 (mode,) = wanted
-                left |= dict.fromkeys(variables, [self.modes.index(mode)])
+                left |= {variable: [self.modes.index(mode)] for variable in variables}
             else:
                 other = np.array(
                     [

@@ -249,22 +249,8 @@ class CostTables:
         kept: list[dict[str, dict[int, np.ndarray]]],
     ) -> dict[tuple[int, str], _View]:
         """What others see of an op's choice through a value that several ops read or save: fewer choices than the op has strategies."""
-        seen: dict[tuple[int, str], list[list]] = defaultdict(list)
-        for of_mode in kept:
-            for key, sizes in of_mode.items():
-                for o in sizes if len(sizes) > 1 else ():
-                    seen[o, Saved(key, 0).value].append(sizes[o].tolist())
-        for value, reading in readers.items():
-            for o, slot in reading:
-                if len(reading) > 1 or (o, value) in seen:
-                    seen[o, value].append([s.inputs[slot] for s in base.ops[o].strategies])
-        for of_mode in kept:  # what an op alone saves of such a value must be seen too
-            for key, sizes in of_mode.items():
-                for o in sizes if len(sizes) == 1 else ():
-                    if (o, Saved(key, 0).value) in seen:
-                        seen[o, Saved(key, 0).value].append(sizes[o].tolist())
         found = {}
-        for (o, value), parts in seen.items():
+        for (o, value), parts in _seen_by_others(base, readers, kept).items():
             kinds: dict[tuple, int] = {}
             kind = np.array(
                 [kinds.setdefault(parts_of, len(kinds)) for parts_of in zip(*parts, strict=True)]
@@ -402,6 +388,36 @@ class CostTables:
             self.tables.append(
                 self._table([self.op_of[c, first], self.op_of[index, o]], _where(same), WAYS)
             )
+
+
+def _seen_by_others(
+    base: AnnotatedBlock,
+    readers: dict[str, list[tuple[int, int]]],
+    kept: list[dict[str, dict[int, np.ndarray]]],
+) -> dict[tuple[int, str], list[list]]:
+    """(op, value) that several ops read or save -> what of the op's strategies each of these looks at, by strategy."""
+    seen: dict[tuple[int, str], list[list]] = defaultdict(list)
+    sizes_of = [
+        ((o, Saved(key, 0).value), len(sizes) > 1, sizes[o])
+        for of_mode in kept
+        for key, sizes in of_mode.items()
+        for o in sizes
+    ]
+    for place, by_several, sizes in sizes_of:
+        if by_several:
+            seen[place].append(sizes.tolist())
+    for value, reading in readers.items():
+        for o, slot in reading:
+            if len(reading) > 1 or (o, value) in seen:
+                seen[o, value].append([s.inputs[slot] for s in base.ops[o].strategies])
+    for (
+        place,
+        by_several,
+        sizes,
+    ) in sizes_of:  # what an op alone saves of such a value must be seen too
+        if not by_several and place in seen:
+            seen[place].append(sizes.tolist())
+    return seen
 
 
 def _entries(of_modes: Sequence[Sequence[Strategy]]) -> np.ndarray:

@@ -75,16 +75,19 @@ class Program:
     has_memory: bool = True  # whether size_bytes is complete; False where no capacity can bind
 
     def add(self, cost_s: float = 0.0, size_bytes: int = 0) -> int:
+        """The number of a new variable."""
         self.cost_s.append(cost_s)
         self.size_bytes.append(size_bytes)
         return len(self.cost_s) - 1
 
     @property
     def constant_s(self) -> float:
+        """Seconds whatever is chosen."""
         return self.model.fixed_s
 
     @property
     def constant_bytes(self) -> int:
+        """Bytes whatever is chosen."""
         return self.model.fixed_bytes
 
     def choices(self, chosen: list[int]) -> Choices:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from autopar.ir.annotated import AnnotatedModel, Conversion, Strategy
+from autopar.ir.annotated import AnnotatedModel, AnnotatedOp, Conversion, Strategy
 from autopar.ir.sharding import Layout, Placement
 
 OpRef = tuple[int, int]
@@ -38,6 +38,7 @@ class Link:
     price_s: dict[tuple[Layout, Layout], float]
 
     def allows(self, have: Layout, need: Layout) -> bool:
+        """Whether both ends may be so."""
         return have == need or (have, need) in self.price_s
 
 
@@ -51,6 +52,7 @@ class Tie:
     target_layouts: tuple[Placement, ...]
 
     def allows(self, have: Placement, need: Placement) -> bool:
+        """Whether both ends may be so."""
         return have == need
 
 
@@ -135,13 +137,14 @@ def _prices(
 
 
 def check_cost(cost_s: float, where: str) -> None:
+    """Raise ValueError for a cost that is not finite, or negative."""
     if not (isfinite(cost_s) and cost_s >= 0):
         raise ValueError(
             f"{where} costs {cost_s} s; a cost is finite and not negative (leave impossible choices out)"
         )
 
 
-def _op_named(model: AnnotatedModel, index: int, name: str):
+def _op_named(model: AnnotatedModel, index: int, name: str) -> tuple[OpRef, AnnotatedOp]:
     for number, op in enumerate(model.classes[index].ops):
         if op.name == name:
             return (index, number), op

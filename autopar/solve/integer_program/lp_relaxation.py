@@ -134,7 +134,7 @@ def _solve(cost: np.ndarray, rows: list[Row], upper: np.ndarray) -> tuple[float,
 
 
 def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: np.ndarray) -> float:
-    """min over the box of cost + duals * (right-hand side - rows): below the optimum for any duals that are <= 0 on <= rows."""
+    """Minimum over the box of cost + duals * (right-hand side - rows): below the optimum for any duals that are <= 0 on <= rows."""
     limits = np.array([limit for _, _, limit in rows])
     duals = np.where([equal for _, equal, _ in rows], duals, np.minimum(duals, 0.0))
     places = np.repeat(np.arange(len(rows)), [len(terms) for terms, _, _ in rows])

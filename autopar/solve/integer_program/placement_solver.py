@@ -56,6 +56,7 @@ class Solution:
 
     @property
     def time_s(self) -> float:
+        """Of a step."""
         return self.pipelined.time_s if self.pipelined else self.priced.time_s
 
     @property
@@ -231,7 +232,13 @@ def smallest_memory(
         )
     detail = f"the smallest placement needs {memory_bytes} bytes, capacity is {capacity_bytes}"
     return Infeasible(
-        "memory", detail, time.perf_counter() - start, inf, memory_bytes, bound_bytes, choices
+        "memory",
+        detail,
+        time.perf_counter() - start,
+        bound_s=inf,
+        memory_bytes=memory_bytes,
+        bound_bytes=bound_bytes,
+        choices=choices,
     )
 
 
@@ -364,6 +371,7 @@ def constrain(
 
 
 def cp_solver(time_limit_s: float, workers: int) -> cp_sat.CpSolver:
+    """A solver whose results are reproducible."""
     solver = cp_sat.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.random_seed = 0
@@ -382,6 +390,7 @@ def cp_solver(time_limit_s: float, workers: int) -> cp_sat.CpSolver:
 
 
 def chosen_of(program: Program, solver: cp_sat.CpSolver, variables: list) -> list[int]:
+    """The variables at 1, without the transient."""
     return [
         v
         for v, variable in enumerate(variables)

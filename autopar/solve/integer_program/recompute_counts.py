@@ -57,7 +57,7 @@ class Together:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ModePart:
     """Segments of a class in one mode: `number` times `factor` of them.  `variables` are those of `program`, as many times as `number`."""
 
     index: int
@@ -137,7 +137,7 @@ def _add_classes(
     models: Models,
     domains: Domains,
     strategies: Mapping[tuple[OpRef, int], object],
-) -> list[_Part]:
+) -> list[_ModePart]:
     """The segments of each class in each mode, with one strategy for all."""
     base = next(iter(models.values()))
     layers, parts = {base.segments[number] for number in blocks_of(base)}, []
@@ -155,7 +155,17 @@ def _add_classes(
             variables = [built.new_int_var(0, most, "") for _ in program.cost_s]
             constrain(built, program, variables, number)
             of_class.append(
-                _Part(index, mode, program, kept, moment, factor, number, most, variables)
+                _ModePart(
+                    index=index,
+                    mode=mode,
+                    program=program,
+                    kept=kept,
+                    moment=moment,
+                    factor=factor,
+                    number=number,
+                    most=most,
+                    variables=variables,
+                )
             )
         if len(modes) > 1:
             built.add(sum(numbers) == block.count)
@@ -168,7 +178,7 @@ def _add_classes(
 
 
 def _add_memory(
-    built: cp_sat.CpModel, parts: list[_Part], room_bytes: int, last: int | None
+    built: cp_sat.CpModel, parts: list[_ModePart], room_bytes: int, last: int | None
 ) -> None:
     """What is there all the time and the fullest moment of backward fit together."""
     largest = max(
@@ -193,7 +203,7 @@ def _add_memory(
 
 
 def _add_there(
-    built: cp_sat.CpModel, part: _Part
+    built: cp_sat.CpModel, part: _ModePart
 ) -> tuple[cp_sat.IntVar, dict[int, cp_sat.IntVar]]:
     """(whether segments of the part are there; the variables that its moment asks for, of one of them)."""
     there = built.new_bool_var("")

@@ -23,7 +23,7 @@ from autopar.solve.bounds.family import EVERY, Family, Part
 from autopar.solve.bounds.family_bounds import Families
 from autopar.solve.bounds.lagrangian import Total, leanest, parameters_s, raise_totals, shape_of
 from autopar.solve.bounds.sketch import Sketch, sums
-from autopar.solve.bounds.zero_variants import least_of, undominated
+from autopar.solve.bounds.zero_variants import least_of, undominated_variants
 from autopar.solve.costs.pipeline_cost import blocks_of, pipelined
 from autopar.solve.costs.placement_cost import Choices, price
 from autopar.solve.costs.recompute_mix import Mixed, Models, hides, mixed
@@ -100,7 +100,7 @@ class Joint:
             {mode: model_of(mode) for mode in self.modes}
             for model_of in (self.model_of, *self.others)
         ]
-        return {number: found[number] for number in undominated(found)}
+        return {number: found[number] for number in undominated_variants(found)}
 
     @cached_property
     def hiding(self) -> dict[int, bool]:

@@ -32,11 +32,8 @@ def best_deal(
     row: UnitRow, schedule: Schedule, capacity: float, upper_bound_s: float
 ) -> Staging | float:
     """The best of the deals that are even but for a shorter first and last stage; the bound is that of these."""
-    best, is_free, fits = (
-        None,
-        True,
-        False,
-    )  # `fits`: some deal does, or may, for all that was looked at
+    best: tuple[float, tuple[int, ...], list[list[int]]] | None = None
+    is_free, fits = True, False  # `fits`: some deal does, or may, for all that was looked at
     ranks, bound_s = schedule.ranks, upper_bound_s
     deals = [
         (sizes, runs_of(sizes)) for sizes in dealt_sizes(len(row), ranks * schedule.stages_per_rank)
@@ -47,11 +44,8 @@ def best_deal(
         for (_, runs), each_s in zip(deals, lines_s, strict=True)
     ]  # fmt: skip
     for number in sorted(range(len(deals)), key=least.__getitem__):
-        least_s, (sizes, runs), known_s = (
-            least[number],
-            deals[number],
-            best[0] if best else upper_bound_s,
-        )
+        sizes, runs = deals[number]
+        least_s, known_s = least[number], best[0] if best else upper_bound_s
         if least_s >= known_s:
             fits = True
             break
@@ -59,35 +53,65 @@ def best_deal(
         if found is None:
             is_free = False
             continue
-        of_ranks, each_s, fits = *found, True
+        (of_ranks, each_s), fits = found, True
         least_s = max(least_s, _waited_s(row, schedule, runs, each_s))
         is_free = is_free and not any(of.ways.more_s[of.place] for of in of_ranks)
         if least_s < known_s:
-            spread = [of.spread() for of in of_ranks]
-            time_s, once_s, of_ranks = _with_what_is_once(
-                row, schedule, runs, of_ranks, least_s, known_s
-            )
-            if any(map(len, spread)):
-                time_s, once_s, of_ranks = _spread(
-                    row, schedule, runs, of_ranks, spread, least_s, time_s, once_s
-                )
+            time_s, once_s, of_ranks = _with_spread(row, schedule, runs, of_ranks, least_s, known_s)
             bound_s = min(bound_s, once_s if is_monotone(row, schedule) else least_s)
             if time_s < known_s:
-                best = (
-                    time_s,
-                    sizes,
-                    [of_ranks[n % ranks].modes(n // ranks) for n in range(len(runs))],
-                )
+                modes = [of_ranks[n % ranks].modes(n // ranks) for n in range(len(runs))]
+                best = time_s, sizes, modes
     if best is None:
         return bound_s + row.model.fixed_s if fits or is_free else inf
-    time_s, sizes, modes = best
-    found = [row.modes[0]] * len(row.model.segments)
+    return _staging(row, *best, bound_s, is_free)
+
+
+def _staging(
+    row: UnitRow,
+    time_s: float,
+    sizes: tuple[int, ...],
+    modes: list[list[int]],
+    bound_s: float,
+    is_free: bool,
+) -> Staging:
+    """That of stages with so many units each, in `modes` by stage and unit."""
+    of_segments = [row.modes[0]] * len(row.model.segments)
     for unit, mode in enumerate(mode for stage in modes for mode in stage):
-        found[row.blocks[unit]] = row.modes[mode]
-    bound_s = min(time_s, bound_s) + row.model.fixed_s
+        of_segments[row.blocks[unit]] = row.modes[mode]
     return Staging(
-        stages_of(sizes, row.blocks, len(row.model.segments)), tuple(found), bound_s, is_free
+        stages_of(sizes, row.blocks, len(row.model.segments)),
+        tuple(of_segments),
+        min(time_s, bound_s) + row.model.fixed_s,
+        is_free,
     )
+
+
+def _with_spread(
+    row: UnitRow,
+    schedule: Schedule,
+    runs: Sequence[tuple[int, int]],
+    of_ranks: list[RankChoice],
+    least_s: float,
+    upper_bound_s: float,
+) -> tuple[float, float, list[RankChoice]]:
+    """`_with_what_is_once`, and with the ways of ranks that recompute less in some stage: each rank has the one with which the step is
+    shortest, rank by rank; what is least in each stage bounds them all."""
+    spread = [of.spread() for of in of_ranks]
+    time_s, once_s, found = _with_what_is_once(
+        row, schedule, runs, of_ranks, least_s, upper_bound_s
+    )
+    if not any(map(len, spread)):
+        return time_s, once_s, found
+    floors_s = [of.floor_s for of in found]
+    floor_s = _stepped_s(row, schedule, runs, floors_s, [0.0] * len(found))
+    once_s = min(once_s, max(floor_s, least_s))
+    for rank, of in enumerate(() if row.lines else found):  # a family needs its bound alone
+        for place in undominated(of.ways.of_stages_s[spread[rank]])[:_MOST_SPREAD]:
+            tried = [*found[:rank], of.at(spread[rank][place]), *found[rank + 1 :]]
+            if (tried_s := _dealt_s(row, schedule, runs, least_s, tried)) < time_s:
+                time_s, found = tried_s, tried
+    return time_s, min(once_s, time_s), found
 
 
 def _with_what_is_once(
@@ -152,28 +176,6 @@ def _stepped_s(
     """Seconds of a step where backward takes so much longer, by rank and stage of it."""
     by_run = [more_s[n % schedule.ranks][n // schedule.ranks] for n in range(len(runs))]
     return staged_step_s([row] * schedule.ranks, schedule, runs, by_run, more_once_s)
-
-
-def _spread(
-    row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]], of_ranks: list[RankChoice], spread: Sequence[np.ndarray], least_s: float,
-    time_s: float, once_s: float,
-) -> tuple[float, float, list[RankChoice]]:  # fmt: skip
-    """The same with the ways of ranks that recompute less in some stage (`spread`): each rank has the one with which the step is shortest,
-    rank by rank; what is least in each stage bounds them all."""
-    found = list(of_ranks)
-    floor_s = _stepped_s(
-        row, schedule, runs, [of.floor_s for of in of_ranks], [0.0] * len(of_ranks)
-    )
-    once_s = min(once_s, max(floor_s, least_s))
-    for rank in (
-        rank for rank in range(len(found)) if len(spread[rank]) and not row.lines
-    ):  # a family needs its bound alone
-        of = of_ranks[rank]
-        for place in undominated(of.ways.of_stages_s[spread[rank]])[:_MOST_SPREAD]:
-            tried = [*found[:rank], of.at(spread[rank][place]), *found[rank + 1 :]]
-            if (tried_s := _dealt_s(row, schedule, runs, least_s, tried)) < time_s:
-                time_s, found = tried_s, tried
-    return time_s, min(once_s, time_s), found
 
 
 def least_deal_s(row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> float:

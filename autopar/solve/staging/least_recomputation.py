@@ -89,8 +89,9 @@ def lines_s(
     row: UnitRow, first: int, end: int, held: float, capacity_bytes: float, late: int = 0
 ) -> np.ndarray:
     """By line: seconds of a micro-batch, with its share of those once a step, that a rank with this run takes at least, if it holds
-    `held` times what that keeps in `capacity_bytes`, `late` of them while they wait for gradients of parameters.  Each block runs in
-    the mode where its line is least.  (`interleaved.py` has the same for several runs.)
+    `held` times what that keeps in `capacity_bytes`, `late` of them while they wait for gradients of parameters.
+
+    Each block runs in the mode where its line is least.  `interleaved.py` has the same for several runs.
 
     What it keeps (K) and what is static (S) are held K + S <= room, so that what they are worth is bounded by the larger of both
     prices, less what of the other there is at least.  One that waits has its backward's moment, all of it, in what it holds or besides;

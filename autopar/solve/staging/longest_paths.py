@@ -77,8 +77,8 @@ NO_CUT = PartialCut(
 
 def cut_of(numbers: np.ndarray) -> PartialCut:
     """Of `PartialCut.numbers`."""
-    fields, loops_s = np.split(numbers, [len(PartialCut._fields) - 1])
-    return PartialCut(*fields, loops_s=list(loops_s))
+    fields = len(PartialCut._fields) - 1
+    return PartialCut._make([*numbers[:fields], list(numbers[fields:])])
 
 
 def extended(
@@ -102,7 +102,8 @@ def extended(
     back_s = run.backward_s - run.weight_s if parts else run.backward_s
     reached_s, turned_s = _through(row, schedule, cut, run, forward_s)
     slowest_s, first_s, loops_s = _twice(row, schedule, cut, run, forward_s)
-    least_s, left_s = 0.0, -inf
+    least_s: Seconds = 0.0
+    left_s: Seconds = -inf
     if row.lines:
         least_s, left_s = _least_through(row, kinds, schedule, cut, run, forward_s)
         left_s = np.maximum(cut.left_s + back_s, left_s)

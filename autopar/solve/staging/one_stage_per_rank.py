@@ -3,8 +3,8 @@
 Every way to cut is looked at.  For each run of units the least recomputation that fits is known beforehand: the memory of a rank is that of
 its stage, and no step gets shorter when a stage takes longer.  Cuts are found stage by stage, first to last: of all ways to give the first
 units to the first stages only those are kept than which none is better in everything that the rest of the step depends on.  What is
-minimised is the longest of some paths, which no step is shorter than (`longest_paths.py`).  The schedules' closed form then prices the best of them, or all where they are few; CP-SAT, asked
-for the same, took seconds for 16 stages and proved nothing for 64.
+minimised is the longest of some paths, which no step is shorter than (`longest_paths.py`).  The schedules' closed form then prices the
+best of them, or all where they are few; CP-SAT, asked for the same, took seconds for 16 stages and proved nothing for 64.
 
 Where ranks have devices of several kinds each has a row of its own, and what forwards take so far depends on how the units were cut.
 """

@@ -51,6 +51,7 @@ class RankChoice:
         return self.ways.of_stages[stage].modes[self.place].tolist()
 
     def at(self, place: int) -> RankChoice:
+        """Another of the ways."""
         return replace(self, place=int(place))
 
     def others(self) -> list[RankChoice]:
@@ -61,7 +62,7 @@ class RankChoice:
             quicker = quicker[
                 undominated(np.column_stack([self.ways.of_stages_s[quicker], step_s[quicker]]))
             ]
-        return [self.at(place) for place in quicker]
+        return [self.at(place) for place in quicker.tolist()]
 
     def spread(self) -> np.ndarray:
         """Ways that recompute more in all, but less in some stage."""

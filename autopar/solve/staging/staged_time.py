@@ -20,7 +20,8 @@ def staged_step_s(
 ) -> float:
     """The step of stages with so many seconds of recomputation, as `pipeline.pipelined` prices it but for what nothing changes; a bound of
     it where rows are.  `more_once_s`: by rank, what it takes once a step more than at least."""
-    ranks, micro, times = schedule.ranks, rows[0].micro_batches, []
+    ranks, micro = schedule.ranks, rows[0].micro_batches
+    times: list[StageTimes] = []
     for number, ((first, end), more) in enumerate(zip(runs, more_s, strict=True)):
         at = rows[number % ranks].at
         forward_s, backward_s, weight_s = (

@@ -36,7 +36,8 @@ class TiedParameters:
         firsts, ends = (list(of) for of in zip(*runs, strict=True))
         paid, read = (before[:, ends] > before[:, firsts] for before in self._before)
         return [
-            self.every[number] for number in np.flatnonzero(read.any(axis=1) & ~paid.any(axis=1))
+            self.every[number]
+            for number in np.flatnonzero(read.any(axis=1) & ~paid.any(axis=1)).tolist()
         ]
 
     @cached_property
