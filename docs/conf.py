@@ -9,6 +9,7 @@ html_theme = "furo"
 html_title = "autopar"
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature has them in the source; here it is kept short
 autodoc_default_options = {"members": True}

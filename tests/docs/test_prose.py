@@ -12,7 +12,10 @@ def test_pages_keep_the_rules() -> None:
 
 
 def test_pages_are_short() -> None:
-    lines = {name: len((ROOT / name).read_text().splitlines()) for name in ("README.md", "ARCHITECTURE.md")}
+    lines = {
+        name: len((ROOT / name).read_text().splitlines())
+        for name in ("README.md", "ARCHITECTURE.md")
+    }
     assert lines["README.md"] <= 150
     assert lines["ARCHITECTURE.md"] <= 120
 
