@@ -20,7 +20,7 @@ from autopar_cost_models.echo import shortened_message
 
 from autopar import __version__
 from autopar.cli import options
-from autopar.cli.run_commands import calibrate, demo, predict, verify
+from autopar.cli.run_commands import calibrate, completion, demo, predict, verify
 from autopar.cli.session import Planner, priced_cluster
 from autopar.cli.terminal import progress, show
 from autopar.errors import AutoparError, NoPlanFits
@@ -589,7 +589,7 @@ def _note_stale(path: str, plan: Any) -> None:
         click.echo(f"Note: {path} was {note}", err=True)
 
 
-for command in (verify, predict, calibrate, demo):
+for command in (verify, predict, calibrate, demo, completion):
     cli.add_command(command)
 
 

@@ -1,0 +1,39 @@
+"""README, ARCHITECTURE and docs keep the rules of prose, and their links resolve."""
+
+from __future__ import annotations
+
+import re
+
+from support.prose import ROOT, findings_of, page_findings, pages
+
+
+def test_pages_keep_the_rules() -> None:
+    assert not page_findings(), "\n" + "\n".join(map(str, page_findings()))
+
+
+def test_pages_are_short() -> None:
+    lines = {
+        name: len((ROOT / name).read_text().splitlines())
+        for name in ("README.md", "ARCHITECTURE.md")
+    }
+    assert lines["README.md"] <= 150
+    assert lines["ARCHITECTURE.md"] <= 120
+
+
+def test_links_between_files_resolve() -> None:
+    links = [
+        (path, target)
+        for path in pages()
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
+        if "://" not in target
+    ]
+    broken = [f"{path}: {target}" for path, target in links if not (path.parent / target).exists()]
+    assert links
+    assert not broken
+
+
+def test_long_sentences_and_forbidden_phrases_are_found() -> None:
+    path = ROOT / "README.md"
+    rules = [finding.rule for finding in findings_of(path, "word " * 31 + ".\n\nA plan who runs.")]
+    assert rules == ["31 words", "who (of a thing)"]
+    assert not list(findings_of(path, 'A user who runs. He said "so many".\n\n    so many\n'))
