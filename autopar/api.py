@@ -76,9 +76,8 @@ def trace(
     from autopar.models.hf_delta_rule import triangular_solves
 
     with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
-        warnings.filterwarnings(
-            "ignore", message="Raw Sym(Int|Float) value"
-        )  # our graphs hold batch sizes as expressions, on purpose
+        # our graphs hold batch sizes as expressions, on purpose
+        warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
         captured = capture(prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision))
         normalize(captured.graph)
         split, values = split_loss(captured)
@@ -158,9 +157,8 @@ def plan(
     captured = captured_in(chosen, runnable)
     traced = traced if traced is not None else trace(model, example_inputs, loss_fn, captured)
     note = ""
-    if (
-        precision is None
-    ):  # what half precision leaves as it is, is known where the model is captured in it
+    # what half precision leaves as it is, is known where the model is captured in it
+    if precision is None:
         note = _precision_note(model, example_inputs, chosen, traced, captured is not None)
     return _noted(_best_plan(goal, traced, request, time_limit_s, progress), note)
 

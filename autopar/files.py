@@ -59,9 +59,8 @@ def write_text(path: Any, text: str, what: str) -> None:
     try:
         target = given.resolve()  # a link stays one
         if target.exists() and not target.is_file():
-            target.write_text(
-                text, encoding="utf-8"
-            )  # a device or pipe; of a directory the error says what it is
+            # a device or pipe; of a directory the error says what it is
+            target.write_text(text, encoding="utf-8")
             return
         _replace(target, text)
     except (

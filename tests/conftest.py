@@ -16,9 +16,8 @@ from support.effort import RUNSLOW
 from autopar.planning import planner
 from autopar.runtime.ranks.launch import WorkerPool
 
-sys.path.append(
-    str(Path(__file__).parents[1])
-)  # for `benchmarks`; an installed autopar comes first
+# for `benchmarks`; an installed autopar comes first
+sys.path.append(str(Path(__file__).parents[1]))
 torch.set_num_threads(1)
 # one process: two searches for the same find the same, to the last outcome (`test_team.py` has several)
 planner.processes_for_search = lambda: 1

@@ -217,9 +217,8 @@ class Annotator:
 
     def _pipeline(self, setting: Setting) -> PipelineSetting:
         mesh, topology, between = setting.mesh, setting.cluster.topology, setting.between
-        here = (
-            mesh.pp if between is None else topology.num_devices // mesh.stride("pp")
-        )  # ranks of the pipeline on this kind of devices
+        # ranks of the pipeline on this kind of devices
+        here = mesh.pp if between is None else topology.num_devices // mesh.stride("pp")
 
         def hop_s(size_bytes: float) -> float:
             own_s = point_to_point_time_s(size_bytes, here, mesh.stride("pp"), topology)

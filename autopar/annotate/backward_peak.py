@@ -37,9 +37,8 @@ def backward_workspace(
         for key, size in call.keeps.items():
             first.setdefault(key, number)
             kept[key] = max(kept.get(key, 0), size)
-    buffer: dict[str, str] = {
-        name: name for name in outputs
-    }  # value -> the value in whose gradient's memory its gradient is
+    # value -> the value in whose gradient's memory its gradient is
+    buffer: dict[str, str] = {name: name for name in outputs}
     alive: dict[str, int] = {name: sizes.get(name, 0) for name in outputs}
     fullest = excess = sum(alive.values())
     for number, call in reversed(list(enumerate(calls))):

@@ -256,9 +256,8 @@ def _streamed(local: LocalClass, call: PricedCall) -> KernelTime:
     A sum passes its gradient on as it is, unless it was broadcast.
     """
     shares = call.shares if local.setting.software.fuses else None
-    mask = (
-        0 if shares and local.setting.software.compiled else call.mask_bytes
-    )  # a compiler draws the numbers again
+    # a compiler draws the numbers again
+    mask = 0 if shares and local.setting.software.compiled else call.mask_bytes
     reads = shares.reads if shares else (True,) * len(call.read)
     writes = shares.writes if shares else (True,) * len(call.written)
     arriving = sum(b for b, counted in zip(call.written, writes, strict=True) if counted)
@@ -270,9 +269,8 @@ def _streamed(local: LocalClass, call: PricedCall) -> KernelTime:
     )
     if op_name(call.node) == "aten::add":
         broadcast = [b for b in leaving if b < sum(call.written)]
-        whole = (
-            max(leaving, default=0) if not arriving else 0
-        )  # of a chain: the gradient that comes out of it, once for both operands
+        # of a chain: the gradient that comes out of it, once for both operands
+        whole = max(leaving, default=0) if not arriving else 0
         backward = sum(broadcast) + (sum(call.written) if broadcast and arriving else whole)
     else:
         backward = arriving + sum(leaving) + _kept_bytes(local, call, shares) + mask

@@ -43,9 +43,8 @@ def call_strategy(
     local_s, sent_s = _sent(local, call, computed, paid)
     added = [b for b, more in zip(call.read, call.added, strict=True) if more]
     local_s[1] += _added_s(local, call, added)
-    view = (
-        call.dims is not None and call.dims.movement_free and not local.setting.software.compiled
-    )  # costs the host, not the device
+    # costs the host, not the device
+    view = call.dims is not None and call.dims.movement_free and not local.setting.software.compiled
     issued = (
         computed.forward_kernels + view,
         computed.backward_kernels + (view and any(call.grads)) + len(added),

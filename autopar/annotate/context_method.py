@@ -65,9 +65,8 @@ def context_extra_s(
         back_s = point_to_point_time_s((keys_bytes + op.gradient_bytes) / cp, cp, stride, topology)
         hidden = (cp - 1) / cp  # the last block has nothing left to hide
         forward += max((cp - 1) * hop_s - op.forward_s * hidden, 0.0)
-        backward += (
-            max((cp - 1) * back_s - op.backward_s * hidden, 0.0) + home_s
-        )  # gradients travel one hop further, home
+        # gradients travel one hop further, home
+        backward += max((cp - 1) * back_s - op.backward_s * hidden, 0.0) + home_s
         return forward, backward
     sizes = (
         op.query_bytes,

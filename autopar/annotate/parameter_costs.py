@@ -209,9 +209,8 @@ class ParameterCosts:
         elements = Elements(numel, is_partial, copies, name in self._multiplied)
         stays = setting.gathers_by_segment and name in facts.place.staying
         found = costs(elements, beside, stays)
-        if (
-            borrowed
-        ):  # it comes for each forward, and in backward is there until the first that reads it
+        # it comes for each forward, and in backward is there until the first that reads it
+        if borrowed:
             return Strategy(
                 str(layout),
                 (),

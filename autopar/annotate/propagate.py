@@ -104,18 +104,16 @@ class Propagation:
         chosen: dict[str, OpStrategy] = {}
         for node in ops(graph):
             names, outs = operand_names(node), result_names(node)
-            sizes = [
-                _numel(tensors[n]) if n not in parameters else 0 for n in names
-            ]  # parameters are stored as they are asked for
+            # parameters are stored as they are asked for
+            sizes = [_numel(tensors[n]) if n not in parameters else 0 for n in names]
             flows = [grads[n] for n in names]
             found = self.options(index, node, flows, [grads[n] for n in outs])
             elements = sum(_numel(tensors[n]) for n in (*names, *outs))
             dims = self.reach.dims[index][node.name]
             work = self.work(dims, elements) if dims is not None else 0.0
             have = [layout[n] for n in names]
-            found = [
-                s for s in found if s.letter or P not in s.inputs or P in have
-            ]  # a sum stays pending, nothing is made one
+            # a sum stays pending, nothing is made one
+            found = [s for s in found if s.letter or P not in s.inputs or P in have]
             best = min(
                 found,
                 key=lambda s: (

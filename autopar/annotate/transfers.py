@@ -33,9 +33,8 @@ class Pricing:
         self.setting = setting
         self.tp = setting.mesh.tp
         self.device, self.topology = setting.cluster.device, setting.cluster.topology
-        self.overlaps = (
-            self.device.generation != "cpu"
-        )  # there a collective is waited for at once (`rewrite/collectives/primitives.py`)
+        # there a collective is waited for at once (`rewrite/collectives/primitives.py`)
+        self.overlaps = self.device.generation != "cpu"
         self.kernels = kernels_of(self.device, setting.precision, setting.software)
         self._moves: dict[tuple[str, int, str], float] = {}
         self._sizes: dict[tuple, int] = {}
@@ -216,9 +215,8 @@ def attention_of(
     """The attention that a call runs on one rank, from the shapes of its queries, keys and values: local but for positions, which are those
     of the whole sequence.  `mask` is (causal, sliding window); `heads_split`: by how much Ulysses divides the heads."""
     query, key, value = shapes
-    causal = (
-        mask[0] and query[-2] == key[-2]
-    )  # torch's masks of other shapes begin at the first key; the model's end at the last
+    # torch's masks of other shapes begin at the first key; the model's end at the last
+    causal = mask[0] and query[-2] == key[-2]
     heads, key_heads = (shape[-3] if len(shape) > 2 else 1 for shape in (query, key))
     return LocalAttention(
         batch=prod(query[:-3]),
@@ -226,9 +224,8 @@ def attention_of(
         key_heads=ceil(key_heads / heads_split),
         queries=query[-2],
         keys=key[-2],
-        head_dim=ceil(
-            (query[-1] + value[-1]) / 2
-        ),  # both products together: 2 x pairs x (channels of queries + of values)
+        # both products together: 2 x pairs x (channels of queries + of values)
+        head_dim=ceil((query[-1] + value[-1]) / 2),
         causal=causal,
         window=mask[1] if causal else None,
         context_ranks=context_ranks,

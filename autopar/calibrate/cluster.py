@@ -85,9 +85,8 @@ def assemble(
     first, nproc, cpu = kernels[0], len(kernels), device_type == "cpu"
     memory = merged([found.memory for found in kernels])
     operation_s = statistics.median(found.operation_s for found in kernels)
-    launch_s = (
-        max(operation_s, memory[0][1]) if cpu else memory[0][1]
-    )  # on CPU an operation waits for itself
+    # on CPU an operation waits for itself
+    launch_s = max(operation_s, memory[0][1]) if cpu else memory[0][1]
 
     def in_a_step(points: Curve) -> Curve:
         """A point has in it what the smallest operation takes: in its place, what an operation costs."""

@@ -42,9 +42,8 @@ BLOCKERS = (
 WORK = 4  # products before a collective: milliseconds
 LEAST_S = 1e-6  # of a transfer that noise hides
 IN_A_ROW = 16  # operations
-POOL_BYTES = (
-    2**26
-)  # of operands that take turns, and of results that stay as long: more than a cache holds
+# of operands that take turns, and of results that stay as long: more than a cache holds
+POOL_BYTES = 2**26
 POOL_TENSORS = 256  # at most
 ROWS = 4  # of a tensor whose second dim a collective gathers or scatters, as it does positions of a micro-batch
 Points = list[tuple[float, float]]

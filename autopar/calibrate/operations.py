@@ -65,9 +65,8 @@ def layers_s(
     """Seconds, by `clock`, of one layer of each kind forward and backward, together; the models take turns."""
     models = [(kind, layers) for kind in _KINDS for layers in (_SHALLOW, _DEEP)]
     works = [_training(*model, device) for model in models]
-    seconds = [[clock(work) for work in works] for _ in range(rounds + 1)][
-        1:
-    ]  # the first is the warm-up
+    # the first is the warm-up
+    seconds = [[clock(work) for work in works] for _ in range(rounds + 1)][1:]
     taken = dict(zip(models, map(statistics.median, zip(*seconds, strict=True)), strict=True))
     more = [taken[kind, _DEEP] - taken[kind, _SHALLOW] for kind in _KINDS]
     return max(sum(more), 0.0) / (_DEEP - _SHALLOW)

@@ -622,9 +622,8 @@ def _run() -> int:
         return 141
     except OSError as error:
         reason = error.strerror or str(error)
-        if (
-            error.filename is None
-        ):  # a write to a stream; what is written to files is told by `files.py`
+        # a write to a stream; what is written to files is told by `files.py`
+        if error.filename is None:
             _drop_output()
             reason = f"standard output cannot be written ({reason}), so that the answer is lost or cut short; send it to a place with room"
         with suppress(OSError):

@@ -70,9 +70,8 @@ def compare(
     best = plan_on({}, cluster)
     entries = [Entry("best", best)]
     for pin in pins:
-        if not first_difference(
-            pin, best
-        ):  # the best of all is the best of those that have the pins
+        # the best of all is the best of those that have the pins
+        if not first_difference(pin, best):
             entries.append(Entry(pin_text(pin), best))
             continue
         try:
@@ -200,9 +199,8 @@ class CompareTable:
                 list(TIME_WORDS).index(part) if part in TIME_WORDS else len(TIME_WORDS)
             ),
         ):
-            seconds = [
-                plan.predicted.breakdown.get(part) for plan in plans
-            ]  # a pipeline has other parts than one rank
+            # a pipeline has other parts than one rank
+            seconds = [plan.predicted.breakdown.get(part) for plan in plans]
             rows.append(
                 (TIME_WORDS.get(part, part), ["-" if s is None else ms(s) for s in seconds])
             )

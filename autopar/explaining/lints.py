@@ -168,9 +168,8 @@ def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
         for node in block.graph.nodes:
             results = [tensors[name] for name in result_names(node) if name in tensors]
             for axis, choice in own.ops.get(node.name, {}).items():
-                for layout, tensor in zip(
-                    choice.outputs, results, strict=False
-                ):  # a getitem names a result of another node
+                # a getitem names a result of another node
+                for layout, tensor in zip(choice.outputs, results, strict=False):
                     size = (
                         tensor.shape[layout.dim]
                         if layout.is_shard and layout.pattern.is_contiguous
@@ -221,9 +220,8 @@ def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
     for name, readers in parameter_readers(traced).items():
         places = {(traced.segments[number].class_index, node) for number, node in readers}
         ranks = {rank_of.get(traced.segments[number].name, 0) for number, _ in readers}
-        if (
-            len(places) < 2 or len(ranks) < 2 or name not in traced.parameters
-        ):  # alike: copies of one traced layer (`trace/deepen.py`)
+        # alike: copies of one traced layer (`trace/deepen.py`)
+        if len(places) < 2 or len(ranks) < 2 or name not in traced.parameters:
             continue
         spec = traced.parameters[name]
         scalars = prod(spec.shape)

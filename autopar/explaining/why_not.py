@@ -76,9 +76,8 @@ def why_not(
     is_given = chosen is not None
     chosen = chosen if is_given else plan_on({}, cluster)
     differs = first_difference(pin, chosen)
-    if (
-        not differs and not is_given
-    ):  # the best of all plans is the best of those that have the pins
+    # the best of all plans is the best of those that have the pins
+    if not differs and not is_given:
         return WhyNot(dict(pin), chosen, chosen)
     answer = WhyNot(dict(pin), chosen, None, differs, is_given=is_given)
     try:

@@ -40,9 +40,8 @@ def _check_parts(cost: Strategy | Conversion, *parts: tuple[str, str]) -> None:
             )
 
 
-@dataclass(
-    slots=True
-)  # not frozen, which takes five times as long to make, and a search makes many thousands; nobody changes one
+# not frozen, which takes five times as long to make, and a search makes many thousands; nobody changes one
+@dataclass(slots=True)
 class Strategy:
     """One way to run an op over the axis, with its cost on one device.
 
@@ -219,17 +218,14 @@ class AnnotatedBlock:
     ops: tuple[AnnotatedOp, ...]
     values: dict[str, AnnotatedValue]
     inputs: tuple[str, ...]  # names of the 'input' ops, in order; each writes one value
-    outputs: tuple[
-        str, ...
-    ]  # names of the 'output' ops, in order; each reads one value and has no outputs
+    # names of the 'output' ops, in order; each reads one value and has no outputs
+    outputs: tuple[str, ...]
     recompute: bool = False
-    input_bytes: dict[str, dict[Layout, int]] = field(
-        default_factory=dict
-    )  # input op -> layout -> bytes kept when recomputing
+    # input op -> layout -> bytes kept when recomputing
+    input_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)
     workspace_bytes: int = 0
-    common_bytes: dict[str, dict[Layout, int]] = field(
-        default_factory=dict
-    )  # as `input_bytes`, of those that are one for all segments
+    # as `input_bytes`, of those that are one for all segments
+    common_bytes: dict[str, dict[Layout, int]] = field(default_factory=dict)
     is_layer: bool = False
 
     def message_bytes(self, name: str, layout: Layout) -> int:

@@ -314,9 +314,8 @@ class ClusterSpec:
                 f"cluster {self.name}: {devices} devices are neither whole nodes of {per_node} nor a divisor of one; {whole} devices would "
                 "do"
             )
-        part = replace(
-            self.topology, nodes=1, devices_per_node=devices, nics_per_node=None
-        )  # nothing leaves the node
+        # nothing leaves the node
+        part = replace(self.topology, nodes=1, devices_per_node=devices, nics_per_node=None)
         return replace(self, name=f"{self.name} with {devices} devices", topology=part)
 
     def with_memory(self, memory_bytes: int) -> ClusterSpec:

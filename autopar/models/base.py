@@ -189,9 +189,8 @@ class NativeSpec(ModelSpec):
     def shallow(self) -> NativeSpec:
         """Layers that differ from those that follow, two periods, and a last layer (`trace/deepen.py` compares the periods)."""
         config = self.config
-        different = getattr(config, "first_dense", 0) + bool(
-            getattr(config, "router_aux_coef", 0)
-        )  # the first balance loss joins no other
+        # the first balance loss joins no other
+        different = getattr(config, "first_dense", 0) + bool(getattr(config, "router_aux_coef", 0))
         layers = different + 2 * self.period + 1
         layers += (config.layers - layers) % self.period
         return (
@@ -211,9 +210,8 @@ class NativeSpec(ModelSpec):
     def _attention_size(self) -> tuple[int, float]:
         config = self.config
         layers = config.layers + getattr(config, "mtp", 0)
-        if (
-            isinstance(config, MoEConfig) and config.mla is not None
-        ):  # PaLM's Q is the mean of the dims of keys and values
+        # PaLM's Q is the mean of the dims of keys and values
+        if isinstance(config, MoEConfig) and config.mla is not None:
             return layers, config.heads * (config.mla.query_dim + config.mla.value_dim) / 2
         return layers, config.heads * config.head_dim
 

@@ -112,9 +112,8 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 MOST_LAYERS = 10_000
 """Of a model that is built layer by layer."""
-MOST_SIZE = (
-    10**8
-)  # bytes of a product of two sizes are still a 64-bit number, which torch counts them in
+# bytes of a product of two sizes are still a 64-bit number, which torch counts them in
+MOST_SIZE = 10**8
 
 
 def check_positive(model: str, **sizes: int) -> None:

@@ -43,9 +43,8 @@ class FunctionSpec(ModelSpec):
                 f"'{self.name}' is not module:function; write both names, as in my_package.my_model:build."
             )
         if (here := os.getcwd()) not in sys.path:
-            sys.path.insert(
-                0, here
-            )  # as `python -m` does, so that a module beside the user is found
+            # as `python -m` does, so that a module beside the user is found
+            sys.path.insert(0, here)
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:

@@ -92,9 +92,8 @@ class GPTConfig:
 
 
 def _dropout(probability: float) -> nn.Module:
-    return (
-        nn.Dropout(probability) if probability else nn.Identity()
-    )  # no dropout op in the graph unless asked for
+    # no dropout op in the graph unless asked for
+    return nn.Dropout(probability) if probability else nn.Identity()
 
 
 class GPTAttention(nn.Module):

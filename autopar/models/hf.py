@@ -150,9 +150,8 @@ def _peel_packing(function: Callable) -> Callable:
     positions = [
         _closure(part)["position_ids"] for part in _parts(function) if _name(part) == _REMAPPED
     ]
-    shared = positions and all(
-        rows.stride(0) == 0 for rows in positions
-    )  # expanded over the batch, not given per sample
+    # expanded over the batch, not given per sample
+    shared = positions and all(rows.stride(0) == 0 for rows in positions)
     return _without_packing(function) if shared else function
 
 
@@ -385,9 +384,8 @@ def _check_sizes(name: str, config: Any) -> None:
     )
     for size, most in (limits | {"num_hidden_layers": MOST_LAYERS}).items():
         value = getattr(config, size, None)
-        if value is None or isinstance(
-            value, list | tuple
-        ):  # not a size of this model, or one for each layer
+        # not a size of this model, or one for each layer
+        if value is None or isinstance(value, list | tuple):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise AutoparError(

@@ -121,15 +121,13 @@ def _shrink_width(config: dict[str, Any], hidden_names: list[str], head_names: l
     config.update(dict.fromkeys(_ints(config, _HEAD_DIM), head_dim))
     for name in _ints(config, _LATENT):
         config[name] = min(config[name], head_dim)
-    if "qk_rope_head_dim" in config and _ints(
-        config, ("head_dim",)
-    ):  # multi-head latent attention: the rotary part is what is rotated
+    # multi-head latent attention: the rotary part is what is rotated
+    if "qk_rope_head_dim" in config and _ints(config, ("head_dim",)):
         config["head_dim"] = config["qk_rope_head_dim"]
     if _ints(config, ("qk_head_dim",)):
         config["qk_head_dim"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    if _ints(config, ("expand",)) and _ints(
-        config, ("head_dim",)
-    ):  # Mamba 2: the heads share the expanded width
+    # Mamba 2: the heads share the expanded width
+    if _ints(config, ("expand",)) and _ints(config, ("head_dim",)):
         config["head_dim"] = small_hidden * config["expand"] // small_heads
     if _ints(config, ("rotary_dim",)):
         config["rotary_dim"] = min(config["rotary_dim"], head_dim)
@@ -142,9 +140,8 @@ def _shrink_layers(config: dict[str, Any]) -> None:
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
         if isinstance(config.get(name), list):
             config[name] = config[name][:SHRUNK_LAYERS]
-    if isinstance(
-        config.get("attention_types"), list
-    ):  # GPT-Neo: [[kinds, repeats], ...], and its expansion
+    # GPT-Neo: [[kinds, repeats], ...], and its expansion
+    if isinstance(config.get("attention_types"), list):
         kinds = [
             kind for pattern, repeats in config["attention_types"] for kind in pattern * repeats
         ][:SHRUNK_LAYERS]

@@ -133,9 +133,8 @@ class Experts(nn.Module):
     def __init__(self, experts: int, hidden: int, ffn: int, capacity_factor: float = 0.0) -> None:
         super().__init__()
         self.capacity_factor = float(capacity_factor)
-        self.gate_up_proj = nn.Parameter(
-            torch.empty(experts, 2 * ffn, hidden)
-        )  # gate's rows, then up's
+        # gate's rows, then up's
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * ffn, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, ffn))
         self.reset_parameters()
 

@@ -20,9 +20,8 @@ def _convolution(call: Call) -> OpDims:
     batch = ("n",) if x.dim() == weight.dim() else ()
     transposed = bool(call.arg("transposed", False)) or "transpose" in op_name(call.node)
     groups = call.arg("groups", 1)
-    flops = (
-        2 * weight[0].numel()
-    )  # a weight of (o, i, *k) works on every output position, a transposed one of (i, o, *k) on every input
+    # a weight of (o, i, *k) works on every output position, a transposed one of (i, o, *k) on every input
+    flops = 2 * weight[0].numel()
     for size in (x if transposed else call.results[0]).shape:
         flops = flops * size
     if groups == 1:

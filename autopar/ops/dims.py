@@ -224,9 +224,8 @@ def einsum(
         }
         reached = {x for term in outputs for x in term}
         summed = frozenset(x for x in sizes if x not in reached and not x.startswith("!"))
-        added = frozenset(
-            i for i in additive if i < len(inputs)
-        )  # with a bias the op is affine: linear in operand and bias together
+        # with a bias the op is affine: linear in operand and bias together
+        added = frozenset(i for i in additive if i < len(inputs))
         groups = tuple(frozenset(i for i in group if i < len(inputs)) | added for group in linear)
         return OpDims(
             tuple(inputs),

@@ -199,9 +199,8 @@ def _scatter(adding: bool) -> Rule:
             k != dim and all(same(t.shape[k], target.shape[k]) for t in (index, *src))
             for k in range(target.dim())
         ]
-        whole_entries = all(
-            same(t.shape[dim], index.shape[dim]) for t in src
-        )  # src may be longer than index
+        # src may be longer than index
+        whole_entries = all(same(t.shape[dim], index.shape[dim]) for t in src)
         entry = "e" if adding and whole_entries else "!e"
         letters = tuple(f"d{k}" if free[k] else f"!{k}" for k in range(target.dim()))
         entries = tuple(

@@ -41,9 +41,8 @@ class Reach:
     """The dims of a model, and which ops and segment edges connect them."""
 
     dims: list[dict[str, OpDims | None]]
-    terms: list[
-        dict[str, list[tuple[OpDims, Letters, list[tuple[str, Letters]]]]]
-    ]  # class -> value -> ops that touch it
+    # class -> value -> ops that touch it
+    terms: list[dict[str, list[tuple[OpDims, Letters, list[tuple[str, Letters]]]]]]
     edges: dict[tuple[int, str], set[tuple[int, str]]]
 
     def spread(self, seeds: set[Mark]) -> Marks:

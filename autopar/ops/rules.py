@@ -250,9 +250,8 @@ def _attention(call: Call) -> OpDims:
         and not call.arg("dropout_p", 0.0)
         and not (call.arg("is_causal", False) and not same(q.shape[-2], k.shape[-2]))
     )
-    plain = plain and not any(
-        is_symbolic(size) for t in (q, k) for size in t.shape[1:]
-    )  # attention over the batch, or with it as heads
+    # attention over the batch, or with it as heads
+    plain = plain and not any(is_symbolic(size) for t in (q, k) for size in t.shape[1:])
     position = "s" if plain else "!s"
     sizes = dict(zip(lead, q.shape, strict=False)) | {
         position: q.shape[-2],
@@ -262,9 +261,8 @@ def _attention(call: Call) -> OpDims:
     }
     sizes["h"] = k.shape[-3] if q.dim() > 2 else 1
     heads = ("h",) if q.dim() > 2 else ()
-    shared = tuple(
-        x if same(k.shape[i], q.shape[i]) else f"!k{i}" for i, x in enumerate(lead)
-    )  # batch dims of size 1 broadcast
+    # batch dims of size 1 broadcast
+    shared = tuple(x if same(k.shape[i], q.shape[i]) else f"!k{i}" for i, x in enumerate(lead))
     inputs = [
         (*lead, *heads, position, "!d"),
         (*shared, *heads, "!t", "!d"),
@@ -348,9 +346,8 @@ def _cross_entropy(call: Call) -> OpDims:
             shape | {"!v": logits.shape[1]},
             frozenset(places) if reduction == 2 else frozenset(),
         )
-    if (
-        logits.dim() > 1 and target.dim() == logits.dim() and reduction != 1
-    ):  # probabilities of classes
+    # probabilities of classes
+    if logits.dim() > 1 and target.dim() == logits.dim() and reduction != 1:
         places = ("n", "!v", *(f"p{k}" for k in range(2, logits.dim())))
         shape, kept = (
             dict(zip(places, logits.shape, strict=True)),
@@ -419,6 +416,5 @@ _TABLE: dict[str, Rule] = {
 for _name, _rule in _TABLE.items():
     _RULES[f"aten::{_name}"] = _rule
 _RULES["autopar::routed_experts"] = routed_experts
-_RULES["autopar::in_training"] = (
-    pointwise()
-)  # `trace/batch_norm.py`; linear in its first operand, but evaluation reads the second
+# `trace/batch_norm.py`; linear in its first operand, but evaluation reads the second
+_RULES["autopar::in_training"] = pointwise()

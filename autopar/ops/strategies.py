@@ -105,9 +105,8 @@ def shard_letter(
     """The strategy that shards one letter in a pattern; None if an operand or result cannot hold it so."""
     if not pattern.is_contiguous and (letter in dims.contiguous or letter in dims.even):
         return None
-    if letter in dims.special and (
-        pattern.rows or pattern.sections != (1,)
-    ):  # lowerings know positions in natural or zigzag order
+    # lowerings know positions in natural or zigzag order
+    if letter in dims.special and (pattern.rows or pattern.sections != (1,)):
         return None
     inputs: list[Layout | None] = []
     for i, term in enumerate(dims.inputs):

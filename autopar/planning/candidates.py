@@ -106,15 +106,13 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 
 def _ranks_for(request: PlanRequest, most: int) -> list[int]:
     """How many ranks pipelines may have."""
-    if (
-        request.pin.offload == "parameters"
-    ):  # a pipeline has those of its stages on the device for all of a step
+    # a pipeline has those of its stages on the device for all of a step
+    if request.pin.offload == "parameters":
         return [1]
     if request.pin.pp is not None:
         return [request.pin.pp]
-    each = gcd(
-        *(group.num_devices for group in request.cluster.groups)
-    )  # a rank lies within one group
+    # a rank lies within one group
+    each = gcd(*(group.num_devices for group in request.cluster.groups))
     return [
         count
         for count in divisors(request.cluster.num_devices)
@@ -126,9 +124,8 @@ def _placed(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
     """A mesh in every way that its ranks may lie."""
     if request.is_mixed:
         return deals_of(request, mesh)
-    if (
-        request.pin.pp is not None and request.pin.order is None
-    ):  # both orders of every mesh would double the search
+    # both orders of every mesh would double the search
+    if request.pin.pp is not None and request.pin.order is None:
         return placements_of(mesh, request.cluster.topology)
     return [mesh]
 
@@ -142,9 +139,8 @@ def deals_of(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
         dealt = replace(
             mesh, deal=deal_text(g for g in order for _ in range(groups[g].num_devices // each))
         )
-        found.setdefault(
-            tuple((groups[g].device, groups[g].topology) for g in order), dealt
-        )  # those of one kind are alike
+        # those of one kind are alike
+        found.setdefault(tuple((groups[g].device, groups[g].topology) for g in order), dealt)
     return [dealt for dealt in found.values() if pinned in ("", dealt.deal)]
 
 

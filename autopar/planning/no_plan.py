@@ -33,9 +33,8 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
             reason.memory_bytes, proven=False,
         )  # fmt: skip
     capacity = request.cluster.device.memory_bytes
-    proven = all(
-        outcome["outcome"] == "infeasible" for outcome in found.outcomes
-    )  # of pipelines not every placement is tried
+    # of pipelines not every placement is tried
+    proven = all(outcome["outcome"] == "infeasible" for outcome in found.outcomes)
     return NoPlanFits(
         f"No plan fits: the smallest needs {needed / 2**30:.2f} GiB per device of {capacity / 2**30:.2f} ({candidate.mesh}, "
         f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute})",

@@ -25,9 +25,8 @@ from autopar.solve.search.result import SearchResult
 from autopar.solve.search.workers import processes_for_search
 
 
-@threadpool_limits.wrap(
-    limits=1, user_api="blas"
-)  # products of a search are small: threads that wait for them take the cores of others
+# products of a search are small: threads that wait for them take the cores of others
+@threadpool_limits.wrap(limits=1, user_api="blas")
 def find_best(
     request: PlanRequest,
     traced: TracedModel,

@@ -193,9 +193,8 @@ class Climb:
         self.tell(f"planning {rung.words}")
         try:
             left_s = self.end_s - self.clock()
-            self.plans[rung.words] = self.plan_for(
-                rung.ask, left_s / 2
-            )  # while nothing is found, a search takes twice its time
+            # while nothing is found, a search takes twice its time
+            self.plans[rung.words] = self.plan_for(rung.ask, left_s / 2)
             return True
         except NoPlanFits as error:
             self.late |= not error.proven
@@ -214,9 +213,8 @@ def ladders_of(ask: Ask) -> Iterator[Ladder]:
     if len(ask.pin) > 1:
         yield Ladder("pins", "without all pins", [Rung("without all pins", replace(ask, pin={}))])
     if len(ask.cluster.groups) == 1:
-        for kind in OFFLOADS[
-            OFFLOADS.index(ask.pin.get("offload", "none")) + 1 :
-        ]:  # each for itself: they allow different layouts
+        # each for itself: they allow different layouts
+        for kind in OFFLOADS[OFFLOADS.index(ask.pin.get("offload", "none")) + 1 :]:
             words = f"with the {OFFLOAD_WORDS[kind]} in host memory"
             yield Ladder(
                 "offload", words, [Rung(words, replace(ask, pin={**ask.pin, "offload": kind}))]
@@ -226,9 +224,8 @@ def ladders_of(ask: Ask) -> Iterator[Ladder]:
     ]
     yield Ladder("global_batch", "smaller global batches",
                  [Rung(f"with a global batch of {batch}", replace(ask, global_batch=batch)) for batch in smaller])  # fmt: skip
-    free = {
-        name: value for name, value in ask.pin.items() if name != "dp"
-    }  # replicas follow from the number of devices
+    # replicas follow from the number of devices
+    free = {name: value for name, value in ask.pin.items() if name != "dp"}
     words = f"{', dp not pinned' if 'dp' in ask.pin else ''}"
     yield Ladder("devices", "more devices", [Rung(f"on {at.num_devices} devices ({at.name}{words})", replace(ask, cluster=at, pin=free))
                                              for at in larger_clusters(ask.cluster)], up=True)  # fmt: skip

@@ -38,9 +38,8 @@ def predict_file(
     layouts, unpredicted = predict_runs(
         out_of_memory_layouts(tuple(run for run in runs if run.complete)), evaluate, tell
     )
-    layout_problems = (
-        replace(problem, complete=False) for problem in unpredicted
-    )  # they are no rows of the file
+    # they are no rows of the file
+    layout_problems = (replace(problem, complete=False) for problem in unpredicted)
     return Predictions(str(path), results, layouts, (*problems, *failed, *layout_problems))
 
 

@@ -111,9 +111,8 @@ def _tied(row: Stated) -> bool:
 
 def _dp(row: Stated) -> int:
     rest = row["tp"] * row["pp"] * row["cp"]
-    return (
-        row["gpus"] // rest if row["gpus"] % rest == 0 else 1
-    )  # a wrong product is refused by Run, with its numbers
+    # a wrong product is refused by Run, with its numbers
+    return row["gpus"] // rest if row["gpus"] % rest == 0 else 1
 
 
 def _zero(row: Stated) -> int:

@@ -188,9 +188,8 @@ def read_recompute(text: str, stated: Stated) -> Stated:
     if lower.startswith("full"):
         return {"recompute": "full"}
     if lower.startswith("selective"):
-        return (
-            {"recompute": stated["selective"]} if "selective" in stated else {"recompute": None}
-        )  # None: which kind is unpublished
+        # None: which kind is unpublished
+        return {"recompute": stated["selective"]} if "selective" in stated else {"recompute": None}
     if not lower:
         return {"recompute": stated["selective"]} if "selective" in stated else {}
     raise AutoparError(f"recompute={shown(text)} is not known; none, selective and full are")

@@ -201,9 +201,8 @@ def _seconds(
     times = [
         _times([on[number % ranks][1][n] for n in stage]) for number, stage in enumerate(of_stage)
     ]
-    times[0] = replace(
-        times[0], weight_s=times[0].backward_s
-    )  # nobody waits for the gradient of the first stage's input
+    # nobody waits for the gradient of the first stage's input
+    times[0] = replace(times[0], weight_s=times[0].backward_s)
     sent = [message_bytes(base, segments, stage[0]) for stage in of_stage[1:]]
     hop_s = longest_hop_s([model for model, _ in on], sent)
     took_s = pipeline_time(plan.schedule, times, ranks, micro, hop_s).time_s
@@ -261,9 +260,8 @@ def _rank_bytes(
         moments.append(fullest_moment([segments[n] for n in stage], base.last, given_back, split))
         gone.append(given_back * (split and len(stages) == 1))
     most = _most_kept(plan, kept, rank, gone)
-    if (
-        len(stages) > 1 and stages[-1] is of_stage[-1] and not parted
-    ):  # it keeps nothing while others have their backward
+    # it keeps nothing while others have their backward
+    if len(stages) > 1 and stages[-1] is of_stage[-1] and not parted:
         return static + max(
             most + moments[-1], _most_kept(plan, [*kept[:-1], 0], rank, gone) + max(moments[:-1])
         )

@@ -134,9 +134,8 @@ def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
     costs = plan_costs(plan, traced, request)
     actions = actions_of(plan)
     times = [stage.times for stage in costs.stages]
-    times[0] = replace(
-        times[0], weight_s=times[0].backward_s
-    )  # torch runs the whole backward of the first stage where weights are due
+    # torch runs the whole backward of the first stage where weights are due
+    times[0] = replace(times[0], weight_s=times[0].backward_s)
     played = simulate_pipeline(actions, times, costs.hop_s)
     busiest_s = max(played.busy_s(rank) for rank in range(plan.mesh.pp))
     held = [held_bytes(todo, costs.stages) for todo in actions]

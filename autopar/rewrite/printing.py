@@ -30,9 +30,8 @@ _PROGRAM = "program"
 
 def program_text(module: GraphModule) -> str:
     """The imports, the root program, and each distinct block once, with the names of the segments that share it."""
-    graphs = {
-        name: getattr(child, "body", child).graph for name, child in module.named_children()
-    }  # `body`: a recomputed segment
+    # `body`: a recomputed segment
+    graphs = {name: getattr(child, "body", child).graph for name, child in module.named_children()}
     functions = _function_names([module.graph, *graphs.values()])
     blocks: dict[str, list[str]] = {}
     for name, graph in graphs.items():

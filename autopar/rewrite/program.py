@@ -234,9 +234,8 @@ def stored_layouts(
             for slot, name in zip(traced.classes[key[0]].slots, segment.parameters, strict=True):
                 mine = layouts[key][slot]
                 for axis, layout in mine.items():
-                    if (
-                        layout.value.kind == "P"
-                    ):  # every rank would hold the whole and take it for a summand
+                    # every rank would hold the whole and take it for a summand
+                    if layout.value.kind == "P":
                         raise AutoparError(
                             f"the plan holds {name} as a partial sum over {axis}: it was damaged; plan again"
                         )
@@ -250,9 +249,8 @@ def stored_layouts(
             for slot, name in zip(traced.classes[key[0]].slots, segment.parameters, strict=True):
                 mine = layouts[key][slot]
                 for axis in mine:
-                    if (
-                        mine[axis] != RP == agreed[name, axis]
-                    ):  # one slot may have tensors that others hold in several ways
+                    # one slot may have tensors that others hold in several ways
+                    if mine[axis] != RP == agreed[name, axis]:
                         mine[axis], changed = RP, True
     return layouts
 

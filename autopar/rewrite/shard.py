@@ -73,9 +73,8 @@ class ClassSharder:
         self.whole: dict[str, torch.Tensor] = {}
         self.converted: dict[tuple[str, tuple], Node] = {}
         self.grads = value_grads(block.graph)
-        self.draws = {
-            node: i for i, node in enumerate(block.graph.nodes) if drops(node)
-        }  # calls that drop, by a number of their own
+        # calls that drop, by a number of their own
+        self.draws = {node: i for i, node in enumerate(block.graph.nodes) if drops(node)}
         self.noise: Node | None = None
 
     def run(self) -> Graph:

@@ -114,9 +114,8 @@ def _borrowed(
     A tensor is charged in the slot that has the most tensors, over the segments of one structure, and of equals in the first: a loss that
     reads weights of layers borrows them, whichever comes first.  Among the segments of one structure the first that has it pays.
     """
-    places: dict[str, list[tuple[int, int]]] = defaultdict(
-        list
-    )  # of each tensor: segment, place of the slot
+    # of each tensor: segment, place of the slot
+    places: dict[str, list[tuple[int, int]]] = defaultdict(list)
     tensors: dict[tuple[str, int], set[str]] = defaultdict(set)  # of each slot
     for number, (block, parameters) in enumerate(blocks):
         for place, name in enumerate(parameters):
@@ -134,9 +133,8 @@ def _borrowed(
         alike[block.structure_hash].append(number)
     for numbers in alike.values():
         specs = [captured.parameters.get(name) for name in blocks[numbers[0]][1]]
-        slots = [
-            place for place, spec in enumerate(specs) if spec is not None and not spec.buffer
-        ]  # not tables of all layers
+        # not tables of all layers
+        slots = [place for place, spec in enumerate(specs) if spec is not None and not spec.buffer]
         shares: set[int] = set()
         for place in sorted(slots, key=lambda place: -prod(specs[place].shape)):
             if len({frozenset(found[n] & {*shares, place}) for n in numbers}) <= _MOST_CLASSES:
@@ -249,9 +247,8 @@ def _carve(
     inputs = _inputs(nodes, captured)
     names: dict[str, int] = {}
     for source in inputs:
-        kind = (
-            re.sub(r"_\d+$", "", source.name) if source.op == "call_function" else source.name
-        )  # its number counts all earlier layers
+        # its number counts all earlier layers
+        kind = re.sub(r"_\d+$", "", source.name) if source.op == "call_function" else source.name
         mapping[source] = graph.placeholder(_unique(_identifier(kind), names))
         mapping[source].meta = dict(source.meta)
     prefix = name + "."

@@ -225,9 +225,8 @@ def _functional(exported: torch.export.ExportedProgram) -> torch.export.Exported
     ]  # no-grad regions are graphs too
     for graph in graphs:
         for node in list(graph.nodes):
-            if is_op(node, "detach_") and is_op(
-                node.args[0], "lift_fresh_copy"
-            ):  # torch.tensor(...) in forward, which has no gradient
+            # torch.tensor(...) in forward, which has no gradient
+            if is_op(node, "detach_") and is_op(node.args[0], "lift_fresh_copy"):
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
     if not any(_mutates(node) for graph in graphs for node in graph.nodes):

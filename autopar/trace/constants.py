@@ -74,9 +74,8 @@ class Registered:
     def __init__(self, model: nn.Module, structure: nn.Module, copies: dict[int, Any]) -> None:
         """`copies`: what `copy.deepcopy` remembers of the structure."""
         self._names: dict[tuple, str] = {}
-        self._trained: dict[int, list[tuple[int, float, str]]] = defaultdict(
-            list
-        )  # by storage: where in it, and which
+        # by storage: where in it, and which
+        self._trained: dict[int, list[tuple[int, float, str]]] = defaultdict(list)
         fakes, own = ([*m.named_buffers(), *m.named_parameters()] for m in (structure, model))
         self._dtypes = {name: tensor.dtype for name, tensor in fakes}
         for name, tensor in (

@@ -181,9 +181,8 @@ def _line_of_draw(path: str, record: StateRecord, capture_again: Callable) -> st
     def look(frame: types.FrameType, event: str, argument: Any) -> Callable:
         if not found and generator_state(generator) != state:
             number, drew = line_before.get(frame), frame
-            while (
-                number is None and drew.f_back is not None
-            ):  # a call after the draw, in the same line of one that called
+            # a call after the draw, in the same line of one that called
+            while number is None and drew.f_back is not None:
                 drew = drew.f_back
                 number = drew.f_lineno if drew in line_before else None
             found.append(line_text(drew.f_code.co_filename, number))

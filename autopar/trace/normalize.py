@@ -49,9 +49,8 @@ def inline_no_grad_regions(graph: Graph) -> None:
         ):
             continue
         autocast = node.target.__name__ == "wrap_with_autocast"
-        if (
-            autocast and node.args[1]
-        ):  # (device_type, dtype, enabled, cache, submodule, *args); disabled regions are plain
+        # (device_type, dtype, enabled, cache, submodule, *args); disabled regions are plain
+        if autocast and node.args[1]:
             enabled = node.args[2]
             if enabled:
                 region = getattr(graph.owning_module, node.args[4].target)

@@ -303,9 +303,8 @@ def generator_state(generator: Any) -> Any:
         return repr(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
         return _hashable(generator.get_state())
-    return (
-        generator.initial_seed()
-    )  # of torch: capture draws nothing from it, and its state is a tensor
+    # of torch: capture draws nothing from it, and its state is a tensor
+    return generator.initial_seed()
 
 
 def _generator_restorer(generator: Any) -> Callable[[], None]:

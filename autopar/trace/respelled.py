@@ -82,9 +82,8 @@ def _gaussian_nll_loss(
         return None
     if var.dim() == input.dim() - 1 and input.dim() > var.dim():
         var = var.unsqueeze(-1)
-    var = (
-        var + (var.clamp(min=eps) - var).detach()
-    )  # a variance below eps has its gradient all the same
+    # a variance below eps has its gradient all the same
+    var = var + (var.clamp(min=eps) - var).detach()
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)

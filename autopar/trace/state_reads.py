@@ -91,9 +91,8 @@ def _read_in(node: ast.AST, names: set[str]) -> ast.AST | None:
         return node
     if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load):
         return node
-    if (
-        isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
-    ):  # getattr(self, "name")
+    # getattr(self, "name")
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names:
         return node
     return next(
         (

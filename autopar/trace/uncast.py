@@ -80,9 +80,8 @@ def _is_view(node: Node) -> bool:
         return True  # of a view in several parts: other results are refused where they are made
     if not isinstance(node.target, torch._ops.OpOverload) or is_op(node, *_CASTS):
         return False
-    dtypes = {
-        tensor.dtype for each in (node, *node.all_input_nodes) for tensor in _tensors(each)
-    }  # bits may be read as another dtype
+    # bits may be read as another dtype
+    dtypes = {tensor.dtype for each in (node, *node.all_input_nodes) for tensor in _tensors(each)}
     return len(dtypes) == 1 and any(
         result.alias_info is not None for result in node.target._schema.returns
     )

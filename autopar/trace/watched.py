@@ -185,9 +185,8 @@ def _custom_gradients_refused(notes: list[str]) -> Iterator[None]:
 
     def checked_apply(cls, *args, **kwargs):
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            return _reentrant(
-                notes, args[0], args[2:]
-            )  # (function, whether random states are kept, *its arguments)
+            # (function, whether random states are kept, *its arguments)
+            return _reentrant(notes, args[0], args[2:])
         if not cls.__module__.startswith("torch."):
             raise AutoparError(
                 f"forward calls the custom autograd.Function {cls.__name__}{line_now()}, whose backward torch.export drops; make it an "
@@ -265,9 +264,8 @@ def _silent_logs() -> Iterator[None]:
         logger.addFilter(refuse)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="The tensor attributes? "
-            )  # said by `frozen_state`
+            # said by `frozen_state`
+            warnings.filterwarnings("ignore", message="The tensor attributes? ")
             warnings.filterwarnings("ignore", message="torch.utils.checkpoint")
             yield
     finally:

@@ -314,9 +314,8 @@ def _grouped_mm(a, b, offs=None, *args, out_val=None, **kwargs) -> int:
     shared = a.shape[-1]
     if offs is None:
         return 2 * a.shape[:-1].numel() * shared * b.shape[-1]
-    if (
-        a.dim() == 2 and b.dim() == 2
-    ):  # (m, tokens) x (tokens, n) for each expert: the gradient of the weights
+    # (m, tokens) x (tokens, n) for each expert: the gradient of the weights
+    if a.dim() == 2 and b.dim() == 2:
         return 2 * a.shape[0] * _grouped_rows(offs, shared) * b.shape[1]
     rows = a.shape[0] if a.dim() == 2 else b.shape[-1]
     return 2 * _grouped_rows(offs, rows) * shared * (b.shape[-1] if a.dim() == 2 else a.shape[-2])

@@ -273,9 +273,8 @@ def damaged(engine: Engine, mutation: Mutation) -> Iterator[None]:
 def _damage_node(module: GraphModule, node: Node, kind: str) -> Callable[[], None]:
     """Delete or double a transition, or give it another backward; returns what undoes it."""
     kwargs = {key: value for key, value in node.kwargs.items() if key != "async_op"}
-    value = (
-        next(iter(node.users)) if len(kwargs) < len(node.kwargs) else node
-    )  # of an asynchronous transition, what is waited for
+    # of an asynchronous transition, what is waited for
+    value = next(iter(node.users)) if len(kwargs) < len(node.kwargs) else node
     if kind == "delete":
         before = [(user, user.args, user.kwargs) for user in value.users]
         value.replace_all_uses_with(node.args[0])

@@ -213,9 +213,8 @@ def run_cell(cell: Cell, pool: WorkerPool) -> Outcome:
         ranks = pool.run(rank_errors, setup, plan.to_json(), after, timeout_s=CELL_TIMEOUT_S)
     except (WorkerError, AutoparError) as error:
         lines = str(error).strip().splitlines()
-        told = (
-            lines[:8] if "most recent call first" in str(error) else (lines[0], lines[-1])
-        )  # of a crash, where it was
+        # of a crash, where it was
+        told = lines[:8] if "most recent call first" in str(error) else (lines[0], lines[-1])
         return outcome("failed", f"running: {' ... '.join(dict.fromkeys(told))}")
     worst, tensor, _ = max(ranks, key=lambda rank: rank[0])
     loss_error = max(

@@ -89,9 +89,8 @@ def tensor_parallel(model: Llama, optimizer: Optimizer, sequences: bool) -> Step
         ),
     }
     parallelize_module(model, mesh, ends | ({"norm": SequenceParallel()} if sequences else {}))
-    sharded = [
-        p for p in model.parameters() if isinstance(p, DTensor)
-    ]  # a group must not mix the two
+    # a group must not mix the two
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     run = _loop(model, optimizer([{"params": group} for group in (sharded, whole) if group]))
 

@@ -85,9 +85,8 @@ class Task:
         if other.random() < 0.3:  # between two layers
             place, glue = other.randint(2, self.layers), self.segments[-1]
             self.segments = (*self.segments[:place], glue, *self.segments[place:-1], glue + 1)
-        self.skips = (
-            rng.random() < 0.3
-        )  # every layer also reads what the first segment made, as cross-attention does
+        # every layer also reads what the first segment made, as cross-attention does
+        self.skips = rng.random() < 0.3
         ends = Shared(((0, "w"),), ((len(self.segments) - 1, "w"),))
         self.shared = (ends,) if rng.random() < 0.3 else ()
         if other.random() < 0.4:
@@ -113,9 +112,8 @@ class Task:
     def _annotated(self, candidate: Candidate) -> AnnotatedModel:
         mesh, reads = candidate.mesh, self._reads()
         counts = Counter(self.segments)
-        rng = random.Random(
-            f"{self.seed} {mesh.tp}"
-        )  # the same draws for every micro-batch, so that a larger one never needs less
+        # the same draws for every micro-batch, so that a larger one never needs less
+        rng = random.Random(f"{self.seed} {mesh.tp}")
         budget = [MOST_PLACEMENTS[self.layers] if mesh.tp > 1 else 1]
         draw = _Drawing(rng, self, candidate, budget)
         borrowing = {

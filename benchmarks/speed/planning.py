@@ -75,9 +75,8 @@ CASES = (
     Asked("llama3-70b/512", "llama3-70b", "dgx-h100:64", 1024, 8192, {}),
     Asked("mixtral-8x7b/128", "mixtral-8x7b", "dgx-h100:16", 512, 4096, {}),
     Asked("llama3-405b/16384", "llama3-405b", "dgx-h100:2048", 2048, 8192, {}),
-    Asked(
-        "gpt-1t/3072", "gpt-1t", "dgx-a100-80g:384", 3072, 2048, {}
-    ),  # table 1 of Narayanan et al., SC 2021
+    # table 1 of Narayanan et al., SC 2021
+    Asked("gpt-1t/3072", "gpt-1t", "dgx-a100-80g:384", 3072, 2048, {}),
     Asked(
         "128 layers, 64 stages",
         "gpt:layers=128,hidden=12288,heads=96,vocab=51200,seq=2048",

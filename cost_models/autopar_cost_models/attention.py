@@ -97,9 +97,8 @@ def visible_pairs(
     total = 0
     for first in range(0, queries, block):
         last = min(first + block, queries) - 1
-        top = min(
-            keys, last + keys - queries + 1
-        )  # one past the last visible key of the block's last query
+        # one past the last visible key of the block's last query
+        top = min(keys, last + keys - queries + 1)
         low = 0 if window is None else max(0, first + keys - queries - window + 1)
         if top > low:
             total += (ceil(top / block) - low // block) * block**2
@@ -136,9 +135,8 @@ def flash_attention_time_s(
         whole(name, value)
     rate = _flash_rate(device, kernel)
     pairs = batch * heads * visible_pairs(queries, keys, causal, window, BLOCK)
-    whole_queries, whole_keys = (
-        ceil(n / BLOCK) * BLOCK for n in (queries, keys)
-    )  # a block that is not full takes as long
+    # a block that is not full takes as long
+    whole_queries, whole_keys = (ceil(n / BLOCK) * BLOCK for n in (queries, keys))
     keys_seen = visible_pairs(whole_queries, whole_keys, causal, window) / whole_queries
     work = batch * heads * ceil(queries / BLOCK)
     filled = work / (ceil(work / device.compute_units) * device.compute_units)
@@ -201,9 +199,8 @@ def unfused_attention_time_s(
         return shaped_matmul_time_s(m, n, k, device, dtype, batch=batch * heads)
 
     if backward:
-        kernels = [3 * scores_bytes] + (
-            [] if fused_softmax else [2 * scores_bytes] * 2
-        )  # softmax: result, gradient, gradient; mask; scale
+        # softmax: result, gradient, gradient; mask; scale
+        kernels = [3 * scores_bytes] + ([] if fused_softmax else [2 * scores_bytes] * 2)
         products_s = (
             2 * matmul_s(keys, head_dim, queries)
             + matmul_s(queries, keys, head_dim)

@@ -25,9 +25,8 @@ MATMUL_B300_FP8 = 3353.3 / 4500
 MATMUL_GB200 = 1822.0 / 2500
 MATMUL_GB200_FP8 = 3615.6 / 5000
 MATMUL_MI300X = 668.4 / 1307.4
-MATMUL_H100_PCIE = (
-    495.9 / 756
-)  # github.com/zzc0721/torch-performance-test-data/issues/95: 4096**3 in bf16, torch 2.9
+# github.com/zzc0721/torch-performance-test-data/issues/95: 4096**3 in bf16, torch 2.9
+MATMUL_H100_PCIE = 495.9 / 756
 # Products with a scale for each row / with one for each tensor: Llama 3 8B on 8 H100 (500 W, torch.compile), bf16 5760, row-wise 6424,
 # tensor-wise 7186 tokens/s (github.com/pytorch/torchtitan, commit 7a04053): what this cost model needs to find that ratio.
 FP8_ROWWISE_RATE = 0.785
@@ -35,27 +34,20 @@ H100_SXM_POWER_W = 700.0  # H100 datasheet: the power limit under which the SXM 
 
 # Bus bandwidth of a ring over large messages / line rate.
 NVLINK3_EFFICIENCY = 235 / 300  # NCCL src/graph/tuning.cc: "if (compCap80) busBw = min(busBw, 235)"
-NVLINK4_EFFICIENCY = (
-    370 / 450
-)  # github.com/NVIDIA/nccl-tests/issues/212: line rate 450 GB/s, 370 GB/s effective with NCCL_ALGO=RING
-NVLINK5_EFFICIENCY = (
-    682.2 / 900
-)  # ml-engineering, network/README.md, "SHARP": 8 x B200, all-reduce of 8 GiB, NVLS off
-INFINITY_FABRIC_EFFICIENCY = (
-    312.9 / 448
-)  # ml-engineering, network/README.md, "Peer-to-peer bandwidth": all-reduce of 8 x MI300X
-INFINIBAND_EFFICIENCY = (
-    47 / 50
-)  # github.com/NVIDIA/nccl-tests/issues/290: 46-48 GB/s of a 400 Gb/s NIC
-EFA1_EFFICIENCY = (
-    340 / 400
-)  # ml-engineering, network/README.md, "EFA": 340 Gb/s effective in all-reduce tests
-OMNIPATH_EFFICIENCY = (
-    135 / 400
-)  # github.com/bigscience-workshop/bigscience, experiments/README.md: JeanZay, 135 Gb/s of 4 x 100 a node
-PCIE_EFFICIENCY = (
-    12.0 / 15.75
-)  # NCCL src/graph/topo.h: PCI_BW 12.0 GB/s for Gen3 x16, whose line rate is 15.75; assumed for Gen4 and Gen5
+# github.com/NVIDIA/nccl-tests/issues/212: line rate 450 GB/s, 370 GB/s effective with NCCL_ALGO=RING
+NVLINK4_EFFICIENCY = 370 / 450
+# ml-engineering, network/README.md, "SHARP": 8 x B200, all-reduce of 8 GiB, NVLS off
+NVLINK5_EFFICIENCY = 682.2 / 900
+# ml-engineering, network/README.md, "Peer-to-peer bandwidth": all-reduce of 8 x MI300X
+INFINITY_FABRIC_EFFICIENCY = 312.9 / 448
+# github.com/NVIDIA/nccl-tests/issues/290: 46-48 GB/s of a 400 Gb/s NIC
+INFINIBAND_EFFICIENCY = 47 / 50
+# ml-engineering, network/README.md, "EFA": 340 Gb/s effective in all-reduce tests
+EFA1_EFFICIENCY = 340 / 400
+# github.com/bigscience-workshop/bigscience, experiments/README.md: JeanZay, 135 Gb/s of 4 x 100 a node
+OMNIPATH_EFFICIENCY = 135 / 400
+# NCCL src/graph/topo.h: PCI_BW 12.0 GB/s for Gen3 x16, whose line rate is 15.75; assumed for Gen4 and Gen5
+PCIE_EFFICIENCY = 12.0 / 15.75
 
 # In-switch all-reduce (NVLS): achieved / line rate at size * (1 + 1/n) bytes per GPU and direction.  ml-engineering, network/README.md,
 # "SHARP": bus bandwidths of 414, 436, 460, 473 GB/s over 5, 6, 7, 8 x H200 and 778, 811, 838 over 6, 7, 8 x B200 are all within 2 %.

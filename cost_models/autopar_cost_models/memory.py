@@ -101,9 +101,8 @@ def static_bytes(
     if offload == "none":
         return found
     moved = offload == "parameters"
-    copy = (
-        parameter if moved or activation_itemsize(precision) != 2 else 0
-    )  # in 16 bits the master copy is optimizer state already
+    # in 16 bits the master copy is optimizer state already
+    copy = parameter if moved or activation_itemsize(precision) != 2 else 0
     found = replace(found, optimizer=0, host=(optimizer + copy + gradient) * owned)
     return replace(found, parameters=0) if moved else found
 

@@ -64,9 +64,8 @@ def ring_s(size_bytes: float, passes: int, path: Path) -> float:
     between = passes * (path.nodes - 1)
     inside = passes * (path.ranks - 1) - between
     moved_bytes = passes * (path.ranks - 1) / path.ranks * size_bytes
-    network = (
-        _TREE_STEP if path.ranks_per_node == 1 else _RING_STEP
-    )  # tuning.cc: with one rank a node latencies are fully exposed
+    # tuning.cc: with one rank a node latencies are fully exposed
+    network = _TREE_STEP if path.ranks_per_node == 1 else _RING_STEP
     times = []
     for protocol in path.protocols():
         us = _RING_BASE[protocol]

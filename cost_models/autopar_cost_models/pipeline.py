@@ -146,15 +146,13 @@ def held_moments(
     check_schedule(schedule, ranks, stages_per_rank, micro_batches)
     if not SCHEDULES[schedule].alternates:
         return (((micro_batches,),),) * ranks
-    if micro_batches > 4 * ranks and (
-        stages_per_rank == 1 or micro_batches % ranks == 0
-    ):  # later rounds are like those before
+    # later rounds are like those before
+    if micro_batches > 4 * ranks and (stages_per_rank == 1 or micro_batches % ranks == 0):
         return held_moments(schedule, ranks, stages_per_rank, 4 * ranks)
     order, found = order_of(schedule, ranks, stages_per_rank, micro_batches), []
     for rank in range(ranks):
-        ahead = min(
-            order.forwards, order.warm_up[rank] + order.lag[rank] + 1
-        )  # forwards before the first backward
+        # forwards before the first backward
+        ahead = min(order.forwards, order.warm_up[rank] + order.lag[rank] + 1)
         held = [0] * stages_per_rank
         for number in range(ahead):
             held[number // order.lap % order.chunks] += 1

@@ -247,9 +247,8 @@ def _looping_s(
     times, rest = divmod(order.micro_batches - 2 - order.warm_up[rank] - arc, size)
     end = times * size + rest  # number of the backward that the last forward follows
     path_s = times * (sum(columns[first : last + 1]) + 2 * (size - 1) * hop_s)
-    path_s += weights[first] * max(
-        0, times - -(-lag // size)
-    )  # turns 0, size, 2 size, ... that are late enough
+    # turns 0, size, 2 size, ... that are late enough
+    path_s += weights[first] * max(0, times - -(-lag // size))
     top = first if arc else rank
     arc_s = (
         sum(columns[first : first + arc])

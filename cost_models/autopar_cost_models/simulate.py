@@ -74,9 +74,8 @@ class Simulation:
         return sum(span.end_s - span.start_s for span in self.timelines[rank])
 
 
-_Item = tuple[
-    str, int, int
-]  # what an action yields: ("F", stage, micro-batch) activations, ("I", ...) the gradient of the stage's input
+# what an action yields: ("F", stage, micro-batch) activations, ("I", ...) the gradient of the stage's input
+_Item = tuple[str, int, int]
 
 
 class _Ranks:

@@ -224,9 +224,8 @@ def sort_by_expert(
     ids, order = torch.sort(index.reshape(-1), stable=True)
     count = ids.shape[0]
     if capacity_factor > 0:  # at most ceil(limit) of an expert's choices, the first ones
-        limit = (
-            capacity_factor * ids.new_full((), count).double() / max(experts, 1)
-        )  # a tensor, since a compiler may not know count
+        # a tensor, since a compiler may not know count
+        limit = capacity_factor * ids.new_full((), count).double() / max(experts, 1)
         place = torch.arange(count, device=ids.device) - torch.searchsorted(ids, ids)
         ids, again = torch.sort(torch.where(place < limit, ids, experts), stable=True)
         order = order[again]

@@ -144,9 +144,8 @@ def test_attention_is_a_flash_kernel_on_local_heads(llama, mesh, heads, key_head
     ]
     assert [found.forward_s, found.backward_s] == pytest.approx(expected)
     full = flash_attention_time_s(*sizes, kernel=kernel or "flash3", causal=False)
-    assert (
-        0.5 < found.forward_s / full < 0.56
-    )  # half, but for blocks on the diagonal and shorter rows
+    # half, but for blocks on the diagonal and shorter rows
+    assert 0.5 < found.forward_s / full < 0.56
 
 
 def test_context_ranks_share_attention(llama):
@@ -158,9 +157,8 @@ def test_context_ranks_share_attention(llama):
         Setting(MeshShape(cp=4, dp=2), 1, 1, 0, "none", "bf16", CLUSTER, context_method="gather")
     )
     found = strategies(model, "scaled_dot_product_attention")["R"]
-    assert found.forward_s - found.forward_comm_s == pytest.approx(
-        whole / 4 + H100.launch_s
-    )  # zigzag: nobody waits
+    # zigzag: nobody waits
+    assert found.forward_s - found.forward_comm_s == pytest.approx(whole / 4 + H100.launch_s)
     model = llama.annotate(
         Setting(MeshShape(cp=4, dp=2), 1, 1, 0, "none", "bf16", CLUSTER, context_method="ring")
     )
@@ -246,9 +244,8 @@ def test_experts_multiply_evenly_routed_rows():
         products += grouped_matmul_time_s(rows, n, k, H100, "bf16")
     assert products < alone.forward_s < 3 * products
     spread = next(iter(_experts(annotated(annotator, MeshShape(dp=8, ep=8))).values()))
-    assert (
-        spread.forward_s - spread.forward_comm_s < alone.forward_s
-    )  # as many rows, an eighth of the weights to read
+    # as many rows, an eighth of the weights to read
+    assert spread.forward_s - spread.forward_comm_s < alone.forward_s
     assert spread.forward_comm_s > 0 and alone.forward_comm_s == 0
 
 
@@ -489,9 +486,8 @@ def test_what_tp_sends_hides_behind_products(llama):
     expected = overlapped_s(late_s, gather[0].backward_s) - late_s
     assert gather[0].forward_s == gather[1].forward_s > gather[2].forward_s
     assert gather[0].backward_s > gather[1].backward_s == pytest.approx(expected)
-    assert gather[2].backward_s <= gather[1].backward_s * (
-        1 + 1e-12
-    )  # differences of nearly equal sums
+    # differences of nearly equal sums
+    assert gather[2].backward_s <= gather[1].backward_s * (1 + 1e-12)
     assert (
         scatter[0] == scatter[1]
         and scatter[2].forward_s < scatter[0].forward_s
@@ -542,9 +538,8 @@ def test_parts_add_up(llama):
     expected = sum(
         b.count * s.step_comm_s for b in model.classes for op in b.ops for s in op.strategies[:1]
     )
-    assert one.communication_s == pytest.approx(
-        expected
-    )  # data parallelism sends gradients once a step
+    # data parallelism sends gradients once a step
+    assert one.communication_s == pytest.approx(expected)
     assert one.dispatch_s < one.time_s  # kernels of this size hide the host
 
 

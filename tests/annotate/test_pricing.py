@@ -52,9 +52,8 @@ def test_expert_parallelism_pays_its_exchanges(annotator):
     rows_s = collective_time_s("all_to_all", 4 * local, 4, 1, CLUSTER.topology)
     counts_s = collective_time_s("all_to_all", 4 * EXPERTS * 8, 4, 1, CLUSTER.topology)
     alone, spread = (experts(annotator, MeshShape(dp=4, ep=ep))["R"] for ep in (1, 4))
-    assert spread.forward_s - alone.forward_s == pytest.approx(
-        counts_s + 2 * rows_s, rel=0.05
-    )  # and fewer weights are read
+    # and fewer weights are read
+    assert spread.forward_s - alone.forward_s == pytest.approx(counts_s + 2 * rows_s, rel=0.05)
     assert spread.backward_s - alone.backward_s == pytest.approx(2 * rows_s, rel=0.05)
 
 
@@ -87,9 +86,8 @@ def test_gradients_wait_for_the_latency_of_their_bucket_alone(annotator):
     found = [
         (b.count, op.strategies[0]) for b in model.classes for op in b.ops if op.kind == "parameter"
     ]
-    gradient_bytes = (
-        sum(count * s.static_bytes for count, s in found) / 4
-    )  # of parameter, gradient and two moments
+    # of parameter, gradient and two moments
+    gradient_bytes = sum(count * s.static_bytes for count, s in found) / 4
     bucket_s = collective_time_s("all_reduce", BUCKET_BYTES, 4, 1, CLUSTER.topology)
     assert sum(count * s.step_comm_s for count, s in found) == pytest.approx(
         bucket_s * gradient_bytes / BUCKET_BYTES

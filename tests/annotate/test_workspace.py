@@ -69,9 +69,8 @@ def memory(recompute: str = "none", **software) -> dict[str, int]:
 def test_what_software_changes():
     eager, megatron = memory(), memory(gathers_again=True)
     tokens, h = 2 * 128, 256
-    gathered = (
-        (4 * (1 + 1) + 1) * 2 * tokens * h // 2
-    )  # inputs of qkv and up of each layer and of the head: half of each
+    # inputs of qkv and up of each layer and of the head: half of each
+    gathered = (4 * (1 + 1) + 1) * 2 * tokens * h // 2
     assert eager["kept"] - megatron["kept"] == pytest.approx(1.14 * gathered, rel=1e-3)
     state = memory(state_recipe="deepspeed_bf16")
     assert state["gradients"] == 2 * eager["gradients"] and state["optimizer"] == eager["optimizer"]

@@ -138,9 +138,8 @@ def test_memory_is_that_of_each_kind():
         )
     assert blocks(plan)["h100"] < blocks(free)["h100"] or plan.recompute != free.recompute
     assert need["h100"] > need["a100-80g"]
-    just = MixedCluster.of(
-        [a100.with_memory(need["a100-80g"]), h100]
-    )  # what the slower one lacks the faster one may have
+    # what the slower one lacks the faster one may have
+    just = MixedCluster.of([a100.with_memory(need["a100-80g"]), h100])
     plan = api.plan_traced(traced(), request_of(just, **pin))
     assert plan.predicted.step_time_s == pytest.approx(free.predicted.step_time_s, rel=1e-9)
     nothing = MixedCluster.of([h100.with_memory(5 * 2**29), a100.with_memory(5 * 2**29)])

@@ -59,9 +59,8 @@ def test_solver_finds_megatron_tensor_parallelism_by_itself(megatron):
     for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
         assert str(ops[name].inputs[1]) == "S(0)", name  # column-parallel
     for name in ("o_proj", "down_proj"):
-        assert str(ops[name].inputs[1]) == "S(1)" and str(ops[name].outputs[0]) == "P", (
-            name
-        )  # row-parallel
+        # row-parallel
+        assert str(ops[name].inputs[1]) == "S(1)" and str(ops[name].outputs[0]) == "P", name
     assert str(ops["scaled_dot_product_attention"].inputs[0]) == "S(1)"  # heads
 
 

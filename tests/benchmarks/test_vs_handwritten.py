@@ -44,9 +44,8 @@ def check(cases, pool):
         line.startswith(case.name)
         for line, case in zip(table(found).splitlines()[1:], cases, strict=True)
     ] == [True] * len(cases)
-    for one in (
-        found
-    ):  # with momentum and this learning rate a doubled gradient is far more within five steps
+    # with momentum and this learning rate a doubled gradient is far more within five steps
+    for one in found:
         assert one.loss_difference <= LOSS_TOLERANCE, one
         assert one.ratio > 0 and one.low <= one.high and one.cpu_ratio > 0
 

@@ -212,9 +212,8 @@ def test_sweep_of_one_point_and_of_a_point_without_plan():
 def test_sweep_over_bandwidths_shows_where_the_plan_changes(monkeypatch, tmp_path):
     path = tmp_path / "pairs.yaml"
     path.write_text("device: h100\nnodes: 2\ndevices_per_node: 2\n")
-    monkeypatch.setattr(
-        "autopar.explaining.sweep.BREAK_EVEN_RATIO", 1e6
-    )  # no bisection: it would plan a dozen times
+    # no bisection: it would plan a dozen times
+    monkeypatch.setattr("autopar.explaining.sweep.BREAK_EVEN_RATIO", 1e6)
     args = [
         "sweep",
         "llama:layers=1,hidden=512,heads=4,vocab=4096",

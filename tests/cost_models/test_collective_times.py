@@ -53,9 +53,8 @@ def simulate_ring(
 def test_ring_against_a_step_by_step_simulation(ranks):
     size_bytes, everyone = 3e8, set(range(ranks))
     time_s, held = simulate_ring(size_bytes, ranks, NVLINK, rounds=1)
-    assert all(
-        held[rank][(rank + 1) % ranks] == everyone for rank in range(ranks)
-    )  # each rank ends with one complete chunk
+    # each rank ends with one complete chunk
+    assert all(held[rank][(rank + 1) % ranks] == everyone for rank in range(ranks))
     topology = cm.Topology(ranks, 1, NVLINK, NIC)
     assert cm.reduce_scatter_time_s(size_bytes, ranks, 1, topology) == pytest.approx(
         time_s, rel=1e-12
@@ -132,9 +131,8 @@ def test_all_reduce_is_reduce_scatter_and_all_gather(group, size_bytes):
     )
     whole_s = cm.all_reduce_time_s(size_bytes, *group)
     assert whole_s <= parts_s * (1 + 1e-12)
-    if (
-        cm.group_shape(*group)[1] == 1 or size_bytes > 1e11
-    ):  # one node, or bandwidth-bound: the ring is used
+    # one node, or bandwidth-bound: the ring is used
+    if cm.group_shape(*group)[1] == 1 or size_bytes > 1e11:
         assert whole_s == pytest.approx(parts_s)
 
 

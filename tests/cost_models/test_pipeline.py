@@ -193,9 +193,8 @@ def test_known_peaks_in_flight():
     assert cm.pipeline_time("1f1b", stages, 8, 32).in_flight == (8, 7, 6, 5, 4, 3, 2, 1)
     assert cm.pipeline_time("zero_bubble", stages, 8, 32).in_flight == (8,) * 8
     interleaved = cm.pipeline_time("interleaved_1f1b", stages, 4, 16)
-    assert interleaved.in_flight == tuple(
-        4 + 2 * (3 - rank) + 1 for rank in range(4)
-    )  # Megatron-LM: (v - 1) p + 2 (p - 1 - rank) + 1
+    # Megatron-LM: (v - 1) p + 2 (p - 1 - rank) + 1
+    assert interleaved.in_flight == tuple(4 + 2 * (3 - rank) + 1 for rank in range(4))
     # Rank 0 has run 8 forwards of chunk 0 and 4 of chunk 1 when its second backward, the second of chunk 1, is still to come; and so on.
     assert interleaved.in_flight_by_stage == (8, 8, 7, 5, 4, 4, 3, 1)
 
@@ -265,9 +264,8 @@ def test_simulation_is_monotone_in_each_time(pipeline, data):
     later = both(schedule, slower, p, m, hop_s * 1.1, overlap)[1].makespan_s
     assert later >= before * (1 - 1e-12)
     if hop_s:
-        assert both(schedule, stages, p, m, hop_s, False)[1].makespan_s >= before * (
-            1 - 1e-12
-        )  # overlapping never costs
+        # overlapping never costs
+        assert both(schedule, stages, p, m, hop_s, False)[1].makespan_s >= before * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("schedule", cm.SCHEDULES)

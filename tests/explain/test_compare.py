@@ -43,9 +43,8 @@ def test_a_price_gives_the_cost_of_tokens():
     priced = replace(t.cluster, price_per_device_hour=2.5)
     entries = compare(t.plan, priced, [{"tp": 2}], [])
     plan = entries[1].plan
-    dollars = (
-        8 * 2.5 / 3600 * plan.predicted.step_time_s / (16 * 32) * 1e6
-    )  # devices x price x time / tokens
+    # devices x price x time / tokens
+    dollars = 8 * 2.5 / 3600 * plan.predicted.step_time_s / (16 * 32) * 1e6
     assert compare_data(entries, priced)[1]["dollars_per_million_tokens"] == pytest.approx(dollars)
     assert (
         f"${dollars:.4g}" in text_of(CompareTable(entries, priced))

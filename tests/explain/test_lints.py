@@ -99,9 +99,8 @@ def test_tied_weights_across_stages():
         and "pipeline ranks 0, 1" in finding.text
     )
     assert not found(odd(), {"pp": 1, "tp": 1}, "tied weights")
-    assert not found(
-        deep(), {"pp": 2, "tp": 1, "micro_batch": 1}, "tied weights"
-    )  # nothing is tied
+    # nothing is tied
+    assert not found(deep(), {"pp": 2, "tp": 1, "micro_batch": 1}, "tied weights")
 
 
 def test_a_bubble_says_how_many_micro_batches_fill_it():

@@ -191,9 +191,8 @@ def test_the_most_robust_of_those_that_are_near():
         and not found.misfits(found.priced[2])
     )
     assert found.worst(found.priced[1])[0] < found.worst(found.priced[2])[0]
-    assert (
-        found.most_robust.plan.mesh.tp == 2
-    )  # it fits if plans need more memory, which 4 does not
+    # it fits if plans need more memory, which 4 does not
+    assert found.most_robust.plan.mesh.tp == 2
     shown = words_of(robust_table(found))
     assert (
         f"Worst regret where it fits: {100 * regret:.1f} % (compute rate -20 %)" in shown

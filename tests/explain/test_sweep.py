@@ -152,9 +152,8 @@ def test_several_changes_in_one_interval_are_all_found():
     times = {16: lambda b: 20 + 10 / b, 4: lambda b: 15 + 60 / b, 1: lambda b: 10 + 300 / b}
     _, changes, _ = break_evens(times, (1, 1000))
     assert [(before, after) for before, _, _, after in changes] == [(16, 4), (4, 1)]
-    assert (
-        50 / 5 <= changes[0][2] <= 20 and 240 / 5 <= changes[1][2] <= 80
-    )  # after they are equal, at b = 10 and 48
+    # after they are equal, at b = 10 and 48
+    assert 50 / 5 <= changes[0][2] <= 20 and 240 / 5 <= changes[1][2] <= 80
 
 
 def test_gaps_are_told():

@@ -353,9 +353,8 @@ def test_hash_follows_content():
         replace(a, topology=replace(a.topology, inter=cm.LINKS["hdr200"])),
     ]
     assert len({x.spec_hash() for x in [a, *others]}) == 5
-    assert (
-        replace(a, price_per_device_hour=2.0).spec_hash() == a.spec_hash()
-    )  # a plan outlives a price
+    # a plan outlives a price
+    assert replace(a, price_per_device_hour=2.0).spec_hash() == a.spec_hash()
     as_int = ClusterSpec.make("h100", intra_bandwidth_Bps=10**11)
     assert as_int.spec_hash() == ClusterSpec.make("h100", intra_bandwidth_Bps=1e11).spec_hash()
     assert hash(a) == hash(ClusterSpec.parse("dgx-h100:8"))
@@ -392,9 +391,8 @@ def test_bandwidth_between_nodes_is_that_of_a_device():
         slow.topology.inter.bandwidth_Bps == 25e9
         and slow.spec_hash() != ClusterSpec.parse("dgx-h100:2").spec_hash()
     )
-    shared = (
-        ClusterSpec.parse("aws-p4d:2").with_inter_bandwidth(25e9).topology
-    )  # two devices share an interface
+    # two devices share an interface
+    shared = ClusterSpec.parse("aws-p4d:2").with_inter_bandwidth(25e9).topology
     assert shared.inter.bandwidth_Bps == 50e9 and shared.nics == 4
     with pytest.raises(AutoparError, match="one node"):
         ClusterSpec.parse("h100:8").with_inter_bandwidth(25e9)

@@ -72,9 +72,8 @@ def assert_same(found: dict, expected: dict) -> None:
 )
 @example((0, 2, 3, 4, 2), "gated:silu", False, True, 0.0, op, 0)  # no tokens
 @example((0, 2, 3, 4, 2), "plain:sigmoid", True, False, 1.0, op, 0)
-@example(
-    (5, 3, 3, 4, 2), "plain:sigmoid", True, True, 0.0, op, 0
-)  # every token goes to every expert
+# every token goes to every expert
+@example((5, 3, 3, 4, 2), "plain:sigmoid", True, True, 0.0, op, 0)
 @example((1, 1, 6, 4, 2), "gated:gelu", False, True, 0.0, op, 0)  # five experts get nothing
 def test_equals_a_loop_over_tokens(
     sizes, activation, transposed, bias, capacity_factor, function, seed
@@ -108,9 +107,8 @@ def test_the_first_tokens_take_the_capacity():
         op(**arguments),
         op(**arguments, capacity_factor=0.8),
     )  # ceil(0.8 * 5 / 2) = 2 choices an expert
-    torch.testing.assert_close(
-        capped[:3], whole[:3], rtol=1e-12, atol=1e-12
-    )  # products of fewer rows may round in another way
+    # products of fewer rows may round in another way
+    torch.testing.assert_close(capped[:3], whole[:3], rtol=1e-12, atol=1e-12)
     assert whole[3:].all() and not capped[3:].any()
 
 
@@ -119,9 +117,8 @@ def test_sharded_width_gives_a_partial_sum():
     up, bias, down = (arguments[k] for k in ("up", "up_bias", "down"))
     parts = []
     for rank in range(2):
-        rows = torch.cat(
-            [half.chunk(2)[rank] for half in torch.arange(12).chunk(2)]
-        )  # of gate, and of up
+        # of gate, and of up
+        rows = torch.cat([half.chunk(2)[rank] for half in torch.arange(12).chunk(2)])
         mine = {"up": up[:, rows], "up_bias": bias[:, rows], "down": down.chunk(2, 2)[rank]}
         parts.append(op(**arguments | mine | ({"down_bias": None} if rank else {})))
     torch.testing.assert_close(parts[0] + parts[1], op(**arguments), rtol=1e-12, atol=1e-12)

@@ -73,9 +73,8 @@ def test_same_logits_and_gradients_in_fp64(fp64_inside, kv_heads, tie):
     labels[1, 7:] = -100
     logits = theirs(input_ids=ids).logits
     torch.testing.assert_close(ours(ids), logits, rtol=1e-12, atol=1e-12)
-    targets = F.pad(labels, (0, 1), value=-100)[
-        :, 1:
-    ]  # transformers' own loss casts the logits to fp32
+    # transformers' own loss casts the logits to fp32
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     ours(ids, labels).backward()
     expected = dict(theirs.named_parameters())

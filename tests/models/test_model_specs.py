@@ -126,6 +126,5 @@ def test_function_models(user_module):
     inputs = spec.example_inputs(6, 1, "cpu")["input"]
     assert inputs[:, 0].tolist() == [0.0, 3.0, 6.0, 9.0, 0.0, 3.0]
     assert spec.example_inputs(6, 1)["input"].is_meta and spec.shrunk() is spec
-    assert spec.model_flops_per_token(1) == pytest.approx(
-        3 * 2 * 3 * 5 / 3
-    )  # one row of three elements
+    # one row of three elements
+    assert spec.model_flops_per_token(1) == pytest.approx(3 * 2 * 3 * 5 / 3)

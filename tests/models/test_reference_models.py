@@ -38,9 +38,8 @@ def test_exports_on_meta_with_dynamic_batch(name, dtype):
         if n.target == torch.ops.aten.scaled_dot_product_attention.default
     ]
     assert len(attention) == 2 and all(n.args[5] for n in attention)  # is_causal
-    assert not [
-        n for n in program.graph.nodes if n.op == "placeholder" and n.name.startswith("b_")
-    ]  # no buffers
+    # no buffers
+    assert not [n for n in program.graph.nodes if n.op == "placeholder" and n.name.startswith("b_")]
 
 
 @pytest.mark.parametrize("name", TINY)

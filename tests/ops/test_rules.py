@@ -697,9 +697,8 @@ def test_a_users_rule_is_held_to_the_same_proof():
     for axis in ("tp", "dp"):
         check_sample("autopar_test::scaled", lambda b: call(target, t(b, 5, 7), t(7)), axis, 3, 3)
     assert VERIFIED["autopar_test::scaled"] - before >= 6
-    register_rule(
-        "autopar_test::scaled", "b.. h, g -> b.. h"
-    )  # a wrong rule: it says that x and w are not aligned
+    # a wrong rule: it says that x and w are not aligned
+    register_rule("autopar_test::scaled", "b.. h, g -> b.. h")
     with pytest.raises((AssertionError, RuntimeError)):
         check_sample("autopar_test::scaled", lambda b: call(target, t(b, 5, 7), t(7)), "tp", 3, 3)
 

@@ -338,9 +338,8 @@ def test_every_pair_of_transitions_on_two_axes(pool4):
         Case((4, 3, 6), (("dp", *first), ("tp", *second)))
         for first, second in itertools.product(PAIRS, PAIRS)
         if not _dims(first)
-        & _dims(
-            second
-        )  # a dim sharded by both axes is sharded by tp within dp, and dp cannot move first
+        # a dim sharded by both axes is sharded by tp within dp, and dp cannot move first
+        & _dims(second)
     ]
     assert len(cases) > 500
     check(pool4, MeshShape(dp=2, tp=2), cases)

@@ -85,9 +85,8 @@ def test_other_seeds_steps_segments_and_calls_draw_others():
         for call in range(3)
     }
     assert len(keys) == 4 * 27
-    assert call_key(step_noise(5, 2, 0, 4), 1) == call_key(
-        step_noise(5, 2, 3, 8), 1
-    )  # rows are no part of the key
+    # rows are no part of the key
+    assert call_key(step_noise(5, 2, 0, 4), 1) == call_key(step_noise(5, 2, 3, 8), 1)
 
 
 @given(st.data())

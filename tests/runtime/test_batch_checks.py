@@ -30,9 +30,8 @@ class Model(nn.Module):
     def forward(self, tokens, labels):
         x = self.embed(tokens)
         x = x if self.position is None else x + self.place(self.position(labels))
-        return self.loss(
-            F.log_softmax(self.head(x), -1) + 0 * labels.unsqueeze(2), labels
-        )  # one batch dim for both
+        # one batch dim for both
+        return self.loss(F.log_softmax(self.head(x), -1) + 0 * labels.unsqueeze(2), labels)
 
 
 def cross_entropy(shift=0, ignored=-100):

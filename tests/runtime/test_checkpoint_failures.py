@@ -441,9 +441,8 @@ def kill_during_saves(directory: Path, number: int, seed: int) -> tuple[int, int
     finished, partial = 0, 0
     for index in range(number):
         before, victim = newest(directory).header["steps"], rng.randrange(2)
-        at = rng.randrange(
-            1, int(1.3 * calls[victim])
-        )  # some saves make more calls than the first one, some fewer
+        # some saves make more calls than the first one, some fewer
+        at = rng.randrange(1, int(1.3 * calls[victim]))
         try:
             run_workers(save_and_die, 2, (str(directory), victim, at, index % 2 == 1), 60)
         except WorkerError as error:

@@ -212,9 +212,8 @@ def test_batches_of_other_lengths_have_functions_of_their_own():
     assert update_error(expected, state) <= 1.0 and losses == pytest.approx(
         expected.losses, rel=TOLERANCE
     )
-    assert (
-        torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * engine.compiled.functions
-    )  # some with and without gradients
+    # some with and without gradients
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * engine.compiled.functions
 
 
 @pytest.mark.slow

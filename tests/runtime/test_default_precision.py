@@ -217,9 +217,8 @@ def test_an_input_that_loses_digits_is_said(capsys):
     assert (
         "cast to fp32: input x (fp64); precision= chooses another dtype" in capsys.readouterr().err
     )
-    engine = autopar.parallelize(
-        built(Rows, torch.float32), CPU, data[0], sgd, precision="fp64"
-    )  # as it advises
+    # as it advises
+    engine = autopar.parallelize(built(Rows, torch.float32), CPU, data[0], sgd, precision="fp64")
     assert capsys.readouterr().err == "" and engine.step(data[0]).dtype == torch.float64
 
 

@@ -40,9 +40,8 @@ def test_loss_tokens_targets_and_norm_are_those_of_the_whole_batch(pool2):
             zip(steps, found.batches, strict=True), start=1
         ):
             assert (one.step, one.loss, one.tokens) == (number, value, given["input_ids"].numel())
-            assert one.targets == int(
-                (given["labels"][:, 1:] != -100).sum()
-            )  # the model shifts labels
+            # the model shifts labels
+            assert one.targets == int((given["labels"][:, 1:] != -100).sum())
             assert (
                 one.tokens_per_s == pytest.approx(one.tokens / one.step_time_s)
                 and one.step_time_s > 0
@@ -58,9 +57,8 @@ def test_flops_memory_and_predictions():
     with pytest.raises(autopar.AutoparError, match="none has run"):
         print(engine.metrics)
     layers, width = spec._attention_size()
-    per_token = (
-        spec.model_flops_per_token(seq) - 6.0 * layers * width * seq
-    )  # ours halves causal attention
+    # ours halves causal attention
+    per_token = spec.model_flops_per_token(seq) - 6.0 * layers * width * seq
     rate = ClusterSpec.parse("cpu:1").device.flops["fp32"]
     for given in (rows, rows // 2):
         engine.step({name: tensor[:given] for name, tensor in batch.items()})

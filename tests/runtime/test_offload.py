@@ -127,9 +127,8 @@ def test_the_same_bits_as_without_and_as_many_bytes_as_predicted(precision, kind
     held = count * 4 + sum(
         x.nbytes for state in other.optimizer.state.values() for x in state.values() if x.dim()
     )
-    if (
-        kind == "parameters" and precision != "fp32"
-    ):  # they are in host memory beside what the optimizer trains
+    # they are in host memory beside what the optimizer trains
+    if kind == "parameters" and precision != "fp32":
         held += sum(x.own.nbytes for x in other.parameters.trained.values())
     arriving = 4 * count
     predicted = [engine.plan.predicted for engine in (one, other)]
@@ -200,9 +199,8 @@ def test_parameters_are_fetched_for_every_pass():
         == half.predicted.memory["parameters"]
     )
     assert whole.predicted.memory["parameters"] == 0 and whole.num_microbatches == 2
-    link_s = (
-        2 * count / cluster.host.achieved_link_Bps
-    )  # for forward, for backward, but not after the update
+    # for forward, for backward, but not after the update
+    link_s = 2 * count / cluster.host.achieved_link_Bps
     more_s = {
         part: seconds - half.predicted.breakdown[part]
         for part, seconds in whole.predicted.breakdown.items()

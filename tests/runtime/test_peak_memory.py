@@ -224,9 +224,8 @@ def test_the_predicted_peak_is_what_a_step_takes(name, monkeypatch):
     pin = {"micro_batch": ROWS, "zero": 0, "recompute": "none", "dp": 1, "tp": 1} | pin
     precision = pin.pop("precision", "fp32")
     cluster = ClusterSpec.parse(f"cpu:{ranks}")
-    cluster = replace(
-        cluster, device=replace(cluster.device, reserved_bytes=0)
-    )  # of the process, not of tensors
+    # of the process, not of tensors
+    cluster = replace(cluster, device=replace(cluster.device, reserved_bytes=0))
     # the second micro-batch finds gradients
     plan = autopar.plan(
         model, cluster, inputs, 2 * ROWS * pin["dp"], pin, precision=precision, runnable=True
@@ -243,7 +242,6 @@ def test_the_predicted_peak_is_what_a_step_takes(name, monkeypatch):
     assert sum(expected.values()) == max(plan.predicted.peak_memory_bytes)
     assert max(plan.predicted.peak_memory_bytes) == pytest.approx(total, rel=TOTAL)
     for part, size in seen.items():
-        if (
-            size > LARGE * total and plan.zero < 2 and precision == "fp32"
-        ):  # other gradients are none to MemTracker
+        # other gradients are none to MemTracker
+        if size > LARGE * total and plan.zero < 2 and precision == "fp32":
             assert expected[part] == pytest.approx(size, rel=CATEGORY), part

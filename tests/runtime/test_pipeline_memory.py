@@ -62,9 +62,8 @@ def plan_of(name: str, precision: str, schedule: str, recompute: str, **pins) ->
     pin = {"pp": 2, "tp": 1, "dp": 1, "zero": 0, "micro_batch": ROWS, "schedule": schedule, "recompute": recompute,
            "vpp": 2 if schedule == "interleaved_1f1b" else 1} | pins  # fmt: skip
     cluster = ClusterSpec.parse(f"cpu:{pin['pp'] * pin['dp']}")
-    cluster = replace(
-        cluster, device=replace(cluster.device, reserved_bytes=0)
-    )  # of the process, not of tensors
+    # of the process, not of tensors
+    cluster = replace(cluster, device=replace(cluster.device, reserved_bytes=0))
     return autopar.plan(
         model,
         cluster,

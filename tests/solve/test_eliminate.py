@@ -55,9 +55,8 @@ def asked(model: AnnotatedModel, choices, question: Question) -> float:
     """What a question asks for, by the definition of a price."""
     one = replace(model, num_microbatches=1, fixed_s=0.0, fixed_bytes=0)
     priced = price(one, choices)
-    seconds = question.forward * (
-        priced.time_s - priced.step_s
-    )  # all questions here count backward as they count forward
+    # all questions here count backward as they count forward
+    seconds = question.forward * (priced.time_s - priced.step_s)
     return (
         seconds
         + question.step * priced.step_s
@@ -251,9 +250,8 @@ def every_cost(models: Models) -> list[tuple[float, int]]:
     [("gpipe", 1, 4), ("gpipe", 2, 3), ("1f1b", 2, 4), ("zero_bubble", 2, 3)],
 )
 @settings(max_examples=examples(3, 12))
-@example(
-    seed=413665, tight=0.0
-)  # the last segment of the best placement gives back more than that of the leanest
+# the last segment of the best placement gives back more than that of the leanest
+@example(seed=413665, tight=0.0)
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1))
 def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, seed, tight):
     models = with_choices(random_models(seed, schedule, ranks, 1, most), random.Random(seed))
@@ -290,9 +288,8 @@ def test_bounds_hold_and_what_is_found_is_priced_truly(schedule, ranks, most, se
     ],
 )
 @settings(max_examples=examples(3, 10))
-@example(
-    seed=19, tight=0.0, mode="none", times=6, moment=150
-)  # another stage has its fullest moment while the last gives back
+# another stage has its fullest moment while the last gives back
+@example(seed=19, tight=0.0, mode="none", times=6, moment=150)
 @given(seed=st.integers(0, 10**6), tight=st.floats(0, 1), mode=st.sampled_from(["none", "full"]), times=st.integers(0, 8),
        moment=st.sampled_from([0, 0, 150]))  # fmt: skip
 def test_bounds_hold_under_one_mode_and_with_several_stages_a_rank(
@@ -561,9 +558,8 @@ def test_one_placement_that_is_too_slow_is_not_impossible(schedule, ranks):
     at = ALONE if ranks == 1 else Schedule(schedule, ranks, 1)
     solver = UniformSolver(models.__getitem__, tuple(models), (at,), 10**6, Cell.of(models))
     assert solver.models.has_one_placement
-    bound_s, _ = solver.raise_bounds(
-        1e-3
-    )  # what is wanted is faster than all there is, so that no placement is looked for
+    # what is wanted is faster than all there is, so that no placement is looked for
+    bound_s, _ = solver.raise_bounds(1e-3)
     found, least_s = solver.solve(1e-3, 60.0)
     assert found is None and bound_s <= least_s < math.inf
     found, least_s = solver.solve(math.inf, 60.0)

@@ -150,9 +150,8 @@ def _move(
             f"{backward!r} is not the backward of {forward}; {' or '.join(_LEGAL_BACKWARD[forward])} can be"
         )
     group = axis_group(axis)
-    if (
-        not async_op or torch.compiler.is_compiling()
-    ):  # a compiler traces functional collectives and places their waits itself
+    # a compiler traces functional collectives and places their waits itself
+    if not async_op or torch.compiler.is_compiling():
         value = _Transition.apply(x, group, forward, backward, src, dst)
         return Pending(value) if async_op else value
     handle = _Handle()

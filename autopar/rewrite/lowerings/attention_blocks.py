@@ -214,9 +214,8 @@ class OnlineSoftmax:
         """Attention of the queries `rows` over keys that they have not seen."""
         old = self._lse[:, :, rows]
         merged = torch.logaddexp(old, lse)
-        reference = merged.masked_fill(
-            merged.isneginf(), torch.inf
-        )  # no key seen yet: both weights are exp(-inf), not exp(nan)
+        # no key seen yet: both weights are exp(-inf), not exp(nan)
+        reference = merged.masked_fill(merged.isneginf(), torch.inf)
         before, now = ((part - reference).exp().unsqueeze(-1) for part in (old, lse))
         self._out[:, :, rows] = self._out[:, :, rows] * before + out * now
         self._lse[:, :, rows] = merged

@@ -188,9 +188,8 @@ def _whole_attention(
         query, key, value, mask, 0.0, is_causal and mask is None, scale=scale, enable_gqa=grouped
     )
     if mask is not None and mask.requires_grad and 0 in out.shape:
-        out = (
-            out + mask.sum()
-        )  # with no queries torch leaves the mask out of the graph; its gradient is zero, not absent
+        # with no queries torch leaves the mask out of the graph; its gradient is zero, not absent
+        out = out + mask.sum()
     return out
 
 
@@ -220,9 +219,8 @@ def _ulysses(
 ) -> Tensor:
     """From shards of the sequence to shards of the heads, attention over the whole sequence, and back."""
     heads, kv_heads, ranks = query.shape[1], key.shape[1], group.size
-    copies = ranks // gcd(
-        kv_heads, ranks
-    )  # the fewest that give every rank equally many; divides hq / hkv, since p divides hq
+    # the fewest that give every rank equally many; divides hq / hkv, since p divides hq
+    copies = ranks // gcd(kv_heads, ranks)
     if copies > 1:
         key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
     if mask is not None and mask.shape[1] > 1:

@@ -64,9 +64,8 @@ def expert_parallel(
     order, ids, ends = sort_by_expert(index, experts, capacity_factor)
     rows = x.index_select(0, order // index.shape[1])
     if group.simulate:
-        send = receive = [rows.shape[0]] + [0] * (
-            group.size - 1
-        )  # as many rows arrive as leave: the mean
+        # as many rows arrive as leave: the mean
+        send = receive = [rows.shape[0]] + [0] * (group.size - 1)
         counts = ends.new_zeros(group.size, local)
     else:
         counts, send, receive = _exchange_counts(

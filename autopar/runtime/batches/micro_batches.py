@@ -145,9 +145,8 @@ class BatchSplitter:
                 raise AutoparError(
                     f"data-parallel rank {data_rank} was given a batch that does not fit the model; its error says why"
                 )
-        if any(
-            str(found) != str(sharing[0]) for sharing in seen for found in sharing
-        ):  # as text, since no nan is equal to itself
+        # as text, since no nan is equal to itself
+        if any(str(found) != str(sharing[0]) for sharing in seen for found in sharing):
             names = [axis for axis in _SHARING if self.axes[axis].size > 1]
             raise AutoparError(
                 f"the {len(seen[0])} ranks that share one data-parallel coordinate (over {' and '.join(names)}) were "
@@ -360,9 +359,8 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> float:
     for k, tensor in enumerate(tensors, start=1):
         values = tensor.double().flatten()
         if tensor.is_floating_point():
-            values = values.nan_to_num(0.5).clamp(
-                -1e6, 1e6
-            )  # infinities of a mask would drown the rest
+            # infinities of a mask would drown the rest
+            values = values.nan_to_num(0.5).clamp(-1e6, 1e6)
         total = total + (values * _weights(k, values.numel(), values.device)).sum()
     return float(total)
 

@@ -218,9 +218,8 @@ def disk_errors(doing: str) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     first: BaseException | None = error
-    while first is not None and not isinstance(
-        first, OSError
-    ):  # torch's writer fails again while it closes a full disk's file
+    # torch's writer fails again while it closes a full disk's file
+    while first is not None and not isinstance(first, OSError):
         first = first.__context__
     error = first or error
     return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no message'}"

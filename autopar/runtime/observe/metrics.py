@@ -60,9 +60,8 @@ class Meter:
 
     def __init__(self, plan: Plan, device: torch.device, place: int) -> None:
         predicted, peaks = plan.predicted, plan.predicted.peak_memory_bytes
-        self._ideal_s = (
-            predicted.mfu * predicted.step_time_s
-        )  # of the planned batch, at the peak rate of all devices
+        # of the planned batch, at the peak rate of all devices
+        self._ideal_s = predicted.mfu * predicted.step_time_s
         self._predicted = (
             predicted.step_time_s,
             peaks[place] if place < len(peaks) else max(peaks, default=0),

@@ -229,9 +229,8 @@ class _Stage(PipelineStage):
         self.has_backward = trains
         self.clear_runtime_states()
         self._left.clear()
-        for part in (
-            self.submod.body.children() if self.parted else ()
-        ):  # which several schedules have
+        # which several schedules have
+        for part in self.submod.body.children() if self.parted else ():
             if isinstance(part, Recomputed):
                 part.run_again_by(self.parted.again)
 
@@ -251,9 +250,8 @@ class _Stage(PipelineStage):
         )
         with named("stage", self.stage_index, "forward of micro-batch", fwd_chunk_id), keeping:
             result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._move_buffers(
-            self._passing(fwd_chunk_id), torch.device("meta")
-        )  # who needs it for backward has it
+        # who needs it for backward has it
+        self._move_buffers(self._passing(fwd_chunk_id), torch.device("meta"))
         return result
 
     def backward_one_chunk(
@@ -269,9 +267,8 @@ class _Stage(PipelineStage):
                 self._first_part(bwd_chunk_id, loss)
             else:
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if (
-            loss is not None and self.has_backward
-        ):  # torch keeps the losses of a step, and with them what their graphs lead to
+        # torch keeps the losses of a step, and with them what their graphs lead to
+        if loss is not None and self.has_backward:
             loss.detach_()
         if self.has_backward and not self.is_last:
             self._move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
@@ -290,9 +287,8 @@ class _Stage(PipelineStage):
             x.detach_()
         for x in received:
             if isinstance(x, Tensor) and x.requires_grad:
-                x.data = x.new_empty(
-                    0
-                )  # the graph holds the tensor, and who reads its values has them
+                # the graph holds the tensor, and who reads its values has them
+                x.data = x.new_empty(0)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with named("stage", self.stage_index, "weight gradients of micro-batch", bwd_chunk_id):

@@ -65,9 +65,8 @@ class _RecordingStage:
 def _record(schedule: str, rank: int, ranks: int, micro_batches: int) -> tuple[Action, ...]:
     stage = _RecordingStage(rank, ranks, ranks)
     loop = LOOPS[schedule](stage, micro_batches)
-    loop._initialize_stage = lambda *_args, **_kwargs: (
-        None
-    )  # it would exchange the shapes of messages with other ranks
+    # it would exchange the shapes of messages with other ranks
+    loop._initialize_stage = lambda *_args, **_kwargs: None
     loop._step_microbatches()
     return tuple(stage.actions)
 

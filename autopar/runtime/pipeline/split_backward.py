@@ -162,9 +162,8 @@ class PartedBackward:
         try:
             for node in nodes:
                 for name in dir(node):
-                    if (
-                        name.startswith("_saved_") or name == "saved_tensors"
-                    ):  # of an op of torch, or of a Function
+                    # of an op of torch, or of a Function
+                    if name.startswith("_saved_") or name == "saved_tensors":
                         getattr(node, name)
         finally:
             self._read = None
@@ -325,9 +324,8 @@ class _Ways:
                 for handle in handles:
                     handle.remove()
             found, of_weights = found[: len(inputs)], list(found[len(inputs) :])
-            for edge in reversed(
-                shared
-            ):  # one after the other, since each is copied where it adds up
+            # one after the other, since each is copied where it adds up
+            for edge in reversed(shared):
                 if (grad := of_weights.pop()) is not None:
                     torch.autograd.backward([edge], [grad])
         of_inputs = iter(found)

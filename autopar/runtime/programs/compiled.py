@@ -179,9 +179,8 @@ class Compiler:
 
         for node in body.graph.nodes:
             reads = not set(region).isdisjoint(node.all_input_nodes)
-            if not reads and (
-                _is_free(node) or node.target is late_linear
-            ):  # a product beside the region does not end it
+            # a product beside the region does not end it
+            if not reads and (_is_free(node) or node.target is late_linear):
                 self._note(node)
                 copy(node)
             elif node not in apart and (_only_computes(node) or _is_free(node)):

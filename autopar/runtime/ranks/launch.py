@@ -206,9 +206,8 @@ class _Workers:
             error = AutoparError(message)
             error.__cause__ = failure
             return error
-        ended = wait(
-            [process.sentinel for process in self.processes], _GRACE_S
-        )  # a moment before there is an exit code
+        # a moment before there is an exit code
+        ended = wait([process.sentinel for process in self.processes], _GRACE_S)
         for other, process in enumerate(self.processes):
             if process.sentinel in ended:
                 death = self._death(other)
@@ -232,9 +231,8 @@ def _worker(
     rank: int, nproc: int, directory: str, pipe: Connection, task: tuple | None, timeout_s: float
 ) -> None:
     """One rank: run the given task, then each that comes through the pipe, until the pipe ends or something fails."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of the terminal; the parent ends its workers itself
+    # Ctrl-C reaches all processes of the terminal; the parent ends its workers itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     crash = _crash_file(directory, rank).open("w")
     faulthandler.enable(crash)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -271,9 +269,8 @@ def _worker(
                 )
             )
         )
-        _receive(
-            pipe
-        )  # stay until killed: closed sockets would fail the other ranks too and hide the cause
+        # stay until killed: closed sockets would fail the other ranks too and hide the cause
+        _receive(pipe)
 
 
 def _keep_freed_memory() -> None:

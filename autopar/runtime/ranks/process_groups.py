@@ -108,9 +108,8 @@ def _device_mesh(shape: MeshShape, device_type: str, shard: int = 0) -> DeviceMe
                 ranks.unflatten(place, (-1, shape.sharing_dp(shard))),
                 (*AXES[:place], COPIES, *AXES[place:]),
             )
-        reached = (
-            torch.device(device_type) in dist.group.WORLD._device_types
-        )  # NCCL does not reach what is offloaded to the host
+        # NCCL does not reach what is offloaded to the host
+        reached = torch.device(device_type) in dist.group.WORLD._device_types
         known[key] = mesh = DeviceMesh(
             device_type,
             ranks,

@@ -33,9 +33,8 @@ class Gathering:
         self._present: set[str] = set()
         self._travelling: tuple[list[str], Moving] | None = None
         self.segment_of: dict[str, str] = {}
-        self._shown: set[str] = (
-            set()
-        )  # those of which a segment has given out a view: they stay until backward
+        # those of which a segment has given out a view: they stay until backward
+        self._shown: set[str] = set()
 
     def empty(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -85,9 +84,8 @@ class Gathering:
         for name, whole in zip(names, moving.wait(), strict=True):
             leaf = self._leaves[name]
             leaf.untyped_storage().resize_(leaf.numel() * leaf.element_size())
-            with torch.autograd._unsafe_preserve_version_counter(
-                leaf
-            ):  # what backward has kept is the same as before
+            # what backward has kept is the same as before
+            with torch.autograd._unsafe_preserve_version_counter(leaf):
                 copied(leaf.detach(), whole)
         self._present.update(names)
 
@@ -135,9 +133,8 @@ class Gathering:
                 x.register_hook(partial(self._before_backward, names, following))
         if last and torch.is_grad_enabled():  # its backward comes next
             return
-        shown = {
-            x.untyped_storage()._cdata for x in results
-        }  # a result may be a view of a parameter: it is freed after backward
+        # a result may be a view of a parameter: it is freed after backward
+        shown = {x.untyped_storage()._cdata for x in results}
         self._shown.update(
             name for name in names if self._leaves[name].untyped_storage()._cdata in shown
         )

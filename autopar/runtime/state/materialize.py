@@ -172,9 +172,8 @@ def _initialized_over(model: nn.Module, module: nn.Module, prefix: str, number: 
     with torch.no_grad():
         for _, tensor in _held(real):
             tensor.fill_(torch.nan if tensor.is_floating_point() else number)
-        if hasattr(
-            model, "_init_weights"
-        ):  # Hugging Face: one method of the model initializes any of its modules, buffers included
+        # Hugging Face: one method of the model initializes any of its modules, buffers included
+        if hasattr(model, "_init_weights"):
             if hasattr(real, "reset_parameters"):
                 real.reset_parameters()
             model._init_weights(real)

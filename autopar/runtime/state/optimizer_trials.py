@@ -112,9 +112,8 @@ def _trained(
             grad = stand_in.tensor(generator)
             tensors[k].grad = grad if k in chosen else None
         with _Silent():
-            type(optimizer).step(
-                twin
-            )  # not twin.step, which a learning-rate scheduler may have bound to the optimizer itself
+            # not twin.step, which a learning-rate scheduler may have bound to the optimizer itself
+            type(optimizer).step(twin)
     return [tensor.detach() for tensor in tensors]
 
 

@@ -126,9 +126,8 @@ def _built(factory: Factory, parameters: Parameters) -> torch.optim.Optimizer:
 def _couples(optimizer: torch.optim.Optimizer, cut: bool, plan: Plan) -> bool:
     """Whether the optimizer couples parameters.  AutoparError if the plan parts what it must see together; `cut`: whether the plan cuts
     parameters of this rank."""
-    ranks = from_all(
-        file_group(), lambda: (habits_of(optimizer), cut)
-    )  # stages of a pipeline hold, and try, different parameters
+    # stages of a pipeline hold, and try, different parameters
+    ranks = from_all(file_group(), lambda: (habits_of(optimizer), cut))
     couples = any(habits.couples for habits, _ in ranks)
     obstacle = next((habits.obstacle for habits, _ in ranks if habits.obstacle), "")
     if couples and plan.mesh.pp > 1:

@@ -100,9 +100,8 @@ class Parameters:
         self._fetched = plan.offload == "parameters"
         self._copied = self.half or plan.offload == "optimizer"  # whether masters are copies
         self._each_backward = plan.zero >= 2 and self.by_pass
-        self._by_segment = self._fetched or (
-            plan.zero == 3 and self.by_pass
-        )  # whether leaves have memory while a segment runs
+        # whether leaves have memory while a segment runs
+        self._by_segment = self._fetched or (plan.zero == 3 and self.by_pass)
         self._shares = {
             name: share_of(self._local_shape(name), layouts.get(name, {}), axes)
             if spec.trainable and plan.zero
@@ -115,9 +114,8 @@ class Parameters:
         self._ready: list[str] = []
         self._ready_bytes = 0
         self._travelling: tuple[list[str], Moving] | None = None
-        self.gathering = Gathering(
-            self._gather, ahead=device.type != "cpu"
-        )  # on CPU a collective is waited for at once
+        # on CPU a collective is waited for at once
+        self.gathering = Gathering(self._gather, ahead=device.type != "cpu")
 
     @property
     def by_pass(self) -> bool:
@@ -263,9 +261,8 @@ class Parameters:
             )
         self.trained[name] = Trained(leaf, share, own, self._distributed(name, master))
         if self.half or self._each_backward or self._by_segment:
-            take = WeakMethod(
-                self._take
-            )  # autograd holds its hooks where no collector of garbage looks
+            # autograd holds its hooks where no collector of garbage looks
+            take = WeakMethod(self._take)
             leaf.register_post_accumulate_grad_hook(
                 lambda leaf: (own := take()) and own(name, leaf)
             )

@@ -223,9 +223,8 @@ def read_pieces(path: Path, tensors: dict[str, Pieces], group: dist.ProcessGroup
 @contextlib.contextmanager
 def _no_warning(group: dist.ProcessGroup | None) -> Iterator[None]:
     """torch warns where one process works alone, which is meant here."""
-    if (
-        group is not None
-    ):  # and then this may be the thread of a save, while warnings belong to all threads
+    # and then this may be the thread of a save, while warnings belong to all threads
+    if group is not None:
         yield
         return
     with warnings.catch_warnings():

@@ -21,9 +21,8 @@ class StageParameters:
 
     def __init__(self, program: Program, pp: AxisGroup, group: dist.ProcessGroup | None) -> None:
         self.holders, self.pp, self.group = program.holders, pp, group
-        shared = sorted(
-            {held for held in self.holders.values() if len(held) > 1}
-        )  # one order on all ranks
+        # one order on all ranks
+        shared = sorted({held for held in self.holders.values() if len(held) > 1})
         self._groups = {held: pp_subgroup(program.mesh, program.rank, held, pp) for held in shared}
 
     def holds(self, name: str) -> bool:

@@ -99,9 +99,8 @@ class Branching:
         if key not in self.more_s:
             closed = (c, True) in self.facts.cell.keys
             of_tables = self.facts.unit(beside) if beside else self.facts.single(c, closed)
-            first = next(
-                iter(self.facts.models)
-            )  # a mode changes little of what strategies differ in
+            # a mode changes little of what strategies differ in
+            first = next(iter(self.facts.models))
             questions = [
                 self._in_seconds(replace(question, mode=first)) for question in (Question(), *self.minima.questions)
                 if question.weight == 0.0 and question.mode in (None, first)

@@ -146,9 +146,8 @@ class Cell:
         """Seconds of forward, of backward and of both together that no placement of a segment goes below, in the first mode."""
         found: dict[tuple[int, bool], tuple[float, float, float]] = {}
         for index, closed in dict.fromkeys(self.keys):
-            if (
-                not closed and (index, True) in self.keys
-            ):  # one of many: what its ops take at least, without eliminating
+            # one of many: what its ops take at least, without eliminating
+            if not closed and (index, True) in self.keys:
                 forward_s, backward_s = cheapest_s(self.first)[index]
                 found[index, closed] = forward_s, backward_s, forward_s + backward_s
             else:
@@ -217,9 +216,8 @@ def together(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
             if edge.target == own[target] != edge.source and edge.source in own
             and (edge.source, edge.source_output, edge.target_input) in read
         ]  # fmt: skip
-    blocks = [
-        place for place, number in enumerate(numbers) if number in blocks_of(model)
-    ]  # there twice, so that they are blocks here too
+    # there twice, so that they are blocks here too
+    blocks = [place for place, number in enumerate(numbers) if number in blocks_of(model)]
     return AnnotatedModel(
         tuple(part.classes[0] for part in parts),
         tuple(edges),

@@ -65,9 +65,8 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
         for rank, of in enumerate(moments)
     )  # fmt: skip
     waiting = 0 if chunks > 1 else late_moments(schedule.name, ranks, 1, micro_batches)[-1][0][0][0]
-    by_ends = (
-        0.0 if chunks > 1 else 1 - max(waiting - 1, 0) / held[-1]
-    )  # of several stages a rank not all are held alike
+    # of several stages a rank not all are held alike
+    by_ends = 0.0 if chunks > 1 else 1 - max(waiting - 1, 0) / held[-1]
     return Shape(each * (1 - 1e-12), held, by_ends)
 
 

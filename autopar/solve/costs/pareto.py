@@ -12,9 +12,8 @@ def undominated(keys: np.ndarray) -> list[int]:
     """Rows of `keys` than which no other is at least as small in every column (of equal ones the first), in the order of their columns."""
     order = np.lexsort(keys.T[::-1])
     columns, found = keys[order].T, []
-    columns = columns[(columns != columns[:, :1]).any(axis=1)][
-        1:
-    ]  # those that tell rows apart; the first of them ascends
+    # those that tell rows apart; the first of them ascends
+    columns = columns[(columns != columns[:, :1]).any(axis=1)][1:]
     while len(order):
         here, rest = columns[:, :_TOGETHER], columns[:, _TOGETHER:]
         best = np.flatnonzero(~np.triu(_at_most(here, here), 1).any(axis=0))

@@ -61,9 +61,8 @@ def pipelined(
     times = [
         _stage_times(stage, costs[number % setting.ranks]) for number, stage in enumerate(stages)
     ]
-    times[0] = replace(
-        times[0], weight_s=times[0].backward_s
-    )  # nobody waits for the gradient of the model's input: torch runs it all late
+    # nobody waits for the gradient of the model's input: torch runs it all late
+    times[0] = replace(times[0], weight_s=times[0].backward_s)
     crossing = messages_bytes(model, choices)
     sent = [crossing[stage[0]] if stage else 0 for stage in stages[1:]] + [0]  # by each stage
     hop_s = longest_hop_s(different.values(), sent)
@@ -108,9 +107,8 @@ def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
     room for one before it is needed, and a gradient is held until the next one goes."""
     if setting.stages_per_rank == 1 or not setting.keeps_outputs:
         return [0] * setting.ranks
-    meets = [
-        max(pair) for pair in zip((0, *sent[:-1]), sent, strict=True)
-    ]  # what comes into a stage, or leaves it
+    # what comes into a stage, or leaves it
+    meets = [max(pair) for pair in zip((0, *sent[:-1]), sent, strict=True)]
     return [2 * max(meets[rank :: setting.ranks]) for rank in range(setting.ranks)]
 
 
@@ -166,9 +164,8 @@ def cut(count: int, blocks: Sequence[int], total_s: Sequence[float]) -> Stages:
     each, more = divmod(len(blocks), count)
     extra = [before if stage == 0 else 0.0 for stage in range(count)]
     extra[-1] += after
-    full = set(
-        nsmallest(more, range(count), key=lambda stage: (extra[stage], stage))
-    )  # the stages with the least besides get one more
+    # the stages with the least besides get one more
+    full = set(nsmallest(more, range(count), key=lambda stage: (extra[stage], stage)))
     return stages_of([each + (stage in full) for stage in range(count)], blocks, len(total_s))
 
 
@@ -243,9 +240,8 @@ def _memory(
     kept, transient = fullest_of(
         *kept_bytes, moments, late, turns, mine[-1] == len(stages) - 1 and not parted[-1]
     )
-    if (
-        len(mine) == 1 and parted[0]
-    ):  # it holds most when most wait; the one whose turn it is has its own in `moments`
+    # it holds most when most wait; the one whose turn it is has its own in `moments`
+    if len(mine) == 1 and parted[0]:
         (((waiting,), _),) = turns
         kept -= (waiting - 1) * _given_back(model, stages[rank], costs, True)
     segments = [segment for number in mine for segment in stages[number]]

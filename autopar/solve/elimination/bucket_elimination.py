@@ -127,9 +127,8 @@ class _Step:
 @lru_cache(maxsize=64)
 def _plan(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> tuple[_Step, ...]:
     """In which order choices go; the same for all models of one structure."""
-    of: dict[int, set[int]] = {
-        v: set() for v in range(len(sizes))
-    }  # choice -> tables that it is in
+    # choice -> tables that it is in
+    of: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
     known = list(scopes)
     for number, scope in enumerate(scopes):
         for v in scope:
@@ -176,9 +175,8 @@ def _order(scopes: Sequence[Scope], sizes: tuple[int, ...]) -> list[int]:
     """
     known: list[set[int]] = []
     for scope in sorted(set(scopes), key=lambda scope: (-len(scope), scope)):
-        if not any(
-            other.issuperset(scope) for other in known
-        ):  # otherwise it says nothing about the order
+        # otherwise it says nothing about the order
+        if not any(other.issuperset(scope) for other in known):
             known.append(set(scope))
     key = len(sizes), tuple(tuple(sorted(scope)) for scope in known)
     if key not in _orders:
@@ -238,9 +236,8 @@ def _one_order(
     def score(v: int) -> float:
         own, joined = beside[v], 0  # each pair from both sides
         for a in own:
-            if (
-                len(apart := own - beside[a]) > 1
-            ):  # itself, and those that it does not stand with yet
+            # itself, and those that it does not stand with yet
+            if len(apart := own - beside[a]) > 1:
                 joined += sizes[a] * (sum([sizes[b] for b in apart]) - sizes[a])
         return (joined + 2e-9 * prod([sizes[u] for u in own], start=1.0)) * (
             1 + noise * random.random()
@@ -413,18 +410,16 @@ class _Eliminated:
     def chosen(self, questions: int) -> dict[int, np.ndarray]:
         """The value of each choice where that costs least, by question."""
         places: dict[int, np.ndarray] = {}
-        for _, steps in groupby(
-            reversed(self.steps), key=attrgetter("variable")
-        ):  # of a table that was split, all parts
+        # of a table that was split, all parts
+        for _, steps in groupby(reversed(self.steps), key=attrgetter("variable")):
             of = list(steps)
             costs = sum(
                 (step.at(self.asked, places) for step in of[1:]), of[0].at(self.asked, places)
             )
             found = np.argmin(costs, axis=0)
             places[of[0].variable] = found if len(found) == questions else found.repeat(questions)
-        first = {
-            variable: np.full(questions, values[0]) for variable, values in self.left.items()
-        }  # of what no table has
+        # of what no table has
+        first = {variable: np.full(questions, values[0]) for variable, values in self.left.items()}
         return first | {
             v: np.array(self.left[v])[at] if v in self.left else at for v, at in places.items()
         }

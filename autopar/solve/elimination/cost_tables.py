@@ -38,9 +38,8 @@ Scope = tuple[int, ...]
 WAYS = ("forward", "backward")
 _BESIDES = ("weight", "step", "static")
 _HELD = (*WAYS, *_BESIDES)
-_parts_of = attrgetter(
-    "forward_s", "backward_s", "backward_weight_s", "step_s", "static_bytes"
-)  # what `_HELD` counts
+# what `_HELD` counts
+_parts_of = attrgetter("forward_s", "backward_s", "backward_weight_s", "step_s", "static_bytes")
 
 
 @dataclass(frozen=True)
@@ -297,9 +296,8 @@ class CostTables:
                     for o, look in looks.items()
                 }
                 parts = [tuple(sizes)]
-                if (
-                    prod(map(len, sizes.values())) * len(kept) > LARGEST
-                ):  # no tensor is smaller than the mean of what ops save of it
+                # no tensor is smaller than the mean of what ops save of it
+                if prod(map(len, sizes.values())) * len(kept) > LARGEST:
                     self.is_exact, parts = False, [(variable,) for variable in sizes]
                 for scope in parts:
                     shape = tuple(len(sizes[variable]) for variable in scope)
@@ -352,9 +350,8 @@ class CostTables:
             :, :, link.rows
         ]
         mode = self.mode_of[c] if prices.shape[1] > 1 else -1
-        if (
-            prod([prices.shape[1], len(have), *map(len, needs)]) > LARGEST
-        ):  # all readers together pay at least the mean of what each pays
+        # all readers together pay at least the mean of what each pays
+        if prod([prices.shape[1], len(have), *map(len, needs)]) > LARGEST:
             self.is_exact = False
             for place, variable in zip(link.places, variables[1:], strict=True):
                 self.tables.append(

@@ -61,17 +61,14 @@ class Program:
     cost_s: list[float] = field(default_factory=list)  # per variable: seconds per step
     size_bytes: list[int] = field(default_factory=list)  # per variable
     exactly_one: list[Indicator] = field(default_factory=list)
-    implied: list[tuple[Indicator, int]] = field(
-        default_factory=list
-    )  # sum of the indicator <= variable
-    segments: list[Moment] = field(
-        default_factory=list
-    )  # of each class; each is at most the transient
+    # sum of the indicator <= variable
+    implied: list[tuple[Indicator, int]] = field(default_factory=list)
+    # of each class; each is at most the transient
+    segments: list[Moment] = field(default_factory=list)
     transient: int = -1
     transient_max: int = 0
-    strategy_of: dict[int, tuple[OpRef, int]] = field(
-        default_factory=dict
-    )  # x variable -> (op, strategy index)
+    # x variable -> (op, strategy index)
+    strategy_of: dict[int, tuple[OpRef, int]] = field(default_factory=dict)
     has_memory: bool = True  # whether size_bytes is complete; False where no capacity can bind
 
     def add(self, cost_s: float = 0.0, size_bytes: int = 0) -> int:

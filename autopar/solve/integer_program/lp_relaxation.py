@@ -39,9 +39,8 @@ def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
     """Lower bounds of `program` that hold exactly, by linear programming; where nothing is left to choose, what there is."""
     if all(len(indicator) == 1 for indicator in program.exactly_one):
         return _decided(program)
-    scale = float(
-        max(capacity_bytes or 1, 1)
-    )  # bytes are in units of the capacity, which keeps the matrix well scaled
+    # bytes are in units of the capacity, which keeps the matrix well scaled
+    scale = float(max(capacity_bytes or 1, 1))
     upper = np.ones(len(program.cost_s))
     if program.transient >= 0:
         upper[program.transient] = program.transient_max / scale
@@ -110,9 +109,8 @@ def _rows(program: Program, scale: float) -> list[Row]:
 def _solve(cost: np.ndarray, rows: list[Row], upper: np.ndarray) -> tuple[float, np.ndarray | None]:
     """A safe lower bound of min cost @ v subject to `rows` and 0 <= v <= upper, and the LP's solution (None if GLOP found none)."""
     scale = max(float(cost.max(initial=0.0)), 1e-300)
-    problem = (
-        linear_solver_pb2.MPModelProto()
-    )  # filled row by row, which is half the time of pywraplp's own calls
+    # filled row by row, which is half the time of pywraplp's own calls
+    problem = linear_solver_pb2.MPModelProto()
     for limit, coefficient in zip(upper.tolist(), (cost / scale).tolist(), strict=True):
         problem.variable.add(lower_bound=0.0, upper_bound=limit, objective_coefficient=coefficient)
     for terms, equal, limit in rows:

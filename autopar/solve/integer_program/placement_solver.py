@@ -223,9 +223,8 @@ def smallest_memory(
         )
     choices = program.choices(chosen_of(program, solver, variables))
     memory_bytes = price(model, choices).memory_bytes
-    bound_bytes = min(
-        round(solver.best_objective_bound) + program.constant_bytes, memory_bytes
-    )  # a whole number, held as a float
+    # a whole number, held as a float
+    bound_bytes = min(round(solver.best_objective_bound) + program.constant_bytes, memory_bytes)
     if status == cp_sat.OPTIMAL and bound_bytes != memory_bytes:
         raise SolverAuditError(
             f"CP-SAT's least memory is {bound_bytes} bytes; the same choices are priced {memory_bytes}"
@@ -377,9 +376,8 @@ def cp_solver(time_limit_s: float, workers: int) -> cp_sat.CpSolver:
     solver.parameters.random_seed = 0
     solver.parameters.num_workers = workers
     solver.parameters.catch_sigint_signal = False  # Ctrl-C belongs to Python
-    solver.parameters.interleave_search = (
-        workers > 1
-    )  # threads proceed in lockstep, so that the result does not depend on timing
+    # threads proceed in lockstep, so that the result does not depend on timing
+    solver.parameters.interleave_search = workers > 1
     # Measured on a 54-op transformer under three capacities: level 1 needs 3 to over 30 s, level 2 less than 0.5 s, because the
     # relaxation is tight once the LP sees every constraint.  The other three are presolve that costs more than it saves (0.40 -> 0.27 s).
     solver.parameters.linearization_level = 2

@@ -169,9 +169,8 @@ def _add_classes(
             )
         if len(modes) > 1:
             built.add(sum(numbers) == block.count)
-        for v, ref in (
-            of_class[0].program.strategy_of.items()
-        ):  # the first variables of all programs of a class are the same
+        # the first variables of all programs of a class are the same
+        for v, ref in of_class[0].program.strategy_of.items():
             built.add(sum(part.variables[v] for part in of_class) == most * strategies[ref])
         parts += of_class
     return parts

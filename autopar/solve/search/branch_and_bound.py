@@ -171,9 +171,8 @@ class UniformRefiner:
     cells: Sequence[int]
     kinds: Sequence[int]
     known_cells: dict[int, Cell] = field(default_factory=dict)  # by number
-    held: dict[int, tuple[list[int], int]] = field(
-        default_factory=dict
-    )  # by kind, bytes: static of a segment by class, fixed
+    # by kind, bytes: static of a segment by class, fixed
+    held: dict[int, tuple[list[int], int]] = field(default_factory=dict)
     dived: set[MeshShape] = field(default_factory=set)  # of which some candidate was solved
     raised: int = 0  # bounds
     in_vain: int = 0  # candidates that were solved since the best one was found
@@ -320,9 +319,8 @@ class UniformRefiner:
             entry = self.state.entries[number]
             for candidate in (entry.candidate, *entry.others):
                 left_s = max(2 * self.state.limits.time_s - self.state.elapsed_s, 0.0)
-                if (
-                    found is not None and left_s == 0.0
-                ):  # what is left may need less, but not less than this bound
+                # what is left may need less, but not less than this bound
+                if found is not None and left_s == 0.0:
                     known_bytes = found[1].bound_bytes
                     least = bound_bytes if known_bytes is None else min(known_bytes, bound_bytes)
                     return found[0], replace(found[1], bound_bytes=least)

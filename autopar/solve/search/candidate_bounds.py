@@ -59,9 +59,8 @@ class CandidateBounds:
         """Bounds of families of placements."""
         held = [held for total in self.totals.values() for held in total.shape.held if held]
         price = max(total.dual.best_price for total in self.totals.values())
-        if (
-            self.capacity_bytes is not None
-        ):  # a rank may be short of memory where all together are not
+        # a rank may be short of memory where all together are not
+        if self.capacity_bytes is not None:
             price = max(price, self.cell.prices[1])
         facts = CandidateFacts(
             models=self.models.least,

@@ -21,17 +21,14 @@ class SearchResult:
 
     status: str
     best: tuple[Candidate, Solution] | None
-    model: (
-        AnnotatedModel | None
-    )  # of the best candidate: with a class for each class and mode, if recompute modes are mixed
-    origin: (
-        tuple[tuple[int, str], ...] | None
-    )  # then for each class of `model`: class of the traced model, recompute mode
+    # of the best candidate: with a class for each class and mode, if recompute modes are mixed
+    model: AnnotatedModel | None
+    # then for each class of `model`: class of the traced model, recompute mode
+    origin: tuple[tuple[int, str], ...] | None
     bound_s: float  # no placement of any candidate that fits is faster
     outcomes: tuple[dict, ...]
-    smallest: (
-        tuple[Candidate, Infeasible] | None
-    )  # if nothing fits: the least memory over all candidates
+    # if nothing fits: the least memory over all candidates
+    smallest: tuple[Candidate, Infeasible] | None
     solve_time_s: float
     groups: tuple[
         AnnotatedModel, ...

@@ -86,9 +86,8 @@ class Stager:
     models: CandidateModels
     capacity_bytes: int | None
     known: list[Choices] = field(default_factory=list)  # placements that were staged
-    rows: dict[tuple[int, int, int], UnitRow] = field(
-        default_factory=dict
-    )  # by numbers of the placement and the ZeRO stage, number of recompute modes
+    # by numbers of the placement and the ZeRO stage, number of recompute modes
+    rows: dict[tuple[int, int, int], UnitRow] = field(default_factory=dict)
 
     def staged(self, choices: Choices, schedule: Schedule, upper_bound_s: float) -> Staged | float:
         """A placement in its best stages under the best ZeRO stage; a bound of it if that takes at least `upper_bound_s`."""

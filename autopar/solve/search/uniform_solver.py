@@ -83,9 +83,8 @@ class UniformSolver:
                 if isinstance(found, Staged) and found.solution.time_s < upper_bound_s:
                     best, upper_bound_s = found, found.solution.time_s
             else:
-                if (
-                    self.models.has_one_placement and placements
-                ):  # none was met if the bound was beyond what is wanted
+                # none was met if the bound was beyond what is wanted
+                if self.models.has_one_placement and placements:
                     self.bounds.raise_to(schedule, least_s)
         if best is None and upper_bound_s == inf:
             best = self._leanest()

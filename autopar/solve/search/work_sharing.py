@@ -100,12 +100,10 @@ class Sharing:
         if self.is_alone or not state.queue or not state.board.is_free(self.processes):
             return
         own = sorted(turn for turn in state.queue if state.board.owner[turn[-1]] == self.me)
-        may = [
-            number for *_, number in own if state.entries[number] is not state.best
-        ]  # a plan is told whole by who found it alone
-        whole = [
-            number for number in may if not state.entries[number].is_split
-        ]  # of others some may be lent
+        # a plan is told whole by who found it alone
+        may = [number for *_, number in own if state.entries[number] is not state.best]
+        # of others some may be lent
+        whole = [number for number in may if not state.entries[number].is_split]
         if len(whole) >= _LENT:
             self._lend_to_one(Loan(whole[1::2]), borrow)
         elif own:
@@ -235,9 +233,8 @@ class Sharing:
             entry.have_lent()
         for entries, _ in self.told:
             for number, entry in entries.items():
-                if (
-                    state.entries[number] is not state.best
-                ):  # found here, after who tells of it had left it
+                # found here, after who tells of it had left it
+                if state.entries[number] is not state.best:
                     state.entries[number] = entry
         for _, best in self.told:
             for number, entry in best:

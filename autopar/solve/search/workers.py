@@ -60,9 +60,8 @@ class Team:
         )  # it may call some itself
         with warnings.catch_warnings():  # other threads of ours wait for input or draw a spinner: helpers need none of their locks
             warnings.simplefilter("ignore", DeprecationWarning)
-            before = signal.pthread_sigmask(
-                signal.SIG_BLOCK, {signal.SIGINT}
-            )  # until the helper is one that we dismiss
+            # until the helper is one that we dismiss
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 process.start()
                 self.helpers.append(_Helper(number, process, ours))
@@ -125,9 +124,8 @@ def _help(
     parent: int,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who called us is told to stop, and stops us
-    ctypes.CDLL(None).prctl(
-        _PR_SET_PDEATHSIG, signal.SIGKILL
-    )  # end when the one that forked this process does
+    # end when the one that forked this process does
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
     try:

@@ -210,15 +210,13 @@ def _lines_s(row: UnitRow, schedule: Schedule, capacity: float) -> np.ndarray:
         .reshape(-1, count, ranks)
         .max(axis=1)
     )
-    of_last = [
-        row.least_moments[start:].max() for start in ends[:, -2]
-    ]  # its other stages may be fullest while the last keeps less
+    # its other stages may be fullest while the last keeps less
+    of_last = [row.least_moments[start:].max() for start in ends[:, -2]]
     moments[:, -1] = np.maximum(np.array(of_last) - row.last.most_freed, row.last.transient)
     of_ties, of_ties_s = 0, 0.0
     for tie in row.ties.every:
-        has = (of_ranks(np.array(tie.read)) > 0) & (
-            of_ranks(np.array(tie.paid)) == 0
-        )  # as `TiedParameters.borrowed`
+        # as `TiedParameters.borrowed`
+        has = (of_ranks(np.array(tie.read)) > 0) & (of_ranks(np.array(tie.paid)) == 0)
         of_ties, of_ties_s = of_ties + has * tie.static_bytes, of_ties_s + has * tie.step_s
     room = capacity - row.model.fixed_bytes - of_ties - moments
     kept_s, static_s = (
@@ -273,9 +271,8 @@ def dealt_sizes(units: int, count: int) -> tuple[tuple[int, ...], ...]:
     found: dict[tuple[int, ...], None] = {}
     for fewer in product(range(_FEWER + 1), repeat=2):
         each, more = divmod(units + sum(fewer), count)
-        order = sorted(
-            range(count), key=lambda stage: (stage in (0, count - 1), stage)
-        )  # who gets one more: the ends last
+        # who gets one more: the ends last
+        order = sorted(range(count), key=lambda stage: (stage in (0, count - 1), stage))
         sizes = [each] * count
         for stage in order[:more]:
             sizes[stage] += 1

@@ -101,9 +101,8 @@ def lines_s(
     at, ends, last = row.at, end == len(row), row.last
     static, kept = at.static[end] - at.static[first], at.least_kept[end] - at.least_kept[first]
     moment = int(row.least_moments[first:end].max())
-    moment = max(
-        moment - last.most_freed * ends, last.transient * ends
-    )  # one of them counts all that the last segment keeps
+    # one of them counts all that the last segment keeps
+    moment = max(moment - last.most_freed * ends, last.transient * ends)
     ties = row.ties.borrowed([(first, end)])
     fixed = sum(tie.static_bytes for tie in ties) + row.model.fixed_bytes
     room = capacity_bytes - fixed - held * row.sent(end) - moment

@@ -195,9 +195,8 @@ def _least_through(
     ahead = _ahead(row, schedule, run.stage)
     least_s = np.maximum(before_s + forward_s, through_s) + row.micro_batches * run.least_s
     backward_s = row.before.backward_s
-    own_s = (
-        backward_s[run.end] - backward_s[run.first]
-    )  # a backward takes so much at least, which all least times hold
+    # a backward takes so much at least, which all least times hold
+    own_s = backward_s[run.end] - backward_s[run.first]
     left_s = before_s + (row.micro_batches - ahead) * run.least_s + ahead * own_s
     return np.maximum(cut.least_s, least_s), left_s
 
@@ -226,9 +225,8 @@ def _twice(
         return cut.slowest_s, 0.0 if parts else first_s, cut.loops_s
     ways_s = cut.work_s + forward_s + 2 * (2 * last - rank) * row.hop_s
     if parts:
-        weights = max(between + 1 - rank, 0) + (
-            rank == 0
-        )  # the last backward of the first rank has its own after it
+        # the last backward of the first rank has its own after it
+        weights = max(between + 1 - rank, 0) + (rank == 0)
         twice_s = ways_s + _worked_s(run, between + 2, between + 2, weights)
         return np.maximum(cut.slowest_s + _worked_s(run, 2, 2, 0), twice_s), 0.0, cut.loops_s
     twice_s = ways_s + 2 * run.total_s

@@ -28,9 +28,8 @@ def row_of_placement(models: Models, choices: Choices) -> UnitRow:
             next(op for op in model.classes[c].ops if op.name == name).strategy(choices[c][name])
             for model in models.values()
         ]
-        ties.append(
-            (payers[0].static_bytes, min(payer.step_s for payer in payers))
-        )  # in whichever mode the one runs that pays
+        # in whichever mode the one runs that pays
+        ties.append((payers[0].static_bytes, min(payer.step_s for payer in payers)))
     segments, arriving = _Segments(models, costs), messages_bytes(base, choices)
     return _row(segments, arriving=arriving, ties=ties, last=_last_segment(segments))
 
@@ -225,9 +224,8 @@ def _kind(of: _Segments, block: int) -> Kind:
         (0.0,) * len(modes) if is_last else _above_least([mode[block] for mode in by_mode])
         for by_mode in (of.work_s, *of.lines)
     )
-    again = [
-        model.fixed_bytes - base.fixed_bytes for model in of.models.values()
-    ]  # buffers of what a mode makes again
+    # buffers of what a mode makes again
+    again = [model.fixed_bytes - base.fixed_bytes for model in of.models.values()]
     return Kind(
         more_s=tuple(max(c.backward_s - own.backward_s, 0.0) for c in modes),
         work_s=joint_s,
