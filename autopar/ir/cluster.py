@@ -109,7 +109,7 @@ class ClusterSpec:
 
     @property
     def groups(self) -> tuple[ClusterSpec, ...]:
-        """Parts of one kind of devices each: this cluster is one (`MixedCluster` has several)."""
+        """The parts that have one kind of devices each, which is this cluster itself.  `MixedCluster` has several."""
         return (self,)
 
     @property

@@ -87,7 +87,7 @@ class MeshShape:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Of each pp coordinate: the number of its group of devices; all 0 where they are of one kind."""
+        """For each pp coordinate, the number of its group of devices.  All are 0 if there is one kind of devices."""
         return groups_of(self.deal) if self.deal else (0,) * self.pp
 
     @property

@@ -22,6 +22,8 @@ from autopar.cli.plan_commands import cli
 _SYBIL = Sybil(parsers=[parse_blocks], pattern="*.md")
 _PRINTED: dict[str, tuple[str, int]] = {}
 """Output and exit code of each command that reads and writes no file of its page."""
+_NAMES: dict[tuple[str, ...], dict[str, Any]] = {}
+"""What a page's Python blocks defined and printed, by their texts from the first on: a page that begins alike goes on from there."""
 
 
 def _examples() -> list[Any]:
@@ -67,12 +69,21 @@ def test_block_prints_what_the_page_says(
         printed = example.namespace["_printed"]
         assert not (wrong := difference(block.body.splitlines(), printed, block.tolerance)), wrong
     elif block.language == "python":
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            exec(compile(block.body, f"{example.path}:{example.line}", "exec"), example.namespace)
-        example.namespace["_printed"] = out.getvalue().splitlines()
+        _run_python(example)
     else:
         _run_console(block)
+
+
+def _run_python(example: Any) -> None:
+    """Run a block in the namespace of its page, unless another page has run the same blocks up to here."""
+    names, block = example.namespace, example.parsed
+    texts = (*names.get("_texts", ()), block.body)
+    if texts not in _NAMES:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(block.body, f"{example.path}:{example.line}", "exec"), names)
+        _NAMES[texts] = {**names, "_printed": out.getvalue().splitlines(), "_texts": texts}
+    names.update(_NAMES[texts])
 
 
 def _run_console(block: Block) -> None:
