@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from support.prose import ROOT, findings_of, page_findings, pages
+from support.prose import ROOT, findings_of, page_findings, pages, prose_lines
 
 
 def test_pages_keep_the_rules() -> None:
@@ -18,6 +18,16 @@ def test_pages_are_short() -> None:
     }
     assert lines["README.md"] <= 150
     assert lines["ARCHITECTURE.md"] <= 120
+
+
+def test_lines_of_prose_are_short() -> None:
+    long = [
+        f"{path}:{number}"
+        for path in pages()
+        for number, line in prose_lines(path.read_text())
+        if len(line) > 100
+    ]
+    assert not long
 
 
 def test_links_between_files_resolve() -> None:

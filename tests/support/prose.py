@@ -49,6 +49,16 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *docs]
 
 
+def prose_lines(text: str) -> Iterator[tuple[int, str]]:
+    """(number, line) of the lines of a page that can be broken: no block, table, heading or directive."""
+    fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.startswith(("|", "#", "<!--")):
+            yield number, line
+
+
 def sentences(text: str) -> Iterator[tuple[int, str]]:
     """(line, sentence) of a text in Markdown or of a docstring; indented and fenced blocks are left out."""
     fenced, start, words = False, 0, ""
