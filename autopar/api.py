@@ -133,9 +133,9 @@ def plan(
         traced: the result of `autopar.api.trace`, to trace the model only once.
         progress: `progress(line)` is called as the search goes.
         software: what the predictions are for, such as torch.compile, a kernel of attention, or fp8.
-        objective: 'time', the fastest step; 'cost', the lowest cost per token on a part of the cluster; 'gpus', the fewest
-            devices whose step takes at most `deadline_s`; or 'memory', the least memory of the fullest device.  Notes of the plan
-            say what is proved.
+        objective: what the plan is to be best at.  'time' is the fastest step.  'cost' is the lowest cost per token on a part of
+            the cluster.  'gpus' is the fewest devices whose step takes at most `deadline_s`.  'memory' is the least memory of the
+            fullest device.  Notes of the plan say what is proved.
         deadline_s: seconds, for the objective 'gpus'.
         allow_micro_batch_mean: split the batch even if the mean of micro-batch losses is not the loss of the batch.
 

@@ -154,8 +154,8 @@ def explain(
 ) -> None:
     """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives.
 
-    Objectives: time, the fastest step; cost, the lowest cost per token on a part of CLUSTER; gpus, the fewest devices of CLUSTER that meet
-    --deadline or --tokens-per-second; memory, the least memory of the fullest device.
+    Objective time is the fastest step.  Objective cost is the lowest cost per token on a part of CLUSTER.  Objective gpus is the fewest
+    devices of CLUSTER that meet --deadline or --tokens-per-second.  Objective memory is the least memory of the fullest device.
     """
     given = {"MODEL": model, "CLUSTER": cluster, "--global-batch": global_batch, "--seq": seq, "--pin": pin, "--save": save,
              "--objective": objective if objective != "time" else "", "--deadline": deadline, "--tokens-per-second": tokens_per_second,

@@ -85,10 +85,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class PlanFields:
-    """A complete decision.  `stages` lists the segments of each pipeline stage; `runnable` is '' or what the engine lacks; `offload` is
-    'none', or 'optimizer' if the state of the optimizer is in host memory, where it is updated; `devices` has the kind of devices of each
-    rank of the pipeline, where there are several kinds; `shard` data-parallel ranks, neighbours, share out what ZeRO does, and groups of
-    them hold copies (0: all ranks share it out)."""
+    """The fields of a `Plan`, which describes each."""
 
     mesh: MeshShape
     micro_batch: int  # sequences per data-parallel rank per micro-batch
