@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from support.prose import ROOT, findings_of, page_findings, pages, prose_lines
 
@@ -32,14 +33,27 @@ def test_lines_of_prose_are_short() -> None:
 
 def test_links_between_files_resolve() -> None:
     links = [
-        (path, target)
+        (path, target, anchor)
         for path in pages()
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
+        for target, anchor in re.findall(
+            r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", path.read_text().replace("\n", " ")
+        )
         if "://" not in target
     ]
-    broken = [f"{path}: {target}" for path, target in links if not (path.parent / target).exists()]
+    broken = [
+        f"{path}: {target}#{anchor}"
+        for path, target, anchor in links
+        if not (path.parent / target).exists()
+        or (anchor and anchor not in _anchors(path.parent / target if target else path))
+    ]
     assert links
     assert not broken
+
+
+def _anchors(path: Path) -> set[str]:
+    """The anchors of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_long_sentences_and_forbidden_phrases_are_found() -> None:
