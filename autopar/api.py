@@ -118,19 +118,33 @@ def plan(
     deadline_s: float | None = None,
     allow_micro_batch_mean: bool = False,
 ) -> Plan:
-    """Find the fastest layout of `model` on `cluster` that fits, with a certificate.
+    """Return the fastest plan for `model` on `cluster` that fits, with a certificate.
 
-    `example_inputs`: a mapping or tuple of tensors of one batch; only shapes count, so meta tensors are enough.  `global_batch`:
-    sequences per step over all devices; by default the example's rows, rounded up to a multiple of the number of devices.  `pin` fixes
-    choices (`request/pins.py`); a fully pinned plan is a prediction.  `precision`: 'bf16', 'fp16', 'fp32' or 'fp64'; by default that of
-    the model, but bf16 on GPUs for an fp32 model, which a note of the plan says.
-    `runnable`: only what the engine runs today; in half precision the model is then captured in it.  `progress(line)` is
-    called as the search goes.  `software`: what the predictions are for (torch.compile, kernel of attention, fp8).  `objective`:
-    'time'; 'cost', the lowest cost per token on a part of the cluster; 'gpus', the fewest devices of it whose step takes at most
-    `deadline_s`; 'memory', the least memory of the fullest device.  Notes of the plan say what is claimed (`planning/objectives.py`).
-    `allow_micro_batch_mean`: split the batch even where the mean of micro-batch losses is not the loss of the batch.
+    Args:
+        model: the model; it may be on the meta device, since only shapes count.
+        cluster: a `ClusterSpec`, or a text such as 'dgx-h100:8'.
+        example_inputs: a mapping or tuple of the tensors of one batch.  Only shapes count, so meta tensors are enough.
+            A Hugging Face model has a default.
+        global_batch: sequences per step over all devices.  By default the rows of the example, rounded up to a multiple of the
+            number of devices.
+        pin: choices that are fixed, such as {"tp": 8}.  A plan with every choice pinned is a prediction.
+        loss_fn: `loss_fn(output, target)`, for a model that returns no loss.
+        precision: 'bf16', 'fp16', 'fp32' or 'fp64'.  By default the model's own, but bf16 on GPUs for an fp32 model.  A note of
+            the plan says so.
+        time_limit_s: seconds that the search may take.
+        runnable: search only what the engine runs today.  In half precision the model is then captured in that precision.
+        traced: the result of `autopar.api.trace`, to trace the model only once.
+        progress: `progress(line)` is called as the search goes.
+        software: what the predictions are for, such as torch.compile, a kernel of attention, or fp8.
+        objective: what the plan is to be best at.  'time' is the fastest step.  'cost' is the lowest cost per token on a part of
+            the cluster.  'gpus' is the fewest devices whose step takes at most `deadline_s`.  'memory' is the least memory of the
+            fullest device.  Notes of the plan say what is proved.
+        deadline_s: seconds, for the objective 'gpus'.
+        allow_micro_batch_mean: split the batch even if the mean of micro-batch losses is not the loss of the batch.
 
-    Raises AutoparError if the model cannot be captured, a pin is impossible or no size meets the deadline, NoPlanFits if nothing fits.
+    Raises:
+        AutoparError: the model cannot be captured, a pin is impossible, or no number of devices meets the deadline.
+        NoPlanFits: no plan fits.  The message says what would.
     """
     check_model(model)
     check_pin(pin)
@@ -214,21 +228,35 @@ def parallelize(
     compile: bool | Mapping[str, Any] = False,
     allow_micro_batch_mean: bool = False,
 ) -> Engine:
-    """Plan `model` for `cluster` (unless `plan` is given), rewrite it for this rank and return the engine that trains it.
+    """Plan `model` for `cluster`, rewrite it for this rank, and return the engine that trains it.
 
-    Under torchrun every rank calls this with the same arguments; alone, the cluster must be one device.  `optimizer` makes the optimizer
-    from the parameters (default: torch.optim.AdamW with its defaults); it is called twice for a class that may look at whole matrices.
-    `loss_fn(output, target)` is for models that return no loss; the
-    target is the batch entry called labels, targets, target or label, else the last.  The model is not changed; if it is on the meta
-    device its shards come from `weights` or, seeded by `seed`, from its own initializers.  `precision`: as `plan` has it, and what
-    a default changes is printed by rank 0; a given plan has its own.
-    `timeout_s`: a rank that waits longer for another one stops with an error (if this call starts the process
-    group; else that group's own limit holds).  `buckets`: batches may be shorter than the example; they are filled up to the next of these
-    lengths, or to the example's, and loss and parameters are as if they had not been.  `compile`: what segments compute between
-    collectives goes through torch.compile, with its defaults or with the options of a dict (backend, mode, options, dynamic),
-    and a plan made here is priced for that.  `allow_micro_batch_mean`: as `plan` has it; a given plan has its own.
+    Under torchrun every rank calls this with the same arguments.  Without torchrun the cluster must be one device.
+    The model itself is not changed.
 
-    Raises AutoparError if the plan belongs to another model, cluster or world size.
+    Args:
+        model: the model.  If it is on the meta device, its shards come from `weights`, or from its own initializers.
+        cluster: a `ClusterSpec`, or a text such as 'cpu:4'.
+        example_inputs: a mapping or tuple of the tensors of one batch.  Only shapes count.
+        optimizer: a function from parameters to a torch optimizer.  By default torch.optim.AdamW with its defaults.  It is called
+            twice for a class that may look at whole matrices.
+        plan: a plan to run.  By default a plan is made.
+        pin: choices that are fixed in the plan that is made.
+        global_batch: sequences per step over all devices.
+        loss_fn: `loss_fn(output, target)`, for a model that returns no loss.  The target is the entry of the batch called labels,
+            targets, target or label; if there is none, the last entry.
+        max_grad_norm: the global norm at which gradients are clipped.  By default they are not clipped.
+        precision: as for `plan`.  Rank 0 prints what a default changes.  A given plan has its own precision.
+        weights: a .safetensors file, a folder of them, or a torch checkpoint.
+        seed: seeds the initializers of a model on the meta device, and the masks of dropout.
+        timeout_s: seconds after which a rank that waits for another one stops with an error.  A process group that exists already
+            keeps its own limit.
+        buckets: lengths to which shorter batches are filled up.  Loss and parameters are those of the batch as it was given.
+        compile: True, or a dict of options (backend, mode, options, dynamic).  What segments compute between collectives goes through
+            torch.compile, and a plan made here is priced for that.
+        allow_micro_batch_mean: as for `plan`.  A given plan has its own.
+
+    Raises:
+        AutoparError: the plan belongs to another model, cluster or world size; or as for `plan`.
     """
     # who only plans need not wait for these
     from autopar.runtime.engine import Engine, agree_on_plan, start_process_group

@@ -26,8 +26,9 @@ class AutoparError(Exception):
 class NoPlanFits(AutoparError):
     """No plan was found that fits into the memory of a device.
 
-    `least_bytes`: what the smallest plan needs on its fullest device; None if not known.  `proven`: whether the whole space was searched,
-    so that no plan of it fits.
+    Attributes:
+        least_bytes: bytes of the smallest plan on its fullest device, or None if they are not known.
+        proven: whether the whole space was searched, so that no plan fits.
     """
 
     def __init__(self, message: str, least_bytes: int | None = None, proven: bool = True) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from autopar.cli.help_texts import EXAMPLES, EXIT_CODES, ONE_IF
 from autopar.errors import shown
 from autopar.ir.mesh import MOST
 from autopar.ir.plan_checks import PRECISIONS
@@ -34,6 +35,17 @@ class Command(click.Command):
                     f"{option.opts[0]} is given {count} times and taken once{once}", ctx
                 )
         return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples and the exit codes below the options."""
+        super().format_epilog(ctx, formatter)
+        name = self.name or ""
+        if examples := EXAMPLES.get(name):
+            with formatter.section("Examples"):
+                formatter.write("".join(f"  {line}\n" for line in examples))
+        codes = dict(EXIT_CODES) | ({"1": ONE_IF[name]} if name in ONE_IF else {})
+        with formatter.section("Exit codes"):
+            formatter.write_dl(sorted(codes.items(), key=lambda code: int(code[0])))
 
 
 class Numbers(click.ParamType):

@@ -18,7 +18,7 @@ from autopar_cost_models.echo import shortened_message
 
 from autopar import __version__
 from autopar.cli import options
-from autopar.cli.run_commands import calibrate, demo, predict, verify
+from autopar.cli.run_commands import calibrate, completion, demo, predict, verify
 from autopar.cli.session import Asked, Planner, priced_cluster
 from autopar.cli.terminal import progress, show
 from autopar.errors import AutoparError, NoPlanFits
@@ -147,8 +147,8 @@ def explain(
 ) -> None:
     """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives.
 
-    Objectives: time, the fastest step; cost, the lowest cost per token on a part of CLUSTER; gpus, the fewest devices of CLUSTER that meet
-    --deadline or --tokens-per-second; memory, the least memory of the fullest device.
+    Objective time is the fastest step.  Objective cost is the lowest cost per token on a part of CLUSTER.  Objective gpus is the fewest
+    devices of CLUSTER that meet --deadline or --tokens-per-second.  Objective memory is the least memory of the fullest device.
     """
     wanted = asked | {"pin": pin, "save": save, "deadline": deadline}
     wanted |= {"tokens_per_second": tokens_per_second, "replay": replays, "audit": audits}
@@ -512,5 +512,5 @@ def _note_stale(path: str, plan: Any) -> None:
         click.echo(f"Note: {path} was {note}", err=True)
 
 
-for command in (verify, predict, calibrate, demo):
+for command in (verify, predict, calibrate, demo, completion):
     cli.add_command(command)

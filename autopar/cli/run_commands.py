@@ -232,3 +232,16 @@ def demo(ctx: click.Context) -> None:
     with progress("loading torch"):
         from autopar.cli.demo import run
     ctx.exit(0 if run(show, progress) else 1)
+
+
+@click.command(cls=options.Command)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that lets SHELL complete commands and options; its start-up file runs it."""
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise AutoparError(f"click has no completion for {shell}")
+    click.echo(kind(ctx.find_root().command, {}, "autopar", "_AUTOPAR_COMPLETE").source())

@@ -61,7 +61,7 @@ class Planner:
         self._traced: dict[int, TracedModel] = {}
 
     def traced(self, seq: int | None = None) -> TracedModel:
-        """The model on sequences of so many tokens."""
+        """The traced model on sequences of `seq` tokens."""
         seq = seq or self.seq
         if seq not in self._traced:
             from autopar import api
@@ -91,7 +91,7 @@ class Planner:
         )
 
     def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
-        """A plan for a request, found in so many seconds at most."""
+        """A plan for a request, found in at most `time_limit_s` seconds."""
         return self.plan(
             ask.pin, ask.cluster, ask.global_batch, ask.seq, min(time_limit_s, self.time_limit_s)
         )

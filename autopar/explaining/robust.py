@@ -333,7 +333,7 @@ FACTORS: dict[str, Callable[[ClusterSpec, float], ClusterSpec]] = {
     "bandwidth in nodes": _with_intra,
     "bandwidth between nodes": _with_inter,
 }
-"""What may be off: its name, and the cluster with so many times as much of it."""
+"""What may be off: its name, and a function of the cluster and a factor that gives the cluster with the quantity scaled."""
 
 
 def robust_data(found: Robustness) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Point:
 
 _HEADS = {"devices": "GPUs", "seq": "seq", "global_batch": "batch", "inter_Bps": "GB/s"}
 PlanAt = Callable[[Cluster, int | None, int, Mapping[str, Any]], Plan]
-"""Plans one model on a cluster, with sequences of so many tokens (None: the model's), for a global batch, under pins."""
+"""Plans one model on a cluster, with a number of tokens per sequence (None: the model's), for a global batch, under pins."""
 
 
 @dataclass(frozen=True, slots=True)

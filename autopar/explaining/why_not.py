@@ -29,9 +29,17 @@ _UNPROVEN = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class WhyNot:
-    """The answer.  `pinned` is the best plan under the pins, or None with the `reason`; `least` is then the plan under the pins that needs
-    the least memory, on devices that have just enough, where memory is the reason.  `differs` is the first pinned key that the chosen plan
-    decides otherwise, or ''.  `is_given`: the chosen plan was, so that others may be faster.
+    """The answer to a question why a choice was not made.
+
+    Attributes:
+        pin: the choice.
+        chosen: the plan without it.
+        pinned: the best plan under the choice, or None if there is none.
+        differs: the first pinned key that the chosen plan decides otherwise, or ''.
+        reason: why there is no plan under the choice.
+        least: if memory is the reason, the plan under the choice that needs the least memory, on devices that have just enough.
+        capacity_bytes: bytes of a device's memory.
+        is_given: the chosen plan was given, so that others may be faster.
     """
 
     pin: dict[str, Any]

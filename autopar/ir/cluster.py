@@ -68,9 +68,13 @@ MOST_GROUPS = 3
 class ClusterSpec:
     """Devices of one kind on a two-level network.
 
-    `price_per_device_hour` is in dollars, or None if it is not known.  Prices change by the day, and no plan is worse for it: the price is
-    no part of `spec_hash`, so that a plan outlives it.  `host`: what each device has of its host; left out, that of the catalogue's device,
-    and None if it is not known.
+    Attributes:
+        name: the name that plans print.
+        device: the device, a `Device`.
+        topology: nodes, devices of a node, and the links inside and between nodes.
+        price_per_device_hour: dollars, or None if it is not known.  The price is not part of `spec_hash`, so a plan stays valid when it
+            changes.
+        host: each device's share of its host, or None if it is not known.  By default that of the catalogue's device.
     """
 
     name: str
@@ -114,7 +118,7 @@ class ClusterSpec:
 
     @property
     def groups(self) -> tuple[ClusterSpec, ...]:
-        """Parts of one kind of devices each: this cluster is one (`MixedCluster` has several)."""
+        """The parts that have one kind of devices each, which is this cluster itself.  `MixedCluster` has several."""
         return (self,)
 
     @property
@@ -128,11 +132,19 @@ class ClusterSpec:
 
     @staticmethod
     def parse(text: str) -> ClusterSpec | MixedCluster:
-        """A cluster from a few characters.
+        """Return the cluster that a short text describes.
 
-        `dgx-h100:8` is 8 nodes of the preset, `h100:4` one node of 4 devices, `cpu:4` 4 processes of one host; without a number it is one
-        node or one device; `dgx-h100:4+dgx-a100-80g:4` is several of these joined by the slower of their networks; a text that ends in
-        .yaml or .yml is the path of a cluster file.  Raises AutoparError naming what works.
+        Args:
+            text: one of
+
+                - `dgx-h100:8`: 8 nodes of a preset (1 without the number);
+                - `h100:4`: one node of 4 devices (1 without the number);
+                - `cpu:4`: 4 processes of one host;
+                - several of these joined by `+`, over the slower of their networks;
+                - the path of a cluster file, which ends in .yaml or .yml.
+
+        Raises:
+            AutoparError: the text is none of these.  The message names what works.
         """
         if not isinstance(text, str) or not text.strip():
             raise AutoparError(
@@ -174,16 +186,27 @@ class ClusterSpec:
         host: Host | Mapping[str, Any] | None = None,
         **links: float | str | None,
     ) -> ClusterSpec:
-        """A cluster from keyword arguments.
+        """Return a cluster from keyword arguments.  What is left out comes from the node preset of the catalogue's device.
 
-        `device` is a catalogue name or a `Device`.  What is left out comes from the node preset of the catalogue device.  `links` are the
-        fields of `Link` after `intra_` (inside a node) or `inter_` (between nodes): bandwidth_Bps is the line rate per direction of a
-        device, efficiency the achieved share of it (1 for a device outside the catalogue), latency_s, kind, multicast_efficiency, source,
-        and curves, which `autopar calibrate` measures.
-        A node has one network interface for each device, or `nics_per_node`, and then inter_bandwidth_Bps is that of one interface.
-        `oversubscription`: see `autopar_cost_models.topology`.  `fitted`: constants of the catalogue's device
-        and links.  `host`: the share of a device in its host, or the fields of `Host` (for plans that offload).  Raises AutoparError
-        naming the argument and its value.
+        Args:
+            device: a name of the catalogue, or a `Device`.
+            nodes: the number of nodes.
+            devices_per_node: the number of devices of a node.
+            name: the name that plans print.
+            memory_bytes: bytes of a device.
+            price_per_device_hour: dollars.
+            nics_per_node: network interfaces of a node.  By default one for each device.  If it is given, `inter_bandwidth_Bps` is the
+                bandwidth of one interface.
+            oversubscription: of the network between nodes, see `autopar_cost_models.topology`.
+            fitted: constants of the catalogue's device and links.
+            host: each device's share of its host, or the fields of `Host`.  Plans that offload need it.
+            **links: the fields of `Link`, after `intra_` (inside a node) or `inter_` (between nodes).  `bandwidth_Bps` is the line rate
+                in bytes per second, per direction of a device.  `efficiency` is the achieved share (1 for a device outside the
+                catalogue).  `latency_s` is in seconds.  The others are `kind`, `multicast_efficiency`, `source`, and `curves`, which
+                `autopar calibrate` measures.
+
+        Raises:
+            AutoparError: an argument is wrong.  The message names it and its value.
         """
         try:
             if not isinstance(fitted, FittedConstants):
@@ -222,12 +245,17 @@ class ClusterSpec:
 
     @staticmethod
     def from_yaml(path: str | Path) -> ClusterSpec | MixedCluster:
-        """Read a cluster file: the arguments of `make` as keys, of which device, nodes and devices_per_node are required.
+        """Read a cluster file.  Its keys are the arguments of `make`; device, nodes and devices_per_node are required.
 
-        `device` is a catalogue name, or a mapping with the fields of `Device`.  `autopar calibrate` writes one, with measured curves.
-        A cluster of several kinds of devices is a list of such mappings, `groups`, and, if it is not the slower of their networks,
-        `between`: the fields of the link that a device of one group has to those of another.  Raises AutoparError naming the file and the
-        defect.
+        `device` is a name of the catalogue, or a mapping with the fields of `Device`.
+        A cluster of several kinds of devices has `groups`, a list of such mappings.  `between` has the fields of the link from a device
+        of one group to a device of another; by default it is the slower of their networks.
+
+        Args:
+            path: the file.  `autopar calibrate` writes one, with measured curves.
+
+        Raises:
+            AutoparError: the file cannot be read.  The message names the file and the defect.
         """
         import yaml
 

@@ -36,13 +36,17 @@ inner part."""
 class MeshShape:
     """Parallel degrees, and where their ranks lie.
 
-    `dp` counts all data-parallel ranks, those of ep included; the mesh axis of that name has dp / ep of them.  `order` places the axes:
-    `dp-pp-tp` numbers ranks with dp outermost and tp innermost.  An axis that it leaves out lies just outside its inner neighbour in
-    `AXES`.  It is kept as the axes larger than 1, or '' where they lie as in `AXES`, so that meshes of one placement are equal.  Layouts
-    nest as in `AXES` in any case.
-
-    `deal`, where the devices are of several kinds, says of which group of the cluster those of each pp coordinate are: `1x2-0x3` has two
-    coordinates on its second group, then three on its first.  Ranks are numbered along the pipeline, as ever.
+    Attributes:
+        pp: ranks of the pipeline.
+        dp: all data-parallel ranks, those of ep included.  The mesh axis of that name has dp / ep ranks.
+        cp: ranks that share out the positions of a sequence.
+        tp: tensor-parallel ranks.
+        ep: data-parallel ranks that share out experts.
+        order: the axes as ranks lie, outermost first.  `dp-pp-tp` numbers ranks with dp outermost and tp innermost.  An axis that is
+            left out lies just outside its inner neighbour in `AXES`.  It is kept as the axes larger than 1, or '' where they lie as in
+            `AXES`, so that meshes of one placement are equal.  Layouts nest as in `AXES` in any case.
+        deal: for devices of several kinds, the group of the cluster that holds each pp coordinate.  `1x2-0x3` has two coordinates on
+            group 1, then three on group 0.  Ranks are numbered along the pipeline.
     """
 
     pp: int = 1
@@ -87,7 +91,7 @@ class MeshShape:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Of each pp coordinate: the number of its group of devices; all 0 where they are of one kind."""
+        """For each pp coordinate, the number of its group of devices.  All are 0 if there is one kind of devices."""
         return groups_of(self.deal) if self.deal else (0,) * self.pp
 
     @property

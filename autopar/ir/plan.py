@@ -27,7 +27,33 @@ FORMAT_VERSION = 3
 
 @dataclass(frozen=True, slots=True)
 class Plan(PlanFields):
-    """A complete decision, read from and written to JSON; `PlanFields` has its fields."""
+    """A complete decision, read from and written to JSON.
+
+    Attributes:
+        mesh: a `MeshShape`, the ranks of each axis.
+        micro_batch: sequences of a micro-batch on each data-parallel rank.
+        num_microbatches: micro-batches of a step on each data-parallel rank.
+        global_batch: sequences of a step over all devices.
+        schedule: the order of work in a pipeline, such as '1f1b'.
+        stages: for each stage of the pipeline, the names of its segments.
+        zero: the ZeRO stage, 0 to 3.
+        recompute: what is computed again in backward: 'none', 'selective', 'full', or the name of another mode.
+        precision: 'bf16', 'fp16', 'fp32' or 'fp64'.
+        blocks: the choices for each block class, a `BlockPlan` each.
+        predicted: the predicted time and memory, a `Prediction`.
+        certificate: what is proved, a `Certificate`.
+        model_name: the name of the model.
+        model_hash: a hash of the traced model; a plan runs only with an equal one.
+        cluster_name: the name of the cluster.
+        cluster_hash: a hash of the cluster, its price left out.
+        cost_model_version: the version of the cost model.  Predictions of different versions do not compare.
+        runnable: '' if the engine runs the plan, else what the engine lacks.
+        notes: what else a user should know, one text each.
+        offload: 'none'; 'optimizer' if the optimizer's state is in host memory; 'parameters' if the parameters are there too.
+        devices: if there are several kinds of devices, the kind of each rank of the pipeline.
+        shard: the number of neighbouring data-parallel ranks that share out what ZeRO does.  0 means all ranks.
+        micro_batch_mean: whether the mean of micro-batch losses may replace the loss of the batch.
+    """
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives back an equal plan."""

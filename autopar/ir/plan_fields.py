@@ -34,10 +34,18 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What is proved.  Times in seconds; `gap` = (objective - bound) / objective; `space` says in words what was searched.
+    """What is proved about a plan.
 
-    `ledger` says what the objective is made of, for `recheck/audit.py` to hold against its own prices: one entry for each block, in order,
-    and one for each edge between blocks on which a layout changes.
+    Attributes:
+        status: 'optimal' or 'feasible'.
+        objective_s: seconds of a step of this plan.
+        bound_s: no plan of the search space has a shorter step than this, in seconds.
+        gap: (objective - bound) / objective.
+        space: what was searched, in words.
+        meshes: one entry for each candidate: its mesh, micro-batch, ZeRO stage and recomputation, the outcome, the time and the reason.
+        solve_time_s: seconds of the search.
+        ledger: what the objective is made of, for `recheck/audit.py`.  It has an entry for each block, in order, and one for each edge
+            between blocks on which a layout changes.
     """
 
     status: str  # 'optimal' | 'feasible'
@@ -54,9 +62,17 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted cost of one step.  `breakdown` maps a part ('compute', 'tp communication', ...) to seconds and sums to the step
-    time; `memory` maps a part to bytes on the fullest device; `peak_memory_bytes` has one entry per pipeline stage; `host_bytes` are those
-    that a rank holds in host memory, at most."""
+    """The predicted cost of one step.
+
+    Attributes:
+        step_time_s: seconds of a step.
+        peak_memory_bytes: for each stage of the pipeline, the peak on one device.
+        tokens_per_s: tokens per second over all devices.
+        mfu: model FLOPs utilization, as a fraction.
+        breakdown: seconds of each part of a step, such as 'compute' or 'tp communication'.  They add up to the step time.
+        memory: bytes of each part on the fullest device.
+        host_bytes: the most that a rank holds in host memory.
+    """
 
     step_time_s: float
     peak_memory_bytes: tuple[int, ...]
@@ -69,10 +85,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class PlanFields:
-    """A complete decision.  `stages` lists the segments of each pipeline stage; `runnable` is '' or what the engine lacks; `offload` is
-    'none', or 'optimizer' if the state of the optimizer is in host memory, where it is updated; `devices` has the kind of devices of each
-    rank of the pipeline, where there are several kinds; `shard` data-parallel ranks, neighbours, share out what ZeRO does, and groups of
-    them hold copies (0: all ranks share it out)."""
+    """The fields of a `Plan`, which describes each."""
 
     mesh: MeshShape
     micro_batch: int  # sequences per data-parallel rank per micro-batch

@@ -14,7 +14,7 @@ from autopar.planning.model_facts import calls_of
 
 @per_model(16)
 def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
-    """What a user must know about this model: what capture says of it, ops without a rule, and what is not exact.  `mean`: micro-batch
+    """What a user must know about this model: what capture says, ops without a rule, and what is not exact.  `mean`: micro-batch
     losses that do not add up are averaged."""
     found = list(traced.notes)
     ruleless: dict[str, int] = {}

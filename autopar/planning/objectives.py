@@ -129,10 +129,16 @@ Attempt = Callable[[Cluster], Tried]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The plan that is best for a goal, with what is claimed of it.
+    """The plan that is best for a goal, with the claim about it.
 
-    `value` is the objective (seconds of a step, device-hours for a million tokens, devices, bytes of the fullest device) and `bound` what
-    no plan of the searched space on any of the clusters goes below; `tried` are the clusters that were looked at.
+    Attributes:
+        goal: the goal.
+        cluster: the part of the cluster that the plan is for.
+        plan: the plan.
+        value: the objective: seconds of a step, device-hours for a million tokens, devices, or bytes of the fullest device.
+        bound: no plan of the searched space on any of the clusters has a lower objective.
+        claim: what is proved, in words.
+        tried: the clusters that were looked at.
     """
 
     goal: Goal
@@ -158,9 +164,9 @@ def choose(
     pin: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> Chosen:
-    """The plan that is best for a goal on a cluster or a part of it; if the goal is not the time, the plan's notes state the claim.
+    """Return the plan that is best for a goal, on a cluster or on a part.  If the goal is not the time, the plan's notes state the claim.
 
-    Raises AutoparError as the planner does, and where no part of the cluster meets a deadline.
+    Raises AutoparError as the planner does, and if no part of the cluster meets a deadline.
     """
 
     def attempt(at: Cluster) -> Tried:

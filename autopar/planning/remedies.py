@@ -43,7 +43,7 @@ class Ask:
 
 
 PlanFor = Callable[[Ask, float], Plan]
-"""Plans what is asked for, searching so many seconds at most.  Raises AutoparError as the planner does."""
+"""Plans what is asked for, searching at most the given number of seconds.  Raises AutoparError as the planner does."""
 
 
 @dataclass(frozen=True, slots=True)

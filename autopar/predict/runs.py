@@ -62,7 +62,7 @@ class Problem:
 def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
     """The runs of a CSV file in its order, and the rows that are none.
 
-    Columns are those of the table in the README's section on `predict`; unknown columns and options are left aside.  Raises AutoparError
+    Columns are those of the tables in docs/guides/predict.md; unknown columns and options are left aside.  Raises AutoparError
     if the file is missing, is no CSV, or lacks a required column.
     """
     runs: list[Run] = []

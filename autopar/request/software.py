@@ -29,37 +29,48 @@ _NAMED = {
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """What runs the plan, as far as it changes prices.
+    """The software that runs a plan, as far as it changes prices.
 
-    `compiled`: torch.compile fuses element-wise operations and normalizations; eager mode runs a kernel for each.
-    `attention_kernel`: a kernel of `FLASH_RATES`; None is the fastest that was measured on the device.
-    `matmul_dtype`: 'fp8' multiplies in fp8 where a layer multiplies by a parameter (`fp8_head`: the last product before the loss as well);
-    attention, embedding and all else stay in the precision of the plan, which None or 'bf16' is everywhere.  `fp8_scaling`: see `SCALINGS`.
-    `composite_norms`: in eager mode a root-mean-square norm runs as its element-wise operations, in fp32 (torch before its fused kernel).
-    `fp8_gathers`: what tp gathers for a product in fp8, or of the gradient of its result, travels in fp8.
-    `fused_optimizer`: one kernel updates parameters, not one for each step of Adam's formula.
-    `dp_overlap`: gathers of sharded parameters and reductions of gradients run beside the compute of the blocks around them.
-    `sharded_interfaces`: with ZeRO-3, through how many of a node's network interfaces parameters and gradients travel; 0: all.
-    `late_gradients`: the gradient of a weight is computed while that of its input travels over tp (`rewrite/overlap.py`).
-    `tp_overlap`: products over tp are cut so that what they send or receive travels meanwhile (asynchronous tensor parallelism).
-    `fused_accumulation`: a product adds to the gradient of its weight, which else a kernel of its own does.
-    `scatters_messages`: without sequence parallelism, tp ranks that hold the same message of a pipeline send a part each (Narayanan et al.,
-    SC 2021, section 4.1).
-    `early_stop`: recomputation ends at the last tensor that backward needs (`torch.utils.checkpoint`), not at the end of the block.
-    `deepspeed_passes`: every pass over a layer takes `FittedConstants.deepspeed_pass_s` more.
-    `fused_kernels`: norms, activations, rotary positions, masked softmax and what stands beside them are single kernels (Transformer
-    Engine, Apex, Megatron) that keep their input and statistics, not what they compute on the way; without `fused_softmax`, softmax is a
-    kernel of its own.  `loss_kernel`: see `LOSS_KERNELS`.
-    What follows changes memory alone.  `gathers_again`: with sequence parallelism a layer keeps its shard of the input and gathers it
-    once more in backward (Korthikanti et al. 2022, section 4.2.2).  `keeps_fp8`: layers that multiply in fp8 keep the fp8 input;
-    `fp8_weight_copies`: and fp8 copies of the weight and its transpose from one micro-batch to the next.  `keeps_stage_outputs`: a
-    pipeline holds on to what a stage has sent until its backward (Megatron frees it: deallocate_pipeline_outputs).  `state_recipe`: a row
-    of `STATE_RECIPES`; None is that of the precision.  `workspace_bytes`: buffers of its own that a framework holds on to.
-    `root_unit`: with ZeRO-3, embedding and head stay gathered and keep whole gradients, and two blocks are gathered (FSDP); autopar's own
-    engine frees what it gathers segment by segment.  `live_parameters`: with ZeRO-3, how many gathered scalars live at once (DeepSpeed:
-    stage3_max_live_parameters).
-    `fitted`: the constants that no device or link carries (`attention_efficiency`, `overlap_slowdown`); those of the cluster are in its
-    device.
+    The attributes up to `loss_kernel` change time, and the ones after it change only memory.
+
+    Attributes:
+        compiled: torch.compile fuses element-wise operations and normalizations.  Eager mode runs a kernel for each.
+        attention_kernel: a kernel of `FLASH_RATES`.  None is the fastest that was measured on the device.
+        matmul_dtype: 'fp8' multiplies in fp8 where a layer multiplies by a parameter.  Everything else stays in the precision of the
+            plan.  None and 'bf16' leave all products in that precision.
+        fp8_head: the last product before the loss runs in fp8 as well.
+        fp8_scaling: a row of `SCALINGS`.
+        fp8_gathers: what tp gathers for a product in fp8 travels in fp8, and so does what it gathers of the gradient of its result.
+        composite_norms: in eager mode a root-mean-square norm runs as its element-wise operations, in fp32, as in torch before its
+            fused kernel.
+        fused_optimizer: one kernel updates parameters, instead of one for each step of Adam's formula.
+        dp_overlap: gathers of sharded parameters and reductions of gradients run beside the compute of neighbouring blocks.
+        sharded_interfaces: with ZeRO-3, the number of a node's network interfaces through which parameters and gradients travel.
+            0 means all.
+        late_gradients: the gradient of a weight is computed while that of its input travels over tp.
+        tp_overlap: asynchronous tensor parallelism.  Products over tp are cut, so that communication runs beside them.
+        fused_accumulation: a product adds to the gradient of its weight.  Otherwise a kernel of its own does.
+        scatters_messages: without sequence parallelism, tp ranks that hold the same message of a pipeline send a part each (Narayanan
+            et al., SC 2021, section 4.1).
+        early_stop: recomputation ends at the last tensor that backward needs, as in `torch.utils.checkpoint`, not at the end of the
+            block.
+        deepspeed_passes: every pass over a layer takes `FittedConstants.deepspeed_pass_s` more.
+        fused_kernels: norms, activations, rotary positions, masked softmax and the operations beside them are single kernels
+            (Transformer Engine, Apex, Megatron).  They keep their input and statistics, not intermediate values.
+        fused_softmax: False makes softmax a kernel of its own under `fused_kernels`.
+        loss_kernel: a row of `LOSS_KERNELS`.
+        gathers_again: with sequence parallelism a layer keeps its shard of the input and gathers it again in backward (Korthikanti
+            et al. 2022, section 4.2.2).
+        keeps_fp8: layers that multiply in fp8 keep the fp8 input.
+        fp8_weight_copies: they also keep fp8 copies of the weight and its transpose from one micro-batch to the next.
+        keeps_stage_outputs: a pipeline keeps what a stage has sent until its backward.  Megatron frees it
+            (deallocate_pipeline_outputs).
+        state_recipe: a row of `STATE_RECIPES`.  None is the recipe of the precision.
+        workspace_bytes: buffers of its own that a framework keeps.
+        root_unit: with ZeRO-3, embedding and head stay gathered and keep whole gradients, and two blocks are gathered, as in FSDP.
+            autopar's own engine frees what it gathers segment by segment.
+        live_parameters: with ZeRO-3, the number of gathered scalars that live at once (DeepSpeed: stage3_max_live_parameters).
+        fitted: the constants that no device or link carries (`attention_efficiency`, `overlap_slowdown`).
     """
 
     compiled: bool = False

@@ -68,10 +68,13 @@ def _check_options(plan: Plan, max_grad_norm: float | None, compiles: bool) -> N
 class Engine(Durable):
     """A model that trains under a plan.  Build it with `autopar.parallelize`.
 
-    `optimizer` is the torch optimizer over this rank's parameters (DTensors where tensor parallelism shards or replicates them; whole ones,
-    of those that this rank owns, where its class may look at whole matrices);
-    `program` holds the rewritten graphs; `plan` is what they follow.  `seed` and `steps`, the number of steps run, determine the masks of
-    dropout; `load` sets both.
+    Attributes:
+        plan: the plan that the engine runs.
+        program: the rewritten graphs of this rank.  `print(engine.program.code)` shows them.
+        optimizer: the torch optimizer over this rank's parameters.  Under tensor parallelism they are DTensors.  If its class may
+            look at whole matrices, they are the whole parameters that this rank owns.
+        steps: the number of steps that were run.
+        seed: with `steps` it determines the masks of dropout.  `load` sets both.
     """
 
     def __init__(
@@ -189,7 +192,7 @@ class Engine(Durable):
 
     @property
     def compiled(self) -> Coverage | None:
-        """How much of this rank's program torch.compile has; None without it."""
+        """How many ops of this rank's program are compiled, and which are not.  None without torch.compile."""
         return self._compiler.coverage
 
     def _step_tensors(self) -> Mapping[str, torch.Tensor]:
@@ -213,7 +216,14 @@ class Engine(Durable):
 
     @lost_ranks("in a step")
     def step(self, batch: Any) -> torch.Tensor:
-        """One optimizer step on this data-parallel rank's batch; returns the mean loss over the global batch (a detached scalar)."""
+        """Run forward, backward, the reduction of gradients and the update; return the mean loss over the global batch.
+
+        Args:
+            batch: this data-parallel rank's rows, as `local_batch` or a loader over `sampler` gives them.
+
+        Returns:
+            A detached scalar, equal on every rank.
+        """
         if not any(spec.trainable for spec in self._all_specs.values()):
             raise AutoparError(
                 "no parameter of the model requires a gradient, so that a step has nothing to train; eval_step runs it"
@@ -236,14 +246,23 @@ class Engine(Durable):
 
     @property
     def metrics(self) -> Metrics:
-        """What the last step was like; printed it is one line.  On a GPU reading it waits for the step."""
+        """Loss, time, tokens and memory of the last step, beside what was predicted.  On a GPU, reading them waits for the step."""
         return self._meter.metrics()
 
     @contextlib.contextmanager
     def profile(self, directory: str | Path) -> Iterator[Profile]:
-        """A block whose steps are traced: each rank writes `directory`/rank-N.json, for chrome://tracing or Perfetto, with the names of
-        segments, stages, micro-batches and collectives.  The result has the times of these and of exposed communication; printed, beside
-        those of the plan.  Raises AutoparError if the trace cannot be written.
+        """Trace the steps of a `with` block.  Each rank writes `rank-N.json`, for chrome://tracing or Perfetto.
+
+        The ranges of the trace have the names of segments, stages, micro-batches and collectives.
+
+        Args:
+            directory: where the traces are written.
+
+        Returns:
+            A `Profile` with the times of these ranges and of exposed communication.  Printed, it shows them beside the plan's.
+
+        Raises:
+            AutoparError: the trace cannot be written.
         """
         found = Profile(path_of(directory, "traces") / f"rank-{self.rank}.json", self.plan)
         with traced_run(found.path, self.device), contextlib.ExitStack() as stack:
@@ -323,7 +342,7 @@ class Engine(Durable):
         return self.parameters.gradients()
 
     def reduce_gradients(self) -> None:
-        """Add up partial gradients, once per step; under ZeRO each rank keeps what it owns of them."""
+        """Add up the partial gradients of a step.  Under ZeRO each rank keeps the parts that it owns."""
         self._shared.add_up_tied(self.parameters)
         self.parameters.reduce(self._layouts)
 

@@ -1,7 +1,7 @@
 """What the search must find: every plan of a small task, priced by the definition, with no code of `autopar.solve`.
 
 A plan is a strategy for every op of every class x a recompute mode for every layer x a cut into stages x a schedule x a candidate.
-Seconds and bytes are written out here again from ARCHITECTURE.md:
+Seconds and bytes are written out here again from docs/internals/solver.md:
 
     a segment   its strategies, each conversion of a value once, and what changes layout on the way to it
     no pipeline micro-batches x (all segments) + once a step + fixed;  fixed + static + kept + the fullest moment of some backward

@@ -1,5 +1,5 @@
-"""ARCHITECTURE.md's table of ZeRO stage x accumulation, cell by cell: resident bytes, and collectives of a step.  And mutants: a step that
-leaves out a collective, or a rank's part, is not exact."""
+"""The table of docs/internals/zero.md: ZeRO stage x accumulation, cell by cell: resident bytes, and
+collectives of a step.  And mutants: a step that leaves out a collective, or a rank's part, is not exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md's table of ZeRO stage x accumulation: the collectives of a step, and what a step holds."""
+"""The table of docs/internals/zero.md: of ZeRO stage x accumulation: the collectives of a step, and what a step holds."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Durable:
         return whole.clone()
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of all that a checkpoint holds of the model: parameters and persistent buffers, tied ones under their first name."""
+        """Return the whole shapes of the parameters and persistent buffers that a checkpoint holds.  Tied ones have their first name."""
         return {
             name: spec.shape
             for name, spec in self._all_specs.items()
@@ -67,7 +67,10 @@ class Durable:
         }
 
     def held(self) -> dict[str, Held]:
-        """What this rank holds of these: of trained parameters the master, which the optimizer updates, or nothing if another rank does."""
+        """Return what this rank holds of `saved_shapes`.
+
+        Of a trained parameter it holds the master, which the optimizer updates, or nothing if another rank holds that.
+        """
         found, own = {}, self.parameters
         for name, shape in self.saved_shapes().items():
             if name in own.leaves and own.has_master(name):
@@ -85,12 +88,20 @@ class Durable:
         keep: int | None = None,
         asynchronous: bool = False,
     ) -> Saving:
-        """Write a checkpoint into `directory` and, with `keep`, remove all but the newest so many.  Every rank must call.
+        """Write a checkpoint into a directory.  Every rank must call this.
 
-        `extra`: further objects with state_dict() and load_state_dict() by name, such as {"scheduler": scheduler}; rank 0's are saved.
-        `asynchronous`: copy to host memory, return, and write beside the next steps; `.wait()` of the result waits for the end, as do the
-        next save, load and export of any engine.  Raises AutoparError on every rank if it cannot be written, and then all earlier
-        checkpoints are as before.
+        Args:
+            directory: the directory of checkpoints.
+            extra: further objects with state_dict() and load_state_dict(), by name, such as {"scheduler": scheduler}.  Those of rank 0
+                are saved.
+            keep: the number of newest checkpoints to keep.  By default all are kept.
+            asynchronous: copy to host memory, return, and write beside the next steps.
+
+        Returns:
+            An object whose `wait()` waits for the end of writing.  The next save, load or export of any engine waits too.
+
+        Raises:
+            AutoparError: on every rank, if it cannot be written.  Earlier checkpoints are then as before.
         """
         return self._checkpoints.save(
             path_of(directory, "checkpoints"), {} if extra is None else extra, keep, asynchronous
@@ -103,11 +114,16 @@ class Durable:
         optimizer: bool = True,
         missing_ok: bool = False,
     ) -> int:
-        """Go on from the newest complete checkpoint in `directory` (or from `directory` itself); returns its number of steps.
+        """Load a checkpoint, and return its number of steps.  It may have been saved under another plan and world size.
 
-        It may have been saved under another plan and world size.  `extra` as saved.  `optimizer=False` loads parameters, buffers, steps and
-        random state alone.  `missing_ok` changes nothing and returns 0 where no checkpoint is.  Raises AutoparError on every rank if there
-        is none, or for another model or optimizer.
+        Args:
+            directory: a directory of checkpoints, of which the newest complete one is taken; or one checkpoint.
+            extra: the objects to load into, by the names under which they were saved.
+            optimizer: False loads only parameters, buffers, steps and random state.
+            missing_ok: if there is no checkpoint, change nothing and return 0.
+
+        Raises:
+            AutoparError: on every rank, if there is no checkpoint, or it is of another model or optimizer.
         """
         self._for_steps = None  # buffers change
         return self._checkpoints.load(
@@ -120,16 +136,21 @@ class Durable:
         dtype: torch.dtype | None = None,
         max_file_bytes: int = 5 * 10**9,
     ) -> None:
-        """Write the weights as safetensors into a new directory, as `weights=` and Hugging Face's from_pretrained read them.
+        """Write the weights as safetensors.  `parallelize(weights=...)` and Hugging Face's from_pretrained read them.
 
-        Whole tensors by the model's own names (tied ones under their first), in `dtype` if given; several files with an index where they
-        would be larger than `max_file_bytes`.  Every rank must call.  A Hugging Face model's config is `model.config.save_pretrained`.
+        Every rank must call this.  The files have whole tensors by the model's own names; tied ones have their first name.
+        `model.config.save_pretrained` writes the config of a Hugging Face model.
+
+        Args:
+            directory: a new directory.
+            dtype: the dtype to write.  By default the dtype of each parameter.
+            max_file_bytes: the most bytes of a file.  Larger weights become several files with an index.
         """
         self._checkpoints.wait()
         export(self, path_of(directory, "exported weights"), dtype, max_file_bytes)
 
     def sampler(self, dataset: Sized, shuffle: bool = True) -> DataParallelSampler:
-        """For DataLoader(dataset, batch_sampler=...): batches of this rank's rows, from that of the next step to the end of its epoch."""
+        """Return a `batch_sampler` for torch's DataLoader: batches of this rank's rows, from the next step to the end of its epoch."""
         rank, mesh = self.batches.data_rank, self.plan.mesh
         return DataParallelSampler(
             dataset, self.plan.global_batch, mesh.dp, rank, lambda: self.steps, self.seed, shuffle

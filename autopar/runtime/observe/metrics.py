@@ -19,13 +19,19 @@ Mark = float | torch.cuda.Event
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """The last step.  Loss, tokens and targets are of the global batch, time and memory of this rank.
+    """The last step.  Loss, tokens and targets are those of the global batch; time and memory are those of this rank.
 
-    `tokens`: positions of the batch as it was given; `targets`: labels that count, or the sum of a mask, None where the loss is no mean
-    over tokens.
-    `mfu`: model FLOPs a second over the peak rate of all devices, by the same count as the plan's.  `peak_memory_bytes`: on a GPU the most
-    that torch's allocator has taken so far, on a CPU the most that was resident of the process.  `gradient_norm`: before clipping, None if
-    nothing is clipped or the step was skipped.
+    Attributes:
+        step: the number of the step.
+        loss: the mean loss over the global batch.
+        step_time_s: seconds of the step.
+        tokens: positions of the batch as it was given.
+        targets: labels that count, or the sum of a mask.  None if the loss is not a mean over tokens.
+        mfu: model FLOPs per second divided by the peak rate of all devices, counted as in the plan.
+        peak_memory_bytes: on a GPU, the most that torch's allocator has taken so far; on a CPU, the most resident bytes of the process.
+        gradient_norm: the norm before clipping.  None if gradients are not clipped or the step was skipped.
+        predicted_step_time_s: the plan's seconds of a step.
+        predicted_peak_memory_bytes: the plan's bytes on this rank.
     """
 
     step: int

@@ -1,0 +1,58 @@
+"""Examples and exit codes that `--help` of each command shows."""
+
+from __future__ import annotations
+
+EXAMPLES = {
+    "explain": (
+        "autopar explain llama3-8b dgx-h100:8 --global-batch 512 --seq 8192",
+        "autopar explain llama3-8b h100:8 --global-batch 64 --pin tp=4,pp=1 --save plan.json",
+        "autopar explain my_model:build cluster.yaml --global-batch 256 --runnable",
+        "autopar explain llama3-8b dgx-h100:2 --global-batch 64 --objective cost --price 2.5",
+        "autopar explain --plan plan.json",
+    ),
+    "why-not": ("autopar why-not llama3-8b dgx-h100:2 --global-batch 64 --seq 4096 --pin tp=8",),
+    "compare": (
+        "autopar compare llama3-8b dgx-h100:2 --global-batch 64 --pin tp=8 --pin tp=4,zero=1",
+        "autopar compare llama3-8b dgx-h100:2 --global-batch 64 --plan plan.json",
+    ),
+    "sweep": (
+        "autopar sweep llama3-8b dgx-h100:2 --gpus 16,64,128 --global-batch 128 --price 2.5",
+        "autopar sweep llama3-8b dgx-h100:2 --global-batch 128 --inter-bandwidth 10,100",
+    ),
+    "robust": (
+        "autopar robust llama3-8b dgx-h100:2 --global-batch 64 --pin pp=1",
+        "autopar robust llama3-8b dgx-h100:2 --global-batch 64 --off 10 --near 3",
+    ),
+    "diff": ("autopar diff a.json b.json",),
+    "replay": ("autopar replay plan.json llama3-8b dgx-h100:1 --seq 4096",),
+    "audit": ("autopar audit plan.json llama3-8b dgx-h100:1 --seq 4096",),
+    "verify": (
+        "autopar verify llama-tiny --nproc 4",
+        "autopar verify hf:config.json --nproc 4 --pin pp=2,schedule=1f1b",
+    ),
+    "predict": ("autopar predict runs.csv --by gpu", "autopar predict runs.csv --ablate"),
+    "calibrate": ("autopar calibrate --nproc 4 --device cpu --output cluster.yaml",),
+    "demo": ("autopar demo",),
+    "completion": ("autopar completion bash >> ~/.bashrc",),
+}
+"""Command lines by command."""
+
+ONE_IF = {
+    "explain": "--replay or --audit disagrees with the plan",
+    "why-not": "the choice is impossible or does not fit",
+    "diff": "the plans differ",
+    "replay": "the simulation disagrees with the plan",
+    "audit": "the prices do not sum to the objective",
+    "verify": "a run is not exact",
+    "demo": "the parallel run disagrees with one device",
+}
+"""What exit code 1 of a command means.  The others do not use it."""
+
+EXIT_CODES = (
+    ("0", "done"),
+    ("2", "a mistake in what was asked, or no plan fits"),
+    ("74", "an output cannot be written"),
+    ("130", "interrupted"),
+    ("141", "the reader of a pipe closed it"),
+)
+"""Exit codes of every command."""
