@@ -187,6 +187,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
         model_matrix.main(["--models", "lama"])
 
 
+@pytest.mark.slow
 def test_models_run_side_by_side(tmp_path):
     found = model_matrix.run_side_by_side(["autopar-gpt"], ["dp=3"], 2)
     assert [(cell.model, cell.mesh, cell.status) for cell in found] == [

@@ -50,10 +50,12 @@ class TrainResult:
 
     @property
     def tolerance(self) -> float:
+        """The largest relative difference of a loss that counts as rounding."""
         return TOLERANCE["fp32"][0]
 
     @property
     def agrees(self) -> bool:
+        """Whether losses and parameters are those of one device."""
         close = all(
             abs(a - b) <= self.tolerance * abs(b)
             for a, b in zip(self.losses, self.reference_losses, strict=True)

@@ -18,6 +18,7 @@ class Command(click.Command):
     """A command that refuses an option given twice, of which click would take the last without a word."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, and refuse an option that is given twice."""
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option, count in Counter(given).items():
             if (
@@ -59,6 +60,7 @@ class Numbers(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple:
+        """The numbers of a text."""
         if isinstance(value, tuple):
             return value
         try:

@@ -71,6 +71,7 @@ class Priced:
     there: tuple[Plan | None, ...]
 
     def time_s(self, number: int) -> float:
+        """Seconds of a step under a scenario; infinite where it does not fit."""
         there = self.there[number]
         return inf if there is None else there.predicted.step_time_s
 
@@ -100,6 +101,7 @@ class Robustness:
 
     @property
     def chosen(self) -> Priced:
+        """The plan that is best as things are."""
         return self.priced[0]
 
     def best_s(self, number: int) -> float:

@@ -147,6 +147,7 @@ class AnnotatedOp:
                 )
 
     def strategy(self, name: str) -> Strategy:
+        """The strategy of a name.  KeyError if there is none."""
         for s in self.strategies:
             if s.name == name:
                 return s

@@ -109,6 +109,7 @@ class ClusterSpec:
 
     @property
     def num_devices(self) -> int:
+        """How many devices all nodes have."""
         return self.topology.num_devices
 
     @property
@@ -468,10 +469,12 @@ class MixedCluster:
 
     @property
     def num_devices(self) -> int:
+        """How many devices all groups have."""
         return sum(group.num_devices for group in self.groups)
 
     @property
     def device_type(self) -> str:
+        """'cuda' or 'cpu', which is one for all groups."""
         return self.groups[0].device_type  # one for all
 
     @property
@@ -492,14 +495,17 @@ class MixedCluster:
 
     @property
     def device(self) -> NoReturn:
+        """Raise AutoparError: there are several kinds."""
         self._refuse("device")
 
     @property
     def topology(self) -> NoReturn:
+        """Raise AutoparError: each group has its own."""
         self._refuse("network")
 
     @property
     def host(self) -> NoReturn:
+        """Raise AutoparError: each group has its own."""
         self._refuse("host")
 
     def _refuse(self, what: str) -> NoReturn:
@@ -544,9 +550,11 @@ class MixedCluster:
         return self
 
     def with_memory(self, memory_bytes: int) -> NoReturn:
+        """Raise AutoparError: each group has its own."""
         self._refuse("memory")
 
     def with_inter_bandwidth(self, device_Bps: float) -> NoReturn:
+        """Raise AutoparError: each group has its own."""
         self._refuse("network")
 
 

@@ -18,6 +18,7 @@ _DEVICE_KEYS = tuple(f.name for f in fields(Device))
 def default_links(
     device_name: str, fitted: FittedConstants = FITTED
 ) -> tuple[Link | None, Link | None]:
+    """The links in and between the nodes that devices of this name are sold in; None where no node is known."""
     home = home_of(device_name)
     if home is not None:
         topology = home.topology(1, fitted)
@@ -113,6 +114,7 @@ def written(fields_: dict) -> dict:
 
 
 def check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[str, ...]) -> None:
+    """AutoparError for a key that is not known, and for one that is missing."""
     for key in data:
         if key not in known:
             raise AutoparError(f"{what}: unknown key {shown(key)}; {nearest(key, list(known))}")

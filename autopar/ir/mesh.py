@@ -101,6 +101,7 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int:
+        """The product of all sizes."""
         return prod(self.sizes)
 
     @property

@@ -59,6 +59,7 @@ def made(kind: type[T], data: Any, what: str) -> T:
 
 
 def listed_in(value: Any, name: str) -> list | tuple:
+    """The list, or ValueError for anything else."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{name} is {shown(value)}, not a list")
     return value

@@ -77,6 +77,7 @@ class Pattern(_Value):
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether each part is one piece."""
         return self == CONTIGUOUS
 
     def divides(self, size: int, parts: int) -> bool:
@@ -154,6 +155,7 @@ class Layout(_Value):
 
     @property
     def is_shard(self) -> bool:
+        """Whether the value is split along a dim."""
         return self.value.kind == "S"
 
 

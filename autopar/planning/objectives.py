@@ -224,9 +224,10 @@ def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
     planned = _planned(tried)
     best = min(planned, key=lambda one: (one.device_hours, one.plan.predicted.step_time_s))
     bound = min(_device_hours(one.cluster.num_devices * one.bound_s, best.plan) for one in tried)
+    here = f"on {best.cluster.num_devices} of {cluster.num_devices} devices"
     claim = (
-        f"{_cost_words(best.device_hours, cluster)} for a million tokens on {best.cluster.num_devices} of {cluster.num_devices} devices: "
-        f"the lowest found on {_listed(tried)}; no plan of the space on any of these costs less than {_cost_words(bound, cluster)}{_unsettled(tried)}"
+        f"{_cost_words(best.device_hours, cluster)} for a million tokens {here}: the lowest found on {_listed(tried)}; "
+        f"no plan of the space on any of these costs less than {_cost_words(bound, cluster)}{_unsettled(tried)}"
     )
     return Chosen(goal, best.cluster, best.plan, best.device_hours, bound, claim, tried)
 

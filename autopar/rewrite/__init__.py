@@ -1,0 +1,1 @@
+"""From a plan to the program of one rank."""

@@ -1,0 +1,1 @@
+"""Runs the program of a rank: state, batches, pipeline, checkpoints."""

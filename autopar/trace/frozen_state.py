@@ -40,6 +40,7 @@ class StateRecord:
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
+        """Note the state before and after the block."""
         self.before = Snapshot.of(self.model, self.functions)
         yield
         self.after = Snapshot.of(self.model, self.functions)

@@ -288,6 +288,7 @@ class StepGraphs:
         self.input_names = dict(zip(captured.input_nodes, captured.inputs, strict=True))
 
     def values(self, names: tuple[str, ...], vals: tuple, labels: int) -> StepValues:
+        """What is computed before the first forward of a step, under these names."""
         sums, whole = self._parts()
         local = self._graph(above(sums, reads), sums, {})
         parts = {node: f"part{k}" for k, node in enumerate(sums)}
@@ -356,6 +357,7 @@ class Keys:
         self.known: dict[Node, int] = {}
 
     def of(self, node: Node) -> int:
+        """The number of a node in the graph that is written."""
         for each in in_order(node.graph, above([node]) - self.known.keys()):
             kwargs = tuple(
                 (name, self._written(value)) for name, value in sorted(each.kwargs.items())

@@ -331,6 +331,16 @@ def _hashable(state: Any) -> tuple:
 # ------------------------------------------------------------------------------------------------------------------ functions
 
 
+_WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
+
+
+def _wrapped(value: Any) -> Any:
+    """The function in one of `_WRAPPERS`."""
+    if isinstance(value, property):
+        return value.fget
+    return value.func if isinstance(value, functools.cached_property) else value.__func__
+
+
 @dataclass(slots=True)
 class Functions:
     """The user's functions that forward and the loss can reach, and the variables outside of the model that these name."""
@@ -343,6 +353,7 @@ class Functions:
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: Callable | None) -> Functions:
+        """All functions that a model and its loss can call."""
         found = cls()
         for module in model.modules():
             found._add(module)
@@ -370,10 +381,8 @@ class Functions:
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._add(part)
-        elif isinstance(value, (staticmethod, classmethod)):
-            self._add(value.__func__)
-        elif isinstance(value, (property, functools.cached_property)):
-            self._add(value.fget if isinstance(value, property) else value.func)
+        elif isinstance(value, _WRAPPERS):
+            self._add(_wrapped(value))
         elif isinstance(value, type):
             self._add_class(value)
         elif isinstance(value, (list, tuple, dict)):
@@ -396,16 +405,7 @@ class Functions:
                 continue
             self._seen.add(id(base))
             for name, value in list(vars(base).items()):
-                if isinstance(
-                    value,
-                    (
-                        types.FunctionType,
-                        staticmethod,
-                        classmethod,
-                        property,
-                        functools.cached_property,
-                    ),
-                ):
+                if isinstance(value, (types.FunctionType, *_WRAPPERS)):
                     self._add(value)
                 elif not name.startswith("__") and not isinstance(value, type):
                     self._places[f"class attribute {base.__qualname__}.{name}"] = (

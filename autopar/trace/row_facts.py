@@ -56,6 +56,7 @@ class Fact:
 
     @property
     def is_joined(self) -> bool:
+        """Whether rows were joined."""
         return self.kind in (SUM, MIXED)
 
 

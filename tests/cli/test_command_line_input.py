@@ -151,6 +151,7 @@ def saved_plan() -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_saved_plan(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text("before")

@@ -152,6 +152,7 @@ def test_what_the_planner_decides_passes(case):
     assert found.conversions > 0 or pins.get("tp", 1) == 1 or name == "t5", "tiny models run whole"
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(
     st.sampled_from([LLAMA, GPT]),

@@ -87,6 +87,7 @@ def test_each_remedy_fits_and_the_next_smaller_change_does_not(pin, gib, kinds):
         assert not fits(ladder.rungs[0].ask) and not fits(ladder.rungs[-1].ask), words
 
 
+@pytest.mark.slow
 def test_the_message_has_the_numbers():
     ask, error = refused(PINS, 0.6)
     answer = remedies(error, planner().plan_for, ask, budget_s=1000.0)

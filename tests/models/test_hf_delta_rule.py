@@ -54,6 +54,7 @@ def steps(rank: int, name: str, text: str):
     return run_steps(Engine(built, traced, Plan.from_json(text), sgd, None, None, "cpu"), batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5_text"])
 def test_a_layer_has_two_solves_and_no_loop_over_rows(name):
     traced = model(name)[2]

@@ -155,6 +155,7 @@ def save_and_load_half(rank: int, source: str, target: str, directory: str) -> t
     return tuple(found)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_half_precision(pool4, tmp_path):
     def half(mesh: MeshShape, zero: int) -> Plan:
         return replace(solved_plan(*traced("fp16"), setting(mesh, 2)), zero=zero, precision="fp16")

@@ -103,6 +103,7 @@ def train_double(rank: int, pins: list[dict]) -> list[tuple[float, set[torch.dty
     return found
 
 
+@pytest.mark.slow
 def test_a_double_model_stays_double(pool2):
     for by_rank in pool2.run(train_double, [{"dp": 2}, {"tp": 2}], timeout_s=300):
         assert len(by_rank) == 6

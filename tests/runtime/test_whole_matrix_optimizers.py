@@ -126,6 +126,7 @@ def test_whole_matrices_are_exact(pool2, optimizer, cells):
     check(pool2, "gpt-tiny", [(optimizer, plan_of("gpt-tiny", *cell)) for cell in cells])
 
 
+@pytest.mark.slow
 def test_with_clipping_over_both_axes_and_in_groups(pool4):
     """Also offloaded, with groups of ranks that share out, and where a pipeline cuts what tp and ZeRO cut."""
     mixed = MeshShape(pp=2, tp=2)

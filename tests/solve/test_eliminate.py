@@ -508,6 +508,7 @@ def test_parts_have_every_placement(first, least, slack):
     assert inside and (len(parts) > 1) == any(slack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unique", [False, True])
 @settings(max_examples=examples(10, 40))
 @given(

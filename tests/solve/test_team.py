@@ -373,6 +373,7 @@ CROWDED = [(crowded(seed), 60 if seed % 4 == 0 else 200) for seed in range(16)]
 """Tasks and what their devices hold, which is too little for some."""
 
 
+@pytest.mark.slow
 def test_candidates_that_are_lent_are_accounted_for(generous):
     for task, capacity in CROWDED:
         assert_same(
@@ -474,6 +475,7 @@ def test_a_helper_tells_nothing_of_a_candidate_that_another_had(monkeypatch):
     assert helper.state.entries[dropped[0]].outcome == "open"
 
 
+@pytest.mark.slow
 def test_what_a_lent_candidate_leaves_open_is_in_the_bound(generous, no_time):
     left = 0
     for task, capacity in CROWDED:

@@ -56,6 +56,7 @@ class DataParallelSampler(Sampler[list[int]]):
 
     @property
     def batches_per_epoch(self) -> int:
+        """Whole batches among the rows."""
         return self.rows // self.global_batch
 
     @property

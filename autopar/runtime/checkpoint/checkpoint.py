@@ -66,6 +66,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
+        """Whether the writing has ended."""
         return self._future.done()
 
     def settle(self) -> None:
@@ -93,6 +94,7 @@ class Checkpoints:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
+        """The group over which ranks talk about files."""
         return file_group()
 
     def wait(self) -> None:
@@ -105,6 +107,7 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------------------- save
 
     def save(self, directory: Path, extra: Extra, keep: int | None, asynchronous: bool) -> Saving:
+        """Write a checkpoint, as `Engine.save` says."""
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise AutoparError(
                 f"keep={shown(keep)} must be a whole number of checkpoints, at least 1"
@@ -220,6 +223,7 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------------------- load
 
     def load(self, directory: Path, extra: Extra, optimizer: bool, missing_ok: bool) -> int:
+        """Go on from a checkpoint, as `Engine.load` says."""
         _check_named(extra)
         self.wait()
         with lost_ranks("while loading"):

@@ -47,6 +47,7 @@ class Metrics:
 
     @property
     def tokens_per_s(self) -> float:
+        """Of all ranks together."""
         return self.tokens / self.step_time_s
 
     def __str__(self) -> str:
@@ -78,9 +79,11 @@ class Meter:
         self.norm: torch.Tensor | None = None
 
     def begin(self) -> None:
+        """Note that a step begins."""
         self.norm, self._begun = None, self._now()
 
     def end(self, step: int, loss: torch.Tensor, size: BatchSize) -> None:
+        """Note that a step has ended, with its loss and the size of its batch."""
         self._last = step, loss, size, self.norm, self._begun, self._now()
 
     def _now(self) -> Mark:
@@ -91,6 +94,7 @@ class Meter:
         return event
 
     def metrics(self) -> Metrics:
+        """What the last step was like.  AutoparError before the first."""
         if self._last is None:
             raise AutoparError(
                 "engine.metrics are those of the last step, and none has run: call engine.step first"

@@ -124,7 +124,7 @@ class Pipeline:
                     input_args=received,
                     output_args=sent or (loss,),
                     group=self.group,
-                )  # fmt: skip
+                )
             )
             stages[-1].gradients = travelling
             stages[-1].steady = (

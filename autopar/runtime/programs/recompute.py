@@ -73,6 +73,7 @@ class Recomputed(nn.Module):
             part.again = again
 
     def forward(self, *inputs: torch.Tensor) -> Any:
+        """Run the segment so that backward computes again what it does not keep."""
         if not self.whole:
             return self.run(*inputs)
         if not self.changing:

@@ -235,12 +235,15 @@ class open_weights:
 
     @property
     def names(self) -> set[str]:
+        """All tensors that the files hold."""
         return set(self._files) | set(self._loaded)
 
     def has(self, name: str) -> bool:
+        """Whether the files hold a tensor."""
         return name in self._files or name in self._loaded
 
     def __call__(self, name: str) -> torch.Tensor:
+        """A tensor of the files."""
         if name in self._loaded:
             return self._loaded[name]
         from safetensors import safe_open

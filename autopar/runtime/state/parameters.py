@@ -124,6 +124,7 @@ class Parameters:
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer updates, by name."""
         return {name: one.master for name, one in self.trained.items()}
 
     def _local_shape(self, name: str) -> tuple[int, ...]:

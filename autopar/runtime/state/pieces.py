@@ -13,7 +13,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class Held:
     cuts: tuple[Cut, ...] = ()
 
     def pieces(self) -> Pieces:
+        """The parts of the whole tensor that this rank holds."""
         positions = tuple(self.positions(dim) for dim in range(len(self.shape)))
         return Pieces(self.shape, local_part(self.tensor), positions)
 
@@ -127,10 +128,7 @@ def whole(tensor: Tensor) -> Pieces:
 def _runs(positions: Tensor) -> list[tuple[int, int, int]]:
     """(first position, its place here, length) of each run of consecutive positions."""
     starts = [0, *((positions.diff() != 1).nonzero().flatten() + 1).tolist(), len(positions)]
-    return [
-        (int(positions[start]), start, end - start)
-        for start, end in zip(starts, starts[1:], strict=False)
-    ]
+    return [(int(positions[start]), start, end - start) for start, end in pairwise(starts)]
 
 
 class PieceWriter(DefaultSavePlanner):
@@ -156,10 +154,12 @@ class PieceWriter(DefaultSavePlanner):
                 )
 
     def create_local_plan(self) -> SavePlan:
+        """All pieces of this rank."""
         self.plan = SavePlan(self._items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """The tensor that is written at an index."""
         return self._views[index]
 
 
@@ -174,9 +174,11 @@ class PieceReader(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False
     ) -> None:
+        """Take in what was saved."""
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
+        """What this rank reads of each saved piece."""
         items = []
         for name, pieces in self._tensors.items():
             saved: TensorStorageMetadata = self.metadata.state_dict_metadata[name]
@@ -193,6 +195,7 @@ class PieceReader(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The tensor that is read into at an index."""
         return self._views[index.fqn, index.offset]
 
 

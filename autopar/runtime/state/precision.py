@@ -113,6 +113,7 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: str) -> LossScale:
+        """The scale that a precision begins with."""
         return cls(FIRST_SCALE, True) if precision == "fp16" else cls()
 
     def unscale(

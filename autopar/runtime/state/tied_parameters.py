@@ -26,6 +26,7 @@ class StageParameters:
         self._groups = {held: pp_subgroup(program.mesh, program.rank, held, pp) for held in shared}
 
     def holds(self, name: str) -> bool:
+        """Whether this rank of the pipeline holds a parameter."""
         return self.pp.index in self.holders[name]
 
     def counts(self, name: str) -> bool:

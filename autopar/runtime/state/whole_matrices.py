@@ -36,6 +36,7 @@ class Cutting:
 
     @property
     def is_cut(self) -> bool:
+        """Whether ranks hold parts of the matrix."""
         return bool(self.splits or self.share.cuts)
 
 

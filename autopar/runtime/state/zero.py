@@ -41,6 +41,7 @@ class Share:
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """The axes over which it is shared out."""
         return tuple(axis for axis, _ in self.cuts)
 
     def split(self, axis: str) -> Split:
@@ -99,6 +100,7 @@ class Moving:
         return self._found is None
 
     def wait(self) -> list[Tensor]:
+        """What has arrived, once all of it has."""
         while self._found is None:
             self._advance()
         return self._found
