@@ -126,7 +126,7 @@ def _places() -> Iterator[tuple[ast.AST, str, Path]]:
 
 
 def long_definitions(kinds: type | tuple[type, ...], lines: int) -> list[Place]:
-    """Functions or classes of more than `lines` lines of code, longest first.  Docstrings do not count, since public ones list arguments."""
+    """Functions or classes of more than `lines` lines of code, longest first.  Docstrings do not count: public ones list arguments."""
     found = [
         Place(node.name, where, code_lines(node))
         for node, where, _ in _places()
@@ -139,7 +139,10 @@ def code_lines(definition: ast.AST) -> int:
     """Lines of a function or class without the docstrings in it."""
     docs = 0
     for node in ast.walk(definition):
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            and ast.get_docstring(node) is not None
+        ):
             docs += node.body[0].end_lineno - node.body[0].lineno + 1
     return definition.end_lineno - definition.lineno + 1 - docs
 
