@@ -107,8 +107,10 @@ class Annotator:
         alike = self.alike(setting)
         pricers, edges = self._priced_alike(alike, self.axis_choices(alike))
         gathered = gathered_bytes(setting, pricers, self.facts)
-        blocks = (replace(block, workspace_bytes=block.workspace_bytes + more) if more else block
-                  for block, more in zip((p.block(setting) for p in pricers), gathered, strict=True))  # fmt: skip
+        blocks = (
+            replace(block, workspace_bytes=block.workspace_bytes + more) if more else block
+            for block, more in zip((p.block(setting) for p in pricers), gathered, strict=True)
+        )
         return AnnotatedModel(
             tuple(blocks),
             edges,
@@ -211,9 +213,11 @@ class Annotator:
             if "dp" in choices.get(node.name, {})
         ]
         return all(
-            have[name] == want or (name not in follows and not {*PARTS} & {*transition(have[name], want)})
-            for node, choice in calls for name, want in zip(operand_names(node), choice.inputs, strict=True)
-        )  # fmt: skip
+            have[name] == want
+            or (name not in follows and not {*PARTS} & {*transition(have[name], want)})
+            for node, choice in calls
+            for name, want in zip(operand_names(node), choice.inputs, strict=True)
+        )
 
     def _pipeline(self, setting: Setting) -> PipelineSetting:
         mesh, topology, between = setting.mesh, setting.cluster.topology, setting.between
@@ -297,8 +301,18 @@ def annotator_of(traced: TracedModel) -> Annotator:
 
 def _of_calls(setting: Setting, mesh: MeshShape, recompute: str) -> Setting:
     """Of a setting what calls depend on, over this mesh and in this mode."""
-    return replace(setting, mesh=mesh, zero=0, recompute=recompute, num_microbatches=1, stages_per_rank=1, schedule="none",
-                   offload="none", between=None, shard=0)  # fmt: skip
+    return replace(
+        setting,
+        mesh=mesh,
+        zero=0,
+        recompute=recompute,
+        num_microbatches=1,
+        stages_per_rank=1,
+        schedule="none",
+        offload="none",
+        between=None,
+        shard=0,
+    )
 
 
 def _lie_alike(one: MeshShape, other: MeshShape, axes: Iterable[str]) -> bool:

@@ -126,10 +126,19 @@ def assemble(
         bandwidth_Bps = size_bytes / max(most_s - latency_s, most_s / 2)
         intra = Link(bandwidth_Bps, latency_s, source, curves=curves)
     return ClusterSpec.make(
-        device, 1, nproc, name=f"calibrated {device_type}:{nproc}",
-        **{f"intra_{key}": getattr(intra, key) for key in ("bandwidth_Bps", "latency_s", "source", "efficiency", "kind", "curves")},
-        **{f"inter_{key}": getattr(ETHERNET, key) for key in ("bandwidth_Bps", "latency_s", "source", "efficiency", "kind")},
-    )  # fmt: skip
+        device,
+        1,
+        nproc,
+        name=f"calibrated {device_type}:{nproc}",
+        **{
+            f"intra_{key}": getattr(intra, key)
+            for key in ("bandwidth_Bps", "latency_s", "source", "efficiency", "kind", "curves")
+        },
+        **{
+            f"inter_{key}": getattr(ETHERNET, key)
+            for key in ("bandwidth_Bps", "latency_s", "source", "efficiency", "kind")
+        },
+    )
 
 
 def merged(ranks: Sequence[Points]) -> Curve:

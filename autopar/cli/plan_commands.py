@@ -225,12 +225,21 @@ def _explain_saved(path: str, wanted: Mapping[str, Any], as_json: bool) -> None:
     cluster = named_cluster(plan)
     _show_plan(plan, as_json, lint(plan, cluster) if cluster is not None else [])
     if not as_json:
-        click.echo("Lints that read the model (heads and widths that a degree does not divide, tied weights, small products) come with "
-                   "explain MODEL CLUSTER.", err=True)  # fmt: skip
+        click.echo(
+            "Lints that read the model (heads and widths that a degree does not divide, tied weights, small products) come with "
+            "explain MODEL CLUSTER.",
+            err=True,
+        )
 
 
-def _show_plan(plan: Any, as_json: bool, findings: list, counts: dict | None = None, chosen: Any = None, checks: Sequence[Any] = ()
-               ) -> None:  # fmt: skip
+def _show_plan(
+    plan: Any,
+    as_json: bool,
+    findings: list,
+    counts: dict | None = None,
+    chosen: Any = None,
+    checks: Sequence[Any] = (),
+) -> None:
     """A plan; `chosen` is what it was chosen for, if it was chosen now, and `checks` its replay and its audit."""
     from autopar.explaining.plan_report import plan_data, plan_table
     from autopar.planning.objectives import chosen_data, chosen_table

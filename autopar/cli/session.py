@@ -84,8 +84,12 @@ class Planner:
         """A plan under pins.  Raises AutoparError as `api.plan_traced` does."""
         from autopar import api
 
-        request = replace(self.request, pin=Pins.of(pin), cluster=cluster or self.cluster,
-                          global_batch=global_batch or self.request.global_batch)  # fmt: skip
+        request = replace(
+            self.request,
+            pin=Pins.of(pin),
+            cluster=cluster or self.cluster,
+            global_batch=global_batch or self.request.global_batch,
+        )
         return api.plan_traced(
             self.traced(seq), request, time_limit_s or self.time_limit_s, self.tell
         )

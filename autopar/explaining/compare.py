@@ -144,8 +144,12 @@ class CompareTable:
         rows = self._rows([entry.plan for entry in planned])
         for first in range(0, len(planned), at_once):
             names = [entry.name.replace(",", ", ") for entry in planned[first : first + at_once]]
-            table = grid("", ("", *names), [(what, *values[first : first + at_once]) for what, values in rows],
-                         right=tuple(range(1, at_once + 1)))  # fmt: skip
+            table = grid(
+                "",
+                ("", *names),
+                [(what, *values[first : first + at_once]) for what, values in rows],
+                right=tuple(range(1, at_once + 1)),
+            )
             table.columns[0].max_width = _LABEL_WIDTH
             for column in table.columns[1:]:
                 column.max_width = width

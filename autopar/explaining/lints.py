@@ -275,18 +275,24 @@ def _host_bound(
     )
     again = {name for block in plan.blocks if block.recompute == "full" for name in block.segments}
     by_class = [
-        tuple(sum(getattr(op.strategies[0], f"{way}_dispatch_s") for op in block.ops) for way in ("forward", "backward"))
+        tuple(
+            sum(getattr(op.strategies[0], f"{way}_dispatch_s") for op in block.ops)
+            for way in ("forward", "backward")
+        )
         for block in model.classes
-    ]  # fmt: skip
+    ]
     host_s = {
-        segment.name: (1 + (segment.name in again)) * by_class[segment.class_index][0] + by_class[segment.class_index][1]
+        segment.name: (1 + (segment.name in again)) * by_class[segment.class_index][0]
+        + by_class[segment.class_index][1]
         for segment in traced.segments
-    }  # fmt: skip
+    }
     stages, ranks = plan.stages or (tuple(host_s),), plan.mesh.pp
     groups = groups_by_rank(plan, cluster)
     of_ranks = [
-        sum(host_s.get(name, 0.0) for stage in stages[rank::ranks] for name in stage) for rank in range(ranks) if groups[rank] == group
-    ]  # fmt: skip
+        sum(host_s.get(name, 0.0) for stage in stages[rank::ranks] for name in stage)
+        for rank in range(ranks)
+        if groups[rank] == group
+    ]
     found_s, each_s = plan.num_microbatches * max(of_ranks), device.issue_s
     if found_s <= plan.predicted.step_time_s:
         return

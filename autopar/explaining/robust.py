@@ -462,14 +462,26 @@ def _near_parts(found: Robustness) -> Iterator[Any]:
         regret, worst = found.worst(one)
         step_s = one.plan.predicted.step_time_s
         fits = "no" if found.misfits(one) else "yes"
-        rows.append((short_words(one.plan), ms(step_s), percent(step_s / found.chosen.plan.predicted.step_time_s - 1), fits,
-                     percent(regret), str(worst) if regret >= _NOTHING else ""))  # fmt: skip
+        rows.append(
+            (
+                short_words(one.plan),
+                ms(step_s),
+                percent(step_s / found.chosen.plan.predicted.step_time_s - 1),
+                fits,
+                percent(regret),
+                str(worst) if regret >= _NOTHING else "",
+            )
+        )
     left = (
         f" ({found.left_out} more candidates that may be were not priced)" if found.left_out else ""
     )
     near = percent(found.near or 0.0)
-    yield grid(f"Plans within {near} of the chosen one{left}",
-               ("plan", "step", "slower", "fits always", "worst regret", "where"), rows, right=(1, 2, 4))  # fmt: skip
+    yield grid(
+        f"Plans within {near} of the chosen one{left}",
+        ("plan", "step", "slower", "fits always", "worst regret", "where"),
+        rows,
+        right=(1, 2, 4),
+    )
     robust = found.most_robust
     which = "the chosen one" if robust is found.chosen else layout_words(robust.plan)
     yield Text(f"Most robust: {which}.  {_verdict(found, robust)}")

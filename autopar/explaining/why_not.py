@@ -204,11 +204,14 @@ def _forbidden(answer: WhyNot) -> list[Any]:
     if answer.least is not None:
         peak, parts = max(answer.least.predicted.peak_memory_bytes), answer.least.predicted.memory
         most = max(parts, key=parts.__getitem__)
-        found.append(Text(
-            f"Memory binds: {layout_words(answer.least)} needs {gib(peak)} of {gib(answer.capacity_bytes)}, "
-            f"{gib(peak - answer.capacity_bytes)} too much; most of it is {MEMORY_WORDS.get(most, most)} ({percent(parts[most] / peak)}).  "
-            f"On devices with that much memory a step would take {ms(answer.least.predicted.step_time_s)}."
-        ))  # fmt: skip
+        found.append(
+            Text(
+                f"Memory binds: {layout_words(answer.least)} needs {gib(peak)} of {gib(answer.capacity_bytes)}, "
+                f"{gib(peak - answer.capacity_bytes)} too much; most of it is {MEMORY_WORDS.get(most, most)} "
+                f"({percent(parts[most] / peak)}).  "
+                f"On devices with that much memory a step would take {ms(answer.least.predicted.step_time_s)}."
+            )
+        )
         rows = [
             (MEMORY_WORDS.get(part, part), gib(size), percent(size / peak))
             for part, size in parts.items()

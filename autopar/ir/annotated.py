@@ -79,8 +79,13 @@ class Strategy:
 
     def __post_init__(self) -> None:
         whole_s = self.backward_s
-        if not (0 <= self.forward_comm_s <= self.forward_s and 0 <= self.step_comm_s <= self.step_s and 0 <= self.backward_comm_s <= whole_s
-                and 0 <= self.backward_weight_s <= whole_s and 0 <= self.rerun_s <= whole_s):  # fmt: skip
+        if not (
+            0 <= self.forward_comm_s <= self.forward_s
+            and 0 <= self.step_comm_s <= self.step_s
+            and 0 <= self.backward_comm_s <= whole_s
+            and 0 <= self.backward_weight_s <= whole_s
+            and 0 <= self.rerun_s <= whole_s
+        ):
             _check_parts(
                 self,
                 ("forward_comm_s", "forward_s"),
@@ -110,10 +115,26 @@ class Strategy:
             )
             dispatch_s += self.forward_dispatch_s
         return Strategy(  # by place, which is quicker than `replace`
-            self.name, self.inputs, self.outputs, self.forward_s, backward_s, self.step_s, self.static_bytes, saved,
-            self.forward_comm_s, comm_s, self.step_comm_s, self.backward_weight_s, rerun_s, self.forward_dispatch_s, dispatch_s,
-            self.gradient_bytes, self.optimizer_bytes, self.host_bytes, self.late,
-        )  # fmt: skip
+            self.name,
+            self.inputs,
+            self.outputs,
+            self.forward_s,
+            backward_s,
+            self.step_s,
+            self.static_bytes,
+            saved,
+            self.forward_comm_s,
+            comm_s,
+            self.step_comm_s,
+            self.backward_weight_s,
+            rerun_s,
+            self.forward_dispatch_s,
+            dispatch_s,
+            self.gradient_bytes,
+            self.optimizer_bytes,
+            self.host_bytes,
+            self.late,
+        )
 
 
 @dataclass(frozen=True, slots=True)

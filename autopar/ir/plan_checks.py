@@ -136,16 +136,20 @@ def _check_mesh(plan: PlanFields) -> None:
     for block in plan.blocks:
         for op, axes in block.ops.items():
             if odd := set(axes) ^ set(mesh.active):
-                raise ValueError(f"op {shown(op)} of block {shown(block.name)} has layouts over {_listed(axes)}, and the axes of the mesh "
-                                 f"with several ranks are {_listed(mesh.active)}: {sorted(odd)[0]} is in one alone")  # fmt: skip
+                raise ValueError(
+                    f"op {shown(op)} of block {shown(block.name)} has layouts over {_listed(axes)}, and the axes of the mesh "
+                    f"with several ranks are {_listed(mesh.active)}: {sorted(odd)[0]} is in one alone"
+                )
     if not plan.stages or len(plan.stages) % mesh.pp or len(plan.devices) not in (0, mesh.pp):
         raise ValueError(
             f"{len(plan.stages)} stages or {len(plan.devices)} devices are not those of pp={mesh.pp} pipeline ranks"
         )
     if mesh.pp == 1:
         if plan.schedule != "none" or len(plan.stages) != 1:
-            raise ValueError(f"without a pipeline (pp=1) there is one stage and schedule 'none', not {len(plan.stages)} stages and "
-                             f"schedule {shown(plan.schedule)}")  # fmt: skip
+            raise ValueError(
+                f"without a pipeline (pp=1) there is one stage and schedule 'none', not {len(plan.stages)} stages and "
+                f"schedule {shown(plan.schedule)}"
+            )
         return
     try:
         check_schedule(plan.schedule, mesh.pp, len(plan.stages) // mesh.pp, plan.num_microbatches)

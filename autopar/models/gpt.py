@@ -112,7 +112,9 @@ class GPTAttention(nn.Module):
         self.proj = _residual(config, config.hidden)
         self.score_dropout = _dropout(0.0 if self.fused else config.dropout)
 
-    def forward(self, x: Tensor, visible: Tensor | None, bias: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         """(b, s, h) -> (b, s, h)."""
         batch, seq, hidden = x.shape
         qkv = self.qkv(x).view(batch, seq, self.heads, 3, self.head_dim)
@@ -169,7 +171,9 @@ class GPTBlock(nn.Module):
         self.mlp = GPTMLP(config)
         self.mlp_dropout = _dropout(config.dropout)
 
-    def forward(self, x: Tensor, visible: Tensor | None, bias: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         """(b, s, h) -> (b, s, h)."""
         normed = self.attention_norm(x)
         x = x + self.attention_dropout(self.attention(normed, visible, bias))

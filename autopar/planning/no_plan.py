@@ -14,8 +14,9 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
         devices = request.cluster.num_devices
         return NoPlanFits(
             f"no plan that fits {devices} devices was found in {found.solve_time_s:.0f} s of search, nor a proof that there is none; "
-            "raise the time limit, or pin what saves memory (recompute=full, a higher ZeRO stage)", proven=False,
-        )  # fmt: skip
+            "raise the time limit, or pin what saves memory (recompute=full, a higher ZeRO stage)",
+            proven=False,
+        )
     if found.smallest is None:
         return NoPlanFits(
             f"no choice of layouts is consistent under the pins {request.pin or 'given'}: drop pins, or report the model"
@@ -30,8 +31,9 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
         return NoPlanFits(
             f"No plan fits: {reason.detail}, needs {needed / 2**30:.2f} GiB per device in the plan that lacks least ({candidate.mesh}, "
             f"micro-batch {candidate.micro_batch}, ZeRO {candidate.zero}, recompute {candidate.recompute}); there are {kinds}",
-            reason.memory_bytes, proven=False,
-        )  # fmt: skip
+            reason.memory_bytes,
+            proven=False,
+        )
     capacity = request.cluster.device.memory_bytes
     # of pipelines not every placement is tried
     proven = all(outcome["outcome"] == "infeasible" for outcome in found.outcomes)
@@ -49,5 +51,6 @@ def check_host(prediction: Prediction, request: PlanRequest) -> None:
     if host is not None and prediction.host_bytes > host.memory_bytes:
         raise NoPlanFits(
             f"No plan fits: the optimizer state of the fastest one needs {prediction.host_bytes / 2**30:.2f} GiB of host memory per "
-            f"device of {host.memory_bytes / 2**30:.2f}; use more devices, or a ZeRO stage that shares it out", proven=False,
-        )  # fmt: skip
+            f"device of {host.memory_bytes / 2**30:.2f}; use more devices, or a ZeRO stage that shares it out",
+            proven=False,
+        )

@@ -152,11 +152,15 @@ def _check_offload(request: PlanRequest) -> None:
 def check_fetched(pp: int, zero: int) -> None:
     """Raise AutoparError if parameters cannot be fetched from the host for each pass of a segment."""
     if pp > 1:
-        raise AutoparError(f"offload=parameters: a pipeline (pp={pp}) has the parameters of its stages on the device for all of a step; "
-                           "use pp=1, or offload=optimizer")  # fmt: skip
+        raise AutoparError(
+            f"offload=parameters: a pipeline (pp={pp}) has the parameters of its stages on the device for all of a step; "
+            "use pp=1, or offload=optimizer"
+        )
     if zero not in OFFLOADED_STAGES:
-        raise AutoparError(f"offload=parameters: under zero={zero} each device holds all parameters and shares out what the update needs; "
-                           "use zero=3 or 0, or offload=optimizer")  # fmt: skip
+        raise AutoparError(
+            f"offload=parameters: under zero={zero} each device holds all parameters and shares out what the update needs; "
+            "use zero=3 or 0, or offload=optimizer"
+        )
 
 
 def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:

@@ -203,9 +203,15 @@ def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]
     """What a step is made of: seconds of a micro-batch and bytes of a segment of each block, and seconds of a change of layout on the way
     from one block to another, by the numbers of the blocks."""
     for cost in class_costs(model, choices):
-        yield {"part": "block", "forward_s": cost.forward_s, "backward_s": cost.backward_s, "step_s": cost.step_s,
-               "static_bytes": cost.static_bytes, "kept_bytes": cost.kept_bytes,
-               "moment_bytes": cost.transient_bytes + model.fixed_bytes}  # fmt: skip
+        yield {
+            "part": "block",
+            "forward_s": cost.forward_s,
+            "backward_s": cost.backward_s,
+            "step_s": cost.step_s,
+            "static_bytes": cost.static_bytes,
+            "kept_bytes": cost.kept_bytes,
+            "moment_bytes": cost.transient_bytes + model.fixed_bytes,
+        }
     for (source, output, target, entry), (forward_s, backward_s) in sorted(
         arrivals(model, choices).items()
     ):

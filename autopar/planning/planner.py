@@ -37,10 +37,13 @@ def find_best(
     """Search all candidates of a request."""
     if request.is_mixed:
         return search_groups(
-            candidates_for(request, traced), lambda candidate, group: annotator.annotate(setting_of(candidate, request, group)),
-            [group.device.memory_bytes for group in request.cluster.groups], limits, progress,
+            candidates_for(request, traced),
+            lambda candidate, group: annotator.annotate(setting_of(candidate, request, group)),
+            [group.device.memory_bytes for group in request.cluster.groups],
+            limits,
+            progress,
             lambda candidate, group: annotator.alike(setting_of(candidate, request, group)),
-        )  # fmt: skip
+        )
 
     def annotate(candidate: Candidate) -> AnnotatedModel:
         return annotator.annotate(setting_of(candidate, request))

@@ -231,17 +231,39 @@ def ladders_of(ask: Ask) -> Iterator[Ladder]:
     smaller = [
         batch for batch in range(ask.global_batch - 1, 0, -1) if ask.global_batch % batch == 0
     ]
-    yield Ladder("global_batch", "smaller global batches",
-                 [Rung(f"with a global batch of {batch}", replace(ask, global_batch=batch)) for batch in smaller])  # fmt: skip
+    yield Ladder(
+        "global_batch",
+        "smaller global batches",
+        [
+            Rung(f"with a global batch of {batch}", replace(ask, global_batch=batch))
+            for batch in smaller
+        ],
+    )
     # replicas follow from the number of devices
     free = {name: value for name, value in ask.pin.items() if name != "dp"}
     words = f"{', dp not pinned' if 'dp' in ask.pin else ''}"
-    yield Ladder("devices", "more devices", [Rung(f"on {at.num_devices} devices ({at.name}{words})", replace(ask, cluster=at, pin=free))
-                                             for at in larger_clusters(ask.cluster)], up=True)  # fmt: skip
+    yield Ladder(
+        "devices",
+        "more devices",
+        [
+            Rung(
+                f"on {at.num_devices} devices ({at.name}{words})",
+                replace(ask, cluster=at, pin=free),
+            )
+            for at in larger_clusters(ask.cluster)
+        ],
+        up=True,
+    )
     if ask.seq is not None:
         step = max(ask.seq // _SEQ_STEPS, 1)
-        yield Ladder("seq", "shorter sequences", [Rung(f"with sequences of {seq} tokens", replace(ask, seq=seq))
-                                                  for seq in range(ask.seq - step, 0, -step)])  # fmt: skip
+        yield Ladder(
+            "seq",
+            "shorter sequences",
+            [
+                Rung(f"with sequences of {seq} tokens", replace(ask, seq=seq))
+                for seq in range(ask.seq - step, 0, -step)
+            ],
+        )
 
 
 def _pin_rungs(ask: Ask, name: str) -> Iterator[Rung]:

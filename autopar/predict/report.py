@@ -146,16 +146,18 @@ def _rows(predictions: Predictions) -> Table:
     for result in (*predictions.results, *predictions.out_of_memory):
         run, predicted, measured = result.run, result.prediction, result.run.measured
         analytic = " (analytic)" if measured.memory_scope == "analytic" else ""
-        rows.append((
-            run.id + ("" if run.complete else " (incomplete)"),
-            layout_words(run),
-            _seconds(predicted.step_time_s),
-            "out of memory" if measured.out_of_memory else _seconds(measured.step_time_s),
-            _signed(result.time_error),
-            _gib(predicted.peak_memory_bytes) + ("" if result.fits is not False else " !"),
-            _gib(measured.memory_bytes) + analytic,
-            _signed(result.memory_error),
-        ))  # fmt: skip
+        rows.append(
+            (
+                run.id + ("" if run.complete else " (incomplete)"),
+                layout_words(run),
+                _seconds(predicted.step_time_s),
+                "out of memory" if measured.out_of_memory else _seconds(measured.step_time_s),
+                _signed(result.time_error),
+                _gib(predicted.peak_memory_bytes) + ("" if result.fits is not False else " !"),
+                _gib(measured.memory_bytes) + analytic,
+                _signed(result.memory_error),
+            )
+        )
     columns = ("run", "layout", "step s", "measured", "error", "memory GiB", "measured", "error")
     table = _grid("Runs", columns, rows, right=(2, 3, 4, 5, 6, 7))
     table.caption, table.caption_justify = "! does not fit the GPU", "left"
@@ -185,12 +187,26 @@ def _time_table(title: str, what: str, sets: dict[str, Scores]) -> Table:
 
 def _memory_table(title: str, what: str, sets: dict[str, Scores]) -> Table:
     rows = [
-        (name, str(m.count), _percent(m.mape), _signed(m.bias), str(len(m.under)),
-         f"{len(m.rejected)} of {m.judged}", f"{len(m.accepted)} of {m.out_of_memory}")
+        (
+            name,
+            str(m.count),
+            _percent(m.mape),
+            _signed(m.bias),
+            str(len(m.under)),
+            f"{len(m.rejected)} of {m.judged}",
+            f"{len(m.accepted)} of {m.out_of_memory}",
+        )
         for name, m in ((name, scores.memory) for name, scores in sets.items())
-    ]  # fmt: skip
-    columns = (what, "measured", "MAPE", "bias", "over 10 % low", "ran, but rejected",
-               "failed, but accepted")  # fmt: skip
+    ]
+    columns = (
+        what,
+        "measured",
+        "MAPE",
+        "bias",
+        "over 10 % low",
+        "ran, but rejected",
+        "failed, but accepted",
+    )
     return _grid(title, columns, rows, right=(1, 2, 3, 4, 5, 6))
 
 
@@ -203,8 +219,13 @@ def _ranking(scores: Scores) -> Table:
     rank = scores.rank
     rows = [(group.name, str(len(group.ids)), *_rank_words(group)) for group in rank.groups]
     rows.append(("mean (pairs: all)", "", *_rank_words(rank)))
-    columns = ("layouts of one model on one cluster", "runs", "Spearman", "regret of the top",
-               "pairs over 10 % apart in order")  # fmt: skip
+    columns = (
+        "layouts of one model on one cluster",
+        "runs",
+        "Spearman",
+        "regret of the top",
+        "pairs over 10 % apart in order",
+    )
     return _grid("Ranking", columns, rows, right=(1, 2, 3, 4))
 
 
@@ -269,9 +290,13 @@ def fit_json(found: Fit) -> str:
         for source, errors in found.left_out.items()
     }
     data = {
-        "constants": asdict(found.constants), "mape": found.mape, "bias": found.bias,
-        "errors": found.errors, "left_out_mape": found.left_out_mape, "left_out": left_out,
-    }  # fmt: skip
+        "constants": asdict(found.constants),
+        "mape": found.mape,
+        "bias": found.bias,
+        "errors": found.errors,
+        "left_out_mape": found.left_out_mape,
+        "left_out": left_out,
+    }
     return _json_text(data)
 
 
@@ -313,13 +338,24 @@ def ablation_json(found: Ablation) -> str:
     """The ablation as JSON text: errors by run with all mechanisms on; for each mechanism the same without it, and the runs it changes."""
     without = [
         {
-            "mechanism": each.mechanism.name, "instead": each.mechanism.instead, "mape": each.mape(), "refitted_mape": each.mape(True),
-            "changed": list(each.changed), "refused": list(each.refused), "errors": each.errors, "refitted_errors": each.refitted,
+            "mechanism": each.mechanism.name,
+            "instead": each.mechanism.instead,
+            "mape": each.mape(),
+            "refitted_mape": each.mape(True),
+            "changed": list(each.changed),
+            "refused": list(each.refused),
+            "errors": each.errors,
+            "refitted_errors": each.refitted,
         }
         for each in found.without
-    ]  # fmt: skip
-    data = {"mape": mape(found.errors.values()), "refitted_mape": mape(found.refitted.values()), "errors": found.errors,
-            "refitted_errors": found.refitted, "without": without}  # fmt: skip
+    ]
+    data = {
+        "mape": mape(found.errors.values()),
+        "refitted_mape": mape(found.refitted.values()),
+        "errors": found.errors,
+        "refitted_errors": found.refitted,
+        "without": without,
+    }
     return _json_text(data)
 
 
@@ -333,13 +369,30 @@ def ablation_table(found: Ablation) -> Group:
     for each in found.without:
         own = mape(found.errors[run] for run in each.changed)
         refused = f" ({len(each.refused)} refused)" if each.refused else ""
-        rows.append((
-            each.mechanism.name, each.mechanism.instead, f"{len(each.changed)}{refused}",
-            _percent(each.mape()), _points(each.mape() - whole), _percent(own), _percent(each.mape(changed=True)),
-            _percent(each.mape(True)), _points(each.mape(True) - refitted),
-        ))  # fmt: skip
-    columns = ("without", "instead", "runs it changes", "MAPE", "change", "of those runs with",
-               "and without", "MAPE refitted", "change")  # fmt: skip
+        rows.append(
+            (
+                each.mechanism.name,
+                each.mechanism.instead,
+                f"{len(each.changed)}{refused}",
+                _percent(each.mape()),
+                _points(each.mape() - whole),
+                _percent(own),
+                _percent(each.mape(changed=True)),
+                _percent(each.mape(True)),
+                _points(each.mape(True) - refitted),
+            )
+        )
+    columns = (
+        "without",
+        "instead",
+        "runs it changes",
+        "MAPE",
+        "change",
+        "of those runs with",
+        "and without",
+        "MAPE refitted",
+        "change",
+    )
     title = f"Step times of {len(found.errors)} runs without one mechanism"
     table = _grid(title, columns, rows, right=range(2, 9))
     note = (

@@ -297,8 +297,10 @@ def _tie_findings(base: AnnotatedModel, segments: Sequence[Segment]) -> Iterator
     for group in base.ties:
         placed = {
             f"{base.classes[index].name}.{name}": str(segment.chosen[name].outputs[0].value)
-            for index, name in group for segment in segments if segment.class_index == index
-        }  # fmt: skip
+            for index, name in group
+            for segment in segments
+            if segment.class_index == index
+        }
         if len(set(placed.values())) > 1:
             yield Finding(" and ".join(placed), f"one tensor is stored in several ways: {placed}")
 

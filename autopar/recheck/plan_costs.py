@@ -288,8 +288,13 @@ def _strategy(op: AnnotatedOp, block: BlockPlan, tp: int) -> Strategy:
     return found[0]
 
 
-def _arriving(model: AnnotatedModel, before: Sequence[Segment], index: int, chosen: Chosen, sources: Sequence[tuple[int, int]]
-              ) -> Iterator[Conversion]:  # fmt: skip
+def _arriving(
+    model: AnnotatedModel,
+    before: Sequence[Segment],
+    index: int,
+    chosen: Chosen,
+    sources: Sequence[tuple[int, int]],
+) -> Iterator[Conversion]:
     """What changes layout on the way from earlier segments to one of class `index`, which pays for it."""
     prices = {
         (e.source, e.source_output, e.target_input): e.conversions

@@ -112,8 +112,9 @@ def _borrowed(
             places[name].append((number, place))
             tensors[block.structure_hash, place].add(name)
     owner = {
-        name: min(found, key=lambda at: (-len(tensors[blocks[at[0]][0].structure_hash, at[1]]), at)) for name, found in places.items()
-    }  # fmt: skip
+        name: min(found, key=lambda at: (-len(tensors[blocks[at[0]][0].structure_hash, at[1]]), at))
+        for name, found in places.items()
+    }
     found = [
         {place for place, name in enumerate(parameters) if owner[name] != (n, place)}
         for n, (_, parameters) in enumerate(blocks)

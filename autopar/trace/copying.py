@@ -42,8 +42,10 @@ def copy_with(
     memo = {} if memo is None else memo
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
-            raise AutoparError(f"parameter {name!r} has no shape yet, as lazy modules have before their first call: call the model once "
-                               "on a batch, under torch.no_grad(), and pass it then")  # fmt: skip
+            raise AutoparError(
+                f"parameter {name!r} has no shape yet, as lazy modules have before their first call: call the model once "
+                "on a batch, under torch.no_grad(), and pass it then"
+            )
         memo[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = make(buffer)

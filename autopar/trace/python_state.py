@@ -409,7 +409,10 @@ class Functions:
                     self._add(value)
                 elif not name.startswith("__") and not isinstance(value, type):
                     self._places[f"class attribute {base.__qualname__}.{name}"] = (
-                        name, functools.partial(vars(base).get, name), functools.partial(setattr, base, name))  # fmt: skip
+                        name,
+                        functools.partial(vars(base).get, name),
+                        functools.partial(setattr, base, name),
+                    )
 
     def _add_function(self, function: types.FunctionType) -> None:
         inner = inspect.unwrap(function)
@@ -421,19 +424,34 @@ class Functions:
         where = function.__qualname__
         for name, value in list(vars(function).items()):
             if name != "__wrapped__":
-                self._place(f"attribute {where}.{name}", name, value, functools.partial(vars(function).get, name),
-                            functools.partial(setattr, function, name))  # fmt: skip
+                self._place(
+                    f"attribute {where}.{name}",
+                    name,
+                    value,
+                    functools.partial(vars(function).get, name),
+                    functools.partial(setattr, function, name),
+                )
         for number, value in enumerate(
             (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         ):
             if isinstance(value, (list, dict, set, deque)):
-                self._place(f"default argument {number} of {where}", f"argument {number}", value,
-                            lambda missing, value=value: value, lambda value: None)  # fmt: skip
+                self._place(
+                    f"default argument {number} of {where}",
+                    f"argument {number}",
+                    value,
+                    lambda missing, value=value: value,
+                    lambda value: None,
+                )
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
-            self._place(f"variable {name!r} of {where}", name, _contents(cell, None), functools.partial(_contents, cell),
-                        functools.partial(setattr, cell, "cell_contents"))  # fmt: skip
+            self._place(
+                f"variable {name!r} of {where}",
+                name,
+                _contents(cell, None),
+                functools.partial(_contents, cell),
+                functools.partial(setattr, cell, "cell_contents"),
+            )
         for name in _names(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
@@ -441,14 +459,24 @@ class Functions:
                     self._add_members(value, _names(function.__code__))
                 else:
                     scope = function.__globals__
-                    self._place(f"variable {name!r} of {function.__module__}", name, value, functools.partial(scope.get, name),
-                                functools.partial(scope.__setitem__, name))  # fmt: skip
+                    self._place(
+                        f"variable {name!r} of {function.__module__}",
+                        name,
+                        value,
+                        functools.partial(scope.get, name),
+                        functools.partial(scope.__setitem__, name),
+                    )
 
     def _add_members(self, module: types.ModuleType, names: Iterable[str]) -> None:
         for name in names:
             if name in vars(module):
-                self._place(f"variable {name!r} of {module.__name__}", name, vars(module)[name], functools.partial(vars(module).get, name),
-                            functools.partial(setattr, module, name))  # fmt: skip
+                self._place(
+                    f"variable {name!r} of {module.__name__}",
+                    name,
+                    vars(module)[name],
+                    functools.partial(vars(module).get, name),
+                    functools.partial(setattr, module, name),
+                )
 
     def _place(
         self,

@@ -424,8 +424,11 @@ class _Transfer:
             if fact.kind == ROWS and fact.power:
                 self.found.settled[self.node, operand] = fact.power
         rank = results(self.node)[0].dim()
-        places = {rank - each.meta["val"].dim() + row_dim_of(each)
-                  for each, fact in zip(self.operands, self.facts, strict=True) if fact.kind == ROWS}  # fmt: skip
+        places = {
+            rank - each.meta["val"].dim() + row_dim_of(each)
+            for each, fact in zip(self.operands, self.facts, strict=True)
+            if fact.kind == ROWS
+        }
         if len(places) != 1 or {row_dim_of(self.node)} != places or power:
             return self._mixed()
         outer = next(fact.outer for fact in self.facts if fact.kind == ROWS)

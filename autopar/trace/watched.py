@@ -255,11 +255,24 @@ def _add_checkpoint_note(notes: list[str]) -> None:
 @contextlib.contextmanager
 def _silent_logs() -> Iterator[None]:
     """Silence what torch logs of its own accord while it exports: the whole graph at a failure, which the error message replaces."""
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental", "torch.export", "torch._export", "torch._functorch",
-                                                    "torch._subclasses", "torch._dynamo")]  # fmt: skip
+    loggers = [
+        logging.getLogger(name)
+        for name in (
+            "torch.fx.experimental",
+            "torch.export",
+            "torch._export",
+            "torch._functorch",
+            "torch._subclasses",
+            "torch._dynamo",
+        )
+    ]
     refuse = lambda record: record.levelno < logging.WARNING  # noqa: E731 (what the user asked for by TORCH_LOGS stays)
-    names = [logger for name, logger in logging.root.manager.loggerDict.items()
-             if isinstance(logger, logging.Logger) and any(name.startswith(parent.name) for parent in loggers)]  # fmt: skip
+    names = [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if isinstance(logger, logging.Logger)
+        and any(name.startswith(parent.name) for parent in loggers)
+    ]
     for logger in names:
         logger.addFilter(refuse)
     try:

@@ -235,7 +235,7 @@ def _run_once(engine: Engine, batch: dict) -> dict[str, Tensor]:
         engine.program, module=lambda *args: _Differentiable(engine.program.module).run(*args)
     )
     with active_axes(engine.axes):
-        loss, _ = engine._forward(program, work.inputs[0], engine._noise(work, 0))
+        loss, _ = engine._passes.forward(program, work.inputs[0], engine._noise(work, 0))
         loss.backward()
     gradients = {
         name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -55,9 +55,14 @@ class PipelineTime:
 
 
 def pipeline_time(
-    schedule: str, stages: Sequence[StageTimes], ranks: int, micro_batches: int, hop_s: float = 0.0, overlap: bool = True,
+    schedule: str,
+    stages: Sequence[StageTimes],
+    ranks: int,
+    micro_batches: int,
+    hop_s: float = 0.0,
+    overlap: bool = True,
     least: bool = False,
-) -> PipelineTime:  # fmt: skip
+) -> PipelineTime:
     """Predict one step of `schedule` (an entry of `SCHEDULES`) on `ranks` ranks.
 
     `stages` are the virtual stages, first to last; stage s is on rank s % `ranks`.  Sending what a stage yields to another rank takes
@@ -128,9 +133,15 @@ def late_moments(
                 for number in range(max(latest - lag, 0), latest + 1)
             ]
             moments.add((tuple(map(chunk_of.count, range(order.chunks))), chunk_of[-1]))
-        found.append(tuple(sorted(
-            (moment, turn) for turn in range(order.chunks) for moment in _undominated({m for m, own in moments if own == turn})
-        )))  # fmt: skip
+        found.append(
+            tuple(
+                sorted(
+                    (moment, turn)
+                    for turn in range(order.chunks)
+                    for moment in _undominated({m for m, own in moments if own == turn})
+                )
+            )
+        )
     return tuple(found)
 
 

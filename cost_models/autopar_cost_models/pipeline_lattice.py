@@ -184,8 +184,15 @@ def _marks(
     every = _by_lap(order, order.forwards) * kinds
     tails = [_difference(before, every) for before in done]
     laps = range(order.forwards // lap)
-    rounds = [[place[0, a, number, offset] for number in of for a in range(len(anchors)) for offset in _offsets(order)]
-              for of in (laps[first : first + chunks] for first in range(0, len(laps), chunks))]  # fmt: skip
+    rounds = [
+        [
+            place[0, a, number, offset]
+            for number in of
+            for a in range(len(anchors))
+            for offset in _offsets(order)
+        ]
+        for of in (laps[first : first + chunks] for first in range(0, len(laps), chunks))
+    ]
     return marks, tails, rounds
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from autopar import api
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError, NoPlanFits
-from autopar.explaining.compare import compare
+from autopar.explaining.compare import Entry, compare
 from autopar.explaining.lints import lint
 from autopar.explaining.plan_report import explain
 from autopar.explaining.robust import scenarios_of
@@ -197,7 +197,7 @@ def test_questions_about_plans_are_answered_or_refused():
     answer = why_not(plan_on, cluster, {"micro_batch": 4})
     assert answer.pinned is not None and answer.differs == "micro_batch" and answer.pinned.devices
     assert [
-        entry.plan is not None
+        isinstance(entry, Entry)
         for entry in compare(plan_on, cluster, [{"deal": "0-1"}, {"dp": 4}], [])
     ] == [True, True, False]
     for finding in lint(plan_on({}, cluster), cluster, traced()):

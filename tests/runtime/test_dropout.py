@@ -100,7 +100,7 @@ def test_recompute_sees_its_own_micro_batch():
         work = built.batches.split(batches()[0])
         losses = []
         for k, inputs in enumerate(work.inputs):
-            losses.append(built._forward(built.program, inputs, built._noise(work, k))[0])
+            losses.append(built._passes.forward(built.program, inputs, built._noise(work, k))[0])
             if not together:
                 losses.pop().backward()
         for loss in losses:

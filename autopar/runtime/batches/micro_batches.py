@@ -102,8 +102,12 @@ class BatchSplitter:
         self.positions = positions(program.whole_inputs.values())
         self.programs, self.flops = tuple(programs) or (program,), tuple(flops) or (1.0,)
         self.paddings = tuple(map(Padding.of, programs))
-        self._values = [None if one.step_values is None else StepInputs(one.step_values, master_dtype(plan.precision))
-                        for one in self.programs]  # fmt: skip
+        self._values = [
+            None
+            if one.step_values is None
+            else StepInputs(one.step_values, master_dtype(plan.precision))
+            for one in self.programs
+        ]
         self._shared = any(axes[axis].size > 1 for axis in _SHARING)
         self.indices: tuple[IndexLimits, ...] = ()  # of each program
 

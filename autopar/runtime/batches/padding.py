@@ -56,9 +56,13 @@ class Padding:
         vals = {node.target: program.whole_inputs[node.target] for node in read}
         counted = {name: val for name, val in vals.items() if has_batch(val)}
         targets = frozenset(
-            name for name, val in counted.items()
-            if values.labels >= 0 and "mask" not in name and not val.is_floating_point() and val.dtype != torch.bool
-        )  # fmt: skip
+            name
+            for name, val in counted.items()
+            if values.labels >= 0
+            and "mask" not in name
+            and not val.is_floating_point()
+            and val.dtype != torch.bool
+        )
         dims = {
             name: tuple(d for d in range(1, val.dim()) if val.shape[d] == length)
             for name, val in program.whole_inputs.items()

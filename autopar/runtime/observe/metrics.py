@@ -52,9 +52,14 @@ class Metrics:
 
     def __str__(self) -> str:
         taken, predicted = self.peak_memory_bytes / 2**30, self.predicted_peak_memory_bytes / 2**30
-        words = [f"step {self.step:3d}", f"loss {self.loss:.4f}",
-                 f"{self.step_time_s * 1e3:,.1f} ms (predicted {self.predicted_step_time_s * 1e3:,.1f})",
-                 f"{self.tokens_per_s:,.0f} tokens/s", f"MFU {self.mfu:.1%}", f"{taken:.2f} GiB (predicted {predicted:.2f})"]  # fmt: skip
+        words = [
+            f"step {self.step:3d}",
+            f"loss {self.loss:.4f}",
+            f"{self.step_time_s * 1e3:,.1f} ms (predicted {self.predicted_step_time_s * 1e3:,.1f})",
+            f"{self.tokens_per_s:,.0f} tokens/s",
+            f"MFU {self.mfu:.1%}",
+            f"{taken:.2f} GiB (predicted {predicted:.2f})",
+        ]
         return "   ".join(
             words
             if self.gradient_norm is None
@@ -105,8 +110,17 @@ class Meter:
             seconds = begun.elapsed_time(ended) / 1e3
         else:
             seconds = ended - begun
-        return Metrics(step, float(loss), seconds, size.tokens, size.targets, self._ideal_s * size.share / seconds,
-                       _peak_memory_bytes(self.device), None if norm is None else float(norm), *self._predicted)  # fmt: skip
+        return Metrics(
+            step,
+            float(loss),
+            seconds,
+            size.tokens,
+            size.targets,
+            self._ideal_s * size.share / seconds,
+            _peak_memory_bytes(self.device),
+            None if norm is None else float(norm),
+            *self._predicted,
+        )
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

@@ -243,8 +243,14 @@ def _interval(event: Mapping[str, Any]) -> Interval:
 
 def exposed(wanted: Iterable[Interval], beside: Iterable[Interval]) -> float:
     """For how long at least one of `wanted` lasts and none of `beside`."""
-    marks = sorted([(time, kind, step) for kind, group in enumerate((wanted, beside)) for start, end in group for time, step in
-                    ((start, 1), (end, -1))])  # fmt: skip
+    marks = sorted(
+        [
+            (time, kind, step)
+            for kind, group in enumerate((wanted, beside))
+            for start, end in group
+            for time, step in ((start, 1), (end, -1))
+        ]
+    )
     open_now, total, before = [0, 0], 0.0, 0.0
     for time, kind, step in marks:
         if open_now[0] and not open_now[1]:

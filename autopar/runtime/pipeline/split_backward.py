@@ -318,8 +318,13 @@ class _Ways:
                 for number, weights in later.items()
             ]
             try:
-                found = torch.autograd.grad([edge for edge, _ in now], [*inputs, *shared], [grad for _, grad in now],
-                                            retain_graph=True, allow_unused=True)  # fmt: skip
+                found = torch.autograd.grad(
+                    [edge for edge, _ in now],
+                    [*inputs, *shared],
+                    [grad for _, grad in now],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
             finally:
                 for handle in handles:
                     handle.remove()

@@ -67,8 +67,10 @@ def check_compiles(plan: Plan) -> None:
             "apart, and a compiled function gives both at once; pin schedule=1f1b, or leave compile=False"
         )
     if any(block.recompute == "op" for block in plan.blocks):
-        raise AutoparError("the engine cannot compile with recompute=op: torch counts the calls of ops to find what it has kept, and "
-                           "compiling calls some more; pin recompute=selective or full, or leave compile=False")  # fmt: skip
+        raise AutoparError(
+            "the engine cannot compile with recompute=op: torch counts the calls of ops to find what it has kept, and "
+            "compiling calls some more; pin recompute=selective or full, or leave compile=False"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +153,11 @@ class Compiler:
                 raise
             text = " ".join(str(error).split())[:300]
             again = isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
-            remedy = ("give batches of fewer shapes, compile={'dynamic': True}, or raise torch._dynamo.config.recompile_limit" if again
-                      else "try compile={'backend': 'aot_eager'}, which makes no machine code, or leave compile=False")  # fmt: skip
+            remedy = (
+                "give batches of fewer shapes, compile={'dynamic': True}, or raise torch._dynamo.config.recompile_limit"
+                if again
+                else "try compile={'backend': 'aot_eager'}, which makes no machine code, or leave compile=False"
+            )
             raise AutoparError(
                 f"torch.compile failed on a part of the program; {remedy}.  ({type(error).__name__}: {text})"
             ) from error

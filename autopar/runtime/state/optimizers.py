@@ -97,9 +97,11 @@ def make_optimizer(factory: Factory, parameters: Parameters, plan: Plan) -> torc
         where = (
             "on every rank, as it looks at several at once" if everywhere else "each on one rank"
         )
-        say(f"{type(optimizer).__name__} is given whole parameters: the {len(cut)} that ranks hold in parts are gathered for the update, "
+        say(
+            f"{type(optimizer).__name__} is given whole parameters: the {len(cut)} that ranks hold in parts are gathered for the update, "
             f"{where}, which holds the weights ({whole:,.1f} MiB at most) and their gradients and optimizer state whole; the plan does not "
-            "count them")  # fmt: skip
+            "count them"
+        )
     return optimizer
 
 
@@ -162,16 +164,20 @@ def _keep_owned(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Non
 def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise AutoparError for what is no optimizer, and for one whose step needs a closure."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise AutoparError(f"the optimizer factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass, for example, "
-                           "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)")  # fmt: skip
+        raise AutoparError(
+            f"the optimizer factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass, for example, "
+            "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
+        )
     parameters = inspect.signature(optimizer.step).parameters.values()
     if needed := [
         p.name
         for p in parameters
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]:
-        raise AutoparError(f"{type(optimizer).__name__}.step needs {needed[0]}: it runs the model several times a step, which the engine "
-                           "does once; use an optimizer that steps on gradients alone, such as AdamW")  # fmt: skip
+        raise AutoparError(
+            f"{type(optimizer).__name__}.step needs {needed[0]}: it runs the model several times a step, which the engine "
+            "does once; use an optimizer that steps on gradients alone, such as AdamW"
+        )
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
@@ -186,5 +192,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
             type(optimizer).__name__,
             next((word for word in str(error).split() if word.startswith("aten.")), "an op"),
         )
-        raise AutoparError(f"{kind} steps by {op}, which torch {torch.__version__} has for whole parameters alone, and these are sharded: "
-                           f"use {kind} without fused=True, or another optimizer") from error  # fmt: skip
+        raise AutoparError(
+            f"{kind} steps by {op}, which torch {torch.__version__} has for whole parameters alone, and these are sharded: "
+            f"use {kind} without fused=True, or another optimizer"
+        ) from error

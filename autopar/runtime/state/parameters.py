@@ -163,8 +163,16 @@ class Parameters:
 
     def cut(self, trained: Collection[int]) -> dict[str, Cutting]:
         """The parameters of which this rank holds a part, among those whose master's id is in `trained`."""
-        found = {name: Cutting(tuple(self.specs[name].shape), self._local_shape(name), self.splits(name), self._shares[name])
-                 for name, one in self.trained.items() if id(one.master) in trained}  # fmt: skip
+        found = {
+            name: Cutting(
+                tuple(self.specs[name].shape),
+                self._local_shape(name),
+                self.splits(name),
+                self._shares[name],
+            )
+            for name, one in self.trained.items()
+            if id(one.master) in trained
+        }
         return {name: cutting for name, cutting in found.items() if cutting.is_cut}
 
     @torch.no_grad()

@@ -54,8 +54,10 @@ def default_precision(model: nn.Module, device_type: str) -> str:
     """
     main = main_dtype(model)
     if main not in NAMES:
-        raise AutoparError(f"most parameters of {type(model).__name__} are {_short(main)}, which the engine does not compute in: pass "
-                           f"precision= {', '.join(PRECISIONS)}, to which they are then cast")  # fmt: skip
+        raise AutoparError(
+            f"most parameters of {type(model).__name__} are {_short(main)}, which the engine does not compute in: pass "
+            f"precision= {', '.join(PRECISIONS)}, to which they are then cast"
+        )
     return "bf16" if main == torch.float32 and device_type != "cpu" else NAMES[main]
 
 
@@ -68,14 +70,22 @@ def precision_note(
     """
     main, found = main_dtype(model), []
     if NAMES[main] != precision:
-        found.append(f"the model is {NAMES[main]} and runs in {precision} with fp32 master weights, the default on GPUs; "
-                     f"precision='{NAMES[main]}' keeps its dtype")  # fmt: skip
+        found.append(
+            f"the model is {NAMES[main]} and runs in {precision} with fp32 master weights, the default on GPUs; "
+            f"precision='{NAMES[main]}' keeps its dtype"
+        )
     elif precision in HALF:
         found.append(f"the model runs in its own dtype, {precision}, with fp32 master weights")
-    cast = [_named(name, t.dtype) for name, t in (*model.named_parameters(), *model.named_buffers())
-            if t.is_floating_point() and t.dtype != main and name not in kept]  # fmt: skip
-    cast += [_named(f"input {name}", t.dtype) for name, t in inputs.items()
-             if t.is_floating_point() and t.dtype.itemsize > main.itemsize]  # fmt: skip
+    cast = [
+        _named(name, t.dtype)
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+        if t.is_floating_point() and t.dtype != main and name not in kept
+    ]
+    cast += [
+        _named(f"input {name}", t.dtype)
+        for name, t in inputs.items()
+        if t.is_floating_point() and t.dtype.itemsize > main.itemsize
+    ]
     if cast:
         more = f" and {len(cast) - 3} more" if len(cast) > 3 else ""
         found.append(

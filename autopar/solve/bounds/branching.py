@@ -57,7 +57,7 @@ class Branching:
         return tuple(
             {op.name: op.strategies[allowed.get(o, (0,))[0]].name for o, op in enumerate(block.ops)}
             for block, allowed in zip(self.facts.first.classes, family.allowed, strict=True)
-        )  # fmt: skip
+        )
 
     def _branches(
         self, family: Family, c: int
@@ -102,9 +102,10 @@ class Branching:
             # a mode changes little of what strategies differ in
             first = next(iter(self.facts.models))
             questions = [
-                self._in_seconds(replace(question, mode=first)) for question in (Question(), *self.minima.questions)
+                self._in_seconds(replace(question, mode=first))
+                for question in (Question(), *self.minima.questions)
                 if question.weight == 0.0 and question.mode in (None, first)
-            ]  # fmt: skip
+            ]
             found = of_tables.tables.least_with(questions, of_tables.parameters, family.by_op(own))
             of_class = {
                 op: [*cost_s, *self._sent_s(c, op)]

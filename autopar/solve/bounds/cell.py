@@ -188,9 +188,12 @@ class Cell:
 def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
     """One segment of a class; `closed`: whose input is its own output, wherever each that reads another of its class does so."""
     own = tuple(
-        replace(edge, source=0, target=0, count=1) for edge in model.edges
-        if closed and edge.source == edge.target == index and (edge.source_output, edge.target_input) in _always_read(model, index)
-    )  # fmt: skip
+        replace(edge, source=0, target=0, count=1)
+        for edge in model.edges
+        if closed
+        and edge.source == edge.target == index
+        and (edge.source_output, edge.target_input) in _always_read(model, index)
+    )
     return AnnotatedModel((replace(model.classes[index], count=1),), own, (), 1, segments=(0,))
 
 
@@ -212,10 +215,12 @@ def together(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
             if s >= 0
         }
         edges += [
-            replace(edge, source=own.index(edge.source), target=target, count=1) for edge in model.edges
-            if edge.target == own[target] != edge.source and edge.source in own
+            replace(edge, source=own.index(edge.source), target=target, count=1)
+            for edge in model.edges
+            if edge.target == own[target] != edge.source
+            and edge.source in own
             and (edge.source, edge.source_output, edge.target_input) in read
-        ]  # fmt: skip
+        ]
     # there twice, so that they are blocks here too
     blocks = [place for place, number in enumerate(numbers) if number in blocks_of(model)]
     return AnnotatedModel(
@@ -259,9 +264,14 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
             forward_s, backward_s = cell.minima[number]
             own = parts[index]
             backward_s += own.backward_s
-            costs.append(replace(
-                own, forward_s=forward_s + own.forward_s, backward_s=backward_s, weight_s=min(own.weight_s, backward_s)
-            ))  # fmt: skip
+            costs.append(
+                replace(
+                    own,
+                    forward_s=forward_s + own.forward_s,
+                    backward_s=backward_s,
+                    weight_s=min(own.weight_s, backward_s),
+                )
+            )
         found.append(costs)
     return found
 
@@ -272,8 +282,9 @@ def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> Se
     block = model.classes[index]
     pairs = [
         zip(op.strategies, other.strategies, strict=True)
-        for op, other in zip(block.ops, first.classes[index].ops, strict=True) if not op.follows_dp
-    ]  # fmt: skip
+        for op, other in zip(block.ops, first.classes[index].ops, strict=True)
+        if not op.follows_dp
+    ]
     entries = [op for op in block.ops if op.name in block.inputs]
     inputs = (
         sum(min(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies) for op in entries)

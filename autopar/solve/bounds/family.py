@@ -84,9 +84,15 @@ class Family:
 
 def narrowed(block: AnnotatedBlock, allowed: Allowed) -> AnnotatedBlock:
     """A class whose ops have only the strategies that are left."""
-    return replace(block, ops=tuple(
-        replace(op, strategies=tuple(op.strategies[n] for n in allowed[o])) if o in allowed else op for o, op in enumerate(block.ops)
-    ))  # fmt: skip
+    return replace(
+        block,
+        ops=tuple(
+            replace(op, strategies=tuple(op.strategies[n] for n in allowed[o]))
+            if o in allowed
+            else op
+            for o, op in enumerate(block.ops)
+        ),
+    )
 
 
 def left_of(model: AnnotatedModel, family: Family, c: int, op: int) -> tuple[int, ...]:

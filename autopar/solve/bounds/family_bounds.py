@@ -205,8 +205,13 @@ class Families:
                 narrowed(block, of) for block, of in zip(base.classes, family.allowed, strict=True)
             ]
             left = [{op.name: op.strategies for op in block.ops} for block in blocks]
-            sizes = [[min(block.message_bytes(name, s.outputs[0]) for s in of[name]) for name in block.inputs]
-                     for block, of in zip(blocks, left, strict=True)]  # fmt: skip
+            sizes = [
+                [
+                    min(block.message_bytes(name, s.outputs[0]) for s in of[name])
+                    for name in block.inputs
+                ]
+                for block, of in zip(blocks, left, strict=True)
+            ]
             ties = [
                 self._least_of_payer(family, base.segments[number], name)
                 for (number, name), *_ in (s.paying for s in base.shared)

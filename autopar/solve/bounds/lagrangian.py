@@ -61,9 +61,14 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
     moments = held_moments(schedule.name, ranks, chunks, micro_batches)
     deals = dealt_sizes(units, ranks * chunks) if chunks > 1 else [(1,) * ranks]
     held = tuple(
-        max(min(least_held(moment, sizes[rank::ranks]) for sizes in deals) if alike else float(min(moment)) for moment in of)
+        max(
+            min(least_held(moment, sizes[rank::ranks]) for sizes in deals)
+            if alike
+            else float(min(moment))
+            for moment in of
+        )
         for rank, of in enumerate(moments)
-    )  # fmt: skip
+    )
     waiting = 0 if chunks > 1 else late_moments(schedule.name, ranks, 1, micro_batches)[-1][0][0][0]
     # of several stages a rank not all are held alike
     by_ends = 0.0 if chunks > 1 else 1 - max(waiting - 1, 0) / held[-1]
@@ -111,9 +116,11 @@ def raise_totals(
     likely = cell.likely_price if is_limited else 0.0
     for _ in range(_ROUNDS if is_limited else 1):
         asked = [
-            (total, price) for total in totals
-            if total.dual.best_s < upper_bound_s for price in total.dual.next_prices(likely, cell.prices[-1])
-        ]  # fmt: skip
+            (total, price)
+            for total in totals
+            if total.dual.best_s < upper_bound_s
+            for price in total.dual.next_prices(likely, cell.prices[-1])
+        ]
         if not asked:
             return
         questions = list(dict.fromkeys(total.question(price) for total, price in asked))
@@ -173,9 +180,14 @@ def parameters_s(models: Models) -> list[tuple[float, float, float]]:
     for blocks in zip(*(model.classes for model in models.values()), strict=True):
         following = [[op.strategies for op in block.ops if op.follows_dp] for block in blocks]
         whole = [[op.strategies for op in block.ops] for block in blocks]
-        found.append((
-            min(fsum(min(s.forward_s for s in of) for of in own) for own in following),
-            min(fsum(min(s.forward_s + s.backward_s for s in of) for of in own) for own in following),
-            min(fsum(min(s.step_s for s in of) for of in own) for own in whole),
-        ))  # fmt: skip
+        found.append(
+            (
+                min(fsum(min(s.forward_s for s in of) for of in own) for own in following),
+                min(
+                    fsum(min(s.forward_s + s.backward_s for s in of) for of in own)
+                    for own in following
+                ),
+                min(fsum(min(s.step_s for s in of) for of in own) for own in whole),
+            )
+        )
     return found

@@ -189,10 +189,15 @@ def above(
         forward_s = max(cost.forward_s, part.forward_s[0])
         whole_s = max(work_s, line_s - (once_most_s + most_s) / micro_batches)
         more_s = max(whole_s - part.forward_s[1] - cost.backward_s, 0.0)
-        found.append(replace(
-            cost, forward_s=forward_s, backward_s=cost.backward_s + more_s, weight_s=cost.weight_s + more_s,
-            step_s=max(cost.step_s, once_least_s + fewest_s),
-        ))  # fmt: skip
+        found.append(
+            replace(
+                cost,
+                forward_s=forward_s,
+                backward_s=cost.backward_s + more_s,
+                weight_s=cost.weight_s + more_s,
+                step_s=max(cost.step_s, once_least_s + fewest_s),
+            )
+        )
         works_s.append(whole_s)
     return tuple(found), tuple(works_s)
 

@@ -48,8 +48,13 @@ class Sketch:
     ) -> Sketch:
         """The same with what parameters of each unit take besides, in whichever mode."""
         more_s = sums(work_s)
-        return replace(self, forward_s=self.forward_s + sums(forward_s), work_s=self.work_s + more_s, once_s=sums(once_s),
-                       lines_s=self.lines_s + more_s)  # fmt: skip
+        return replace(
+            self,
+            forward_s=self.forward_s + sums(forward_s),
+            work_s=self.work_s + more_s,
+            once_s=sums(once_s),
+            lines_s=self.lines_s + more_s,
+        )
 
     @property
     def units(self) -> int:
@@ -57,9 +62,13 @@ class Sketch:
         return len(self.work_s) - 1
 
     def bound_s(
-        self, schedule: Schedule, micro_batches: int, held: Sequence[float] = (), room_bytes: float = np.inf,
+        self,
+        schedule: Schedule,
+        micro_batches: int,
+        held: Sequence[float] = (),
+        room_bytes: float = np.inf,
         static: np.ndarray | None = None,
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Seconds that no step goes below.  `held`: of each rank, how many micro-batches of what its stages keep it holds, at least;
         `room_bytes`: what a rank has for that and for what is static; `static`: bytes of the units before each, at least.  Without these
         memory is not limited."""

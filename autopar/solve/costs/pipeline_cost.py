@@ -74,17 +74,25 @@ def pipelined(
     shared = [
         borrowed(one, choices, segments) for one, segments in zip(models, of_rank, strict=True)
     ]
-    step_s = [sum(own[s].step_s for s in mine) + sum(t.step_s for t in also)
-              for own, mine, also in zip(costs, of_rank, shared, strict=True)]  # fmt: skip
-    kept = [sum(costs[number % setting.ranks][s].kept_bytes for s in stage) + (size if setting.keeps_outputs else 0)
-            for number, (stage, size) in enumerate(zip(stages, sent, strict=True))]  # fmt: skip
+    step_s = [
+        sum(own[s].step_s for s in mine) + sum(t.step_s for t in also)
+        for own, mine, also in zip(costs, of_rank, shared, strict=True)
+    ]
+    kept = [
+        sum(costs[number % setting.ranks][s].kept_bytes for s in stage)
+        + (size if setting.keeps_outputs else 0)
+        for number, (stage, size) in enumerate(zip(stages, sent, strict=True))
+    ]
     most, others = (
         peak_held(setting.schedule, sizes, setting.ranks, model.num_microbatches)
         for sizes in (kept, [*kept[:-1], 0])
     )
     passing = passing_bytes(setting, sent)
-    held = [_memory(models[rank], choices, stages, rank, costs[rank], (most[rank] + more, others[rank] + more))
-            for rank, more in enumerate(passing)]  # fmt: skip
+    kept_by_rank = [(a + more, b + more) for a, b, more in zip(most, others, passing, strict=True)]
+    held = [
+        _memory(models[rank], choices, stages, rank, costs[rank], kept)
+        for rank, kept in enumerate(kept_by_rank)
+    ]
     work_s = max(
         sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks))
         for rank in range(setting.ranks)
@@ -189,9 +197,13 @@ def _stage_times(stage: Sequence[int], costs: Sequence[SegmentCost]) -> StageTim
 
 def messages_bytes(model: AnnotatedModel, choices: Choices) -> list[int]:
     """Bytes of the message into a stage that begins with each segment: every value made before that it or a later one reads."""
-    return crossing_bytes(model, [
-        [_message_bytes(block, name, choice) for name in block.inputs] for block, choice in zip(model.classes, choices, strict=True)
-    ])  # fmt: skip
+    return crossing_bytes(
+        model,
+        [
+            [_message_bytes(block, name, choice) for name in block.inputs]
+            for block, choice in zip(model.classes, choices, strict=True)
+        ],
+    )
 
 
 def crossing_bytes(model: AnnotatedModel, size_of: Sequence[Sequence[int]]) -> list[int]:

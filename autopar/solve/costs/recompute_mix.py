@@ -24,10 +24,12 @@ def hides(models: Models) -> bool:
     first, *others = models.values()
     return any(
         later.step_s < own.step_s
-        for model in others for block, other in zip(first.classes, model.classes, strict=True)
-        for op, twin in zip(block.ops, other.ops, strict=True) if op.kind == "parameter"
+        for model in others
+        for block, other in zip(first.classes, model.classes, strict=True)
+        for op, twin in zip(block.ops, other.ops, strict=True)
+        if op.kind == "parameter"
         for own, later in zip(op.strategies, twin.strategies, strict=True)
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,10 @@ def mixed(models: Models, modes: Sequence[str]) -> Mixed:
         )
     times = Counter(
         (segments[source], output, segments[reader], entry)
-        for reader, sources in enumerate(base.reads) for entry, (source, output) in enumerate(sources) if source >= 0
-    )  # fmt: skip
+        for reader, sources in enumerate(base.reads)
+        for entry, (source, output) in enumerate(sources)
+        if source >= 0
+    )
     conversions = {
         (e.source, e.source_output, e.target, e.target_input): e.conversions for e in base.edges
     }

@@ -295,10 +295,14 @@ class Tables(CostTables):
         stacks = (*self.stacks, *parameters)
         places = cache(lambda: found.chosen(len(questions)))
         return Least(
-            cost_s * (1 - _ROUNDING), self.is_exact and not found.is_split,
+            cost_s * (1 - _ROUNDING),
+            self.is_exact and not found.is_split,
             lambda question: self._named({v: int(at[question]) for v, at in places().items()}),
-            lambda name: sum((stack.counted(name, places()) for stack in stacks if name in stack.counts), np.zeros(len(questions))),
-        )  # fmt: skip
+            lambda name: sum(
+                (stack.counted(name, places()) for stack in stacks if name in stack.counts),
+                np.zeros(len(questions)),
+            ),
+        )
 
     def _least_apart(
         self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed | None
@@ -310,9 +314,11 @@ class Tables(CostTables):
         cost_s = np.concatenate([least.cost_s for least in found])
         is_exact = all(least.is_exact for least in found)
         return Least(
-            cost_s, is_exact, lambda question: found[question].decode(0),
+            cost_s,
+            is_exact,
+            lambda question: found[question].decode(0),
             lambda name: np.concatenate([least.counted(name) for least in found]),
-        )  # fmt: skip
+        )
 
     def least_with(
         self,
@@ -374,9 +380,12 @@ class Tables(CostTables):
     def _named(self, chosen: Mapping[int, int]) -> tuple[Choices, tuple[str, ...]]:
         """Names of strategies and modes."""
         choices = tuple(
-            {op.name: op.strategies[chosen.get(self.op_of[c, o], 0)].name for o, op in enumerate(block.ops)}
+            {
+                op.name: op.strategies[chosen.get(self.op_of[c, o], 0)].name
+                for o, op in enumerate(block.ops)
+            }
             for c, block in enumerate(self.base.classes)
-        )  # fmt: skip
+        )
         return choices, tuple(
             self.modes[chosen.get(self.mode_of.get(c, -1), 0)] for c in range(len(choices))
         )

@@ -133,8 +133,10 @@ class CostTables:
             if several and c in self.layers
         }
         self.op_of = {
-            (c, o): self._choice(len(op.strategies)) for c, block in enumerate(self.base.classes) for o, op in enumerate(block.ops)
-        }  # fmt: skip
+            (c, o): self._choice(len(op.strategies))
+            for c, block in enumerate(self.base.classes)
+            for o, op in enumerate(block.ops)
+        }
         for c in range(len(self.base.classes)):
             self._add_class(c)
         for edge in self.base.edges:
@@ -333,9 +335,14 @@ class CostTables:
         )
 
     def _add_link(
-        self, c: int, count: int, have: list[Layout], needs: list[list[Layout]],
-        conversions: list[dict[tuple[Layout, Layout], Conversion]], variables: list[int],
-    ) -> None:  # fmt: skip
+        self,
+        c: int,
+        count: int,
+        have: list[Layout],
+        needs: list[list[Layout]],
+        conversions: list[dict[tuple[Layout, Layout], Conversion]],
+        variables: list[int],
+    ) -> None:
         """What it takes to get a value from the layout that its maker delivers to those that its readers need."""
         link = _link_of(tuple(have), tuple(map(tuple, needs)))
         if link.is_free:

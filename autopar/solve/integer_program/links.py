@@ -164,9 +164,12 @@ def reduce_domains(
     consistency).  Both are safe: the first by exchange, the second because no complete choice contains them.
     """
     domains = {
-        (c, o): _undominated([model.classes[c].ops[o].strategies for model in models], (allowed or {}).get((c, o)))
-        for c, block in enumerate(models[0].classes) for o in range(len(block.ops))
-    }  # fmt: skip
+        (c, o): _undominated(
+            [model.classes[c].ops[o].strategies for model in models], (allowed or {}).get((c, o))
+        )
+        for c, block in enumerate(models[0].classes)
+        for o in range(len(block.ops))
+    }
     touching: dict[OpRef, list[Link | Tie]] = defaultdict(list)
     for link in (*links, *ties):
         touching[link.source].append(link)

@@ -48,7 +48,18 @@ def outcome_data(
     c: Candidate, found: Solution | None, outcome: str, bound_s: float, reason: str
 ) -> dict:
     """What became of a candidate, as in `SearchResult.outcomes`."""
-    return {"mesh": c.mesh.as_dict(), "micro_batch": c.micro_batch, "num_microbatches": c.num_microbatches, "zero": c.zero,
-            "shard": c.shard, "recompute": c.recompute, "stages_per_rank": c.stages_per_rank, "schedule": c.schedule,
-            "outcome": outcome, "time_s": found and found.time_s, "memory_bytes": found and found.memory_bytes,
-            "bound_s": None if bound_s == INFINITE else bound_s, "reason": reason}  # fmt: skip
+    return {
+        "mesh": c.mesh.as_dict(),
+        "micro_batch": c.micro_batch,
+        "num_microbatches": c.num_microbatches,
+        "zero": c.zero,
+        "shard": c.shard,
+        "recompute": c.recompute,
+        "stages_per_rank": c.stages_per_rank,
+        "schedule": c.schedule,
+        "outcome": outcome,
+        "time_s": found and found.time_s,
+        "memory_bytes": found and found.memory_bytes,
+        "bound_s": None if bound_s == INFINITE else bound_s,
+        "reason": reason,
+    }

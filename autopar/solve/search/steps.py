@@ -38,10 +38,13 @@ def narrow(state: SearchState, entry: Entry, solver: CandidateSolver, splits: in
         state.keep(entry, staged.solution, staged)
     if solver.frontier is not None and not solver.frontier.waiting:
         outcome = (
-            "solved" if entry.solution
-            else "infeasible" if entry.bound_s == inf
-            else "pruned" if state.best_s < inf
+            "solved"
+            if entry.solution
+            else "infeasible"
+            if entry.bound_s == inf
+            else "pruned"
+            if state.best_s < inf
             else "too large"
-        )  # fmt: skip
+        )
         entry.close(outcome, "all its placements are accounted for", entry.bound_s)
     return staged is not None

@@ -40,9 +40,12 @@ def best_deal(
     ]
     lines_s = _lines_s(row, schedule, capacity)
     least = [
-        max(least_deal_s(row, schedule, runs), _waited_s(row, schedule, runs, each_s.max(axis=1, initial=0.0)))
+        max(
+            least_deal_s(row, schedule, runs),
+            _waited_s(row, schedule, runs, each_s.max(axis=1, initial=0.0)),
+        )
         for (_, runs), each_s in zip(deals, lines_s, strict=True)
-    ]  # fmt: skip
+    ]
     for number in sorted(range(len(deals)), key=least.__getitem__):
         sizes, runs = deals[number]
         least_s, known_s = least[number], best[0] if best else upper_bound_s
@@ -155,9 +158,13 @@ def _with_what_is_once(
 
 
 def _dealt_s(
-    row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]], least_s: float, of_ranks: Sequence[RankChoice],
+    row: UnitRow,
+    schedule: Schedule,
+    runs: Sequence[tuple[int, int]],
+    least_s: float,
+    of_ranks: Sequence[RankChoice],
     more_once_s: Sequence[float] | None = None,
-) -> float:  # fmt: skip
+) -> float:
     """Seconds of a step whose ranks recompute so, which takes `least_s` at least.  `more_once_s`: by rank, if what it takes once a step is
     not that of its way."""
     more_once_s = [of.step_s for of in of_ranks] if more_once_s is None else more_once_s

@@ -166,9 +166,12 @@ def _fullest(
         return np.maximum(most + ways.moments[-1], others)
     late = late_moments(*shape)
     return most + [
-        np.max([np.array(counts) @ ways.late + ways.moments[chunk] for counts, chunk in late[rank]], axis=0)
+        np.max(
+            [np.array(counts) @ ways.late + ways.moments[chunk] for counts, chunk in late[rank]],
+            axis=0,
+        )
         for rank in mine
-    ]  # fmt: skip
+    ]
 
 
 @lru_cache(maxsize=4096)

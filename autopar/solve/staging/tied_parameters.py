@@ -64,7 +64,14 @@ def tied_parameters(
         counted = np.isin(np.arange(len(model.segments)), numbers).astype(int)
         return [0, *np.cumsum(np.add.reduceat(counted, firsts)).tolist()]
 
-    return TiedParameters([
-        TiedParameter(sum(size for size, _ in of), fsum(step_s for _, step_s in of), before(paying), before(reading))
-        for (paying, reading), of in together.items()
-    ])  # fmt: skip
+    return TiedParameters(
+        [
+            TiedParameter(
+                sum(size for size, _ in of),
+                fsum(step_s for _, step_s in of),
+                before(paying),
+                before(reading),
+            )
+            for (paying, reading), of in together.items()
+        ]
+    )
