@@ -1,0 +1,74 @@
+"""One call of every op, small, for the checks of `test_kernel_ops.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import autopar_kernels.layer_norms
+import autopar_kernels.norms
+import autopar_kernels.sums  # noqa: F401 (each registers its ops)
+import torch
+
+ops = torch.ops.autopar
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """An op and arguments: a tuple of ints is the shape of a tensor that needs a gradient, a list holds constants."""
+
+    op: Any
+    make: Callable[[], tuple[Any, ...]]
+    differentiable: bool = True
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.op._schema.name.split('::')[1]}{self.name and '-' + self.name}"
+
+    def arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """The arguments with floating tensors of the dtype."""
+        generator = torch.Generator().manual_seed(0)
+        made: list[Any] = []
+        for value in self.make():
+            if isinstance(value, tuple):
+                value = torch.randn(value, dtype=torch.float64, generator=generator).to(dtype)
+                value.requires_grad_(self.differentiable)
+            made.append(value)
+        return tuple(made)
+
+
+CASES = [
+    OpCase(ops.rms_norm.default, lambda: ((3, 2, 6), (6,), None, 1e-6, 1.0, "after")),
+    OpCase(
+        ops.rms_norm.default,
+        lambda: ((3, 6), (6,), (3, 6), 1e-6, 0.0, "before", 2, True),
+        name="gate_first",
+    ),
+    OpCase(
+        ops.rms_norm.default,
+        lambda: ((3, 6), None, (3, 6), 1e-6, 0.0, "none", 3, False),
+        name="gate_last",
+    ),
+    OpCase(ops.add_rms_norm.default, lambda: ((3, 6), (3, 6), (6,))),
+    OpCase(ops.layer_norm.default, lambda: ((2, 3, 6), (6,), (6,))),
+    OpCase(ops.layer_norm.default, lambda: ((2, 6), None, (6,)), name="no_weight"),
+    OpCase(ops.add_layer_norm.default, lambda: ((3, 6), (3, 6), (6,), (6,))),
+    OpCase(
+        ops.norm_forward.default,
+        lambda: (
+            *((3, 6), (3, 6), (6,), (6,), None),
+            *(True, 1e-5, 0.0, "after", 1, False),
+        ),
+        differentiable=False,
+    ),
+    OpCase(
+        ops.norm_backward.default,
+        lambda: (
+            *((3, 6), None, (3, 6), (6,), (3, 6), None, (3, 2)),
+            *(torch.float32, 0.0, 2, True, [True, False, False, True]),
+        ),
+        differentiable=False,
+    ),
+    OpCase(ops.sum_parts.default, lambda: ((3, 6),), differentiable=False),
+]
