@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import autopar_kernels.activations
 import autopar_kernels.layer_norms
 import autopar_kernels.norms
 import autopar_kernels.sums  # noqa: F401 (each registers its ops)
@@ -71,4 +72,32 @@ CASES = [
         differentiable=False,
     ),
     OpCase(ops.sum_parts.default, lambda: ((3, 6),), differentiable=False),
+    OpCase(ops.glu.default, lambda: ((2, 3, 4), (2, 3, 4), "gelu")),
+    OpCase(ops.glu.default, lambda: ((3, 8), None, "gelu_tanh", 1.0, 0.0, None, "up_gate")),
+    OpCase(
+        ops.glu.default,
+        lambda: ((3, 8), None, "silu", 1.702, 1.0, 0.7, "interleaved"),
+        name="clamped",
+    ),
+    OpCase(
+        ops.glu_forward.default,
+        lambda: ((3, 4), (3, 4), "relu", 1.0, 0.0, None),
+        differentiable=False,
+    ),
+    OpCase(
+        ops.glu_backward.default,
+        lambda: ((3, 4), (3, 4), (3, 4), "relu", 1.0, 0.0, None, "interleaved", [True, True]),
+        differentiable=False,
+    ),
+    OpCase(ops.bias_activation.default, lambda: ((2, 3, 4), (4,), "gelu_tanh")),
+    OpCase(
+        ops.bias_activation_forward.default,
+        lambda: ((3, 4), (4,), "silu"),
+        differentiable=False,
+    ),
+    OpCase(
+        ops.bias_activation_backward.default,
+        lambda: ((3, 4), (3, 4), (4,), "silu", [True, False]),
+        differentiable=False,
+    ),
 ]
