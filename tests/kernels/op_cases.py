@@ -9,6 +9,7 @@ from typing import Any
 import autopar_kernels.activations
 import autopar_kernels.layer_norms
 import autopar_kernels.norms
+import autopar_kernels.rotary
 import autopar_kernels.sums  # noqa: F401 (each registers its ops)
 import torch
 
@@ -17,7 +18,7 @@ ops = torch.ops.autopar
 
 @dataclass(frozen=True)
 class OpCase:
-    """An op and arguments: a tuple of ints is the shape of a tensor that needs a gradient, a list holds constants."""
+    """An op and arguments: a tuple of ints stands for a tensor that needs a gradient, [tuple] for one that needs none."""
 
     op: Any
     make: Callable[[], tuple[Any, ...]]
@@ -35,9 +36,13 @@ class OpCase:
             if isinstance(value, tuple):
                 value = torch.randn(value, dtype=torch.float64, generator=generator).to(dtype)
                 value.requires_grad_(self.differentiable)
+            elif isinstance(value, list) and value and isinstance(value[0], tuple):
+                value = torch.randn(value[0], dtype=torch.float64, generator=generator).to(dtype)
             made.append(value)
         return tuple(made)
 
+
+POSITIONS = torch.tensor([[0, 4], [3, 3]])
 
 CASES = [
     OpCase(ops.rms_norm.default, lambda: ((3, 2, 6), (6,), None, 1e-6, 1.0, "after")),
@@ -98,6 +103,19 @@ CASES = [
     OpCase(
         ops.bias_activation_backward.default,
         lambda: ((3, 4), (3, 4), (4,), "silu", [True, False]),
+        differentiable=False,
+    ),
+    OpCase(
+        ops.rotary.default,
+        lambda: ((2, 2, 3, 8), (2, 1, 3, 8), [(1, 3, 4)], [(1, 3, 4)], None, 4, True, True),
+    ),
+    OpCase(ops.rotary_single.default, lambda: ((2, 3, 2, 8), *[[(5, 4)]] * 2, POSITIONS)),
+    OpCase(
+        ops.rotary_pass.default,
+        lambda: (
+            *((2, 2, 3, 8), None, (2, 3, 8), (2, 3, 8), None),
+            *(8, False, False, False, False, True),
+        ),
         differentiable=False,
     ),
 ]

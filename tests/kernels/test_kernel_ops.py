@@ -32,6 +32,7 @@ def test_gradients_of_the_reference(case: OpCase):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.differentiable], ids=str)
 def test_compiles_without_a_graph_break(case: OpCase):
+    torch._dynamo.reset()
     arguments = case.arguments(torch.float64)
     compiled = torch.compile(lambda *a: case.op(*a), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*arguments), case.op(*arguments))
