@@ -9,13 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from autopar_kernels.tiles import kernel, load_tile, load_vector, store_tile
-
-
-@triton.jit
-def _tanh(x):
-    """tanh without a device library: 2 sigmoid(2 x) - 1."""
-    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+from autopar_kernels.tiles import kernel, load_tile, load_vector, store_tile, tanh
 
 
 @triton.jit
@@ -32,7 +26,7 @@ def _activate(x, ACT: tl.constexpr, ALPHA: tl.constexpr):
         slope = cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
     elif ACT == "gelu_tanh":
         # sqrt(2 / pi)
-        t = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
         value = 0.5 * x * (1.0 + t)
         inner = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
         slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner

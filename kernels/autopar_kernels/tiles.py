@@ -59,3 +59,11 @@ def silu_slope(x):
     """The derivative of silu."""
     s = tl.sigmoid(x)
     return s * (1.0 + x * (1.0 - s))
+
+
+@triton.jit
+def tanh(x):
+    """tanh without a device library: a series near 0, where 2 sigmoid(2 x) - 1 cancels."""
+    y = x * x
+    series = 1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835))))
+    return tl.where(y < 0.0625, x * series, 2.0 * tl.sigmoid(2.0 * x) - 1.0)

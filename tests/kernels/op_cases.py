@@ -8,6 +8,7 @@ from typing import Any
 
 import autopar_kernels.activations
 import autopar_kernels.layer_norms
+import autopar_kernels.losses
 import autopar_kernels.norms
 import autopar_kernels.rotary
 import autopar_kernels.sums  # noqa: F401 (each registers its ops)
@@ -24,6 +25,7 @@ class OpCase:
     make: Callable[[], tuple[Any, ...]]
     differentiable: bool = True
     name: str = ""
+    gradcheck: bool = True
 
     def __str__(self) -> str:
         return f"{self.op._schema.name.split('::')[1]}{self.name and '-' + self.name}"
@@ -43,6 +45,8 @@ class OpCase:
 
 
 POSITIONS = torch.tensor([[0, 4], [3, 3]])
+LABELS = torch.tensor([[0, 4], [1, 2]])
+STATISTICS = torch.tensor([[2.0, 1, 3, 2], [2, 2, 1, 3], [1, 0, 2, 1], [1, 1, 0, 2]])
 
 CASES = [
     OpCase(ops.rms_norm.default, lambda: ((3, 2, 6), (6,), None, 1e-6, 1.0, "after")),
@@ -116,6 +120,32 @@ CASES = [
             *((2, 2, 3, 8), None, (2, 3, 8), (2, 3, 8), None),
             *(8, False, False, False, False, True),
         ),
+        differentiable=False,
+    ),
+    OpCase(
+        ops.cross_entropy.default,
+        lambda: ((2, 2, 5), LABELS, [(5,)], 1, 0.1, 0.01, 2.0, "mean"),
+    ),
+    OpCase(ops.cross_entropy.default, lambda: ((2, 2, 5), LABELS), name="plain"),
+    OpCase(
+        ops.cross_entropy_local.default,
+        lambda: ((2, 2, 5), LABELS, (9,), 2, True, 2.0),
+        differentiable=False,
+    ),
+    OpCase(ops.cross_entropy_merge.default, lambda: ((2, 4, 3),), differentiable=False),
+    OpCase(
+        ops.cross_entropy_merged.default,
+        lambda: ((2, 2, 5), LABELS, STATISTICS, [(9,)], 2, 9, 1, 0.1, 0.01, 2.0),
+        gradcheck=False,
+    ),
+    OpCase(
+        ops.cross_entropy_rows.default,
+        lambda: (STATISTICS, LABELS, (9,), 9, 1, 0.1, 0.01),
+        differentiable=False,
+    ),
+    OpCase(
+        ops.cross_entropy_gradient.default,
+        lambda: (*((4,), (2, 2, 5), LABELS, (9,), STATISTICS, 2, 9, 1, 0.1, 0.01), 2.0),
         differentiable=False,
     ),
 ]

@@ -44,6 +44,8 @@ def checks(*kernels: str) -> Callable[[Any], Any]:
 
 def lay(values: Tensor, layout: str) -> Tensor:
     """The same values with other strides."""
+    if values.dim() == 0:
+        return values
     columns = values.shape[-1]
     if layout == "padded":
         out = values.new_full((*values.shape[:-1], columns + 3), 7.0)[..., 1 : columns + 1]
