@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import autopar_kernels.activations
+import autopar_kernels.expert_rows
 import autopar_kernels.layer_norms
+import autopar_kernels.linear_losses
 import autopar_kernels.losses
 import autopar_kernels.norms
+import autopar_kernels.partial_attention
 import autopar_kernels.rotary
+import autopar_kernels.softmax
 import autopar_kernels.sums  # noqa: F401 (each registers its ops)
 import torch
 
@@ -47,6 +51,9 @@ class OpCase:
 POSITIONS = torch.tensor([[0, 4], [3, 3]])
 LABELS = torch.tensor([[0, 4], [1, 2]])
 STATISTICS = torch.tensor([[2.0, 1, 3, 2], [2, 2, 1, 3], [1, 0, 2, 1], [1, 1, 0, 2]])
+MASK = torch.tensor([[True, True, False, True, True], [False, False, True, False, True]])
+ORDER = torch.tensor([3, 0, 5, 1, 4, 2])
+INVERSE = torch.argsort(ORDER)
 
 CASES = [
     OpCase(ops.rms_norm.default, lambda: ((3, 2, 6), (6,), None, 1e-6, 1.0, "after")),
@@ -146,6 +153,59 @@ CASES = [
     OpCase(
         ops.cross_entropy_gradient.default,
         lambda: (*((4,), (2, 2, 5), LABELS, (9,), STATISTICS, 2, 9, 1, 0.1, 0.01), 2.0),
+        differentiable=False,
+    ),
+    OpCase(ops.softmax.default, lambda: ((2, 2, 2, 5), MASK, (2,), 0.7, 3.0)),
+    OpCase(ops.softmax.default, lambda: ((2, 2, 5), [(5,)]), name="added"),
+    OpCase(
+        ops.softmax_forward.default,
+        lambda: ((2, 2, 2, 5), MASK, (2,), 0.7, 3.0),
+        differentiable=False,
+    ),
+    OpCase(
+        ops.softmax_backward.default,
+        lambda: (*((2, 2, 5), (2, 2, 5), MASK, (2,), (2, 2)), 0.7, None, [True, True]),
+        differentiable=False,
+    ),
+    OpCase(ops.merge_attention.default, lambda: ((2, 3, 5), (2, 3), (2, 3, 5), (2, 3))),
+    OpCase(
+        ops.merge_attention_forward.default,
+        lambda: ((3, 5), (3,), (3, 5), (3,)),
+        differentiable=False,
+    ),
+    OpCase(
+        ops.merge_attention_backward.default,
+        lambda: ((3, 5), (3,), (3, 5), (3,), (3, 5), (3,)),
+        differentiable=False,
+    ),
+    OpCase(ops.permute_rows.default, lambda: ((3, 5), ORDER, INVERSE)),
+    OpCase(ops.combine_rows.default, lambda: ((6, 5), ORDER, INVERSE, (3, 2))),
+    OpCase(
+        ops.gather_sum.default,
+        lambda: ((6, 5), INVERSE.view(3, 2), (3, 2), torch.float32),
+        differentiable=False,
+    ),
+    OpCase(
+        ops.gather_dot.default,
+        lambda: ((6, 5), INVERSE.view(3, 2), (3, 5), torch.float32),
+        differentiable=False,
+    ),
+    OpCase(
+        ops.linear_cross_entropy_merged.default,
+        lambda: ((2, 2, 6), (5, 6), LABELS, STATISTICS, [(9,)], 2, 9, 1, 0.1, 0.01, 2.0, 3),
+        gradcheck=False,
+    ),
+    OpCase(
+        ops.linear_cross_entropy_local.default,
+        lambda: ((2, 2, 6), (5, 6), LABELS, (9,), 2, True, None, 3),
+        differentiable=False,
+    ),
+    OpCase(
+        ops.linear_cross_entropy_gradient.default,
+        lambda: (
+            *((4,), (2, 2, 6), (5, 6), LABELS, (9,), STATISTICS, 2, 9, 1, 0.1, 0.01),
+            *(2.0, 3, [True, True]),
+        ),
         differentiable=False,
     ),
 ]
