@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Triton kernels of `activations`: gated activations and biased activations.
+"""Triton kernels of `glu` and `bias_activations`.
 
 A program takes a block of R rows and BLOCK columns of the result.  `strides` are (row, column) of each operand in turn.
 """

@@ -1,4 +1,4 @@
-"""A head's product and cross-entropy in chunks of tokens, also of a sharded vocabulary: `autopar::linear_cross_entropy`.
+"""A head's product and cross-entropy in chunks of tokens, also of a sharded vocabulary: `autopar::linear_cross_entropy_merged`.
 
 The logits hidden weight^T of `chunk` tokens exist at a time, never those of all.  As in `losses`, ranks exchange the statistics once:
 

@@ -30,7 +30,7 @@ _OPS = torch.ops.autopar
 REDUCTIONS = ("none", "sum", "mean")
 
 
-def _layout(logits: Tensor) -> tuple[Tensor, int, tuple[int, int, int]]:
+def _layout(logits: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
     """The logits without a copy if they have at most 3 dims, the rows of an inner dim, and the three strides."""
     if logits.dim() == 3:
         return logits, max(logits.shape[1], 1), logits.stride()

@@ -40,7 +40,8 @@ def _scores(
     scores: Tensor, mask: Tensor | None, scale: float, cap: float | None, wide: torch.dtype
 ) -> tuple[Tensor, Tensor | float]:
     """(scaled, capped and masked scores, the derivative of the cap)."""
-    x, slope = scores.to(wide) * scale, 1.0
+    x = scores.to(wide) * scale
+    slope: Tensor | float = 1.0
     if cap is not None:
         t = torch.tanh(x / cap)
         x, slope = cap * t, 1 - t.square()

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import autopar_kernels.activations
+import autopar_kernels.bias_activations
 import autopar_kernels.expert_rows
+import autopar_kernels.glu
 import autopar_kernels.layer_norms
 import autopar_kernels.linear_losses
 import autopar_kernels.losses

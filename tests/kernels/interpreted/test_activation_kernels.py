@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import autopar_kernels.activations  # noqa: F401 (registers the ops)
+import autopar_kernels.bias_activations
+import autopar_kernels.glu  # noqa: F401 (both register their ops)
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
-"""Gated activations and activations after a bias: `autopar::glu` and `autopar::bias_activation`.
+"""Gated activations: `autopar::glu`.
 
-    glu = act(clamp(gate)) (clamp(up) + shift)          bias_activation = act(x + bias)
+    glu = act(clamp(gate)) (clamp(up) + shift)
 
 `act` is silu (with alpha: z sigmoid(alpha z)), gelu (by erf), gelu_tanh or relu.  All arithmetic is fp32 (fp64 for fp64 tensors), with
 one rounding.  A fused projection is read where it lies, and its gradient is one tensor.  Saved for backward: the inputs; the activation
@@ -21,7 +21,6 @@ from autopar_kernels.launching import (
     Tile,
     divide_up,
     launch,
-    programs_of,
     rows_of,
     runs_kernel,
     strides_of,
@@ -34,7 +33,6 @@ from autopar_kernels.registration import (
     register_composite,
     register_pass,
 )
-from autopar_kernels.sums import sum_parts
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 LAYOUTS = ("two", "gate_up", "up_gate", "interleaved")
@@ -45,7 +43,7 @@ Attributes = tuple[str, float, float, float | None]
 """act, alpha, shift, limit."""
 
 
-def _value_and_slope(x: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
+def value_and_slope(x: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
     """The activation and its derivative."""
     if act == "silu":
         s = torch.sigmoid(alpha * x)
@@ -68,13 +66,11 @@ def split(both: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     return (first, second) if layout == "gate_up" else (second, first)
 
 
-def _block(rows: int, columns: int, x: Tensor) -> tuple[Tile, tuple[int, int]]:
-    """The block of an elementwise kernel, and the grid that covers all rows and columns."""
+def block_of(x: Tensor) -> tuple[Tile, tuple[int, int]]:
+    """The block of an elementwise kernel, and the grid that covers x (rows, columns)."""
+    rows, columns = x.shape
     tile = tile_of(min(columns, 1024), x.device)
     return tile, (divide_up(rows, tile.rows), divide_up(columns, tile.columns))
-
-
-# ------------------------------------------------------------------------------------------------------------------- gated
 
 
 def _glu_forward(
@@ -86,11 +82,11 @@ def _glu_forward(
         z, u = gate.to(wide), up.to(wide)
         if limit is not None:
             z, u = z.clamp(max=limit), u.clamp(-limit, limit)
-        return out.copy_(_value_and_slope(z, act, alpha)[0] * (u + shift))
+        return out.copy_(value_and_slope(z, act, alpha)[0] * (u + shift))
     from autopar_kernels.activation_kernels import glu_forward_kernel
 
     z, u = rows_of(gate), rows_of(up)
-    tile, grid = _block(*z.shape, z)
+    tile, grid = block_of(z)
     launch(
         glu_forward_kernel,
         grid,
@@ -131,7 +127,7 @@ def _glu_backward(
         if limit is not None:
             pass_z, pass_u = (z <= limit).to(wide), (u.abs() <= limit).to(wide)
             z, u = z.clamp(max=limit), u.clamp(-limit, limit)
-        value, slope = _value_and_slope(z, act, alpha)
+        value, slope = value_and_slope(z, act, alpha)
         for out, want, gradient in zip(
             written, needs, (g * slope * (u + shift) * pass_z, g * value * pass_u), strict=True
         ):
@@ -144,7 +140,7 @@ def _glu_backward(
     # views of new tensors, of one row stride and one column stride
     places = [t.view(z.shape) if want else None for t, want in zip(written, needs, strict=True)]
     steps = next((t.stride() for t in places if t is not None), (0, 0))
-    tile, grid = _block(*z.shape, z)
+    tile, grid = block_of(z)
     launch(
         glu_backward_kernel,
         grid,
@@ -238,111 +234,6 @@ def glu(
     return out
 
 
-# -------------------------------------------------------------------------------------------------------------- after a bias
-
-
-def _bias_forward(x: Tensor, bias: Tensor, act: str) -> Tensor:
-    out = _bias_forward_fake(x, bias, act)
-    if not runs_kernel(x, bias):
-        wide = accumulation_dtype(x, bias)
-        return out.copy_(_value_and_slope(x.to(wide) + bias.to(wide), act, 1.0)[0])
-    from autopar_kernels.activation_kernels import bias_forward_kernel
-
-    rows = rows_of(x)
-    tile, grid = _block(*rows.shape, x)
-    launch(
-        bias_forward_kernel,
-        grid,
-        (rows, bias.contiguous(), out, *rows.shape, rows.stride()),
-        tile.warps,
-        ACT=act,
-        R=tile.rows,
-        BLOCK=tile.columns,
-    )
-    return out
-
-
-def _bias_forward_fake(x: Tensor, bias: Tensor, act: str) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, bias.dtype))
-
-
-def _bias_backward(
-    grad: Tensor, x: Tensor, bias: Tensor, act: str, needs: list[bool]
-) -> tuple[Tensor, Tensor]:
-    dx, dbias = _bias_backward_fake(grad, x, bias, act, needs)
-    if not runs_kernel(grad, x, bias):
-        wide = accumulation_dtype(x, bias, grad)
-        slope = _value_and_slope(x.to(wide) + bias.to(wide), act, 1.0)[1]
-        if needs[0]:
-            dx.copy_(grad * slope)
-        if needs[1]:
-            dbias.copy_((grad * slope).reshape(-1, bias.shape[0]).sum(0))
-        return dx, dbias
-    from autopar_kernels.activation_kernels import bias_backward_kernel
-
-    g, rows = rows_of(grad), rows_of(x)
-    tile, (blocks, parts_of_row) = _block(*rows.shape, x)
-    programs = programs_of(blocks, x.device)
-    parts = x.new_zeros(programs, bias.shape[0], dtype=torch.float32) if needs[1] else None
-    launch(
-        bias_backward_kernel,
-        (programs if blocks else 0, parts_of_row),
-        (
-            *(g, rows, bias.contiguous(), dx if needs[0] else None, parts),
-            *(*rows.shape, strides_of(g, rows)),
-        ),
-        tile.warps,
-        ACT=act,
-        R=tile.rows,
-        BLOCK=tile.columns,
-    )
-    return dx, dbias if parts is None else sum_parts(parts, bias.dtype)
-
-
-def _bias_backward_fake(
-    grad: Tensor, x: Tensor, bias: Tensor, act: str, needs: list[bool]
-) -> tuple[Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape) if needs[0] else absent(x),
-        bias.new_empty(bias.shape) if needs[1] else absent(bias),
-    )
-
-
-class _BiasActivation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, act: str) -> Tensor:
-        ctx.save_for_backward(x, bias)
-        ctx.act = act
-        out: Tensor = _OPS.bias_activation_forward(x, bias, act)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        needs = list(ctx.needs_input_grad[:2])
-        dx, dbias = _OPS.bias_activation_backward(grad, *ctx.saved_tensors, ctx.act, needs)
-        return present(dx, needs[0]), present(dbias, needs[1]), None
-
-
-def bias_activation(x: Tensor, bias: Tensor, act: str = "gelu_tanh") -> Tensor:
-    """act(x + bias): (..., F) -> (..., F), differentiable in both.
-
-    Args:
-        x: (..., F), any strides.
-        bias: (F,).
-        act: silu, gelu (by erf), gelu_tanh or relu.
-
-    Raises:
-        ValueError: the activation is unknown or a shape does not fit.
-    """
-    if act not in ACTIVATIONS:
-        raise ValueError(f"act {act!r} is not one of {', '.join(ACTIVATIONS)}")
-    if bias.shape != x.shape[-1:]:
-        raise ValueError(f"a bias of shape {tuple(bias.shape)} for x of {tuple(x.shape)}")
-    out: Tensor = _BiasActivation.apply(x, bias, act)
-    return out
-
-
 _ATTRIBUTES = "str act, float alpha, float shift, float? limit"
 register_pass(
     f"glu_forward(Tensor gate, Tensor up, {_ATTRIBUTES}) -> Tensor", _glu_forward, _glu_forward_fake
@@ -357,18 +248,4 @@ register_composite(
     'glu(Tensor gate, Tensor? up=None, str act="silu", float alpha=1.0, float shift=0.0, '
     'float? limit=None, str layout="gate_up") -> Tensor',
     glu,
-)
-register_pass(
-    "bias_activation_forward(Tensor x, Tensor bias, str act) -> Tensor",
-    _bias_forward,
-    _bias_forward_fake,
-)
-register_pass(
-    "bias_activation_backward(Tensor grad, Tensor x, Tensor bias, str act, bool[] needs) "
-    "-> (Tensor, Tensor)",
-    _bias_backward,
-    _bias_backward_fake,
-)
-register_composite(
-    'bias_activation(Tensor x, Tensor bias, str act="gelu_tanh") -> Tensor', bias_activation
 )
