@@ -255,7 +255,7 @@ def _backward_kernel(call: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     dx, dweight, dbias, dgate = call.outputs()
     rows, columns = call.rstd.shape[0], call.x.shape[-1]
-    tile = tile_of(columns // call.groups, call.x.device, share=2)
+    tile = tile_of(columns // call.groups, call.x.device)
     programs = programs_of(divide_up(rows, tile.rows), call.x.device)
     inputs = [
         None if t is None else rows_of(t) for t in (call.grad, call.x, call.gate, call.grad_total)
