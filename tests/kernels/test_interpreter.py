@@ -12,6 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parent / "interpreted"
 FILES = sorted(path.stem for path in FOLDER.glob("test_*.py"))
+pytestmark = pytest.mark.timeout(1800)  # the first test waits for all files; --runslow tries more
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[s
     report = tmp_path_factory.mktemp("interpreted") / "report.xml"
     command = [
         *(sys.executable, "-m", "pytest", str(FOLDER), "-n", "0", "-p", "no:cacheprovider"),
-        *("--confcutdir", str(FOLDER), f"--junitxml={report}", "--tb=short"),
+        *("--confcutdir", str(FOLDER), f"--junitxml={report}", "--tb=short", "--timeout=1800"),
     ]
     path = os.pathsep.join(entry for entry in sys.path if entry)
     # one thread and no GPU: the interpreter reads CPU tensors alone

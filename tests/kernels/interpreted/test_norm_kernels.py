@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import autopar_kernels.layer_norms
+import autopar_kernels.norms  # noqa: F401 (both register their ops)
 import pytest
 import torch
 import torch.nn.functional as F
-from autopar_kernels import layer_norms, norms
 from autopar_kernels.launching import LAUNCHES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_checks import COLUMNS, DTYPES, LAYOUTS, ROWS, Comparison, checks, numbers
 from support.effort import examples
+from torch.utils.checkpoint import checkpoint
 
 KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "sum_parts_kernel")
 CASTS = st.sampled_from(["before", "weight", "after", "none"])
@@ -35,7 +37,7 @@ def unfused_rms(x, weight, gate, wide, offset, cast, groups, gate_first, eps=1e-
 
 
 @checks(*KERNELS)
-@settings(max_examples=examples(6, 120))
+@settings(max_examples=examples(6, 60))
 @given(
     ROWS, COLUMNS, DTYPES, CASTS, st.sampled_from([0.0, 1.0]), st.booleans(),
     LAYOUTS, st.sampled_from(["plain", "padded", "every_other", "transposed", "expanded"]),
@@ -56,7 +58,7 @@ def test_rms_norm(rows, columns, dtype, cast, offset, weighted, layout, gradient
 
 
 @checks(*KERNELS)
-@settings(max_examples=examples(3, 100))
+@settings(max_examples=examples(3, 60))
 @given(
     ROWS, st.sampled_from([1, 5, 130]), st.sampled_from([1, 2, 3]), DTYPES, st.booleans(),
     LAYOUTS, LAYOUTS,
@@ -77,7 +79,7 @@ def test_gates_and_groups(rows, size, groups, dtype, gate_first, of_x, of_gate):
 
 
 @checks(*KERNELS)
-@settings(max_examples=examples(4, 120))
+@settings(max_examples=examples(4, 60))
 @given(ROWS, COLUMNS, DTYPES, LAYOUTS, LAYOUTS, st.booleans(), st.booleans())
 @example((2, 5), 129, torch.float16, "every_other", "transposed", False, False)
 @example((2, 5), 129, torch.bfloat16, "plain", "plain", True, True)
@@ -115,7 +117,7 @@ def test_addition_before_a_norm(rows, columns, dtype, of_x, of_residual, layer, 
 
 
 @checks(*KERNELS)
-@settings(max_examples=examples(4, 120))
+@settings(max_examples=examples(4, 60))
 @given(ROWS, COLUMNS.filter(lambda n: n > 1), DTYPES, LAYOUTS, st.booleans(), st.booleans())
 @example((3, 1, 4), 257, torch.float16, "every_other", True, True)
 def test_layer_norm(rows, columns, dtype, layout, weighted, biased):
@@ -182,4 +184,38 @@ def test_a_gradient_with_two_consumers_is_not_changed():
     kept = gradient.clone()
     torch.autograd.grad([out, total], x, [gradient, gradient])
     assert torch.equal(gradient, kept)
-    assert norms and layer_norms
+
+
+@checks(*KERNELS)
+def test_shards_of_the_sequence_equal_the_whole():
+    """Sharded rows need no gather: results and dx are equal to the bit, and the weight's gradient is a sum."""
+    x, weight = numbers(0, 12, 200).half(), numbers(1, 200).half().float().requires_grad_()
+    gradient = numbers(2, 12, 200).half()
+
+    def run(rows, upstream):
+        rows = rows.clone().requires_grad_()
+        out = torch.ops.autopar.rms_norm(rows, weight, None, 1e-6, 1.0, "after")
+        return out, *torch.autograd.grad(out, [rows, weight], upstream)
+
+    whole = run(x, gradient)
+    parts = [run(*shard) for shard in zip(x.chunk(3), gradient.chunk(3), strict=True)]
+    for index in (0, 1):
+        assert torch.equal(torch.cat([part[index] for part in parts]), whole[index])
+    torch.testing.assert_close(sum(part[2] for part in parts), whole[2], rtol=1e-5, atol=1e-5)
+
+
+@checks(*KERNELS)
+def test_recomputation():
+    """Activation checkpointing runs forward twice and gives the same gradients."""
+    x, weight = numbers(0, 5, 40).float(), numbers(1, 40).float().requires_grad_()
+
+    def block(value):
+        out, total = torch.ops.autopar.add_rms_norm(value, x, weight)
+        return out * total
+
+    found = []
+    for recompute in (False, True):
+        value = numbers(2, 5, 40).float().requires_grad_()
+        out = checkpoint(block, value, use_reentrant=False) if recompute else block(value)
+        found.append(torch.autograd.grad(out.sum(), [value, weight]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
