@@ -144,15 +144,18 @@ def flat(run: Any) -> list[Tensor]:
 def compare(fused: Tensor, unfused: Tensor, exact: Tensor, largest: float = 0.0) -> None:
     """The error of `fused` is at most that of `unfused`, by the Euclidean norm; bf16 within 2^-7.
 
-    Roundings of fp32 are allowed besides, relative to `largest`: a gradient that cancels (a norm of one column) has the errors of
-    its terms.
+    Both are fp32 inside and differ in the order of their terms, so roundings of fp32 are allowed besides: as many again in fp32
+    results, and some relative to `largest`, whose terms a gradient that cancels has (a norm of one column).  Of few elements in
+    half precision the error may be half a unit in the last place, which no rounding can be below and luck can.
     """
     exact = exact.double()
     size = exact.norm().item()
     error = (fused.double() - exact).norm().item()
-    allowed = (
-        1.05 * (unfused.double() - exact).norm().item() + 2.0**-21 * max(size, largest) + 1e-30
-    )
+    factor = 2.0 if fused.dtype == torch.float32 else 1.05
+    allowed = factor * (unfused.double() - exact).norm().item()
+    allowed += 2.0**-21 * max(size, largest) + 1e-30
+    if fused.dtype == torch.float16 and fused.numel() < 256:
+        allowed = max(allowed, 2.0**-11 * size)
     if fused.dtype == torch.bfloat16:
         allowed = max(allowed, BF16 * size)
     assert fused.isfinite().all() or not unfused.isfinite().all()
