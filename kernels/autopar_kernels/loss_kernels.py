@@ -117,19 +117,19 @@ def cross_entropy_gradient_kernel(
         _row(logits, row, inner, strides) + column.to(tl.int64) * strides[2], inside, 0.0
     ).to(tl.float32)
     x = _capped(x, CAP)
-    share = (1.0 - SMOOTHING) * scale
-    hit = tl.where(column == tl.load(target + row) - first, share, 0.0)
+    # terms that cancel are subtracted first: in a row of one class p is 1
+    p = tl.exp(x - level)
+    hit = tl.where(column == tl.load(target + row) - first, 1.0, 0.0)
+    value = (1.0 - SMOOTHING) * scale * (p - hit)
     if SMOOTHING > 0:
-        norm = classes * 1.0
-        uniform = tl.full((BLOCK,), SMOOTHING, tl.float32) / classes
         if weight is not None:
             norm = tl.load(weight_sum).to(tl.float32)
-            uniform *= tl.load(weight + first + column, inside, 0.0).to(tl.float32)
-        hit += uniform
-        share += SMOOTHING / classes * norm
+            of_class = tl.load(weight + first + column, inside, 0.0).to(tl.float32)
+            value += SMOOTHING / classes * (norm * p - of_class)
+        else:
+            value += SMOOTHING / classes * (classes * p - 1.0)
     if Z > 0:
-        share += 2.0 * Z * level
-    value = share * tl.exp(x - level) - hit
+        value += 2.0 * Z * level * p
     if CAP is not None:
         value *= 1.0 - (x / CAP) * (x / CAP)
     value *= tl.load(grad + row.to(tl.int64) * grad_step).to(tl.float32)

@@ -188,12 +188,13 @@ def _gradient(
         if vector is not None:
             share = share * vector[flat.where(valid, 0)]
         level = statistics[0] + statistics[1].log()
-        hit = share.unsqueeze(1) * (columns == flat.unsqueeze(1))
+        p = (x - level.unsqueeze(1)).exp()
+        value = share.unsqueeze(1) * (p - (columns == flat.unsqueeze(1)).to(wide))
         if smoothing > 0:
-            hit = hit + smoothing / classes * (1 if vector is None else vector[columns])
-            share = share + smoothing / classes * (classes if total is None else total)
-        share = share + 2 * z_loss * level
-        value = share.unsqueeze(1) * (x - level.unsqueeze(1)).exp() - hit
+            norm = classes if total is None else total
+            of_class = 1 if vector is None else vector[columns]
+            value = value + smoothing / classes * (norm * p - of_class)
+        value = value + 2 * z_loss * level.unsqueeze(1) * p
         if soft_cap is not None:
             value = value * (1 - (x / soft_cap).square())
         value = (value * grad.to(wide).unsqueeze(1)).where(valid.unsqueeze(1), 0)
