@@ -38,6 +38,48 @@ def test_compiles_without_a_graph_break(case: OpCase):
     torch.testing.assert_close(compiled(*arguments), case.op(*arguments))
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if c.differentiable], ids=str)
+def test_on_meta_the_kept_tensors_are_those_of_a_run(case: OpCase):
+    """Memory is priced on the meta device."""
+
+    def kept(device: str) -> list[tuple[torch.Size, torch.dtype]]:
+        arguments = [
+            a.detach().to(device).requires_grad_(a.requires_grad)
+            if isinstance(a, torch.Tensor)
+            else a
+            for a in case.arguments(torch.bfloat16)
+        ]
+        saved: list[tuple[torch.Size, torch.dtype]] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: saved.append((t.shape, t.dtype)), lambda t: t
+        ):
+            case.op(*arguments)
+        return saved
+
+    assert kept("meta") == kept("cpu")
+
+
+def test_a_captured_graph_shows_each_op_as_one_node():
+    cases = [case for case in CASES if case.differentiable]
+    arguments = [case.arguments(torch.float32) for case in cases]
+    tensors = [[a for a in row if isinstance(a, torch.Tensor)] for row in arguments]
+
+    class Everything(torch.nn.Module):
+        def forward(self, rows):
+            results = []
+            for case, row, given in zip(cases, rows, arguments, strict=True):
+                fresh = iter(row)
+                results.append(
+                    case.op(*(next(fresh) if isinstance(a, torch.Tensor) else a for a in given))
+                )
+            return results
+
+    graph = torch.export.export(Everything(), (tensors,)).graph
+    called = [node.target for node in graph.nodes if node.op == "call_function"]
+    own = [target for target in called if str(target).startswith("autopar.")]
+    assert own == [case.op for case in cases], "in order, and none of the ops below them"
+
+
 def test_importing_needs_torch_alone():
     """triton is imported where a kernel is built."""
     code = (
