@@ -125,11 +125,12 @@ def _terms(
 
 @triton.jit
 def _store_gradients(
-    normal, weighted, inner, grad, grad_total, x, gate, weight, dx, dgate,
+    normal, weighted, along, level, scale, grad, grad_total, x, gate, weight, dx, dgate,
     row, column, width, strides, alive, end, OFFSET, GATE_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Write dx and dgate of a tile; `inner` is the gradient of what is normalised."""
+    """Write dx and dgate of a tile."""
     mask = alive[:, None] & (column < end)[None, :]
+    inner = (weighted - level[:, None] - normal * along[:, None]) * scale[:, None]
     if gate is not None:
         z = load_tile(gate, row, column, strides[4], strides[5], mask)
         if GATE_FIRST:
@@ -176,31 +177,34 @@ def norm_backward_kernel(
         center = tl.zeros((R,), tl.float32)
         if mean is not None:
             center += tl.load(mean + row * statistic + group, alive, 0.0)
-        along = tl.zeros((R,), tl.float32)
-        level = tl.zeros((R,), tl.float32)
-        # from the last part to the first, which then is in registers
-        for step in tl.static_range(0, N, BLOCK):
-            at = (N - 1) // BLOCK * BLOCK - step
-            normal, weighted, upstream = _terms(
+        normal, weighted, upstream = _terms(
+            grad, x, gate, weight, row, column, strides, alive, end, center, scale, OFFSET, GATE_FIRST
+        )  # fmt: skip
+        along, level = tl.sum(normal * weighted, 1), tl.sum(weighted, 1)
+        # loops that are not unrolled: their loads would wait in registers for the second one
+        for at in range(BLOCK, N, BLOCK):
+            n, w, _ = _terms(
                 grad, x, gate, weight, row, at + column, strides, alive, end, center, scale, OFFSET, GATE_FIRST
             )  # fmt: skip
-            along += tl.sum(normal * weighted, 1)
-            if mean is not None:
-                level += tl.sum(weighted, 1)
+            along, level = along + tl.sum(n * w, 1), level + tl.sum(w, 1)
         along, level = along / N, level / N
-        for at in tl.static_range(0, N, BLOCK):
-            if at > 0:
-                normal, weighted, upstream = _terms(
-                    grad, x, gate, weight, row, at + column, strides, alive, end, center, scale, OFFSET, GATE_FIRST
-                )  # fmt: skip
-                _add_to(dweight, offset + at, upstream * normal, at + column < end)
-                _add_to(dbias, offset + at, upstream, at + column < end)
-            else:
-                weight_sum += upstream * normal
-                bias_sum += upstream
-            inner = (weighted - level[:, None] - normal * along[:, None]) * scale[:, None]
+        if mean is None:
+            level = tl.zeros((R,), tl.float32)
+        weight_sum += upstream * normal
+        bias_sum += upstream
+        _store_gradients(
+            normal, weighted, along, level, scale, grad, grad_total, x, gate, weight, dx, dgate,
+            row, column, width, strides, alive, end, OFFSET, GATE_FIRST,
+        )  # fmt: skip
+        # rows longer than a block come one at a time, so that each thread adds to what it wrote itself
+        for at in range(BLOCK, N, BLOCK):
+            n, w, u = _terms(
+                grad, x, gate, weight, row, at + column, strides, alive, end, center, scale, OFFSET, GATE_FIRST
+            )  # fmt: skip
+            _add_to(dweight, offset + at, u * n, at + column < end)
+            _add_to(dbias, offset + at, u, at + column < end)
             _store_gradients(
-                normal, weighted, inner, grad, grad_total, x, gate, weight, dx, dgate,
+                n, w, along, level, scale, grad, grad_total, x, gate, weight, dx, dgate,
                 row, at + column, width, strides, alive, end, OFFSET, GATE_FIRST,
             )  # fmt: skip
     _add_to(dweight, offset, weight_sum, column < end)

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar_kernels.launching import (
+    Tile,
     divide_up,
     launch,
+    limits,
     programs_of,
     rows_of,
     runs_kernel,
@@ -255,7 +257,11 @@ def _backward_kernel(call: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     dx, dweight, dbias, dgate = call.outputs()
     rows, columns = call.rstd.shape[0], call.x.shape[-1]
+    longest = limits(call.x.device).longest
     tile = tile_of(columns // call.groups, call.x.device)
+    if columns // call.groups > longest:
+        # parts of half the length and all warps leave registers for the sums of the first part
+        tile = Tile(1, longest // 2, 16)
     programs = programs_of(divide_up(rows, tile.rows), call.x.device)
     inputs = [
         None if t is None else rows_of(t) for t in (call.grad, call.x, call.gate, call.grad_total)

@@ -131,6 +131,7 @@ TABLE = torch.zeros(1, 4, 128, dtype=torch.bfloat16)
 LABELS = torch.zeros(2, dtype=torch.int64)
 LARGE = {
     "rms_norm": (lambda x, w: ops.rms_norm(x, w), [(2, 8192), (8192,)]),
+    "long_norm": (lambda x, w: ops.rms_norm(x, w, x), [(2, 20000), (20000,)]),
     "query_norm": (lambda x, w: ops.rms_norm(x, w), [(64, 128), (128,)]),
     "add_layer_norm": (
         lambda x, w, b: ops.add_layer_norm(x, x, w, b)[0],
