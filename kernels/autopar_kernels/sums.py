@@ -1,12 +1,18 @@
-"""Sums over partial results: `autopar::sum_parts`."""
+"""Sums over partial results, as ranks exchange them: `autopar::sum_partials`.
+
+Accumulated in fp32 (fp64 for fp64 tensors) and rounded once, in the order of the parts within each lane of the kernel.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from autopar_kernels.launching import divide_up, launch, power_of_2, runs_kernel
-from autopar_kernels.registration import accumulation_dtype, register_pass
+from autopar_kernels.registration import accumulation_dtype, register_composite, register_pass
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -42,3 +48,25 @@ def _fake(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 register_pass("sum_parts(Tensor parts, ScalarType? dtype=None) -> Tensor", sum_parts, _fake)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, dtype: torch.dtype | None) -> Tensor:
+        ctx.shape, ctx.dtype = parts.shape, parts.dtype
+        out: Tensor = torch.ops.autopar.sum_parts(parts, dtype)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.to(ctx.dtype).expand(ctx.shape), None
+
+
+def sum_partials(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`sum_parts`, differentiable: (P, ...) -> (...); the gradient of each part is that of the sum."""
+    out: Tensor = _Sum.apply(parts, dtype)
+    return out
+
+
+register_composite("sum_partials(Tensor parts, ScalarType? dtype=None) -> Tensor", sum_partials)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernel_checks import BF16, COLUMNS, DTYPES, LAYOUTS, Comparison, checks, compare, lay, numbers
+from kernel_checks import BF16, COLUMNS, DTYPES, LAYOUTS, Comparison, checks, numbers
 from support.effort import examples
 
 TOKENS = st.sampled_from([(0, 2), (1, 1), (3, 2), (17, 1), (9, 4)])
@@ -63,12 +63,22 @@ def test_combine(size, columns, dtype, layout, wide_weights):
 @example(70, 257, torch.float16, "every_other")
 def test_sums_over_partial_results(parts, columns, dtype, layout):
     """One rounding: an addition at a time in half precision has more."""
-    values = lay(numbers(0, parts, 3, columns).to(dtype), layout)
-    unfused = values[0]
-    for part in values[1:]:
-        unfused = unfused + part
-    compare(torch.ops.autopar.sum_parts(values), unfused, values.double().sum(0))
-    wide = torch.ops.autopar.sum_parts(values, torch.float32)
+
+    def unfused(values, wide):
+        total = values[0]
+        for part in values[1:]:
+            total = total + part
+        return total
+
+    Comparison(
+        torch.ops.autopar.sum_partials,
+        unfused,
+        [numbers(0, parts, 3, columns)],
+        dtype,
+        layouts=[layout],
+    ).check()
+    values = numbers(1, parts, columns).to(dtype)
+    wide = torch.ops.autopar.sum_partials(values, torch.float32)
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide.double(), values.double().sum(0), rtol=1e-5, atol=1e-5)
 
