@@ -1,0 +1,126 @@
+# mypy: allow-untyped-defs
+"""Triton kernels of `glu` and `bias_activations`.
+
+A program takes a block of R rows and BLOCK columns of the result.  `strides` are (row, column) of each operand in turn.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from autopar_kernels.tiles import kernel, load_tile, load_vector, store_tile, tanh
+
+
+@triton.jit
+def _activate(x, ACT: tl.constexpr, ALPHA: tl.constexpr):
+    """The activation of x and its derivative."""
+    if ACT == "silu":
+        s = tl.sigmoid(ALPHA * x)
+        value = x * s
+        slope = s * (1.0 + ALPHA * x * (1.0 - s))
+    elif ACT == "gelu":
+        # 1 / sqrt(2) and 1 / sqrt(2 pi)
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        value = x * cdf
+        slope = cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif ACT == "gelu_tanh":
+        # sqrt(2 / pi)
+        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+        value = 0.5 * x * (1.0 + t)
+        inner = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+        slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
+    else:
+        value = tl.maximum(x, 0.0)
+        slope = tl.where(x > 0.0, 1.0, 0.0)
+    return value, slope
+
+
+@triton.jit
+def _place(rows, columns, R: tl.constexpr, BLOCK: tl.constexpr):
+    """(row, column, mask) of this program's block."""
+    row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return row, column, (row < rows)[:, None] & (column < columns)[None, :]
+
+
+@triton.jit
+def _load_pair(gate, up, row, column, strides, mask, LIMIT: tl.constexpr):
+    """The gate and up, clamped: (clamped, clamped, whether the gate and up are inside their limits)."""
+    z = load_tile(gate, row, column, strides[0], strides[1], mask)
+    u = load_tile(up, row, column, strides[2], strides[3], mask)
+    pass_z, pass_u = mask, mask
+    if LIMIT is not None:
+        pass_z, pass_u = z <= LIMIT, (u <= LIMIT) & (u >= -LIMIT)
+        z = tl.minimum(z, LIMIT)
+        u = tl.minimum(tl.maximum(u, -LIMIT), LIMIT)
+    return z, u, pass_z, pass_u
+
+
+@kernel
+def glu_forward_kernel(
+    gate, up, out, rows, columns, strides,
+    ACT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
+    R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = act(gate) (up + SHIFT)."""
+    row, column, mask = _place(rows, columns, R, BLOCK)
+    z, u, _, _ = _load_pair(gate, up, row, column, strides, mask, LIMIT)
+    value, _ = _activate(z, ACT, ALPHA)
+    store_tile(out, row, column, columns, 1, value * (u + SHIFT), mask)
+
+
+@kernel
+def glu_backward_kernel(
+    grad, gate, up, dgate, dup, rows, columns, grad_row, grad_column, strides, out_row, out_column,
+    ACT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
+    R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of gate and up from that of the result; the activation is computed again."""
+    row, column, mask = _place(rows, columns, R, BLOCK)
+    g = load_tile(grad, row, column, grad_row, grad_column, mask)
+    z, u, pass_z, pass_u = _load_pair(gate, up, row, column, strides, mask, LIMIT)
+    value, slope = _activate(z, ACT, ALPHA)
+    if dgate is not None:
+        through = tl.where(pass_z, g * slope * (u + SHIFT), 0.0)
+        store_tile(dgate, row, column, out_row, out_column, through, mask)
+    if dup is not None:
+        through = tl.where(pass_u, g * value, 0.0)
+        store_tile(dup, row, column, out_row, out_column, through, mask)
+
+
+@kernel
+def bias_forward_kernel(
+    x, bias, out, rows, columns, strides,
+    ACT: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = act(x + bias)."""
+    row, column, mask = _place(rows, columns, R, BLOCK)
+    value = load_tile(x, row, column, strides[0], strides[1], mask)
+    value += load_vector(bias, column, column < columns)[None, :]
+    value, _ = _activate(value, ACT, 1.0)
+    store_tile(out, row, column, columns, 1, value, mask)
+
+
+@kernel
+def bias_backward_kernel(
+    grad, x, bias, dx, parts, rows, columns, strides,
+    ACT: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx, and this program's partial sum of the bias's gradient over its rows."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    shift = load_vector(bias, column, inside)[None, :]
+    total = tl.zeros((R, BLOCK), tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
+        row = (block * R + tl.arange(0, R)).to(tl.int64)
+        mask = (row < rows)[:, None] & inside[None, :]
+        g = load_tile(grad, row, column, strides[0], strides[1], mask)
+        value = load_tile(x, row, column, strides[2], strides[3], mask) + shift
+        _, slope = _activate(value, ACT, 1.0)
+        total += g * slope
+        if dx is not None:
+            store_tile(dx, row, column, columns, 1, g * slope, mask)
+    if parts is not None:
+        place = tl.program_id(0).to(tl.int64) * columns + column
+        tl.store(parts + place, tl.sum(total, 0), inside)

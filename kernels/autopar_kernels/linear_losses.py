@@ -1,0 +1,213 @@
+"""A head's product and cross-entropy in chunks of tokens, also of a sharded vocabulary: `autopar::linear_cross_entropy_merged`.
+
+The logits hidden weight^T of `chunk` tokens exist at a time, never those of all.  As in `losses`, ranks exchange the statistics once:
+
+    statistics = linear_cross_entropy_local(hidden, weight, ...)
+    merged     = cross_entropy_merge(all ranks' statistics)
+    loss       = linear_cross_entropy_merged(hidden, weight, target, merged, ...)
+
+Backward computes each chunk's logits again (four products in all, where whole logits take three), and accumulates the weight's gradient
+in fp32.  The gradient of hidden is a partial sum over the shards.  For an unsharded vocabulary torch 2.13 has F.linear_cross_entropy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar_kernels.launching import rows_of
+from autopar_kernels.registration import (
+    absent,
+    accumulation_dtype,
+    present,
+    register_composite,
+    register_pass,
+)
+
+_OPS = torch.ops.autopar
+
+
+def _local(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    first: int,
+    smooth: bool,
+    soft_cap: float | None,
+    chunk: int,
+) -> Tensor:
+    """Statistics (3, R) of a shard, (4, R) if `smooth`, as `autopar::cross_entropy_local` gives them."""
+    out = _local_fake(hidden, weight, target, class_weight, first, smooth, soft_cap, chunk)
+    rows, flat = rows_of(hidden), target.reshape(-1)
+    for start in range(0, rows.shape[0], chunk):
+        part = slice(start, start + chunk)
+        logits = rows[part] @ weight.t()
+        out[:, part] = _OPS.cross_entropy_local(
+            logits, flat[part], class_weight, first, smooth, soft_cap
+        )
+    return out
+
+
+def _local_fake(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    first: int,
+    smooth: bool,
+    soft_cap: float | None,
+    chunk: int,
+) -> Tensor:
+    if target.shape != hidden.shape[:-1] or hidden.shape[-1] != weight.shape[1]:
+        shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)}, {tuple(target.shape)}"
+        raise ValueError(f"hidden, weight and target of shapes {shapes}")
+    wide = accumulation_dtype(hidden, class_weight)
+    return hidden.new_empty((4 if smooth else 3, target.numel()), dtype=wide)
+
+
+def _outer(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
+    """left^T right in the wide dtype, without a rounding to theirs."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left.t(), right, out_dtype=wide)
+    return left.to(wide).t() @ right.to(wide)
+
+
+def _gradient(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    statistics: Tensor,
+    first: int,
+    classes: int,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+    soft_cap: float | None,
+    chunk: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of hidden and of weight; empty where they are not asked for."""
+    dhidden = hidden.new_empty(hidden.shape) if needs[0] else absent(hidden)
+    wide = statistics.dtype
+    total = torch.zeros_like(weight, dtype=wide) if needs[1] else absent(weight)
+    rows, flat = rows_of(hidden), target.reshape(-1)
+    for start in range(0, rows.shape[0], chunk):
+        part = slice(start, start + chunk)
+        dlogits = _OPS.cross_entropy_gradient(
+            *(grad[part], rows[part] @ weight.t(), flat[part], class_weight),
+            *(statistics[:, part].contiguous(), first, classes),
+            *(ignore_index, smoothing, z_loss, soft_cap),
+        )
+        if needs[0]:
+            dhidden.view(rows.shape)[part] = dlogits @ weight
+        if needs[1]:
+            total += _outer(dlogits, rows[part], wide)
+    return dhidden, total.to(weight.dtype, copy=True) if needs[1] else total
+
+
+def _gradient_fake(
+    grad: Tensor, hidden: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    needs = rest[-1]
+    return (
+        hidden.new_empty(hidden.shape) if needs[0] else absent(hidden),
+        weight.new_empty(weight.shape) if needs[1] else absent(weight),
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """(the loss of each row, the weight of its class) from merged statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        class_weight: Tensor | None,
+        statistics: Tensor,
+        attributes: tuple[int, int, int, float, float, float | None],
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        loss, scales = _OPS.cross_entropy_rows(statistics, target, class_weight, *attributes[1:5])
+        ctx.save_for_backward(hidden, weight, target, class_weight, statistics)
+        ctx.attributes, ctx.chunk = attributes, chunk
+        ctx.mark_non_differentiable(scales)
+        return loss, scales
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        needs = list(ctx.needs_input_grad[:2])
+        dhidden, dweight = _OPS.linear_cross_entropy_gradient(
+            grad, *ctx.saved_tensors, *ctx.attributes, ctx.chunk, needs
+        )
+        return present(dhidden, needs[0]), present(dweight, needs[1]), *[None] * 5
+
+
+def linear_cross_entropy_merged(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    class_weight: Tensor | None = None,
+    first: int = 0,
+    classes: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    chunk: int = 2048,
+) -> tuple[Tensor, Tensor]:
+    """(the loss of each row, the weight of its class), each of target's shape; differentiable in hidden and weight.
+
+    Args:
+        hidden: (..., H), any strides.
+        weight: (V', H), this shard's rows of the head.
+        target: (...) int64, classes of all shards.
+        statistics: (3 or 4, R), merged over all shards; constant.
+        class_weight: (V,) of all classes, or None.
+        first: the class of the shard's first row.
+        classes: V, the number of classes over all shards; V' by default.
+        ignore_index: the target of rows that do not count.
+        label_smoothing: as F.cross_entropy's.
+        z_loss: the factor of l^2.
+        soft_cap: the cap, or None.
+        chunk: how many tokens' logits exist at a time.
+    """
+    attributes = (
+        *(first, weight.shape[0] if classes is None else classes),
+        *(ignore_index, label_smoothing, z_loss, soft_cap),
+    )
+    loss, scales = _LinearCrossEntropy.apply(
+        hidden, weight, target, class_weight, statistics, attributes, chunk
+    )
+    return loss.view(target.shape), scales.view(target.shape)
+
+
+_HEAD = "Tensor hidden, Tensor weight, Tensor target"
+register_pass(
+    f"linear_cross_entropy_local({_HEAD}, Tensor? class_weight, int first, bool smooth, "
+    "float? soft_cap, int chunk) -> Tensor",
+    _local,
+    _local_fake,
+)
+register_pass(
+    f"linear_cross_entropy_gradient(Tensor grad, {_HEAD}, Tensor? class_weight, Tensor statistics, "
+    "int first, int classes, int ignore_index, float smoothing, float z_loss, float? soft_cap, "
+    "int chunk, bool[] needs) -> (Tensor, Tensor)",
+    _gradient,
+    _gradient_fake,
+)
+register_composite(
+    f"linear_cross_entropy_merged({_HEAD}, Tensor statistics, Tensor? class_weight=None, "
+    "int first=0, int? classes=None, int ignore_index=-100, float label_smoothing=0.0, "
+    "float z_loss=0.0, float? soft_cap=None, int chunk=2048) -> (Tensor, Tensor)",
+    linear_cross_entropy_merged,
+)
