@@ -258,7 +258,7 @@ def parallelize(
     Raises:
         AutoparError: the plan belongs to another model, cluster or world size; or as for `plan`.
     """
-    # who only plans need not wait for these
+    # imported here, so that planning does not wait for them
     from autopar.runtime.engine import Engine, agree_on_plan, start_process_group
 
     check_model(model)

@@ -23,10 +23,11 @@ from autopar.ops.values import ops, result_names
 class LocalClass:
     """One block class on one device.
 
-    `choices` and `fixed` are the choices of its ops and the layouts of its values on the axes that propagation decides, `shapes` the sizes
-    of its values over all ranks, `bytes` those on one rank of these axes, before tp.  `common` are the inputs that reach all segments as
-    they were made, with the (segment, output) that makes them; `as_made` are the keys of such inputs kept as they arrive.  `shares` is what
-    fused kernels share, `unwritten` are the values that live inside one of them, `narrow` the calls that multiply by a parameter in fp8.
+    Propagation decides all axes but tp.  On those axes, `choices` has the choices of the ops and `fixed` the layouts of the values.
+    `shapes` has the sizes of the values over all ranks.  `bytes` has their sizes on one rank of those axes, before tp cuts them.
+    `common` has the inputs that reach all segments as they were made, with the (segment, output) that makes each.
+    `as_made` has the keys of such inputs that are kept as they arrive.  `shares` is what fused kernels share.
+    `unwritten` has the values that live inside one fused kernel.  `narrow` has the calls that multiply by a parameter in fp8.
     """
 
     facts: ClassFacts

@@ -126,6 +126,10 @@ class Sweep:
         """The points that have plans."""
         return [row for row in self.rows if isinstance(row, Row)]
 
+    def efficiency(self, row: Row) -> float:
+        """The rate of a point as a share of the rate of the first point that has a plan."""
+        return row.rate / next(first.rate for first in self.rows if isinstance(first, Row))
+
 
 def points_of(
     cluster: Cluster,
@@ -265,7 +269,7 @@ def _row_data(row: Row, found: Sweep) -> dict[str, Any]:
         "reason": "",
         "gap": row.plan.certificate.gap,
         "tokens_per_s_per_device": row.rate,
-        "efficiency": row.rate / found.planned[0].rate,
+        "efficiency": found.efficiency(row),
         "device_hours_per_million_tokens": row.device_hours,
         "dollars_per_million_tokens": row.cost if priced else None,
         "plan": plan_data(plan),
@@ -319,7 +323,7 @@ def _point_table(found: Sweep, varied: Sequence[str], unit: str) -> Table:
             short_words(row.plan),
             ms(row.plan.predicted.step_time_s).removesuffix(" ms"),
             f"{row.rate:,.0f}",
-            f"{100 * row.rate / found.planned[0].rate:.1f}",
+            f"{100 * found.efficiency(row):.1f}",
             gib(row.peak_bytes).removesuffix(" GiB"),
             f"{row.cost:.3g}",
         )

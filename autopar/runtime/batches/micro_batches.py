@@ -58,8 +58,8 @@ class MicroBatches:
 class _Read:
     """What one rank was given, by name; `tensors` are filled up to the length of the program with `number`, `length` its own positions."""
 
-    given: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=False)
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=False)
+    given: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rows: int = -1
     checksum: float = 0.0
     number: int = 0
@@ -187,8 +187,8 @@ class BatchSplitter:
         if self.indices:
             self.indices[number].check(tensors)
         return _Read(
-            given,
-            tensors,
+            given=given,
+            tensors=tensors,
             rows=next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1),
             checksum=_checksum(tensors.values()) if self._shared else 0.0,
             number=number,

@@ -250,7 +250,7 @@ class _Stage(PipelineStage):
         )
         with named("stage", self.stage_index, "forward of micro-batch", fwd_chunk_id), keeping:
             result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        # who needs it for backward has it
+        # backward has its own references to what it needs
         self._move_buffers(self._passing(fwd_chunk_id), torch.device("meta"))
         return result
 
@@ -287,7 +287,7 @@ class _Stage(PipelineStage):
             x.detach_()
         for x in received:
             if isinstance(x, Tensor) and x.requires_grad:
-                # the graph holds the tensor, and who reads its values has them
+                # The graph still refers to this tensor. Its values are held elsewhere where they are read.
                 x.data = x.new_empty(0)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
