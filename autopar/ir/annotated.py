@@ -109,7 +109,7 @@ class Strategy:
                 self.forward_s,
             )
             dispatch_s += self.forward_dispatch_s
-        return Strategy(  # by place, which is quicker than `replace`
+        return Strategy(  # by place, which is quicker than keywords or `replace`
             self.name, self.inputs, self.outputs, self.forward_s, backward_s, self.step_s, self.static_bytes, saved,
             self.forward_comm_s, comm_s, self.step_comm_s, self.backward_weight_s, rerun_s, self.forward_dispatch_s, dispatch_s,
             self.gradient_bytes, self.optimizer_bytes, self.host_bytes, self.late,
@@ -300,3 +300,10 @@ class AnnotatedModel:
     segments: tuple[int, ...] = ()
     reads: tuple[tuple[tuple[int, int], ...], ...] = ()
     shared: tuple[Shared, ...] = ()
+
+    @property
+    def pipeline_setting(self) -> PipelineSetting:
+        """How stages run.  Raises ValueError for a model without a pipeline."""
+        if self.pipeline is None:
+            raise ValueError("pipeline is None: the model has no pipeline")
+        return self.pipeline
