@@ -24,6 +24,7 @@ from autopar_cost_models import (
     home_of,
 )
 from autopar_cost_models import device as catalogue_device
+from autopar_cost_models.catalogue import ETHERNET
 from autopar_cost_models.checks import finite, nearest
 
 from autopar.errors import AutoparError, shown
@@ -457,14 +458,10 @@ class MixedCluster:
         slowest = min(
             (_device_link(group) for group in groups),
             key=lambda link: link.achieved_Bps,
-            default=None,
+            default=ETHERNET,  # the class refuses a cluster without groups
         )
         latency_s = max((group.topology.inter.latency_s for group in groups), default=0.0)
-        link = between
-        if link is None:
-            if slowest is None:
-                raise AutoparError(f"cluster {shown(name)}: it has no groups of devices")
-            link = replace(slowest, latency_s=latency_s)
+        link = between if between is not None else replace(slowest, latency_s=latency_s)
         kinds = tuple(group.one_kind for group in groups)
         return MixedCluster(
             name if name is not None else "+".join(group.name for group in kinds), kinds, link
