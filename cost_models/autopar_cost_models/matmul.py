@@ -86,7 +86,7 @@ def _matmul_s(
     result_itemsize: int,
     slower: float,
 ) -> float:
-    """`groups`: (rows, number of groups with these rows); `shape`: n and k; `slower`: the share of its rate at which the device computes."""
+    """`groups`: (rows, number of groups with these rows); `shape`: n and k; `slower`: the device's share of its rate."""
     n, k = shape
     rate = slower * min(
         device.achieved_flops(dtype) / QUANTIZATION_OF_BEST, device.peak_flops(dtype)
