@@ -109,14 +109,14 @@ def train_both(
     errors = [compare(before, after, state, "fp32") for _, state in ranks]
     worst, tensor = max(errors, key=lambda error: error[0])
     return TrainResult(
-        plan,
-        replanned,
-        tuple(ranks[0][0]),
-        tuple(reference_losses),
-        worst,
-        tensor,
-        end - middle,
-        middle - start,
+        plan=plan,
+        replanned=replanned,
+        losses=tuple(ranks[0][0]),
+        reference_losses=tuple(reference_losses),
+        worst_error=worst,
+        worst_tensor=tensor,
+        time_s=end - middle,
+        reference_time_s=middle - start,
     )
 
 

@@ -66,11 +66,11 @@ def verify(
         report = run(
             parse_model(model),
             nproc,
-            pins,
-            precision,
-            steps,
-            seq,
-            rows,
+            pin=pins,
+            precision=precision,
+            steps=steps,
+            seq=seq,
+            rows=rows,
             progress=tell,
             compile=compiles,
         )

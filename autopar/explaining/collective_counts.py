@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import COLLECTIVES
@@ -70,6 +70,8 @@ def program_collectives(traced: TracedModel, plan: Plan) -> dict[str, int]:
             program, segment.name, traced.classes[segment.class_index]
         ).values():
             total.update(counts)
+    if not isinstance(program.module, GraphModule):
+        raise TypeError(f"the program is a {type(program.module).__name__}, not a GraphModule")
     for counts in _count(program.module.graph, dict.fromkeys(traced.graph_inputs, False)).values():
         total.update(counts)
     return dict(total)

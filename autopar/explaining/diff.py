@@ -93,7 +93,7 @@ def diff(one: Plan, other: Plan) -> tuple[Difference, ...]:
     )
 
 
-def _fields(part: str, one: Any, other: Any, *names: str) -> Iterator[Difference]:
+def _fields(part: str, one: Any, other: Any, names: Sequence[str]) -> Iterator[Difference]:
     for name in names:
         ours, theirs = getattr(one, name), getattr(other, name)
         if ours != theirs:
@@ -101,9 +101,9 @@ def _fields(part: str, one: Any, other: Any, *names: str) -> Iterator[Difference
 
 
 def _identity(one: Plan, other: Plan) -> Iterator[Difference]:
-    yield from _fields("model", one, other, "model_name", "model_hash")
-    yield from _fields("cluster", one, other, "cluster_name", "cluster_hash")
-    yield from _fields("cost model", one, other, "cost_model_version")
+    yield from _fields("model", one, other, ("model_name", "model_hash"))
+    yield from _fields("cluster", one, other, ("cluster_name", "cluster_hash"))
+    yield from _fields("cost model", one, other, ("cost_model_version",))
 
 
 def _choices(one: Plan, other: Plan) -> Iterator[Difference]:
@@ -112,7 +112,7 @@ def _choices(one: Plan, other: Plan) -> Iterator[Difference]:
         if ours.get(name) != theirs.get(name):
             yield Difference("choices", name, ours.get(name), theirs.get(name))
     yield from _fields(
-        "choices", one, other, "num_microbatches", "global_batch", "precision", "devices"
+        "choices", one, other, ("num_microbatches", "global_batch", "precision", "devices")
     )
 
 
@@ -196,13 +196,13 @@ def _prediction(one: Plan, other: Plan) -> Iterator[Difference]:
     for name, ours, theirs in pairs:
         if not isclose(ours, theirs, rel_tol=1e-9):  # the rounding of sums in another order
             yield Difference("prediction", name, ours, theirs)
-    yield from _fields("certificate", one.certificate, other.certificate, "status")
+    yield from _fields("certificate", one.certificate, other.certificate, ("status",))
     if not isclose(one.certificate.bound_s, other.certificate.bound_s, rel_tol=1e-9):
         yield Difference(
             "certificate", "bound_s", one.certificate.bound_s, other.certificate.bound_s
         )
-    yield from _fields("engine", one, other, "runnable")
-    yield from _fields("notes", one, other, "notes")
+    yield from _fields("engine", one, other, ("runnable",))
+    yield from _fields("notes", one, other, ("notes",))
 
 
 def diff_table(names: tuple[str, str], plans: tuple[Plan, Plan]) -> Group:

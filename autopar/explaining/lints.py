@@ -196,11 +196,9 @@ def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
         tensors = value_tensors(block.graph)
         for node in ops(block.graph):
             choice = own.ops.get(node.name, {}).get("tp")
-            query = (
-                tensors.get(operand_names(node)[0])
-                if choice is not None and is_attention(node.name)
-                else None
-            )
+            if choice is None or not is_attention(node.name):
+                continue
+            query = tensors.get(operand_names(node)[0])
             heads = query.shape[-3] if query is not None and query.dim() > 2 else tp
             if not is_symbolic(heads) and int(heads) % tp:
                 yield Finding(

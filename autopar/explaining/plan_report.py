@@ -258,10 +258,10 @@ def _runners_up(plan: Plan) -> list[Table]:
     rows = []
     for time_s, how, entry in best:
         zero = sharing_words(entry["zero"], entry.get("shard", 0))
-        choices = (mesh_words(entry["mesh"]), str(entry["micro_batch"]), zero, entry["recompute"])
+        words = (mesh_words(entry["mesh"]), str(entry["micro_batch"]), zero, entry["recompute"])
         rows.append(
             (
-                *choices,
+                *words,
                 ("at least " if how == "at least" else "") + ms(time_s),
                 f"{time_s / plan.predicted.step_time_s:.3f} x",
             )

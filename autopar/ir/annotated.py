@@ -114,7 +114,7 @@ class Strategy:
                 self.forward_s,
             )
             dispatch_s += self.forward_dispatch_s
-        return Strategy(  # by place, which is quicker than `replace`
+        return Strategy(  # by place, which is quicker than keywords or `replace`
             self.name,
             self.inputs,
             self.outputs,
@@ -321,3 +321,10 @@ class AnnotatedModel:
     segments: tuple[int, ...] = ()
     reads: tuple[tuple[tuple[int, int], ...], ...] = ()
     shared: tuple[Shared, ...] = ()
+
+    @property
+    def pipeline_setting(self) -> PipelineSetting:
+        """How stages run.  Raises ValueError for a model without a pipeline."""
+        if self.pipeline is None:
+            raise ValueError("pipeline is None: the model has no pipeline")
+        return self.pipeline

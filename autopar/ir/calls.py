@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
     """The argument of a call by its schema name, passed by position or keyword; else the schema's default, else `default`."""
-    for i, spec in enumerate(node.target._schema.arguments):
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        raise TypeError(f"{node.name} calls {node.target}, which is no op with a schema")
+    for i, spec in enumerate(schema.arguments):
         if spec.name == name:
             if i < len(node.args):
                 return node.args[i]

@@ -24,6 +24,7 @@ from autopar_cost_models import (
     home_of,
 )
 from autopar_cost_models import device as catalogue_device
+from autopar_cost_models.catalogue import ETHERNET
 from autopar_cost_models.checks import finite, nearest
 
 from autopar.errors import AutoparError, shown
@@ -295,7 +296,7 @@ class ClusterSpec:
         """The cluster as a cluster file has it."""
         known = DEVICES.get(self.device.name) == self.device
         t = self.topology
-        data = {
+        data: dict[str, Any] = {
             "name": self.name,
             "device": self.device.name if known else written(asdict(self.device)),
             "nodes": t.nodes,
@@ -309,7 +310,7 @@ class ClusterSpec:
             data["oversubscription"] = t.oversubscription
         if self.price_per_device_hour is not None:
             data["price_per_device_hour"] = self.price_per_device_hour
-        if self.host != HOSTS.get(self.device.name):
+        if self.host is not None and self.host != HOSTS.get(self.device.name):
             data["host"] = asdict(self.host)
         return data
 
@@ -401,6 +402,8 @@ def _one_node(kind: str, count: int) -> ClusterSpec:
             f" {home.name}:{nodes} is {nodes} nodes with {nodes * home.devices_per_node} devices"
         )
     intra, inter = default_links(kind)
+    if intra is None or inter is None:
+        raise AutoparError(f"cluster '{kind}:{count}': the catalogue has no links for {kind}")
     return ClusterSpec(f"{kind}:{count}", DEVICES[kind], Topology(count, 1, intra, inter))
 
 
@@ -448,23 +451,20 @@ class MixedCluster:
 
     @staticmethod
     def of(
-        groups: Sequence[ClusterSpec], between: Link | None = None, name: str | None = None
+        groups: Sequence[Cluster], between: Link | None = None, name: str | None = None
     ) -> MixedCluster:
         """Groups joined by `between`, by default the slower of what their devices have between nodes."""
         groups = tuple(groups)
         slowest = min(
             (_device_link(group) for group in groups),
             key=lambda link: link.achieved_Bps,
-            default=None,
+            default=ETHERNET,  # the class refuses a cluster without groups
         )
         latency_s = max((group.topology.inter.latency_s for group in groups), default=0.0)
-        link = (
-            between
-            if between is not None or slowest is None
-            else replace(slowest, latency_s=latency_s)
-        )
+        link = between if between is not None else replace(slowest, latency_s=latency_s)
+        kinds = tuple(group.one_kind for group in groups)
         return MixedCluster(
-            name if name is not None else "+".join(group.name for group in groups), groups, link
+            name if name is not None else "+".join(group.name for group in kinds), kinds, link
         )
 
     @property
@@ -480,8 +480,10 @@ class MixedCluster:
     @property
     def price_per_device_hour(self) -> float | None:
         """Dollars for a device and hour, on average; None unless all are known."""
-        prices = [group.price_per_device_hour for group in self.groups]
-        if None in prices:
+        prices = [
+            price for group in self.groups if (price := group.price_per_device_hour) is not None
+        ]
+        if len(prices) < len(self.groups):
             return None
         return (
             sum(price * group.num_devices for price, group in zip(prices, self.groups, strict=True))
@@ -558,7 +560,7 @@ class MixedCluster:
         self._refuse("network")
 
 
-def _device_link(group: ClusterSpec) -> Link:
+def _device_link(group: Cluster) -> Link:
     """What one device has between nodes while all devices of its node send."""
     topology = group.topology
     share = topology.group_inter_Bps(1) / topology.inter.achieved_Bps

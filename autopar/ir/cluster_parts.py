@@ -26,7 +26,7 @@ def default_links(
     return (CARD_LINKS[device_name], ETHERNET) if device_name in CARD_LINKS else (None, None)
 
 
-def link_of(side: str, default: Link | None, given: dict[str, float | str | None]) -> Link:
+def link_of(side: str, default: Link | None, given: dict[str, Any]) -> Link:
     """The default link with what the user gave put in its place."""
     given = {key: value for key, value in given.items() if value is not None}
     missing = next(
@@ -39,7 +39,7 @@ def link_of(side: str, default: Link | None, given: dict[str, float | str | None
             f"{side}_{missing} is missing: a device outside the catalogue has no default; e.g. {side}_{missing}={example}"
         )
     if "bandwidth_Bps" in given:
-        given = {"source": "given by the user"} | given
+        given = {"source": "given by the user", **given}
     try:
         return Link(**given) if default is None else replace(default, **given)
     except ValueError as error:
@@ -79,10 +79,7 @@ def link_from(what: str, data: Any) -> Link:
         ("bandwidth_Bps", "latency_s"),
     )
     try:
-        return Link(
-            **{"source": "given by the user"}
-            | {key: number(key, value) for key, value in data.items()}
-        )
+        return Link(**_with_source(data))
     except ValueError as error:
         raise AutoparError(f"{what}: {error}") from None
 
@@ -99,9 +96,15 @@ def host_from(data: Mapping[str, Any]) -> Host:
         if key not in data
     ]:
         raise ValueError(f"host: missing {', '.join(missing)}")
-    return Host(
-        **{"source": "given by the user"} | {key: number(key, value) for key, value in data.items()}
-    )
+    return Host(**_with_source(data))
+
+
+def _with_source(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, with numbers read from text; the source is the user unless `data` names one."""
+    return {
+        "source": "given by the user",
+        **{key: number(key, value) for key, value in data.items()},
+    }
 
 
 def written(fields_: dict) -> dict:
@@ -125,7 +128,7 @@ def check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[st
         )
 
 
-def number(key: str, value: object) -> object:
+def number(key: str, value: Any) -> Any:
     """`value`, except that a text such as 45e9, which YAML 1.1 does not take for a number, becomes one where a float belongs."""
     if isinstance(value, str) and key.endswith(
         ("_Bps", "_s", "_efficiency", "_hour", "oversubscription")

@@ -189,8 +189,9 @@ def groups_of(deal: str) -> tuple[int, ...]:
 
 @cache
 def _dealt(deal: str) -> tuple[int, ...]:
-    runs = [re.fullmatch(r"([0-9])(?:x([1-9][0-9]{0,4}))?", run) for run in deal.split("-")]
-    if None in runs:
+    matches = [re.fullmatch(r"([0-9])(?:x([1-9][0-9]{0,4}))?", run) for run in deal.split("-")]
+    runs = [run for run in matches if run is not None]
+    if len(runs) < len(matches):
         raise AutoparError(
             f"deal={shown(deal)} must be a text such as 1x2-0x3: two ranks of the pipeline on group 1 of the devices, three on 0"
         )
@@ -205,6 +206,6 @@ def deal_text(groups: Iterable[int]) -> str:
 def mesh_words(mesh: Mapping[str, int | str]) -> str:
     """`pp=2 dp=4 (dp-pp)`: of `MeshShape.as_dict`, or of what is left of it, the degrees above 1, the order where it is another than that
     of `AXES`, and the deal."""
-    named = [f"{degree}={mesh[degree]}" for degree in DEGREES if mesh.get(degree, 1) > 1]
+    named = [f"{degree}={mesh[degree]}" for degree in DEGREES if int(mesh.get(degree, 1)) > 1]
     where = [mesh.get("order"), mesh.get("deal") and f"groups {mesh['deal']}"]
     return " ".join(named + [f"({words})" for words in where if words]) or "1 device"

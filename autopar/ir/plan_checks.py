@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autopar_cost_models import OFFLOADS, check_schedule
 from autopar_cost_models.checks import finite
@@ -18,7 +18,10 @@ from autopar.errors import shown
 from autopar.ir.mesh import LAYOUT_AXES, MOST, MeshShape
 from autopar.ir.plan_fields import PlanFields
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 SELECTIVE_MODES = ("selective", "op")
@@ -76,11 +79,12 @@ def check_consistent(plan: PlanFields) -> None:
 
 
 def _check_kinds(plan: PlanFields) -> None:
-    for part in (plan, plan.predicted, plan.certificate, *plan.blocks):
+    parts: list[DataclassInstance] = [plan, plan.predicted, plan.certificate, *plan.blocks]
+    for part in parts:
         for of in fields(part):
             value = getattr(part, of.name)
             texts = value if of.type == "tuple[str, ...]" else ()
-            is_kind = isinstance(value, _KINDS.get(of.type, (object,))) and isinstance(
+            is_kind = isinstance(value, _KINDS.get(str(of.type), (object,))) and isinstance(
                 value, bool
             ) == (of.type == "bool")
             if not is_kind or not all(isinstance(text, str) for text in texts):

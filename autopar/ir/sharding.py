@@ -17,10 +17,10 @@ one that runs backward.  Every collective that autopar inserts comes out of that
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from functools import cache
 from math import ceil, gcd
-from typing import Any
+from typing import Any, ClassVar
 
 from autopar.errors import AutoparError, shown
 
@@ -41,6 +41,7 @@ class _Interned(type):
 
 class _Value(metaclass=_Interned):
     __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # of each subclass
 
     def _contents(self) -> tuple:
         return tuple(getattr(self, field.name) for field in fields(self))

@@ -93,7 +93,7 @@ class StepValues:
     @property
     def adds_up_numbers(self) -> bool:
         """Whether all parts are single numbers."""
-        return all(not node.meta["val"].dim() for node in self.local.output_node().args[0])
+        return all(not node.meta["val"].dim() for node in self.local.output_node().all_input_nodes)
 
     def with_share(self, val: Any) -> StepValues:
         """These and `MICRO_BATCH_SHARE`."""
@@ -176,7 +176,8 @@ def per_model(most: int) -> Callable[[Callable], Callable]:
         @wraps(function)
         def remembering(traced: TracedModel, *args: Any) -> Any:
             key = id(traced), *args
-            known[key] = known.pop(key, None) or (traced, function(traced, *args))
+            latest = known.pop(key, None)
+            known[key] = latest or (traced, function(traced, *args))
             if len(known) > most:
                 known.pop(next(iter(known)))
             return known[key][1]

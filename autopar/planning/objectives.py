@@ -229,7 +229,7 @@ def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
         f"{_cost_words(best.device_hours, cluster)} for a million tokens {here}: the lowest found on {_listed(tried)}; "
         f"no plan of the space on any of these costs less than {_cost_words(bound, cluster)}{_unsettled(tried)}"
     )
-    return Chosen(goal, best.cluster, best.plan, best.device_hours, bound, claim, tried)
+    return Chosen(goal, best.cluster, best.plan, best.device_hours, bound, claim, tried=tried)
 
 
 def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
@@ -242,7 +242,7 @@ def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
             limit_s = goal.limit_s(last.plan)
             bound = min(one.cluster.num_devices for one in tried if one.bound_s <= limit_s)
             claim = f"{size} devices are the fewest found with {goal}: {ms(last.plan.predicted.step_time_s)}{_fewer_words(tried, limit_s)}"
-            return Chosen(goal, last.cluster, last.plan, size, bound, claim, tuple(tried))
+            return Chosen(goal, last.cluster, last.plan, size, bound, claim, tried=tuple(tried))
     best = min(_planned(tried), key=lambda one: one.plan.predicted.step_time_s)
     raise AutoparError(_missed_words(goal, cluster, best, tried))
 
@@ -272,7 +272,13 @@ def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
             bound = low if last.settled else bound
     plan = replace(best.plan, cluster_name=cluster.name, cluster_hash=cluster.spec_hash())
     return Chosen(
-        goal, cluster, plan, high, bound, _memory_words(fastest, best, bound, low), tuple(tried)
+        goal,
+        cluster,
+        plan,
+        high,
+        bound,
+        claim=_memory_words(fastest, best, bound, low),
+        tried=tuple(tried),
     )
 
 

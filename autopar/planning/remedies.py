@@ -148,7 +148,13 @@ def remedies(
         elif climb.ladder.rungs:  # else each change is impossible for another reason than memory
             useless.append(climb.ladder.rungs[-1].words)
     return Remedies(
-        ask, str(error), least, tuple(found), tuple(useless), tuple(unverified), budget_s
+        ask=ask,
+        reason=str(error),
+        least=least,
+        found=tuple(found),
+        useless=tuple(useless),
+        unverified=tuple(unverified),
+        budget_s=budget_s,
     )
 
 

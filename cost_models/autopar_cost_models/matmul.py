@@ -74,20 +74,20 @@ def grouped_matmul_time_s(
         result_itemsize = max(ITEMSIZE.get(dtype, 0), 2)
     slower = _PRODUCT_RATES.get(scaling, 1.0) if dtype == "fp8" else 1.0
     groups = tuple(sorted((c, g) for c, g in counts.items() if c))
-    return _matmul_s(groups, n, k, device, dtype, result_itemsize, slower) + device.launch_s
+    return _matmul_s(groups, (n, k), device, dtype, result_itemsize, slower) + device.launch_s
 
 
 @lru_cache(maxsize=4096)
 def _matmul_s(
     groups: tuple[tuple[int, int], ...],
-    n: int,
-    k: int,
+    shape: tuple[int, int],
     device: Device,
     dtype: str,
     result_itemsize: int,
     slower: float,
 ) -> float:
-    """`groups`: (rows, how many groups have so many); `slower`: the share of its rate at which the device computes this."""
+    """`groups`: (rows, number of groups with these rows); `shape`: n and k; `slower`: the device's share of its rate."""
+    n, k = shape
     rate = slower * min(
         device.achieved_flops(dtype) / QUANTIZATION_OF_BEST, device.peak_flops(dtype)
     )

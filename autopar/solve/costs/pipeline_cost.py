@@ -52,11 +52,11 @@ def pipelined(
     model: AnnotatedModel | Sequence[AnnotatedModel], choices: Choices, stages: Stages | None = None
 ) -> Pipelined:
     """Price a step of a placement in `stages`, by default those of `cut`.  `model`: that of all ranks, or of each."""
-    models = [model] * model.pipeline.ranks if isinstance(model, AnnotatedModel) else model
+    models = [model] * model.pipeline_setting.ranks if isinstance(model, AnnotatedModel) else model
     different = {id(one): one for one in models}
     costs_of = {key: segment_costs(one, choices) for key, one in different.items()}
     model, costs = models[0], [costs_of[id(one)] for one in models]
-    setting, work_s = model.pipeline, [c.forward_s + c.backward_s for c in costs[0]]
+    setting, work_s = model.pipeline_setting, [c.forward_s + c.backward_s for c in costs[0]]
     stages = stages or cut(setting.ranks * setting.stages_per_rank, blocks_of(model), work_s)
     times = [
         _stage_times(stage, costs[number % setting.ranks]) for number, stage in enumerate(stages)
@@ -93,11 +93,10 @@ def pipelined(
         _memory(models[rank], choices, stages, rank, costs[rank], kept)
         for rank, kept in enumerate(kept_by_rank)
     ]
-    work_s = max(
+    busy_s = model.num_microbatches * max(
         sum(times[stage].total_s for stage in range(rank, len(stages), setting.ranks))
         for rank in range(setting.ranks)
     )
-    busy_s = model.num_microbatches * work_s
     parts = {
         "stages": busy_s,
         "bubble": took.time_s - busy_s,
@@ -122,9 +121,10 @@ def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
 
 def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
     """Seconds of the longest message, over the slowest of the links that the ranks have."""
-    settings = [model.pipeline for model in models]
+    crossing = [size for size in sent if size]  # if empty, a model may lack a pipeline
+    settings = [model.pipeline_setting for model in models] if crossing else []
     return max(
-        (s.hop_latency_s + size * s.hop_s_per_byte for size in sent if size for s in settings),
+        (s.hop_latency_s + size * s.hop_s_per_byte for size in crossing for s in settings),
         default=0.0,
     )
 
@@ -237,7 +237,8 @@ def _memory(
     kept_bytes: tuple[int, int],
 ) -> dict[str, int]:
     """What a rank holds, by part; `kept_bytes` of what forward keeps, with and without the last stage of all."""
-    setting, mine = model.pipeline, range(rank, len(stages), model.pipeline.ranks)
+    setting = model.pipeline_setting
+    mine = range(rank, len(stages), setting.ranks)
     parted = [is_parted(setting.schedule, number) for number in mine]
     moments = [
         _moment_bytes(model, stages[number], costs, two)
@@ -339,13 +340,8 @@ def host_bytes(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: i
     for rank in range(ranks):
         numbers = [segment for stage in stages[rank::ranks] for segment in stage]
         found.append(
-            sum(
-                part.host_bytes
-                for part in (
-                    *(costs[model.segments[s]] for s in numbers),
-                    *borrowed(model, choices, numbers),
-                )
-            )
+            sum(costs[model.segments[s]].host_bytes for s in numbers)
+            + sum(part.host_bytes for part in borrowed(model, choices, numbers))
         )
     return max(found)
 

@@ -92,21 +92,19 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
     static = gradients = optimizer = kept = 0
     for block, strategies in zip(model.classes, chosen, strict=True):
         conversions = list(_conversions(block, strategies))
+        paying: list[Strategy | Conversion] = [*strategies.values(), *conversions]
         forward += [micro * block.count * s.forward_s for s in strategies.values()]
         backward += [micro * block.count * (s.backward_s - s.rerun_s) for s in strategies.values()]
         conversion += [
             micro * block.count * (c.forward_s + c.backward_s - c.rerun_s) for c in conversions
         ]
-        recompute += [micro * block.count * c.rerun_s for c in (*strategies.values(), *conversions)]
+        recompute += [micro * block.count * c.rerun_s for c in paying]
         step += [block.count * s.step_s for s in strategies.values()]
         static += block.count * sum(s.static_bytes for s in strategies.values())
         gradients += block.count * sum(s.gradient_bytes for s in strategies.values())
         optimizer += block.count * sum(s.optimizer_bytes for s in strategies.values())
         times = micro * block.count
-        communication += [
-            times * (c.forward_comm_s + c.backward_comm_s)
-            for c in (*strategies.values(), *conversions)
-        ]
+        communication += [times * (c.forward_comm_s + c.backward_comm_s) for c in paying]
         communication += [block.count * s.step_comm_s for s in strategies.values()]
         dispatch += [
             times * (s.forward_dispatch_s + s.backward_dispatch_s) for s in strategies.values()
@@ -181,7 +179,8 @@ def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> 
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
     found = []
     for block, strategies in zip(model.classes, chosen, strict=True):
-        paying = [*strategies.values(), *_conversions(block, strategies)]
+        conversions = _conversions(block, strategies)
+        paying: list[Strategy | Conversion] = [*strategies.values(), *conversions]
         own = strategies.values()
         kept = _kept_bytes(block, strategies)
         found.append(

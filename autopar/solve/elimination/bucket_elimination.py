@@ -114,7 +114,8 @@ class _Step:
             for number, order, axes in self.parts
             if number != without
         ]
-        total, *others = *parts, *besides
+        parts += besides
+        total, *others = parts
         is_own = False
         for part in others:
             if is_own and all(map(ge, total.shape, part.shape)):
@@ -162,7 +163,7 @@ def _step(variable: int, parts: Sequence[int], known: Sequence[Scope]) -> _Step:
     return _Step(scope, tuple(shaped))
 
 
-_orders: dict[tuple[int, tuple[Scope, ...]], tuple[list[int], int]] = {}
+_orders: dict[tuple[int, tuple[Scope, ...]], tuple[list[int], float]] = {}
 """By how many choices there are and which stand together: an order that keeps tables small, which it does whatever sizes they have,
 nearly; and how many entries they have."""
 
@@ -193,15 +194,13 @@ def _order(scopes: Sequence[Scope], sizes: tuple[int, ...]) -> list[int]:
     return _orders[key][0]
 
 
-def _found_order(scopes: Sequence[Scope], sizes: Sequence[int]) -> tuple[list[int], int]:
+def _found_order(scopes: Sequence[Scope], sizes: Sequence[int]) -> tuple[list[int], float]:
     """(an order, entries of all its tables).  Next is the one that joins fewest pairs of values which no table joins yet (weighted
     min-fill), of several such orders with ties broken at random the one of the smallest tables."""
-    order, entries = [], inf
+    found: tuple[list[int], float] = [], inf
     for attempt in range(_ATTEMPTS):
-        order, entries = _one_order(
-            scopes, sizes, Random(attempt), float(attempt > 0), entries
-        ) or (order, entries)
-    return order, entries
+        found = _one_order(scopes, sizes, Random(attempt), float(attempt > 0), found[1]) or found
+    return found
 
 
 def _beside(scopes: Sequence[Scope], count: int) -> dict[int, set[int]]:
@@ -229,7 +228,7 @@ def _entries_of(order: Sequence[int], scopes: Sequence[Scope], sizes: Sequence[i
 
 def _one_order(
     scopes: Sequence[Scope], sizes: Sequence[int], random: Random, noise: float, most: float
-) -> tuple[list[int], int] | None:
+) -> tuple[list[int], float] | None:
     """(an order, entries of all its tables); None if these are not fewer than `most`."""
     beside = _beside(scopes, len(sizes))
 
@@ -308,8 +307,9 @@ class Tables(CostTables):
         self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed | None
     ) -> Least | None:
         """`least` of each question by itself: of a table that was split one part alone would see which modes a question bars."""
-        found = [self.least([question], parameters, allowed) for question in questions]
-        if None in found:
+        apart = [self.least([question], parameters, allowed) for question in questions]
+        found = [least for least in apart if least is not None]
+        if len(found) < len(apart):
             return None
         cost_s = np.concatenate([least.cost_s for least in found])
         is_exact = all(least.is_exact for least in found)

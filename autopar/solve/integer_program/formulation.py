@@ -87,6 +87,12 @@ class Program:
         """Bytes whatever is chosen."""
         return self.model.fixed_bytes
 
+    def room_bytes(self, capacity_bytes: int | None) -> int:
+        """Bytes that choices may take.  Raises ValueError if there is no capacity."""
+        if capacity_bytes is None:
+            raise ValueError("capacity_bytes is None: memory has no limit")
+        return capacity_bytes - self.constant_bytes
+
     def choices(self, chosen: list[int]) -> Choices:
         """Strategy names from the variables at 1."""
         names: Choices = tuple({} for _ in self.model.classes)
@@ -214,7 +220,9 @@ def _add_link(
         return {(a, d): indicator for d in need for a, indicator in have.items()}
     if all(link.allows(a, d) and link.price_s.get((a, d), 0.0) == 0 for a in have for d in need):
         return {}
-    joint = {(a, d): (program.add(),) for a in have for d in need if link.allows(a, d)}
+    joint: dict[tuple, Indicator] = {
+        (a, d): (program.add(),) for a in have for d in need if link.allows(a, d)
+    }
     for ends, side in ((have, 0), (need, 1)):
         everything = [variable for indicator in ends.values() for variable in indicator]
         for layout, indicator in ends.items():

@@ -37,7 +37,7 @@ class Link:
     target_layouts: tuple[Layout, ...]
     price_s: dict[tuple[Layout, Layout], float]
 
-    def allows(self, have: Layout, need: Layout) -> bool:
+    def allows(self, have: Layout | Placement, need: Layout | Placement) -> bool:
         """Whether both ends may be so."""
         return have == need or (have, need) in self.price_s
 
@@ -51,7 +51,7 @@ class Tie:
     target: OpRef
     target_layouts: tuple[Placement, ...]
 
-    def allows(self, have: Placement, need: Placement) -> bool:
+    def allows(self, have: Layout | Placement, need: Layout | Placement) -> bool:
         """Whether both ends may be so."""
         return have == need
 
@@ -171,10 +171,11 @@ def reduce_domains(
         for o in range(len(block.ops))
     }
     touching: dict[OpRef, list[Link | Tie]] = defaultdict(list)
-    for link in (*links, *ties):
+    joints: list[Link | Tie] = [*links, *ties]
+    for link in joints:
         touching[link.source].append(link)
         touching[link.target].append(link)
-    waiting = {id(link): link for link in (*links, *ties)}  # those of which an end has changed
+    waiting = {id(link): link for link in joints}  # those of which an end has changed
     while waiting:
         link = waiting.pop(next(iter(waiting)))
         have = {link.source_layouts[s] for s in domains[link.source]}

@@ -57,7 +57,7 @@ def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
             (
                 [(int(v), float(size[v])) for v in np.flatnonzero(size)],
                 False,
-                (capacity_bytes - program.constant_bytes) / scale,
+                program.room_bytes(capacity_bytes) / scale,
             )
         ]
     bound_s, values = _solve(np.array(program.cost_s), rows + capacity, upper)

@@ -134,6 +134,8 @@ def solve_placement(
         return prepared
     result = solve_prepared(prepared, time_limit_s, upper_bound_s, workers)
     if isinstance(result, Infeasible) and result.reason == "memory":
+        if capacity_bytes is None:
+            raise ValueError("capacity_bytes is None, but the model does not fit")
         return smallest_memory(
             model, capacity_bytes, max(start + time_limit_s - time.perf_counter(), 1.0), workers
         )
@@ -291,7 +293,7 @@ def _minimise_quantised(
     if program.has_memory:
         built.add(
             cp_sat.LinearExpr.weighted_sum(variables, program.size_bytes)
-            <= capacity_bytes - program.constant_bytes
+            <= program.room_bytes(capacity_bytes)
         )
     if upper_bound_s is not None:
         built.add(

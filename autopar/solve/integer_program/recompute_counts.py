@@ -136,7 +136,7 @@ def _add_classes(
     built: cp_sat.CpModel,
     models: Models,
     domains: Domains,
-    strategies: Mapping[tuple[OpRef, int], object],
+    strategies: Mapping[tuple[OpRef, int], cp_sat.IntVar],
 ) -> list[_ModePart]:
     """The segments of each class in each mode, with one strategy for all."""
     base = next(iter(models.values()))
