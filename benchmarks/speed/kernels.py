@@ -1,0 +1,444 @@
+"""Time of every kernel of `autopar_kernels` on a CUDA device, against eager PyTorch, torch.compile and other libraries.
+
+    python benchmarks/speed/kernels.py [--cases WORD ...] [--compile] [--rounds 30] [--output FILE]
+
+A time is the median over replays of a CUDA graph, each after a write of 256 MiB that empties the L2 cache: what the device needs, without
+the host.  `of copy` is the share of a device copy's bandwidth that a kernel reaches on the bytes it must move: each argument read once
+and each result written once.  `host` is what one eager call of forward and backward takes the host.  Rivals that are not installed are left
+out.  Without a CUDA device it prints the bytes and the time that the bandwidth of an H100 allows, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if not __package__:  # as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+for _name in (
+    *("bias_activations", "expert_rows", "glu", "layer_norms", "losses", "norms"),
+    *("partial_attention", "rotary", "softmax", "sums"),
+):
+    importlib.import_module(f"autopar_kernels.{_name}")
+
+ops = torch.ops.autopar
+Function = Callable[..., Any]
+H100_BYTES_PER_S = 3.35e12
+"""Datasheet of the H100 SXM; used without a device alone."""
+FLUSHED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A fused op and what it replaces.
+
+    Attributes:
+        name: the op.
+        size: in words.
+        shapes: of the arguments that are drawn; a leading 0 marks one without a gradient.
+        fused: from the drawn arguments to the result or results.
+        eager: the same in plain PyTorch.
+        forward_bytes: the bytes that forward must move.
+        both_bytes: the bytes that forward and backward must move.
+        make: draws the arguments in place of `shapes`.
+    """
+
+    name: str
+    size: str
+    make: Callable[[torch.device], list[Tensor]]
+    fused: Function
+    eager: Function
+    forward_bytes: int
+    both_bytes: int
+    rivals: dict[str, Function] = field(default_factory=dict)
+
+
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Callable[..., Any]:
+    """Draws tensors that need a gradient."""
+    return lambda device: [
+        torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes
+    ]
+
+
+def eager_rms(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def eager_add_rms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return eager_rms(total, weight), total
+
+
+def eager_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def turned(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat([-high, low], -1) * sin.unsqueeze(1)
+
+    return turned(q), turned(k)
+
+
+def eager_merge(a: Tensor, la: Tensor, b: Tensor, lb: Tensor) -> tuple[Tensor, Tensor]:
+    level = torch.logaddexp(la, lb)
+    first, second = ((x - level).exp().unsqueeze(-1) for x in (la, lb))
+    return (first * a + second * b).to(a.dtype), level
+
+
+def eager_combine(rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
+    tokens, choices = weights.shape
+    return (rows[inverse].view(tokens, choices, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def liger(module: str, name: str) -> Any:
+    """A class of liger-kernel, or None where it is not installed."""
+    try:
+        return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+    except ImportError:
+        return None
+
+
+def quack(module: str, name: str) -> Any:
+    """A function of quack-kernels, or None where it is not installed."""
+    try:
+        return getattr(importlib.import_module(f"quack.{module}"), name)
+    except ImportError:
+        return None
+
+
+def norm_cases(rows: int, columns: int) -> list[Case]:
+    size, x, w = f"{rows}x{columns}", 2 * rows * columns, (columns,)
+    wide = (rows, columns)
+    rms, layer = (
+        liger("rms_norm", "LigerRMSNormFunction"),
+        liger("layer_norm", "LigerLayerNormFunction"),
+    )
+    fused_add = liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
+    of_quack = quack("rmsnorm", "rmsnorm")
+    return [
+        Case(
+            "rms_norm", size, drawn(wide, w), lambda x, w: ops.rms_norm(x, w), eager_rms, 2 * x, 5 * x,
+            {
+                "torch": lambda x, w: F.rms_norm(x, w.shape, w, 1e-6),
+                "liger": rms and (lambda x, w: rms.apply(x, w, 1e-6, 0.0, "llama", False)),
+                "quack": of_quack and (lambda x, w: of_quack(x, w, eps=1e-6)),
+            },
+        ),
+        Case(
+            "add_rms_norm", size, drawn(wide, wide, w), lambda x, r, w: ops.add_rms_norm(x, r, w),
+            eager_add_rms, 4 * x, 8 * x,
+            {"liger": fused_add and (lambda x, r, w: fused_add.apply(x, r, w, 1e-6, 0.0, "llama", False))},
+        ),
+        Case(
+            "layer_norm", size, drawn(wide, w, w), lambda x, w, b: ops.layer_norm(x, w, b),
+            lambda x, w, b: F.layer_norm(x, w.shape, w, b), 2 * x, 5 * x,
+            {"liger": layer and (lambda x, w, b: layer.apply(x, w, b, 1e-5))},
+        ),
+    ]  # fmt: skip
+
+
+def glu_case(rows: int, columns: int) -> Case:
+    x = 2 * rows * columns
+    silu = liger("swiglu", "LigerSiLUMulFunction")
+    return Case(
+        "glu", f"{rows}x2x{columns}", drawn((rows, 2 * columns)), lambda x: ops.glu(x),
+        lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], 3 * x, 8 * x,
+        {"liger": silu and (lambda x: silu.apply(*x.chunk(2, -1)))},
+    )  # fmt: skip
+
+
+def bias_case(rows: int, columns: int) -> Case:
+    x = 2 * rows * columns
+    return Case(
+        "bias_activation", f"{rows}x{columns}", drawn((rows, columns), (columns,)),
+        lambda x, b: ops.bias_activation(x, b), lambda x, b: F.gelu(x + b, approximate="tanh"), 2 * x, 5 * x,
+    )  # fmt: skip
+
+
+def rotary_case(batch: int, tokens: int, heads: int, kv_heads: int, dim: int) -> Case:
+    def make(device: torch.device) -> list[Tensor]:
+        # as projections leave them: (B, T, H, D), seen as (B, H, T, D)
+        q, k = (
+            torch.randn(batch, tokens, h, dim, device=device, dtype=torch.bfloat16)
+            .requires_grad_().transpose(1, 2)
+            for h in (heads, kv_heads)
+        )  # fmt: skip
+        angle = torch.rand(1, tokens, dim // 2, device=device).repeat(1, 1, 2)
+        return [q.detach().requires_grad_(), k.detach().requires_grad_(), angle.cos().bfloat16(), angle.sin().bfloat16()]  # fmt: skip
+
+    x = 2 * batch * tokens * dim * (heads + kv_heads)
+    tables = 2 * 2 * tokens * dim
+    rope = liger("rope", "LigerRopeFunction")
+    return Case(
+        "rotary", f"{batch}x{tokens}, {heads}+{kv_heads} heads of {dim}", make,
+        lambda q, k, c, s: ops.rotary(q, k, c, s), eager_rotary, 2 * x + tables, 4 * x + 2 * tables,
+        {"liger": rope and (lambda q, k, c, s: rope.apply(q, k, c, s))},
+    )  # fmt: skip
+
+
+def softmax_case(batch: int, heads: int, queries: int, keys: int) -> Case:
+    x = 2 * batch * heads * queries * keys
+    mask = 2 * queries * keys
+
+    def make(device: torch.device) -> list[Tensor]:
+        (scores,) = drawn((batch, heads, queries, keys))(device)
+        hidden = torch.full((queries, keys), float("-inf"), device=device).triu(1).bfloat16()
+        return [scores, hidden]
+
+    return Case(
+        "softmax", f"{batch}x{heads}x{queries}x{keys}", make, lambda x, m: ops.softmax(x, m, None, 0.125),
+        lambda x, m: torch.softmax((x * 0.125 + m).float(), -1).to(x.dtype), 2 * x + mask, 5 * x + 2 * mask,
+    )  # fmt: skip
+
+
+def loss_case(rows: int, classes: int) -> Case:
+    def make(device: torch.device) -> list[Tensor]:
+        return [*drawn((rows, classes))(device), torch.randint(classes, (rows,), device=device)]
+
+    x = 2 * rows * classes
+    of_quack = quack("cross_entropy", "cross_entropy")
+    return Case(
+        "cross_entropy", f"{rows}x{classes}", make, lambda x, t: ops.cross_entropy(x, t),
+        lambda x, t: F.cross_entropy(x.float(), t), x, 3 * x,
+        {"quack": of_quack and (lambda x, t: of_quack(x, t, reduction="mean"))},
+    )  # fmt: skip
+
+
+def merge_case(rows: int, columns: int) -> Case:
+    def make(device: torch.device) -> list[Tensor]:
+        a, b = drawn((rows, columns), (rows, columns))(device)
+        la, lb = drawn((rows,), (rows,), dtype=torch.float32)(device)
+        return [a, la, b, lb]
+
+    x, level = 2 * rows * columns, 4 * rows
+    return Case(
+        "merge_attention", f"{rows}x{columns}", make, lambda *a: ops.merge_attention(*a), eager_merge,
+        3 * x + 3 * level, 8 * x + 8 * level,
+    )  # fmt: skip
+
+
+def sum_case(parts: int, count: int) -> Case:
+    """Backward only expands the gradient, so both passes are forward's bytes."""
+    one = 2 * count
+    return Case(
+        "sum_partials", f"{parts}x{count}", lambda device: [torch.randn(parts, count, device=device).bfloat16()],
+        lambda x: ops.sum_partials(x), lambda x: x.sum(0, dtype=torch.float32).to(x.dtype), (parts + 1) * one, 0,
+    )  # fmt: skip
+
+
+def expert_cases(tokens: int, choices: int, columns: int) -> list[Case]:
+    size, one = f"{tokens}x{columns}, {choices} choices", 2 * tokens * columns
+
+    def routes(device: torch.device) -> list[Tensor]:
+        order = torch.randperm(tokens * choices, device=device)
+        return [order, torch.argsort(order)]
+
+    def combined(device: torch.device) -> list[Tensor]:
+        (rows,) = drawn((tokens * choices, columns))(device)
+        (weights,) = drawn((tokens, choices))(device)
+        return [rows, *routes(device), weights]
+
+    return [
+        Case(
+            "permute_rows", size, lambda device: [*drawn((tokens, columns))(device), *routes(device)],
+            lambda x, o, i: ops.permute_rows(x, o, i), lambda x, o, i: x[o // choices],
+            (choices + 1) * one, 2 * (choices + 1) * one,
+        ),
+        Case(
+            "combine_rows", size, combined, lambda *a: ops.combine_rows(*a), eager_combine,
+            (choices + 1) * one, (3 * choices + 2) * one,
+        ),
+    ]  # fmt: skip
+
+
+def cases() -> list[Case]:
+    return [
+        *(case for rows, columns in ((8192, 1024), (4096, 4096), (8192, 8192), (4096, 16384)) for case in norm_cases(rows, columns)),
+        glu_case(8192, 1792), glu_case(8192, 14336),
+        bias_case(8192, 2048), bias_case(8192, 16384),
+        rotary_case(1, 8192, 4, 1, 128), rotary_case(1, 8192, 32, 8, 128),
+        softmax_case(1, 16, 2048, 2048),
+        loss_case(8192, 16032), loss_case(8192, 131072),
+        merge_case(8192 * 32, 128),
+        sum_case(2, 8192 * 4096), sum_case(8, 8192 * 4096),
+        *expert_cases(8192, 2, 4096),
+    ]  # fmt: skip
+
+
+def tensors_of(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
+
+
+class Stopwatch:
+    """Times of the device by replays of a CUDA graph, each after the L2 cache was emptied."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self.flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """The median time of `run`, which is captured after three calls of warm-up."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = run()
+        marks = [
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.rounds)
+        ]
+        for start, end in marks:
+            self.flushed.zero_()
+            start.record()
+            graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        del kept
+        return statistics.median(start.elapsed_time(end) for start, end in marks) / 1e3
+
+    def of(self, function: Function, arguments: Sequence[Tensor]) -> tuple[float, float]:
+        """(seconds of forward as in training, of forward and backward)."""
+        wanted = [t for t in arguments if t.requires_grad]
+        if not wanted:
+            return self.seconds(lambda: function(*arguments)), 0.0
+        upstream = [
+            torch.randn_like(t)
+            for t in tensors_of(function(*arguments))
+            if t.requires_grad or t.grad_fn
+        ]
+
+        def both() -> Any:
+            results = [t for t in tensors_of(function(*arguments)) if t.requires_grad]
+            return torch.autograd.grad(results, wanted, upstream)
+
+        return self.seconds(lambda: function(*arguments)), self.seconds(both)
+
+
+def host_seconds(function: Function, arguments: Sequence[Tensor]) -> float:
+    """What one call of forward and backward takes the host, the device being idle; the least of 50."""
+    wanted, times = [t for t in arguments if t.requires_grad], []
+    for _ in range(50):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        results = [t for t in tensors_of(function(*arguments)) if t.requires_grad]
+        if wanted:
+            torch.autograd.grad(results, wanted, [torch.ones_like(t) for t in results])
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def copy_bandwidth(watch: Stopwatch) -> float:
+    """Bytes per second, read and written, of a copy of 2 GiB."""
+    source = torch.empty(1 << 30, dtype=torch.int16, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 4 * source.numel() / watch.seconds(lambda: target.copy_(source))
+
+
+def line(
+    name: str, way: str, times: tuple[float, float], host: float, case: Case, peak: float
+) -> str:
+    shares = [
+        f"{1e3 * took:8.4f} ms {100 * moved / peak / took:4.0f} %" if took else f"{'':16s}"
+        for took, moved in zip(times, (case.forward_bytes, case.both_bytes), strict=True)
+    ]
+    return f"{name:50s} {way:8s} {shares[0]}  {shares[1]}  {1e6 * host:6.0f} us"
+
+
+def measure(
+    case: Case, watch: Stopwatch, peak: float, compiled: bool, say: Callable[[str], None]
+) -> None:
+    """Print a line for the fused op and for each rival."""
+    ways: dict[str, Function | None] = {"autopar": case.fused, "eager": case.eager, **case.rivals}
+    if compiled:
+        ways["compile"] = torch.compile(case.eager, dynamic=False)
+    name = f"{case.name} {case.size}"
+    arguments = case.make(torch.device("cuda"))
+    for way, function in ways.items():
+        if function is None:
+            continue
+        torch.cuda.empty_cache()
+        try:
+            times = watch.of(function, arguments)
+            say(line(name, way, times, host_seconds(function, arguments), case, peak))
+        except Exception as error:
+            if way in ("autopar", "eager"):
+                raise
+            torch.cuda.synchronize()
+            say(f"{name:50s} {way:8s} failed: {str(error).splitlines()[0][:100]}")
+        name = ""
+
+
+def versions() -> str:
+    import triton
+
+    found = [f"torch {torch.__version__}", f"triton {triton.__version__}"]
+    for name in ("liger_kernel", "quack"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name.replace('_', '-'))}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--cases", nargs="*", default=[""], metavar="WORD", help="cases whose name holds a word"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="also torch.compile of the eager code"
+    )
+    parser.add_argument("--rounds", type=int, default=30, help="replays of each graph (default 30)")
+    parser.add_argument("--output", help="write what is printed to a file as well")
+    args = parser.parse_args(arguments)
+    chosen = [
+        case for case in cases() if any(word in f"{case.name} {case.size}" for word in args.cases)
+    ]
+    lines: list[str] = []
+
+    def say(text: str) -> None:
+        lines.append(text)
+        print(text, flush=True)
+
+    say(versions())
+    if torch.cuda.is_available():
+        watch = Stopwatch(args.rounds)
+        peak = copy_bandwidth(watch)
+        say(
+            f"{torch.cuda.get_device_name()}; a copy moves {peak / 1e12:.2f} TB/s, read and written"
+        )
+        say(f"{'':59s} {'forward':>11s} {'of copy':s}  {'both':>11s} {'of copy'}   host")
+        for case in chosen:
+            measure(case, watch, peak, args.compile, say)
+    else:
+        say(
+            "no CUDA device: bytes that must move, and modelled time at an H100's 3.35 TB/s (not measured)"
+        )
+        for case in chosen:
+            forward, both = (
+                moved / H100_BYTES_PER_S for moved in (case.forward_bytes, case.both_bytes)
+            )
+            say(f"{case.name + ' ' + case.size:50s} {case.forward_bytes / 2**20:9.1f} MiB {1e3 * forward:8.4f} ms"
+                f" {case.both_bytes / 2**20:9.1f} MiB {1e3 * both:8.4f} ms")  # fmt: skip
+    if args.output:
+        Path(args.output).write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
