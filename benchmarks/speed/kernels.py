@@ -3,8 +3,8 @@
     python benchmarks/speed/kernels.py [--cases WORD ...] [--compile] [--rounds 30] [--output FILE]
 
 A time is the median over replays of a CUDA graph, each after a write of 256 MiB that empties the L2 cache: what the device needs, without
-the host.  `of copy` is the share of a device copy's bandwidth that a kernel reaches on the bytes it must move: each argument read once
-and each result written once.  `host` is what one eager call of forward and backward takes the host.  Rivals that are not installed are left
+the host.  `of copy` is the time of a device copy that moves the bytes which the op must move, over the op's time; the op must read each
+argument once and write each result once.  `host` is what one eager call of forward and backward takes the host.  Rivals that are not installed are left
 out.  Without a CUDA device it prints the bytes and the time that the bandwidth of an H100 allows, and says so.
 """
 
@@ -342,44 +342,53 @@ def host_seconds(function: Function, arguments: Sequence[Tensor]) -> float:
     return min(times)
 
 
-def copy_bandwidth(watch: Stopwatch) -> float:
-    """Bytes per second, read and written, of a copy of 2 GiB."""
-    source = torch.empty(1 << 30, dtype=torch.int16, device="cuda").random_()
+def warm_up(seconds: float = 1.0) -> None:
+    """Keep the device busy until its clocks have risen."""
+    factor, start = torch.ones(4096, 4096, device="cuda"), time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        torch.mm(factor, factor)
+        torch.cuda.synchronize()
+
+
+def copy_seconds(moved: int, watch: Stopwatch) -> float:
+    """What a copy takes that reads and writes `moved` bytes in all: the faster of a memory copy and an elementwise kernel."""
+    source = torch.empty(max(moved // 4, 1), dtype=torch.bfloat16, device="cuda").fill_(1)
     target = torch.empty_like(source)
-    return 4 * source.numel() / watch.seconds(lambda: target.copy_(source))
+    ways = (lambda: target.copy_(source), lambda: torch.mul(source, 1, out=target))
+    return min(watch.seconds(way) for way in ways)
 
 
 def line(
-    name: str, way: str, times: tuple[float, float], host: float, case: Case, peak: float
+    name: str, way: str, times: tuple[float, float], host: float, copies: tuple[float, float]
 ) -> str:
     shares = [
-        f"{1e3 * took:8.4f} ms {100 * moved / peak / took:4.0f} %" if took else f"{'':16s}"
-        for took, moved in zip(times, (case.forward_bytes, case.both_bytes), strict=True)
+        f"{1e3 * took:8.4f} ms {100 * copy / took:4.0f} %" if took else f"{'':18s}"
+        for took, copy in zip(times, copies, strict=True)
     ]
-    return f"{name:50s} {way:8s} {shares[0]}  {shares[1]}  {1e6 * host:6.0f} us"
+    return f"{name:46s} {way:8s} {shares[0]}  {shares[1]}  {1e6 * host:6.0f} us"
 
 
-def measure(
-    case: Case, watch: Stopwatch, peak: float, compiled: bool, say: Callable[[str], None]
-) -> None:
+def measure(case: Case, watch: Stopwatch, compiled: bool, say: Callable[[str], None]) -> None:
     """Print a line for the fused op and for each rival."""
     ways: dict[str, Function | None] = {"autopar": case.fused, "eager": case.eager, **case.rivals}
     if compiled:
+        torch._dynamo.reset()
         ways["compile"] = torch.compile(case.eager, dynamic=False)
     name = f"{case.name} {case.size}"
     arguments = case.make(torch.device("cuda"))
+    copies = (copy_seconds(case.forward_bytes, watch), copy_seconds(case.both_bytes, watch))
     for way, function in ways.items():
         if function is None:
             continue
         torch.cuda.empty_cache()
         try:
             times = watch.of(function, arguments)
-            say(line(name, way, times, host_seconds(function, arguments), case, peak))
+            say(line(name, way, times, host_seconds(function, arguments), copies))
         except Exception as error:
             if way in ("autopar", "eager"):
                 raise
             torch.cuda.synchronize()
-            say(f"{name:50s} {way:8s} failed: {str(error).splitlines()[0][:100]}")
+            say(f"{name:46s} {way:8s} failed: {str(error).splitlines()[0][:100]}")
         name = ""
 
 
@@ -418,13 +427,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say(versions())
     if torch.cuda.is_available():
         watch = Stopwatch(args.rounds)
-        peak = copy_bandwidth(watch)
+        warm_up()
+        moved = 4 << 30
+        peak = moved / copy_seconds(moved, watch)
         say(
             f"{torch.cuda.get_device_name()}; a copy moves {peak / 1e12:.2f} TB/s, read and written"
         )
-        say(f"{'':59s} {'forward':>11s} {'of copy':s}  {'both':>11s} {'of copy'}   host")
+        say(f"{'':56s}{'forward':>10s} of copy {'both':>10s} of copy      host")
         for case in chosen:
-            measure(case, watch, peak, args.compile, say)
+            measure(case, watch, args.compile, say)
     else:
         say(
             "no CUDA device: bytes that must move, and modelled time at an H100's 3.35 TB/s (not measured)"

@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar_kernels.glu import ACTIVATIONS, block_of, value_and_slope
-from autopar_kernels.launching import launch, programs_of, rows_of, runs_kernel, strides_of
+from autopar_kernels.launching import (
+    launch,
+    partial_sums,
+    programs_of,
+    rows_of,
+    runs_kernel,
+    strides_of,
+)
 from autopar_kernels.registration import (
     absent,
     accumulation_dtype,
@@ -66,8 +73,8 @@ def _bias_backward(
 
     g, rows = rows_of(grad), rows_of(x)
     tile, (blocks, parts_of_row) = block_of(rows)
-    programs = programs_of(blocks, x.device)
-    parts = x.new_zeros(programs, bias.shape[0], dtype=torch.float32) if needs[1] else None
+    programs = programs_of(blocks, tile.columns, x.device)
+    parts = partial_sums(x, blocks > 0, programs, bias.shape[0]) if needs[1] else None
     launch(
         bias_backward_kernel,
         (programs if blocks else 0, parts_of_row),

@@ -40,7 +40,7 @@ def _gather_sum(rows: Tensor, index: Tensor, weights: Tensor | None, dtype: torc
     from autopar_kernels.expert_row_kernels import gather_sum_kernel
 
     (count, choices), columns = index.shape, rows.shape[1]
-    tile = tile_of(min(columns, 1024), rows.device)
+    tile = tile_of(columns, "element", rows.device)
     launch(
         gather_sum_kernel,
         (divide_up(count, tile.rows), divide_up(columns, tile.columns)),
@@ -71,7 +71,7 @@ def _gather_dot(rows: Tensor, index: Tensor, other: Tensor, dtype: torch.dtype) 
     from autopar_kernels.expert_row_kernels import gather_dot_kernel
 
     columns = rows.shape[1]
-    tile = tile_of(columns, rows.device, share=2)
+    tile = tile_of(columns, "walk_pair", rows.device)
     launch(
         gather_dot_kernel,
         (divide_up(index.numel(), tile.rows),),

@@ -69,7 +69,7 @@ def split(both: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 def block_of(x: Tensor) -> tuple[Tile, tuple[int, int]]:
     """The block of an elementwise kernel, and the grid that covers x (rows, columns)."""
     rows, columns = x.shape
-    tile = tile_of(min(columns, 1024), x.device)
+    tile = tile_of(columns, "element", x.device)
     return tile, (divide_up(rows, tile.rows), divide_up(columns, tile.columns))
 
 

@@ -1,6 +1,6 @@
 """Where Triton kernels run, how large their blocks are, and how often each was launched.
 
-Sizes come from one fixed table by kind of device and length of a row.  Nothing is timed, so every rank launches the same kernels.
+Sizes come from one fixed table by kind of kernel, device and length of a row.  Nothing is timed, so every rank launches the same.
 This file does not import triton.
 """
 
@@ -24,24 +24,33 @@ _LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a kind of device takes.
+    """The blocks that a kind of kernel takes on a kind of device.
 
     Attributes:
-        elements: elements that a program holds at once, a power of 2.
+        elements: elements that a program holds at least, if there are so many, a power of 2.
         longest: the longest part of a row that a program holds, a power of 2.
-        programs: programs of a launch that reduces over rows, for devices whose multiprocessors are not counted.
         warp_elements: elements of a warp.
     """
 
     elements: int
     longest: int
-    programs: int
     warp_elements: int
 
 
-GPU = Limits(elements=2048, longest=8192, programs=256, warp_elements=512)
-INTERPRETER = Limits(elements=1024, longest=128, programs=3, warp_elements=1024)
+GPU = {
+    "element": Limits(elements=2048, longest=1024, warp_elements=512),
+    "walk": Limits(elements=2048, longest=8192, warp_elements=512),
+    "walk_pair": Limits(elements=1024, longest=4096, warp_elements=512),
+    "norm": Limits(elements=2048, longest=16384, warp_elements=1024),
+    "norm_sums": Limits(elements=4096, longest=16384, warp_elements=1024),
+}
+"""By kind: element by element; along rows, with one or two operands; norms, without or with sums over rows.
+
+Measured on an H200 (`benchmarks/results/kernels_h200.txt`).
+"""
+INTERPRETER = Limits(elements=1024, longest=128, warp_elements=1024)
 """Small blocks: tests of 512 columns then walk along a row in several steps."""
+_INTERPRETED_PROGRAMS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,32 +77,37 @@ def runs_kernel(*tensors: Tensor | None) -> bool:
     )
 
 
-def limits(device: torch.device) -> Limits:
-    """The row of the table for a device."""
-    return GPU if device.type == "cuda" else INTERPRETER
-
-
 def power_of_2(count: int) -> int:
     """The least power of 2 that is at least `count`, and at least 1."""
     return 1 << max(count - 1, 0).bit_length()
 
 
-def tile_of(columns: int, device: torch.device, share: int = 1) -> Tile:
-    """The block for rows of `columns` elements; `share` > 1 divides it where a kernel keeps several."""
-    table = limits(device)
-    width = min(power_of_2(columns), max(table.longest // share, 16))
-    rows = max(1, table.elements // share // width)
-    warps = min(16, max(4, rows * width // table.warp_elements))
-    return Tile(rows, width, warps)
+def limits(kind: str, device: torch.device) -> Limits:
+    """The row of the table for a kind of kernel."""
+    return GPU[kind] if device.type == "cuda" else INTERPRETER
 
 
-def programs_of(tiles: int, device: torch.device) -> int:
-    """How many programs share `tiles` blocks of rows: two for each multiprocessor, each of which keeps partial sums."""
-    table = limits(device)
-    most = table.programs
+def tile_of(columns: int, kind: str, device: torch.device) -> Tile:
+    """The block of a kind of kernel for rows of `columns` elements."""
+    table = limits(kind, device)
+    width = min(power_of_2(columns), table.longest)
+    rows = max(1, table.elements // width)
+    return Tile(rows, width, min(16, max(4, rows * width // table.warp_elements)))
+
+
+def programs_of(tiles: int, sums: int, device: torch.device) -> int:
+    """How many programs share `tiles` blocks of rows, each of which keeps `sums` partial sums: one or two a multiprocessor."""
+    most = _INTERPRETED_PROGRAMS
     if device.type == "cuda":
-        most = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        most = count if sums > 8192 else 2 * count
     return max(1, min(tiles, most))
+
+
+def partial_sums(like: Tensor, written: bool, programs: int, columns: int) -> Tensor:
+    """Room for a row of fp32 sums of each program: of zeros, unless programs write all of it."""
+    make = like.new_empty if written else like.new_zeros
+    return make((programs, columns), dtype=torch.float32)
 
 
 def divide_up(count: int, part: int) -> int:
@@ -121,5 +135,6 @@ def launch(
         return
     first = next(argument for argument in arguments if isinstance(argument, Tensor))
     LAUNCHES[kernel.__name__] += 1
-    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+    elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
+    with torch.cuda.device(first.device) if elsewhere else nullcontext():
         kernel[tuple(grid)](*arguments, **constants, num_warps=warps)

@@ -69,7 +69,7 @@ def _local(
     from autopar_kernels.loss_kernels import cross_entropy_local_kernel
 
     source, inner, strides = _layout(logits)
-    tile = tile_of(logits.shape[-1], logits.device)
+    tile = tile_of(logits.shape[-1], "walk", logits.device)
     launch(
         cross_entropy_local_kernel,
         (flat.shape[0],),
@@ -202,7 +202,7 @@ def _gradient(
     from autopar_kernels.loss_kernels import cross_entropy_gradient_kernel
 
     source, inner, strides = _layout(logits)
-    tile = tile_of(logits.shape[-1], logits.device, share=2)
+    tile = tile_of(logits.shape[-1], "walk_pair", logits.device)
     launch(
         cross_entropy_gradient_kernel,
         (flat.shape[0], divide_up(logits.shape[-1], tile.columns)),

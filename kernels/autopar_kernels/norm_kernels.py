@@ -157,6 +157,13 @@ def _add_to(parts, offset, value, inside):
         tl.store(place, tl.load(place, inside, 0.0) + tl.sum(value, 0), inside)
 
 
+@triton.jit
+def _write(parts, offset, value, inside):
+    """Write this program's partial sums."""
+    if parts is not None:
+        tl.store(parts + offset, tl.sum(value, 0), inside)
+
+
 @kernel
 def norm_backward_kernel(
     grad, grad_total, x, gate, weight, mean, rstd, dx, dgate, dweight, dbias, rows, strides,
@@ -207,5 +214,5 @@ def norm_backward_kernel(
                 n, w, along, level, scale, grad, grad_total, x, gate, weight, dx, dgate,
                 row, at + column, width, strides, alive, end, OFFSET, GATE_FIRST,
             )  # fmt: skip
-    _add_to(dweight, offset, weight_sum, column < end)
-    _add_to(dbias, offset, bias_sum, column < end)
+    _write(dweight, offset, weight_sum, column < end)
+    _write(dbias, offset, bias_sum, column < end)

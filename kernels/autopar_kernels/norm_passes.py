@@ -16,7 +16,7 @@ from autopar_kernels.launching import (
     Tile,
     divide_up,
     launch,
-    limits,
+    partial_sums,
     programs_of,
     rows_of,
     runs_kernel,
@@ -140,7 +140,7 @@ def _forward_kernel(call: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     out, total, mean, rstd = call.outputs(torch.float32)
     columns = call.x.shape[-1] // call.groups
-    tile = tile_of(columns, call.x.device)
+    tile = tile_of(columns, "norm", call.x.device)
     inputs = [None if t is None else rows_of(t) for t in (call.x, call.residual, call.gate)]
     vectors = [None if t is None else t.contiguous() for t in (call.weight, call.bias)]
     written = (
@@ -257,18 +257,21 @@ def _backward_kernel(call: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     dx, dweight, dbias, dgate = call.outputs()
     rows, columns = call.rstd.shape[0], call.x.shape[-1]
-    longest = limits(call.x.device).longest
-    tile = tile_of(columns // call.groups, call.x.device)
-    if columns // call.groups > longest:
-        # parts of half the length and all warps leave registers for the sums of the first part
-        tile = Tile(1, longest // 2, 16)
-    programs = programs_of(divide_up(rows, tile.rows), call.x.device)
+    width = columns // call.groups
+    tile = tile_of(width, "norm_sums", call.x.device)
+    whole = width <= tile.columns
+    if not whole:
+        # short parts and all warps leave registers for the sums of the first part
+        tile = Tile(1, max(tile.columns // 8, 16), 16)
+    sums = tile.columns * sum(call.needs[1:3])
+    programs = programs_of(divide_up(rows, tile.rows), sums, call.x.device)
     inputs = [
         None if t is None else rows_of(t) for t in (call.grad, call.x, call.gate, call.grad_total)
     ]
     grad, x, gate, grad_total = inputs
     parts = [
-        call.rstd.new_zeros(programs, columns) if wanted else None for wanted in call.needs[1:3]
+        partial_sums(call.x, whole and rows > 0, programs, columns) if wanted else None
+        for wanted in call.needs[1:3]
     ]
     launch(
         norm_backward_kernel,
@@ -282,7 +285,7 @@ def _backward_kernel(call: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             *(*parts, rows, strides_of(*inputs)),
         ),
         tile.warps,
-        N=columns // call.groups,
+        N=width,
         OFFSET=call.offset,
         GATE_FIRST=call.gate_first and gate is not None,
         R=tile.rows,

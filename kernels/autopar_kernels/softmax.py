@@ -77,7 +77,7 @@ def _forward(
     source = _four_dims(scores)
     seen = None if mask is None else mask.expand(scores.shape)
     rows, columns = level.numel(), scores.shape[-1]
-    tile = tile_of(columns, scores.device)
+    tile = tile_of(columns, "walk", scores.device)
     launch(
         softmax_forward_kernel,
         (divide_up(rows, tile.rows),),
@@ -134,7 +134,7 @@ def _backward(
         source, upstream = _four_dims(scores), _four_dims(grad)
         seen = None if mask is None else mask.expand(scores.shape)
         rows, columns = level.numel(), scores.shape[-1]
-        tile = tile_of(columns, scores.device, share=2)
+        tile = tile_of(columns, "walk_pair", scores.device)
         launch(
             softmax_backward_kernel,
             (divide_up(rows, tile.rows),),

@@ -41,6 +41,15 @@ def _score(scores, mask, row, column, alive, columns, heads, queries, strides, S
     return tl.where(inside, x, float("-inf")), slope, inside
 
 
+@triton.jit
+def _grown(largest, total, x):
+    """The maximum and the sum of exp(x - maximum) of rows, with the scores of one tile more."""
+    above = tl.maximum(largest, tl.max(x, 1))
+    # rows of nothing but -inf have no maximum to subtract
+    base = tl.where(above == float("-inf"), 0.0, above)
+    return above, total * tl.exp(largest - base) + tl.sum(tl.exp(x - base[:, None]), 1)
+
+
 @kernel
 def softmax_forward_kernel(
     scores, mask, sinks, out, level, rows, heads, queries, columns, strides,
@@ -55,22 +64,37 @@ def softmax_forward_kernel(
     if sinks is not None:
         largest = tl.load(sinks + row // queries % heads, alive, 0.0).to(tl.float32)
         total += 1.0
-    for at in range(0, columns, BLOCK):
+    first, _slope, seen = _score(
+        scores, mask, row, lane, alive, columns, heads, queries, strides, SCALE, CAP
+    )
+    largest, total = _grown(largest, total, first)
+    for at in range(BLOCK, columns, BLOCK):
         x, _, _ = _score(
             scores, mask, row, at + lane, alive, columns, heads, queries, strides, SCALE, CAP
         )
-        above = tl.maximum(largest, tl.max(x, 1))
-        base = tl.where(above == float("-inf"), 0.0, above)
-        total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base[:, None]), 1)
-        largest = above
+        largest, total = _grown(largest, total, x)
     empty = total == 0.0
     norm = tl.where(empty, 0.0, largest + tl.log(tl.where(empty, 1.0, total)))
     tl.store(level + row, tl.where(empty, float("-inf"), norm), alive)
-    for at in range(0, columns, BLOCK):
+    store_tile(out, row, lane, columns, 1, tl.exp(first - norm[:, None]), seen)
+    for at in range(BLOCK, columns, BLOCK):
         x, _, inside = _score(
             scores, mask, row, at + lane, alive, columns, heads, queries, strides, SCALE, CAP
         )
         store_tile(out, row, at + lane, columns, 1, tl.exp(x - norm[:, None]), inside)
+
+
+@triton.jit
+def _gradient_terms(
+    scores, mask, row, column, alive, norm, place, step, columns, heads, queries, strides,
+    SCALE: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Of a tile: probabilities, their gradient, the derivative of the cap, and which elements exist."""
+    x, slope, inside = _score(
+        scores, mask, row, column, alive, columns, heads, queries, strides, SCALE, CAP
+    )
+    g = tl.load(place + column[None, :].to(tl.int64) * step, inside, 0.0).to(tl.float32)
+    return tl.exp(x - norm[:, None]), g, slope, inside
 
 
 @kernel
@@ -86,23 +110,26 @@ def softmax_backward_kernel(
     empty = norm == float("-inf")
     norm = tl.where(empty, 0.0, norm)
     place = grad + _address(row, heads, queries, g0, g1, g2)[:, None]
-    along = tl.zeros((R,), tl.float32)
-    for at in range(0, columns, BLOCK):
-        x, _, inside = _score(
-            scores, mask, row, at + lane, alive, columns, heads, queries, strides, SCALE, CAP
-        )
-        g = tl.load(place + (at + lane)[None, :].to(tl.int64) * g3, inside, 0.0).to(tl.float32)
-        along += tl.sum(tl.exp(x - norm[:, None]) * g, 1)
+    p, g, slope, inside = _gradient_terms(
+        scores, mask, row, lane, alive, norm, place, g3, columns, heads, queries, strides, SCALE, CAP
+    )  # fmt: skip
+    along = tl.sum(p * g, 1)
+    for at in range(BLOCK, columns, BLOCK):
+        p_at, g_at, _, _ = _gradient_terms(
+            scores, mask, row, at + lane, alive, norm, place, g3, columns, heads, queries, strides, SCALE, CAP
+        )  # fmt: skip
+        along += tl.sum(p_at * g_at, 1)
     if dsinks is not None:
         sink = tl.load(sinks + row // queries % heads, alive, 0.0).to(tl.float32)
         tl.store(dsinks + row, -tl.exp(sink - norm) * along, alive)
     if dscores is not None:
-        for at in range(0, columns, BLOCK):
-            x, slope, inside = _score(
-                scores, mask, row, at + lane, alive, columns, heads, queries, strides, SCALE, CAP
-            )
-            g = tl.load(place + (at + lane)[None, :].to(tl.int64) * g3, inside, 0.0).to(tl.float32)
-            value = tl.exp(x - norm[:, None]) * (g - along[:, None]) * slope * SCALE
+        value = p * (g - along[:, None]) * slope * SCALE
+        store_tile(dscores, row, lane, columns, 1, value, inside)
+        for at in range(BLOCK, columns, BLOCK):
+            p_at, g_at, slope, inside = _gradient_terms(
+                scores, mask, row, at + lane, alive, norm, place, g3, columns, heads, queries, strides, SCALE, CAP
+            )  # fmt: skip
+            value = p_at * (g_at - along[:, None]) * slope * SCALE
             store_tile(dscores, row, at + lane, columns, 1, value, inside)
 
 

@@ -1,6 +1,6 @@
 """Sums over partial results, as ranks exchange them: `autopar::sum_partials`.
 
-Accumulated in fp32 (fp64 for fp64 tensors) and rounded once, in the order of the parts within each lane of the kernel.
+Accumulated in fp32 (fp64 for fp64 tensors) and rounded once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from torch.autograd.function import once_differentiable
 from autopar_kernels.launching import divide_up, launch, power_of_2, runs_kernel
 from autopar_kernels.registration import accumulation_dtype, register_composite, register_pass
 
+FEW = 16
+"""The most parts that one thread adds up; more are shared among the threads of a program."""
+
 
 def sum_parts(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The sum over the first dim, accumulated in fp32 (fp64 for fp64) and rounded once: (P, ...) -> (...).
@@ -26,20 +29,28 @@ def sum_parts(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if not runs_kernel(parts) or parts.numel() == 0 or dtype == torch.float64:
         wide = accumulation_dtype(parts)
         return parts.sum(0, dtype=wide).to(dtype)
-    from autopar_kernels.sum_kernels import sum_parts_kernel
+    from autopar_kernels.sum_kernels import sum_few_kernel, sum_many_kernel
 
     flat = parts.reshape(parts.shape[0], -1)
     count, columns = flat.shape
     out = parts.new_empty(parts.shape[1:], dtype=dtype)
-    lanes = min(power_of_2(count), 32)
-    block = 128 if count > 8 else 1024
-    launch(
-        sum_parts_kernel,
-        (divide_up(columns, block),),
-        (flat, out, count, columns, *flat.stride()),
-        PARTS=lanes,
-        BLOCK=block,
-    )
+    if count <= FEW:
+        launch(
+            sum_few_kernel,
+            (divide_up(columns, 1024),),
+            (flat, out, columns, *flat.stride()),
+            COUNT=count,
+            BLOCK=1024,
+        )
+    else:
+        launch(
+            sum_many_kernel,
+            (divide_up(columns, 16),),
+            (flat, out, count, columns, *flat.stride()),
+            warps=8,
+            LANES=min(power_of_2(count), 128),
+            BLOCK=16,
+        )
     return out
 
 

@@ -90,6 +90,7 @@ CASES = [
     ),
     OpCase(ops.sum_partials.default, lambda: ((3, 2, 6),)),
     OpCase(ops.sum_parts.default, lambda: ((3, 6),), differentiable=False),
+    OpCase(ops.sum_parts.default, lambda: ((20, 6),), differentiable=False, name="many"),
     OpCase(ops.glu.default, lambda: ((2, 3, 4), (2, 3, 4), "gelu")),
     OpCase(ops.glu.default, lambda: ((3, 8), None, "gelu_tanh", 1.0, 0.0, None, "up_gate")),
     OpCase(

@@ -104,7 +104,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bytes]]:
         for arch in (90,) if known else (80, 90):
             known.append(compile_kernel(kernel, arguments, warps, named, arch))
 
-    monkeypatch.setattr(launching, "limits", lambda device: launching.GPU)
+    monkeypatch.setattr(launching, "limits", lambda kind, device: launching.GPU[kind])
     for module in pkgutil.iter_modules(autopar_kernels.__path__):
         loaded = importlib.import_module(f"autopar_kernels.{module.name}")
         if hasattr(loaded, "launch"):
@@ -155,4 +155,7 @@ def test_registers_suffice_at_sizes_of_models(compiled, tmp_path, name):
     inputs = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     call(*inputs).sum().backward()
     spills = {k: max(spilled(c, tmp_path) for c in codes) for k, codes in compiled.items()}
+    if name == "add_layer_norm":
+        # rows of 16384 with two sums: parts that do not spill took 354 us where this takes 235 us (4096 x 16384 on an H200)
+        assert 0 < spills.pop("norm_backward_kernel") <= 400
     assert not any(spills.values()), spills

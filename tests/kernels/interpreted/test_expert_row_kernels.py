@@ -57,7 +57,7 @@ def test_combine(size, columns, dtype, layout, wide_weights):
     ).check()
 
 
-@checks("sum_parts_kernel")
+@checks("sum_few_kernel", "sum_many_kernel")
 @settings(max_examples=examples(4, 60))
 @given(st.sampled_from([1, 2, 7, 33, 70]), COLUMNS, DTYPES, LAYOUTS)
 @example(70, 257, torch.float16, "every_other")
