@@ -1,10 +1,10 @@
 """Predicted against measured step time and peak memory of plans on one GPU.
 
-    python benchmarks/fidelity/gpu_check.py [--cluster CLUSTER] [--rounds 5] [--output FILE]
+    python benchmarks/fidelity/gpu_check.py [--cluster CLUSTER] [--rounds 5] [--compile MODE] [--output FILE]
 
 CLUSTER is of one device: `h100:1` of the catalogue, or a file that `autopar calibrate --nproc 1` wrote (default: calibrate here).  Each
 of `CASES`, a model under pins of micro-batch and recomputation, is planned and trained with fused AdamW, in bf16 (on a CPU in fp32).  A
-time is the median of the rounds after two steps of warm-up, by the device's clock; memory is the most that torch's allocator had
+time is the median of the rounds after four steps of warm-up, by the device's clock; memory is the most that torch's allocator had
 given out (on a GPU), which is held against the prediction less what the cost model reserves for the context.  Prints a line a case, the
 range of the ratios and Spearman's rank correlation.
 """
@@ -32,6 +32,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
 from autopar.predict.score import spearman
+from autopar.request.software import Software
 from benchmarks.fidelity.measured_steps import cpu_name, versions
 
 GPT = "gpt:layers=12,hidden=1024,heads=16,vocab=50304,seq=1024"
@@ -48,6 +49,8 @@ CASES: tuple[tuple[str, int, int, Mapping[str, Any]], ...] = (  # model, sequenc
     ("gpt-tiny", 8, 64, {"micro_batch": 8, "recompute": "none"}),
     ("moe-tiny", 8, 64, {"micro_batch": 8, "recompute": "none"}),
 )
+WARM_UP = 4
+"""Steps before the first that counts: torch.compile and its CUDA graphs need more than one."""
 TINY = tuple(case for case in CASES if case[0].endswith("tiny"))
 
 
@@ -64,14 +67,26 @@ class Found:
 
 
 def measured(
-    model: str, rows: int, seq: int, pins: Mapping[str, Any], cluster: ClusterSpec, rounds: int
+    model: str,
+    rows: int,
+    seq: int,
+    pins: Mapping[str, Any],
+    cluster: ClusterSpec,
+    rounds: int,
+    mode: str | None = None,
 ) -> Found:
-    """Plan a case and train it."""
+    """Plan a case and train it; `mode` is torch.compile's, None to run eagerly."""
     spec, device = parse_model(model), torch.device(cluster.device_type)
     precision = "fp32" if device.type == "cpu" else "bf16"
     batch = spec.example_inputs(rows, seq, "cpu")
     plan = api.plan(
-        spec.build("meta"), cluster, batch, pin=dict(pins), precision=precision, runnable=True
+        spec.build("meta"),
+        cluster,
+        batch,
+        pin=dict(pins),
+        precision=precision,
+        runnable=True,
+        software=Software(compiled=mode is not None),
     )
     engine = api.parallelize(
         spec.build("meta"),
@@ -79,13 +94,14 @@ def measured(
         batch,
         lambda own: torch.optim.AdamW(own, 1e-4, fused=True),
         plan=plan,
+        compile=mode is not None and {"mode": mode},
     )
     local, seconds = (
         engine.local_batch({name: tensor.to(device) for name, tensor in batch.items()}),
         [],
     )
-    for turn in range(rounds + 2):
-        if turn == 2 and device.type == "cuda":
+    for turn in range(rounds + WARM_UP):
+        if turn == WARM_UP and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         engine.step(local)
         seconds.append(engine.metrics.step_time_s)
@@ -96,9 +112,10 @@ def measured(
     )
     del engine
     gc.collect()
+    torch.compiler.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Found(model, pins, plan, statistics.median(seconds[2:]), *sizes)
+    return Found(model, pins, plan, statistics.median(seconds[WARM_UP:]), *sizes)
 
 
 def line(found: Found, reserved_bytes: int) -> str:
@@ -130,18 +147,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="the small cases alone, as a CPU can train them"
     )
+    parser.add_argument(
+        "--compile",
+        metavar="MODE",
+        help="compile segments: a mode of torch.compile, such as default or reduce-overhead (CUDA graphs)",
+    )
     parser.add_argument("--output", help="write what is printed to a file as well")
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     cluster = ClusterSpec.parse(args.cluster) if args.cluster else calibrate(1)
     where = torch.cuda.get_device_name() if cluster.device_type == "cuda" else cpu_name()
-    lines = [versions(), f"predicted for {cluster.name}, measured on {where}", ""]
+    how = f"compiled, mode {args.compile}" if args.compile else "eager"
+    lines = [versions(), f"predicted for {cluster.name}, measured on {where}, {how}", ""]
     lines.append(f"{'model':10s} {'pins':34s} {'predicted':>12s} {'measured':>12s} {'ratio':>7s}  {'predicted':>11s} {'allocated':>11s} "
                  f"{'ratio':>7s}  {'reserved':>7s}")  # fmt: skip
     print("\n".join(lines), flush=True)
     every = []
     for case in TINY if args.tiny else CASES:
-        every.append(measured(*case, cluster, args.rounds))
+        every.append(measured(*case, cluster, args.rounds, args.compile))
         lines.append(line(every[-1], cluster.device.reserved_bytes))
         print(lines[-1], flush=True)
     ratios = [one.plan.predicted.step_time_s / one.time_s for one in every]

@@ -4,8 +4,8 @@
 
 A time is the median over replays of a CUDA graph, each after a write of 256 MiB that empties the L2 cache: what the device needs, without
 the host.  `of copy` is the time of a device copy that moves the bytes which the op must move, over the op's time; the op must read each
-argument once and write each result once.  `host` is what one eager call of forward and backward takes the host.  Rivals that are not installed are left
-out.  Without a CUDA device it prints the bytes and the time that the bandwidth of an H100 allows, and says so.
+argument once and write each result once.  `host` is what one eager call of forward and backward takes the host.  Rivals that are not
+installed are left out.  Without a CUDA device it prints the bytes and the time that the bandwidth of an H100 allows, and says so.
 """
 
 from __future__ import annotations
@@ -263,6 +263,90 @@ def expert_cases(tokens: int, choices: int, columns: int) -> list[Case]:
     ]  # fmt: skip
 
 
+def two_llama_blocks(tokens: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Case:
+    """Two layers of a Llama, so that every addition of a residual meets a norm."""
+    dim = hidden // heads
+    attention = ((hidden,), ((heads + 2 * kv_heads) * dim, hidden), (hidden, hidden))
+    one_layer = (*attention, (hidden,), (2 * ffn, hidden), (hidden, ffn))
+
+    def make(device: torch.device) -> list[Tensor]:
+        (x,) = drawn((1, tokens, hidden))(device)
+        weights = [(t.detach() * hidden**-0.5).requires_grad_() for t in drawn(*one_layer, *one_layer)(device)]  # fmt: skip
+        angle = torch.rand(1, tokens, dim // 2, device=device).repeat(1, 1, 2)
+        return [x, *weights, angle.cos().bfloat16(), angle.sin().bfloat16()]
+
+    def run(fused: bool, x: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        *weights, cos, sin = rest
+        norm, glu, turned = (
+            (ops.add_rms_norm, lambda t: ops.glu(t), ops.rotary)
+            if fused
+            else (eager_add_rms, lambda t: F.silu(t.chunk(2, -1)[0]) * t.chunk(2, -1)[1], eager_rotary)
+        )  # fmt: skip
+        total = x
+        added = torch.zeros_like(x)
+        for layer in (weights[:6], weights[6:]):
+            first, qkv, out, second, up, down = layer
+            normal, total = norm(added, total, first)
+            q, k, v = (
+                t.view(1, tokens, -1, dim).transpose(1, 2)
+                for t in (normal @ qkv.t()).split([hidden, kv_heads * dim, kv_heads * dim], -1)
+            )
+            q, k = turned(q, k, cos, sin)
+            seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            added = seen.transpose(1, 2).reshape(1, tokens, hidden) @ out.t()
+            normal, total = norm(added, total, second)
+            added = glu(normal @ up.t()) @ down.t()
+        return added, total
+
+    return Case(
+        "two Llama blocks", f"{tokens}x{hidden}, {ffn}", make,
+        lambda *a: run(True, *a), lambda *a: run(False, *a), 0, 0,
+    )  # fmt: skip
+
+
+def two_gpt_blocks(tokens: int, hidden: int, heads: int) -> Case:
+    """Two layers of a GPT, as `two_llama_blocks`."""
+    vector, wide = (hidden,), (4 * hidden, hidden)
+    attention = (vector, vector, (3 * hidden, hidden), (hidden, hidden))
+    one_layer = (*attention, vector, vector, wide, wide[:1], wide[::-1])
+
+    def make(device: torch.device) -> list[Tensor]:
+        (x,) = drawn((1, tokens, hidden))(device)
+        weights = [(t.detach() * hidden**-0.5).requires_grad_() for t in drawn(*one_layer, *one_layer)(device)]  # fmt: skip
+        return [x, *weights]
+
+    def eager_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return F.layer_norm(total, weight.shape, weight, bias), total
+
+    def eager_act(x: Tensor, bias: Tensor) -> Tensor:
+        return F.gelu(x + bias, approximate="tanh")
+
+    def run(fused: bool, x: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        norm = ops.add_layer_norm if fused else eager_norm
+        act = ops.bias_activation if fused else eager_act
+        total, added = x, torch.zeros_like(x)
+        for layer in (weights[:9], weights[9:]):
+            w1, b1, qkv, out, w2, b2, up, bias, down = layer
+            normal, total = norm(added, total, w1, b1)
+            q, k, v = (
+                t.view(1, tokens, heads, -1).transpose(1, 2)
+                for t in (normal @ qkv.t()).chunk(3, -1)
+            )
+            seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            added = seen.transpose(1, 2).reshape(1, tokens, hidden) @ out.t()
+            normal, total = norm(added, total, w2, b2)
+            added = act(normal @ up.t(), bias) @ down.t()
+        return added, total
+
+    return Case(
+        "two GPT blocks", f"{tokens}x{hidden}", make,
+        lambda *a: run(True, *a), lambda *a: run(False, *a), 0, 0,
+    )  # fmt: skip
+
+
 def cases() -> list[Case]:
     return [
         *(case for rows, columns in ((8192, 1024), (4096, 4096), (8192, 8192), (4096, 16384)) for case in norm_cases(rows, columns)),
@@ -274,6 +358,8 @@ def cases() -> list[Case]:
         merge_case(8192 * 32, 128),
         sum_case(2, 8192 * 4096), sum_case(8, 8192 * 4096),
         *expert_cases(8192, 2, 4096),
+        two_llama_blocks(8192, 4096, 32, 8, 14336), two_llama_blocks(2048, 1024, 8, 2, 3584),
+        two_gpt_blocks(8192, 4096, 32),
     ]  # fmt: skip
 
 
@@ -362,7 +448,9 @@ def line(
     name: str, way: str, times: tuple[float, float], host: float, copies: tuple[float, float]
 ) -> str:
     shares = [
-        f"{1e3 * took:8.4f} ms {100 * copy / took:4.0f} %" if took else f"{'':18s}"
+        f"{1e3 * took:8.4f} ms {100 * copy / took:4.0f} %"
+        if took and copy
+        else f"{1e3 * took:8.4f} ms {'':6s}"
         for took, copy in zip(times, copies, strict=True)
     ]
     return f"{name:46s} {way:8s} {shares[0]}  {shares[1]}  {1e6 * host:6.0f} us"
@@ -376,7 +464,10 @@ def measure(case: Case, watch: Stopwatch, compiled: bool, say: Callable[[str], N
         ways["compile"] = torch.compile(case.eager, dynamic=False)
     name = f"{case.name} {case.size}"
     arguments = case.make(torch.device("cuda"))
-    copies = (copy_seconds(case.forward_bytes, watch), copy_seconds(case.both_bytes, watch))
+    copies = tuple(
+        copy_seconds(moved, watch) if moved else 0.0
+        for moved in (case.forward_bytes, case.both_bytes)
+    )
     for way, function in ways.items():
         if function is None:
             continue

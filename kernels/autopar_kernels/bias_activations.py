@@ -73,7 +73,7 @@ def _bias_backward(
 
     g, rows = rows_of(grad), rows_of(x)
     tile, (blocks, parts_of_row) = block_of(rows)
-    programs = programs_of(blocks, tile.columns, x.device)
+    programs = programs_of(blocks, tile, x.device)
     parts = partial_sums(x, blocks > 0, programs, bias.shape[0]) if needs[1] else None
     launch(
         bias_backward_kernel,

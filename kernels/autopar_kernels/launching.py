@@ -29,20 +29,22 @@ class Limits:
     Attributes:
         elements: elements that a program holds at least, if there are so many, a power of 2.
         longest: the longest part of a row that a program holds, a power of 2.
-        warp_elements: elements of a warp.
+        warp_elements: elements of a warp, if the warps suffice.
+        warps: the most warps of a program.
     """
 
     elements: int
     longest: int
     warp_elements: int
+    warps: int = 16
 
 
 GPU = {
     "element": Limits(elements=2048, longest=1024, warp_elements=512),
-    "walk": Limits(elements=2048, longest=8192, warp_elements=512),
+    "walk": Limits(elements=2048, longest=4096, warp_elements=1024),
     "walk_pair": Limits(elements=1024, longest=4096, warp_elements=512),
-    "norm": Limits(elements=2048, longest=16384, warp_elements=1024),
-    "norm_sums": Limits(elements=4096, longest=16384, warp_elements=1024),
+    "norm": Limits(elements=2048, longest=16384, warp_elements=1024, warps=8),
+    "norm_sums": Limits(elements=4096, longest=16384, warp_elements=1024, warps=8),
 }
 """By kind: element by element; along rows, with one or two operands; norms, without or with sums over rows.
 
@@ -92,15 +94,15 @@ def tile_of(columns: int, kind: str, device: torch.device) -> Tile:
     table = limits(kind, device)
     width = min(power_of_2(columns), table.longest)
     rows = max(1, table.elements // width)
-    return Tile(rows, width, min(16, max(4, rows * width // table.warp_elements)))
+    return Tile(rows, width, min(table.warps, max(4, rows * width // table.warp_elements)))
 
 
-def programs_of(tiles: int, sums: int, device: torch.device) -> int:
-    """How many programs share `tiles` blocks of rows, each of which keeps `sums` partial sums: one or two a multiprocessor."""
+def programs_of(tiles: int, tile: Tile, device: torch.device) -> int:
+    """How many programs share `tiles` blocks of rows and keep sums over theirs: two a multiprocessor, or one with large blocks."""
     most = _INTERPRETED_PROGRAMS
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
-        most = count if sums > 8192 else 2 * count
+        most = count if tile.rows * tile.columns > 4096 else 2 * count
     return max(1, min(tiles, most))
 
 

@@ -168,7 +168,7 @@ def _write(parts, offset, value, inside):
 def norm_backward_kernel(
     grad, grad_total, x, gate, weight, mean, rstd, dx, dgate, dweight, dbias, rows, strides,
     N: tl.constexpr, OFFSET: tl.constexpr, GATE_FIRST: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x and gate, and this program's partial sums over its rows (one row of dweight and dbias)."""
     group, width = tl.program_id(1), tl.num_programs(1) * N
@@ -177,7 +177,9 @@ def norm_backward_kernel(
     offset = tl.program_id(0).to(tl.int64) * width + column
     weight_sum = tl.zeros((R, BLOCK), tl.float32)
     bias_sum = tl.zeros((R, BLOCK), tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
+    for block in tl.range(
+        tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0), num_stages=STAGES
+    ):
         row = (block * R + tl.arange(0, R)).to(tl.int64)
         alive = row < rows
         scale = tl.load(rstd + row * statistic + group, alive, 0.0)

@@ -26,6 +26,8 @@ from autopar_kernels.launching import (
 from autopar_kernels.registration import absent, accumulation_dtype, register_pass
 from autopar_kernels.sums import sum_parts
 
+SHARED_BYTES = 160 << 10
+"""Shared memory of a program on an A100, the least of the devices: rows are read ahead where three blocks fit."""
 CASTS = ("before", "weight", "after", "none")
 """Where a norm rounds, as the text of `norms` says."""
 
@@ -261,14 +263,13 @@ def _backward_kernel(call: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tile = tile_of(width, "norm_sums", call.x.device)
     whole = width <= tile.columns
     if not whole:
-        # short parts and all warps leave registers for the sums of the first part
-        tile = Tile(1, max(tile.columns // 8, 16), 16)
-    sums = tile.columns * sum(call.needs[1:3])
-    programs = programs_of(divide_up(rows, tile.rows), sums, call.x.device)
+        tile = Tile(1, max(tile.columns // 2, 16), 16)
+    programs = programs_of(divide_up(rows, tile.rows), tile, call.x.device)
     inputs = [
         None if t is None else rows_of(t) for t in (call.grad, call.x, call.gate, call.grad_total)
     ]
     grad, x, gate, grad_total = inputs
+    read = sum(t.element_size() for t in inputs if t is not None) * tile.rows * tile.columns
     parts = [
         partial_sums(call.x, whole and rows > 0, programs, columns) if wanted else None
         for wanted in call.needs[1:3]
@@ -290,6 +291,7 @@ def _backward_kernel(call: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         GATE_FIRST=call.gate_first and gate is not None,
         R=tile.rows,
         BLOCK=tile.columns,
+        STAGES=3 if whole and 3 * read <= SHARED_BYTES else 1,
     )
     dweight, dbias = (
         out if part is None else sum_parts(part, out.dtype)

@@ -40,6 +40,12 @@ PAIRS = {
         None,
         [(300, 5000), (5000,), (5000,)],
     ),
+    "wide_rows": (
+        lambda x, w, b: ops.layer_norm(x, w, b),
+        lambda x, w, b: F.layer_norm(x, w.shape, w, b),
+        None,
+        [(300, 16384), (16384,), (16384,)],
+    ),
     "long_rows": (
         lambda x, w: ops.layer_norm(x, w),
         lambda x, w: F.layer_norm(x, w.shape, w),
