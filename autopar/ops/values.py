@@ -35,6 +35,14 @@ def is_getitem(node: Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
+def result_index(node: Node) -> int:
+    """Which result a getitem node takes out of a tuple, 0 first; TypeError for any other node."""
+    index = node.args[1] if is_getitem(node) else None
+    if not isinstance(index, int):
+        raise TypeError(f"{node.name} ({node.target}) takes no result out of a tuple by its number")
+    return index
+
+
 def value_name(node: Node) -> str:
     """The value that a tensor node stands for: `name`, or `name.i` for result i of an op with several results."""
     if is_getitem(node):
