@@ -1,11 +1,13 @@
 """What a graph's nodes read and hold is returned as the type that callers expect, or refused by name."""
 
+import operator
+
 import pytest
 import torch
 from torch.fx import Graph
 
 from autopar.ir.calls import called_function
-from autopar.ops.values import fake_tensor, input_node
+from autopar.ops.values import fake_tensor, input_node, result_index
 
 aten = torch.ops.aten
 
@@ -17,6 +19,9 @@ def test_operands_and_tensors_are_told_by_the_op_that_lacks_them():
     add = graph.call_function(aten.add.Tensor, (x, 2))
     assert input_node(add, 0) is x and fake_tensor(x).shape == (2, 3)
     assert called_function(add) is aten.add.Tensor
+    assert result_index(graph.call_function(operator.getitem, (add, 1))) == 1
+    with pytest.raises(TypeError, match=r"add_tensor \(aten.add.Tensor\) takes no result"):
+        result_index(add)
     for index, value in ((1, "2"), (2, "None")):
         with pytest.raises(
             TypeError, match=rf"argument {index} of aten::add \(\w+\) is {value}, not a node"
