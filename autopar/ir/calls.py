@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.fx import Node
+
+
+def called_function(node: Node) -> Callable[..., Any]:
+    """The function that a node calls; TypeError for inputs, outputs and attributes, which call none."""
+    if isinstance(node.target, str):
+        raise TypeError(f"{node.name} ({node.op}) calls no function: its target is {node.target!r}")
+    return node.target
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

@@ -7,10 +7,13 @@ batch's statistic and evaluation the running one; training lowers it to its firs
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch.fx import Graph, Node
 
-from autopar.ir.calls import argument
+from autopar.ir.calls import argument, argument_names
 from autopar.trace.edit import call, is_op, product, replace
 
 aten = torch.ops.aten
@@ -51,11 +54,11 @@ def _expanded(graph: Graph, node: Node) -> tuple:
     """(normalized, None, None, new running mean, new running variance): what the functional form returns, but for what backward saves."""
     x, weight, bias, running_mean, running_var = (
         argument(node, name)
-        for name in (_first_name(node), "weight", "bias", "running_mean", "running_var")
+        for name in (argument_names(node)[0], "weight", "bias", "running_mean", "running_var")
     )
     train = argument(node, "train", argument(node, "training", False))
     momentum, eps = argument(node, "momentum"), argument(node, "eps")
-    emit = lambda target, *args: call(graph, node, target, *args)  # noqa: E731
+    emit = partial(call, graph, node)
     dtype, shape = x.meta["val"].dtype, x.meta["val"].shape
     if dtype in (torch.float16, torch.bfloat16):
         x = emit(aten.to.dtype, x, torch.float32)
@@ -95,11 +98,7 @@ def _expanded(graph: Graph, node: Node) -> tuple:
     return out, None, None, new_mean, new_var
 
 
-def _first_name(node: Node) -> str:
-    return node.target._schema.arguments[0].name
-
-
-def _moved(emit, running: Node, value: Node, momentum: float) -> Node:
+def _moved(emit: Callable[..., Node], running: Node, value: Node, momentum: float) -> Node:
     return emit(
         aten.add.Tensor,
         emit(aten.mul.Tensor, running, 1 - momentum),

@@ -13,14 +13,17 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 from torch.utils._pytree import tree_leaves
 
 from autopar.ir.batch import multiple_of_batch
 from autopar.ir.calls import op_name
 from autopar.ir.traced import BlockClass, LossSplit, Segment, Source, StepValues, TracedModel
+from autopar.ops.values import output_nodes
 from autopar.trace.capture import Captured
 
 _NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")),
@@ -66,7 +69,7 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
         for k, node in enumerate(outputs):
             produced[node] = Source(len(segments), k)
         segments.append(Segment(name, class_of[kind], parameters, sources))
-    changed = (produced[node] for node in graph.output_node().args[0][1:])
+    changed = (produced[node] for node in output_nodes(graph)[1:])
     updates = dict(zip(captured.updates, changed, strict=True))
     by_node = {node.name: node.meta["val"] for node in graph.nodes if node.op == "placeholder"}
     vals = tuple(by_node[name] for name in captured.input_nodes)
@@ -125,9 +128,9 @@ def _borrowed(
     for numbers in alike.values():
         specs = [captured.parameters.get(name) for name in blocks[numbers[0]][1]]
         # not tables of all layers
-        slots = [place for place, spec in enumerate(specs) if spec is not None and not spec.buffer]
+        slots = {k: spec for k, spec in enumerate(specs) if spec is not None and not spec.buffer}
         shares: set[int] = set()
-        for place in sorted(slots, key=lambda place: -prod(specs[place].shape)):
+        for place in sorted(slots, key=lambda place: -prod(slots[place].shape)):
             if len({frozenset(found[n] & {*shares, place}) for n in numbers}) <= _MOST_CLASSES:
                 shares.add(place)
         always = set.intersection(*(found[n] for n in numbers))
@@ -256,7 +259,7 @@ def _carve(
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
         mapping[node] = graph.create_node(node.op, node.target, args, kwargs, name=_readable(node))
         mapping[node].meta = dict(node.meta)
-    loss = captured.graph.output_node().args[0][0]
+    loss = output_nodes(captured.graph)[0]
     outputs = sorted(
         (n for n in nodes if any(u not in inside for u in n.users)), key=lambda n: n is not loss
     )  # the loss comes first
@@ -275,7 +278,7 @@ def _inputs(nodes: list[Node], captured: Captured) -> list[Node]:
     A segment with sizes that follow the batch learns the batch from an input.  One that makes them from parameters alone, as learned
     queries expanded over the batch, takes a model input besides, of which it reads the size only.
     """
-    inside, found = set(nodes), {}
+    inside, found = set(nodes), dict[Node, None]()
     for node in nodes:
         for source in node.all_input_nodes:
             if source not in inside and source.name not in captured.attributes:
@@ -339,7 +342,7 @@ def _structure_hash(graph: Graph, captured: Captured) -> str:
     """Equal for graphs that compute the same function of inputs and slots of the same shapes and dtypes."""
     index = {node: i for i, node in enumerate(graph.nodes)}
 
-    def plain(arg):
+    def plain(arg: Argument) -> Any:
         if isinstance(arg, Node):
             return f"%{index[arg]}"
         if isinstance(arg, (list, tuple)):

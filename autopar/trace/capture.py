@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument
 from autopar.ir.traced import MICRO_BATCH_SHARE, ParameterSpec
+from autopar.ops.values import output_nodes
 from autopar.trace.batches import ExampleInputs, batch_tensors
 from autopar.trace.captured import Captured
 from autopar.trace.constants import Aliases, Registered, read_as_attributes
@@ -42,15 +43,9 @@ class _LossModule(nn.Module):
         record: StateRecord,
     ) -> None:
         super().__init__()
-        self.model, self.names, self.keyword, self.loss_fn, self.aliases, self.record = (
-            model,
-            names,
-            keyword,
-            loss_fn,
-            aliases,
-            record,
-        )
-        self.targets = _target_name(names) if loss_fn is not None else None
+        self.model, self.names, self.keyword = model, names, keyword
+        self.loss_fn, self.aliases, self.record = loss_fn, aliases, record
+        self.targets = _target_name(names) if loss_fn is not None else ""
 
     def forward(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         first, *others = [
@@ -167,7 +162,9 @@ def capture(
     with torch_seeded():
         start = Snapshot.of(structure, record.functions)
         aliases, keyword = Aliases(structure, start), isinstance(example_inputs, Mapping)
-        to_capture = _Call(model, structure, copies, aliases, examples, dynamic, keyword, loss_fn)
+        to_capture = _Call(
+            model, structure, copies, aliases, examples, dynamic, keyword=keyword, loss_fn=loss_fn
+        )
         try:
             captured = to_capture.capture(record)
             check_values(captured)
@@ -352,7 +349,15 @@ def _collect(
             del attributes[node.name]
             graph.erase_node(node)
     updates = _return_updates(graph, exported.graph_signature.output_specs, first_name, attributes)
-    return Captured(graph, names, tuple(inputs), attributes, specs, constants, updates)
+    return Captured(
+        graph,
+        inputs=names,
+        input_nodes=tuple(inputs),
+        attributes=attributes,
+        parameters=specs,
+        constants=constants,
+        updates=updates,
+    )
 
 
 def _return_updates(
@@ -369,7 +374,7 @@ def _return_updates(
     nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     before = {name: nodes[placeholder] for placeholder, name in attributes.items()}
     outputs, changed = [], {}
-    for spec, node in zip(output_specs, output.args[0], strict=True):
+    for spec, node in zip(output_specs, output_nodes(graph), strict=True):
         kind = spec.kind.name
         if kind == "USER_OUTPUT":
             outputs.append(node)

@@ -15,6 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autopar.errors import AutoparError
 from autopar.trace.python_state import Snapshot
 
+_Byte = int | torch.SymInt
+"""The place of a byte in a storage."""
+
 
 def read_as_attributes(exported: torch.export.ExportedProgram, registered: Registered) -> None:
     """Have the program read the parameters and buffers that it takes for constants as what they are.
@@ -75,7 +78,7 @@ class Registered:
         """`copies`: what `copy.deepcopy` remembers of the structure."""
         self._names: dict[tuple, str] = {}
         # by storage: where in it, and which
-        self._trained: dict[int, list[tuple[int, float, str]]] = defaultdict(list)
+        self._trained: dict[int, list[tuple[_Byte, _Byte | float, str]]] = defaultdict(list)
         fakes, own = ([*m.named_buffers(), *m.named_parameters()] for m in (structure, model))
         self._dtypes = {name: tensor.dtype for name, tensor in fakes}
         for name, tensor in (
@@ -91,10 +94,10 @@ class Registered:
             if (
                 isinstance(tensor, torch.Tensor)
                 and _lies(tensor)
-                and (name := self._part_of(tensor))
+                and (part := self._part_of(tensor))
                 and _lies(copies[id(tensor)])
             ):
-                self._trained[_storage(copies[id(tensor)])].append((0, float("inf"), name))
+                self._trained[_storage(copies[id(tensor)])].append((0, float("inf"), part))
 
     def name(self, constant: torch.Tensor) -> str | None:
         """Its name; None if it is no parameter and no buffer.  Raises AutoparError if it is a part of a parameter, or cannot be told."""
@@ -142,7 +145,7 @@ def _place(tensor: torch.Tensor) -> tuple:
     return _storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def _extent(tensor: torch.Tensor) -> tuple[_Byte, _Byte]:
     """The bytes of its storage from the first that it has to the last."""
     first = tensor.storage_offset() * tensor.element_size()
     if not tensor.numel():

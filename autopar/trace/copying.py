@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.parameter import is_lazy
 
 from autopar.errors import AutoparError, one_line
 from autopar.trace.python_state import children
@@ -41,7 +42,7 @@ def copy_with(
     """
     memo = {} if memo is None else memo
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if is_lazy(parameter):
             raise AutoparError(
                 f"parameter {name!r} has no shape yet, as lazy modules have before their first call: call the model once "
                 "on a batch, under torch.no_grad(), and pass it then"

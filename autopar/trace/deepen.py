@@ -89,12 +89,13 @@ def deepened(captured: Captured, deeper: Deeper) -> Captured:
                     copies[node] = graph.placeholder(f"{node.name}_later_{by}")
                 copies[node].meta = dict(node.meta)
                 attributes[copies[node].name] = deeper.moved(name, by)
+
+        def copied(operand: Node, copies: dict[Node, Node] = copies) -> Node:
+            return copies.get(operand, operand)
+
         with graph.inserting_before(rest[0]):
             for node in period:
-                args, kwargs = torch.fx.map_arg(
-                    (node.args, node.kwargs),
-                    lambda operand, copies=copies: copies.get(operand, operand),
-                )
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copied)
                 copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
                 copies[node].meta = _moved_meta(node, deeper, by)
         latest = [copies[node] for node in period]
@@ -247,7 +248,9 @@ def counted(traced: TracedModel, every: int) -> TracedModel:
     """
     layers = traced.layers
     picked = set(layers[every - 1 :: every])
-    kinds = dict.fromkeys((traced.segments[n].class_index, n in picked) for n in layers)
+    kinds: dict[tuple[int, bool | None], None] = dict.fromkeys(
+        (traced.segments[n].class_index, n in picked) for n in layers
+    )
     kinds |= {
         (index, None): None
         for index in range(len(traced.classes))

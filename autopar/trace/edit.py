@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 
 def is_op(node: Node, *names: str) -> bool:
@@ -17,7 +18,12 @@ def is_op(node: Node, *names: str) -> bool:
 
 
 def replace(
-    graph: Graph, node: Node, target: Callable, args: tuple, kwargs: dict | None = None, val=None
+    graph: Graph,
+    node: Node,
+    target: Callable,
+    args: tuple[Argument, ...],
+    kwargs: dict[str, Argument] | None = None,
+    val: torch.Tensor | None = None,
 ) -> Node:
     """Put another call in the place of `node`, with its meta, and `val` as its value if given."""
     with graph.inserting_before(node):
@@ -30,7 +36,7 @@ def replace(
     return new
 
 
-def call(graph: Graph, like: Node, target: Callable, *args) -> Node:
+def call(graph: Graph, like: Node, target: Callable, *args: Argument) -> Node:
     """A new call at the insertion point, from the same module as `like`; its value is computed from its operands' fake values."""
     new = graph.call_function(target, args)
     new.meta = dict(like.meta)
@@ -38,16 +44,25 @@ def call(graph: Graph, like: Node, target: Callable, *args) -> Node:
     return new
 
 
-def full(graph: Graph, like: Node, value: float | torch.SymInt, val: torch.Tensor) -> Node:
+def full(
+    graph: Graph, like: Node, value: float | torch.SymInt | torch.SymFloat, val: torch.Tensor
+) -> Node:
     """A 0-d constant at the insertion point, from the same module as `like`; `val` is its fake value, which has its dtype."""
     new = graph.call_function(torch.ops.aten.full.default, ([], value), {"dtype": val.dtype})
     new.meta = dict(like.meta) | {"val": val}
     return new
 
 
-def product(sizes: list):
+def replace_argument(user: Node, old: Node, new: Argument) -> None:
+    """Give a call another argument wherever it takes `old`."""
+    user.args, user.kwargs = torch.fx.map_arg(
+        (user.args, user.kwargs), lambda node: new if node is old else node
+    )
+
+
+def product(sizes: Iterable[int | torch.SymInt]) -> int | torch.SymInt:
     """The product of sizes, symbolic if one of them is."""
-    result = 1
+    result: int | torch.SymInt = 1
     for size in sizes:
         result = result * size
     return result

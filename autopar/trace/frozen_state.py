@@ -173,7 +173,7 @@ def _draw(path: str, record: StateRecord, capture_again: Callable) -> str:
 
 def _line_of_draw(path: str, record: StateRecord, capture_again: Callable) -> str:
     """The user's line that first draws from the generator at `path`: forward runs once more, and each of the user's lines is looked at."""
-    generator, found = record.after.generators[path], []
+    generator, found = record.after.generators[path], list[str]()
     line_before: dict[types.FrameType, int] = {}
 
     def enter(frame: types.FrameType, event: str, argument: Any) -> Callable | None:

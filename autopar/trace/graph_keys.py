@@ -32,7 +32,7 @@ class GraphKeys:
         """The keys of what the graph returns."""
         return [
             self._keys[node] if isinstance(node, Node) else repr(node)
-            for node in self._captured.graph.output_node().args[0]
+            for node in pytree.tree_leaves(self._captured.graph.output_node().args)
         ]
 
     def value(self, node: Any) -> torch.Tensor | None:

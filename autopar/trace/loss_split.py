@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from autopar.ir.calls import op_name
 from autopar.ir.traced import MICRO_BATCH_SHARE, LossSplit, StepValues
 from autopar.ops.dims import results
 from autopar.ops.rules import op_dims
+from autopar.ops.values import fake_tensor, input_node, output_nodes
 from autopar.trace.batch_norm import STATISTICS
 from autopar.trace.capture import Captured
 from autopar.trace.edit import call, full, is_op
@@ -51,7 +53,7 @@ ROUTERS = "balance losses of routers"
 def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
     """Say how the loss splits, and edit the normalized graph of `captured` accordingly."""
     graph = captured.graph
-    loss = graph.output_node().args[0][0]
+    loss = output_nodes(graph)[0]
     analysis = _Analysis(captured, loss)
     found, fact = analysis.run()
     conventions = analysis.conventions()
@@ -109,13 +111,14 @@ class _Analysis:
 
     def why(self, fact: Fact) -> str:
         """The op at which rows are mixed, in the user's words."""
-        op = op_name(fact.cause).rpartition("::")[2] or str(fact.cause)
-        stack = [path for path, _ in fact.cause.meta.get("nn_module_stack", {}).values()]
+        cause = fact.cause
+        if cause is None:
+            raise ValueError(f"{fact} does not say which op mixes rows")
+        op = op_name(cause).rpartition("::")[2] or str(cause)
+        stack = [path for path, _ in cause.meta.get("nn_module_stack", {}).values()]
         paths = [path.removeprefix("model.") for path in stack if path not in ("", "model")]
-        place = line_of_node(fact.cause) or (
-            f" in module {paths[-1]!r}" if paths else " in the loss"
-        )
-        if fact.cause.op == "call_function" and op_dims(fact.cause) is None:
+        place = line_of_node(cause) or (f" in module {paths[-1]!r}" if paths else " in the loss")
+        if cause.op == "call_function" and op_dims(cause) is None:
             return f"{op}{place} has no rule (autopar.register_rule gives it one) and may combine rows of the batch"
         return f"{op}{place} combines rows of the batch in a way that parts of it do not add up to"
 
@@ -135,7 +138,7 @@ class _Analysis:
 
     def _of_gates(self, found: RowFacts) -> set[Node]:
         """The nodes that read logits of gates, and else only what no activation has a part in."""
-        of_gates, free = set(), set()
+        of_gates, free = set[Node](), set[Node]()
         for node in self.graph.nodes:
             if node.op == "output":
                 continue
@@ -162,7 +165,7 @@ class _Edits:
     def settle_loss(self, power: int) -> None:
         """Have the graph return a loss that adds up."""
         output = self.graph.output_node()
-        loss, *rest = output.args[0]
+        loss, *rest = output_nodes(self.graph)
         output.args = ((self._settled(loss, power, output), *rest),)
 
     def run(self) -> StepValues | None:
@@ -208,17 +211,19 @@ class _Edits:
         """Whether micro-batches compute a node, on the way to the loss."""
         return node in self.needed and (not self.found.of(node).known or node in self.found.again)
 
-    def _lifted(self) -> dict[Node, dict[int, object]]:
-        found: dict[Node, dict[int, object]] = {}
+    def _lifted(self) -> dict[Node, dict[int, torch.SymInt | torch.SymFloat]]:
+        found: dict[Node, dict[int, torch.SymInt | torch.SymFloat]] = {}
         for (node, place), value in self.found.lifted.items():
             if node in self.needed:
                 found.setdefault(node, {})[place] = value
         return found
 
-    def _lift(self, node: Node, places: Mapping[int, object]) -> list[Node]:
+    def _lift(self, node: Node, places: Mapping[int, torch.SymInt | torch.SymFloat]) -> list[Node]:
         """Numbers of a call as nodes, which are known."""
         args, numbers = list(node.args), []
-        val = results(node)[0]
+        val, target = results(node)[0], tensor_overload(node)
+        if target is None:
+            raise ValueError(f"{op_name(node)} ({node.name}) takes no tensors in place of numbers")
         for place, value in places.items():
             with self.graph.inserting_before(node):
                 whole = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
@@ -228,7 +233,7 @@ class _Edits:
             self.found.facts[number] = Fact(MIXED, known=True, cause=number)
             args[place] = number
             numbers.append(number)
-        node.target, node.args = tensor_overload(node), tuple(args)
+        node.target, node.args = target, tuple(args)
         return numbers
 
     def _input_for(self, cut: Node) -> Node:
@@ -266,7 +271,7 @@ class _Edits:
         """`operand` times (1 / number of micro-batches) ** power."""
         if self.share is None:
             self.share = self._placeholder(
-                MICRO_BATCH_SHARE, self.captured.graph.output_node().args[0][0].meta["val"]
+                MICRO_BATCH_SHARE, fake_tensor(output_nodes(self.graph)[0])
             )
         for _ in range(abs(power)):
             with self.graph.inserting_before(before):
@@ -304,7 +309,9 @@ class StepGraphs:
             for n in graph.nodes
             if n.op == "placeholder" and n.meta["of"] == "tensor"
         }
-        return StepValues(names, vals, local, joined, tuple(rows), tuple(sorted(tensors)), labels)
+        return StepValues(
+            names, vals, local, joined, tuple(rows), tensors=tuple(sorted(tensors)), labels=labels
+        )
 
     def _parts(self) -> tuple[list[Node], set[Node]]:
         """The sums over rows that the values take, and all nodes above them."""
@@ -367,7 +374,7 @@ class Keys:
             self.known[each] = self.numbers.setdefault(key, len(self.numbers))
         return self.known[node]
 
-    def _written(self, part) -> tuple:
+    def _written(self, part: Argument) -> tuple:
         if isinstance(part, Node):
             return ("node", self.known[part])
         if isinstance(part, list | tuple):
@@ -394,7 +401,7 @@ def _carried(captured: Captured, loss: Node) -> str:
     """A buffer that brings something of one micro-batch to the loss of the next; '' if there is none."""
     found = above(
         [loss],
-        lambda node: node.all_input_nodes if node.target is not _IN_TRAINING else node.args[:1],
+        lambda node: [input_node(node, 0)] if node.target is _IN_TRAINING else node.all_input_nodes,
     )
     read = {captured.attributes.get(node.name) for node in found}
     return next((name for name in captured.updates if name in read), "")

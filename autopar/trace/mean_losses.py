@@ -6,12 +6,14 @@ tokens that count. Written as a quotient, `loss_split` can tell what the divisor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
-from autopar.ir.calls import argument
+from autopar.ir.calls import argument, argument_names, called_function
+from autopar.ops.values import fake_tensor
 from autopar.trace.edit import call, is_op, product, replace
 
 aten = torch.ops.aten
@@ -43,8 +45,8 @@ def class_means(graph: Graph) -> None:
         total = _with(graph, node, _SUM)
         if target.meta["val"].is_floating_point():  # probabilities: torch averages over samples
             shape = target.meta["val"].shape
-            divisor = product(
-                [size for dim, size in enumerate(shape) if dim != min(1, len(shape) - 1)]
+            divisor: Argument = product(
+                size for dim, size in enumerate(shape) if dim != min(1, len(shape) - 1)
             )
         else:
             with graph.inserting_before(node):
@@ -54,7 +56,7 @@ def class_means(graph: Graph) -> None:
 
 def _label_count(graph: Graph, node: Node, logits: Node, target: Node) -> Node:
     """How many labels count, or the sum of their classes' weights."""
-    emit: Callable = lambda op, *args: call(graph, node, op, *args)  # noqa: E731
+    emit = partial(call, graph, node)
     ignored, weight = argument(node, "ignore_index", -100), argument(node, "weight")
     counts = emit(aten.ne.Scalar, target, ignored)
     if weight is None:
@@ -95,28 +97,23 @@ def row_means(graph: Graph) -> None:
         if is_op(node, *_ROW_LOSSES) and (reduction := argument(node, "reduction", _MEAN)) != _NONE:
             rows = _with(graph, node, _NONE)
             with graph.inserting_before(node):
-                rows.meta["val"] = rows.target(
-                    *torch.fx.map_arg(rows.args, _val), **torch.fx.map_arg(rows.kwargs, _val)
-                )
+                args, kwargs = torch.fx.map_arg((rows.args, rows.kwargs), fake_tensor)
+                rows.meta["val"] = called_function(rows)(*args, **kwargs)
             replace(
                 graph, node, aten.mean.default if reduction == _MEAN else aten.sum.default, (rows,)
             )
 
 
-def _val(node: Node) -> torch.Tensor:
-    return node.meta["val"]
-
-
 def _with(graph: Graph, node: Node, reduction: int) -> Node:
     """The same loss with another reduction, before `node`."""
     args, kwargs = list(node.args), dict(node.kwargs)
-    for place, spec in enumerate(node.target._schema.arguments):
-        if spec.name == "reduction" and place < len(args):
+    for place, name in enumerate(argument_names(node)):
+        if name == "reduction" and place < len(args):
             args[place] = reduction
-        elif spec.name == "reduction":
+        elif name == "reduction":
             kwargs["reduction"] = reduction
     with graph.inserting_before(node):
-        found = graph.call_function(node.target, tuple(args), kwargs)
+        found = graph.call_function(called_function(node), tuple(args), kwargs)
     found.meta = dict(node.meta)
     return found
 

@@ -13,8 +13,9 @@ from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument
+from autopar.ops.values import output_nodes, result_index
 from autopar.trace.batch_norm import expand_batch_norm
-from autopar.trace.edit import call, is_op, replace
+from autopar.trace.edit import call, is_op, replace, replace_argument
 from autopar.trace.embeddings import expand_bags
 from autopar.trace.mean_losses import batch_means, class_means, row_means
 from autopar.trace.own_rows import index_own_rows
@@ -68,7 +69,8 @@ def inline_no_grad_regions(graph: Graph) -> None:
             )
         )
         with graph.inserting_before(node):
-            results = graph.graph_copy(body.graph, mapping)
+            graph.graph_copy(body.graph, mapping)
+            results = [mapping[returned] for returned in output_nodes(body.graph)]
             for inner, outer in mapping.items():
                 if isinstance(outer, Node) and inner.op == "call_function":
                     outer.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack", {}))
@@ -79,7 +81,7 @@ def inline_no_grad_regions(graph: Graph) -> None:
                 raise AutoparError(
                     f"cannot inline a no-grad region whose result is used whole by {user.name}"
                 )
-            user.replace_all_uses_with(results[user.args[1]])
+            user.replace_all_uses_with(results[result_index(user)])
             graph.erase_node(user)
         graph.erase_node(node)
 
@@ -195,14 +197,8 @@ def inline_symbolic_sizes(graph: Graph) -> None:
             isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
             and node.op == "call_function"
         ):
-            val = node.meta["val"]
             for user in list(node.users):
-                user.args = torch.fx.map_arg(
-                    user.args, lambda n, node=node, val=val: val if n is node else n
-                )
-                user.kwargs = torch.fx.map_arg(
-                    user.kwargs, lambda n, node=node, val=val: val if n is node else n
-                )
+                replace_argument(user, node, node.meta["val"])
     for node in reversed(list(graph.nodes)):
         if (
             node.op == "call_function"

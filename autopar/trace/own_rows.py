@@ -6,12 +6,14 @@ An index into dim 0 may be any row, so that data parallelism would gather them a
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 import torch
 from torch.fx import Graph, Node
 
-from autopar.ir.calls import argument
+from autopar.ir.calls import argument, called_function
+from autopar.ops.values import fake_tensor, input_node
 from autopar.trace.edit import call, is_op
 
 aten = torch.ops.aten
@@ -29,7 +31,7 @@ def index_own_rows(graph: Graph) -> None:
 
 def _own_entries(node: Node) -> Node | None:
     """The index into dim 1, if that into dim 0 is each row's own number along the first dim of the result."""
-    source, indices = node.args[0].meta["val"], node.args[1]
+    source, indices = fake_tensor(input_node(node, 0)), argument(node, "indices")
     if (
         len(indices) != 2
         or not all(isinstance(index, Node) for index in indices)
@@ -65,11 +67,8 @@ def _counts_rows(node: Node, batch: str) -> bool:
 
 def _indexed(graph: Graph, node: Node, entries: Node) -> Node:
     """What the node reads, or what is left after it writes, with rows left out of the index."""
-
-    def emit(op, *args):
-        return call(graph, node, op, *args)
-
-    source, (rows, _), *written = node.args
+    emit, source, written = partial(call, graph, node), input_node(node, 0), node.args[2:]
+    rows, _ = argument(node, "indices")
     whole, shape = source.meta["val"].shape, entries.meta["val"].shape
     rank = rows.meta["val"].dim()
     if len(shape) < rank or str(shape[0]) == "1":  # the same entries in all rows
@@ -77,7 +76,10 @@ def _indexed(graph: Graph, node: Node, entries: Node) -> Node:
             [1] * (rank - 1 - len(shape)) + list(shape) if len(shape) < rank else list(shape[1:])
         )
         return emit(
-            node.target, source, [None, emit(aten.reshape.default, entries, inner)], *written
+            called_function(node),
+            source,
+            [None, emit(aten.reshape.default, entries, inner)],
+            *written,
         )
     index = emit(aten.to.dtype, entries, torch.int64)
     index = emit(

@@ -123,7 +123,7 @@ class Snapshot:
     puts: dict[str, Callable[[Any], None]] = field(default_factory=dict)
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
-    restorers: list[Callable[[], None]] = field(default_factory=list)
+    restorers: list[Callable[[], object]] = field(default_factory=list)
     seen: dict[int, str] = field(default_factory=dict)
 
     def restore(self) -> None:
@@ -187,7 +187,7 @@ class Snapshot:
                 tuple(vars(module)[kind]) for kind in ("_modules", "_parameters", "_buffers")
             ]
             taken.names[registered] = ()
-            taken.restorers.append(_object_restorer(module))
+            taken.restorers.append(_attributes_restorer(module))
         for name, module in model.named_modules():
             for step, value in children(module):
                 taken._take(
@@ -242,7 +242,7 @@ def _summary(value: Any, inner: list) -> Any:
     return type(value).__qualname__ if not isinstance(value, np.generic) else value
 
 
-def _restorer(value: Any) -> Callable[[], None] | None:
+def _restorer(value: Any) -> Callable[[], object] | None:
     """What puts back the contents of a container or an object."""
     if isinstance(value, dict):
         return functools.partial(_refill, value.clear, value.update, dict(value))
@@ -254,7 +254,8 @@ def _restorer(value: Any) -> Callable[[], None] | None:
         return functools.partial(value.__setitem__, Ellipsis, value.copy())
     if isinstance(value, io.IOBase) and not value.closed and value.readable() and value.seekable():
         return functools.partial(value.seek, value.tell())
-    return _object_restorer(value)
+    opaque = isinstance(value, _OPAQUE) or not isinstance(getattr(value, "__dict__", None), dict)
+    return None if opaque else _attributes_restorer(value)
 
 
 def _refill(clear: Callable, fill: Callable, contents: Any) -> None:
@@ -262,10 +263,8 @@ def _refill(clear: Callable, fill: Callable, contents: Any) -> None:
     fill(contents)
 
 
-def _object_restorer(value: Any) -> Callable[[], None] | None:
-    own = getattr(value, "__dict__", None)
-    if isinstance(value, _OPAQUE) or not isinstance(own, dict):
-        return None
+def _attributes_restorer(value: Any) -> Callable[[], object]:
+    own = vars(value)
     kept = {
         name: child
         for name, child in own.items()
@@ -307,7 +306,7 @@ def generator_state(generator: Any) -> Any:
     return generator.initial_seed()
 
 
-def _generator_restorer(generator: Any) -> Callable[[], None]:
+def _generator_restorer(generator: Any) -> Callable[[], object]:
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.Generator):
@@ -439,7 +438,7 @@ class Functions:
                     f"default argument {number} of {where}",
                     f"argument {number}",
                     value,
-                    lambda missing, value=value: value,
+                    functools.partial(_contents, types.CellType(value)),
                     lambda value: None,
                 )
         for name, cell in zip(

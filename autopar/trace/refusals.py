@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -143,8 +143,9 @@ def check_symbols(captured: Captured) -> None:
 
 
 def _unknown_sizes(tensor: torch.Tensor, batch: set[str]) -> bool:
+    sizes: Iterable[int | torch.SymInt] = tensor.shape
     return any(
-        {str(s) for s in size.node.expr.free_symbols} - batch
-        for size in tensor.shape
+        set(map(str, size.node.expr.free_symbols)) - batch
+        for size in sizes
         if isinstance(size, torch.SymInt)
     )

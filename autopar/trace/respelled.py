@@ -60,7 +60,7 @@ def _linspace(start: Any, end: Any, steps: Any = None, **options: Any) -> Tensor
     ):
         return None
     dtype = options.get("dtype") or torch.get_default_dtype()
-    place = torch.arange(steps, dtype=dtype, device=options.get("device"))
+    place = torch.arange(steps, dtype=dtype, device=options.get("device"))  # type: ignore[call-overload]  # the stub has no SymInt
     step = (end - start) / torch.sym_max(steps - 1, 1)
     return torch.where(
         place < steps // 2,

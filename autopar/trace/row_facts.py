@@ -28,9 +28,10 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from autopar.ir.calls import argument
+from autopar.ir.calls import argument, op_name
 from autopar.ops.dims import OpDims, is_symbolic, letters_of, locate, operands, results
 from autopar.ops.rules import op_dims
+from autopar.ops.values import input_node, result_index
 from autopar.ops.views import concrete
 from autopar.trace.batch_norm import STATISTICS
 from autopar.trace.edit import is_op
@@ -74,7 +75,7 @@ class RowFacts:
     again: dict[Node, Fact] = field(default_factory=dict)
     cuts: dict[Node, None] = field(default_factory=dict)
     settled: dict[tuple[Node, Node], int] = field(default_factory=dict)
-    lifted: dict[tuple[Node, int], Any] = field(default_factory=dict)
+    lifted: dict[tuple[Node, int], torch.SymInt | torch.SymFloat] = field(default_factory=dict)
 
     def of(self, node: Node) -> Fact:
         """The fact of a node that holds one tensor."""
@@ -158,7 +159,7 @@ def fill_value(node: Node) -> Any:
     """What `ones_like` and its kind fill a tensor with; None for any other op."""
     if not is_op(node, *_LIKE):
         return None
-    name = node.target._schema.name.removeprefix("aten::")
+    name = op_name(node).removeprefix("aten::")
     return argument(node, "fill_value") if name == "full_like" else _LIKE[name]
 
 
@@ -247,8 +248,8 @@ class _Transfer:
     def run(self) -> Any:
         node = self.node
         if node.target is operator.getitem:
-            fact = self.found.facts[node.args[0]]
-            return fact[node.args[1]] if isinstance(fact, tuple) else fact
+            fact = self.found.facts[input_node(node, 0)]
+            return fact[result_index(node)] if isinstance(fact, tuple) else fact
         if node.op != "call_function" or not results(node):
             return self._mixed()
         if node.target is torch.ops.autopar.in_training.default:  # training reads the batch's
@@ -284,7 +285,7 @@ class _Transfer:
         if not is_op(self.node, "select") or source is None or not is_op(source, "cumsum"):
             return False
         dim = argument(source, "dim") % source.meta["val"].dim()
-        of = source.args[0]
+        of = input_node(source, 0)
         last = (
             argument(self.node, "index") == -1
             and argument(self.node, "dim") % source.meta["val"].dim() == dim
@@ -295,7 +296,7 @@ class _Transfer:
     def _mixed(self) -> Fact:
         return Fact(MIXED, known=self.known, cause=self.node)
 
-    def _lift(self, numbers: list[tuple[int, Any]]) -> bool:
+    def _lift(self, numbers: list[tuple[int, torch.SymInt | torch.SymFloat]]) -> bool:
         """Numbers that are no factors become tensors that are known, where the op takes such."""
         if _factor(self.node, numbers) is not None and any(f.kind != SAME for f in self.facts):
             return False
@@ -357,10 +358,10 @@ class _Transfer:
             return self._mixed()
         if dims is None:
             return self._pointwise(power) if _is_pointwise(node) else self._mixed()
-        letters = {_row_letter(dims, dims.inputs[k][dim]) for k, dim in places}
-        if len(letters) > 1 or None in letters:
+        letters = {_row_letter(dims, dims.inputs[k][dim]) for k, dim in places if dim is not None}
+        letter, *others = letters
+        if letter is None or others:
             return self._mixed()
-        (letter,) = letters
         if any(
             locate(term, letter) for k, term in enumerate(dims.inputs) if self.facts[k].kind != ROWS
         ):
@@ -530,7 +531,7 @@ def _cuts_off(node: Node) -> bool:
     )
 
 
-def tensor_overload(node: Node):
+def tensor_overload(node: Node) -> torch._ops.OpOverload | None:
     """The overload of an arithmetic op or comparison that takes tensors for numbers, or None."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
@@ -556,9 +557,9 @@ def tensor_overload(node: Node):
     return getattr(torch.ops.aten, name).Tensor if name in arithmetic else None
 
 
-def _numbers(node: Node) -> list[tuple[int, Any]]:
+def _numbers(node: Node) -> list[tuple[int, torch.SymInt | torch.SymFloat]]:
     """The arguments that are numbers, not sizes, and follow the batch: (place, value)."""
-    found = []
+    found: list[tuple[int, torch.SymInt | torch.SymFloat]] = []
     if not isinstance(node.target, torch._ops.OpOverload):
         return found
     for place, spec in enumerate(node.target._schema.arguments):
@@ -569,7 +570,7 @@ def _numbers(node: Node) -> list[tuple[int, Any]]:
     return found
 
 
-def _factor(node: Node, numbers: list[tuple[int, Any]]) -> int | None:
+def _factor(node: Node, numbers: list[tuple[int, torch.SymInt | torch.SymFloat]]) -> int | None:
     """The power that a number gives as a factor or divisor; None if it is neither."""
     if (
         not is_op(node, "mul", "div")

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from autopar.ir.calls import argument
-from autopar.trace.edit import is_op, replace
+from autopar.ir.calls import argument, op_name
+from autopar.ops.values import fake_tensor, input_node, result_index
+from autopar.trace.edit import call, is_op, replace
 
 aten = torch.ops.aten
 _ALIASES = {
@@ -66,7 +67,7 @@ def _respell_dropout(graph: Graph, node: Node) -> None:
 def _respell_broadcast(graph: Graph, node: Node) -> None:
     """What functionalization makes of two-sided losses."""
     for user in list(node.users):
-        part, whole = node.args[0][user.args[1]], user.meta["val"]
+        part, whole = argument(node, "tensors")[result_index(user)], user.meta["val"]
         if list(map(str, part.meta["val"].shape)) == list(map(str, whole.shape)):
             user.replace_all_uses_with(part)
             graph.erase_node(user)
@@ -82,11 +83,10 @@ def _respell_reshape(graph: Graph, node: Node) -> None:
 
 def _respell_copy(graph: Graph, node: Node) -> None:
     """What assigning to a slice leaves behind once it is functional."""
-    source, val = node.args[1], node.meta["val"]
+    source, val = input_node(node, 1), node.meta["val"]
     if source.meta["val"].dtype != val.dtype:
         with graph.inserting_before(node):
-            source = graph.call_function(aten.to.dtype, (source, val.dtype))
-        source.meta = dict(node.args[1].meta) | {"val": node.args[1].meta["val"].to(val.dtype)}
+            source = call(graph, source, aten.to.dtype, source, val.dtype)
     replace(graph, node, aten.expand.default, (source, list(val.shape)))
 
 
@@ -103,7 +103,7 @@ def _respell_expand(graph: Graph, node: Node) -> None:
 
 
 def _respell_repeat(graph: Graph, node: Node) -> None:
-    if _repeats_ones(node.args[0], node.meta["val"]):
+    if _repeats_ones(input_node(node, 0), node.meta["val"]):
         _respell_expand(graph, node)
 
 
@@ -112,7 +112,7 @@ def _respell_cast(graph: Graph, node: Node) -> None:
 
 
 def _respell_split(graph: Graph, node: Node) -> None:
-    name = node.target._schema.name.removeprefix("aten::")
+    name = op_name(node).removeprefix("aten::")
     fixed = {"hsplit": int(_rank(node) > 1), "vsplit": 0, "dsplit": 2}
     dim = fixed.get(name, argument(node, "dim", 0))
     sizes = [val.shape[dim] for val in node.meta["val"]]
@@ -136,7 +136,7 @@ def _respell_moved(graph: Graph, node: Node) -> None:
 def _respell_narrow(graph: Graph, node: Node) -> None:
     dim, start, length = (argument(node, name) for name in ("dim", "start", "length"))
     if isinstance(start, int) and isinstance(length, int):
-        start += node.args[0].meta["val"].shape[dim] if start < 0 else 0
+        start += fake_tensor(input_node(node, 0)).shape[dim] if start < 0 else 0
         replace(graph, node, aten.slice.Tensor, (node.args[0], dim, start, start + length))
 
 
@@ -160,7 +160,7 @@ _SPELLINGS: dict[str, Callable[[Graph, Node], None]] = {
 
 def _rank(node: Node) -> int:
     """How many dims the first operand has."""
-    return node.args[0].meta["val"].dim()
+    return fake_tensor(input_node(node, 0)).dim()
 
 
 def _repeats_ones(source: Node, val: torch.Tensor) -> bool:

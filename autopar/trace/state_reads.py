@@ -6,12 +6,13 @@ import ast
 import inspect
 import linecache
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
 from autopar.trace.user_lines import line_text
 
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _LOGS = {"print", "log", "logger", "logging", "warnings", "_logger", "LOG", "LOGGER"}
 """Names of functions and objects whose calls, as statements, only write what they are given."""
 
@@ -52,7 +53,7 @@ def _all_names(code: types.CodeType) -> set[str]:
     return {*code.co_names, *code.co_freevars, *code.co_varnames}.union(*inner)
 
 
-def _tree_of(code: types.CodeType) -> ast.AST | None:
+def _tree_of(code: types.CodeType) -> _Function | None:
     """The syntax tree of a function, from the file that it is in."""
     lines = linecache.getlines(code.co_filename)
     try:
@@ -73,8 +74,8 @@ def _tree_of(code: types.CodeType) -> ast.AST | None:
     return None
 
 
-def _first_read(tree: ast.AST, names: set[str]) -> ast.AST | None:
-    body = tree.body if isinstance(tree.body, list) else [tree.body]
+def _first_read(tree: _Function, names: set[str]) -> ast.expr | None:
+    body: Sequence[ast.AST] = [tree.body] if isinstance(tree, ast.Lambda) else tree.body
     for statement in body:
         node = None if _only_changes(statement, names) else _read_in(statement, names)
         if node is not None:
@@ -82,7 +83,7 @@ def _first_read(tree: ast.AST, names: set[str]) -> ast.AST | None:
     return None
 
 
-def _read_in(node: ast.AST, names: set[str]) -> ast.AST | None:
+def _read_in(node: ast.AST, names: set[str]) -> ast.expr | None:
     if isinstance(node, ast.stmt) and _only_changes(node, names):
         return None
     if isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.ctx, ast.Load):

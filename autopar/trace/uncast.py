@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.traced import ParameterSpec
+from autopar.ops.values import input_node
 from autopar.trace.edit import is_op
 
 _CASTS = ("to", "_to_copy")
@@ -105,5 +106,5 @@ def _read_as(graph: Graph, views: Sequence[Node], casts: Sequence[Node], own: to
         )
     for node in casts:
         if node.meta["val"].dtype == own:
-            node.replace_all_uses_with(node.args[0])
+            node.replace_all_uses_with(input_node(node, 0))
             graph.erase_node(node)

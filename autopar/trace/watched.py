@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint
@@ -27,7 +28,7 @@ _NUMBERS = {
 }  # fmt: skip
 """Functions that return a number or a truth value which they read out of a tensor."""
 _ARRAYS = {Tensor.numpy: ".numpy()", Tensor.__array__: "NumPy", Tensor.__dlpack__: "DLPack"}
-_DATA = Tensor.data.__get__
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # the stub says Tensor, not descriptor
 _TEXTS = (Tensor.__repr__, Tensor.__format__)
 _ROWS = {
     Tensor.__iter__: "for ... in",
@@ -78,14 +79,13 @@ class _ValueReads(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensor = args[0] if args and isinstance(args[0], Tensor) else None
         if func in _NUMBERS:
             return _number_of(_NUMBERS[func], func, args, kwargs)
         if func in _TEXTS:
-            return self._text(tensor)
+            return self._text(_operand(args, kwargs))
         if func == _DATA:  # the same values, but export sees where they come from
-            return tensor.detach()
-        if func is Tensor.tolist and not _known(tensor):
+            return _operand(args, kwargs).detach()
+        if func is Tensor.tolist and not _known(_operand(args, kwargs)):
             raise _reads("values", ".tolist()")
         if func in _ARRAYS:
             raise AutoparError(
@@ -94,7 +94,7 @@ class _ValueReads(TorchFunctionMode):
             )
         if func in RESPELLED and (found := RESPELLED[func](*args, **kwargs)) is not None:
             return found
-        if func in _ROWS and _follows_batch(tensor, func, args, kwargs):
+        if func in _ROWS and _follows_batch(func, args, kwargs):
             if _is_within("tolist"):
                 raise _reads("values", ".tolist()")
             raise AutoparError(
@@ -157,7 +157,7 @@ def _reads(what: str, how: str, where: str | None = None) -> AutoparError:
 
 def _is_within(name: str) -> bool:
     """Whether a function of this name is under way: fake tensors have a `tolist` of their own, which goes through rows."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != name:
         frame = frame.f_back
     return frame is not None
@@ -167,7 +167,16 @@ def _known(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
 
 
-def _follows_batch(tensor: Tensor, func: Callable, args: tuple, kwargs: dict) -> bool:
+def _operand(args: tuple, kwargs: dict) -> Tensor:
+    """The tensor that a function of one tensor is called with."""
+    tensor = args[0] if args else kwargs.get("input")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"a function of a tensor is called with {type(tensor).__name__}")
+    return tensor
+
+
+def _follows_batch(func: Callable, args: tuple, kwargs: dict) -> bool:
+    tensor = _operand(args, kwargs)
     dim = (
         (args[1] if len(args) > 1 else kwargs.get("dim", 0))
         if func in (Tensor.unbind, torch.unbind)
@@ -179,11 +188,22 @@ def _follows_batch(tensor: Tensor, func: Callable, args: tuple, kwargs: dict) ->
 
 
 @contextlib.contextmanager
+def _replaced(owner: type | types.ModuleType, name: str, value: object) -> Iterator[None]:
+    """Another attribute of a class or module inside of this."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
 def _custom_gradients_refused(notes: list[str]) -> Iterator[None]:
     """Raise where forward defines gradients of its own: export keeps the forward and drops the backward."""
-    apply, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+    apply = vars(torch.autograd.Function)["apply"]
 
-    def checked_apply(cls, *args, **kwargs):
+    def checked_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             # (function, whether random states are kept, *its arguments)
             return _reentrant(notes, args[0], args[2:])
@@ -194,19 +214,17 @@ def _custom_gradients_refused(notes: list[str]) -> Iterator[None]:
             )
         return apply.__func__(cls, *args, **kwargs)
 
-    def refused_hook(self, *args, **kwargs):
+    def refused_hook(self: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
         raise AutoparError(
             f"forward calls Tensor.register_hook{line_now()}, which torch.export drops; write the gradient as an op of its own "
             "(torch.library.custom_op and register_autograd)"
         )
 
-    torch.autograd.Function.apply = classmethod(checked_apply)
-    Tensor.register_hook = refused_hook
-    try:
+    with (
+        _replaced(torch.autograd.Function, "apply", classmethod(checked_apply)),
+        _replaced(Tensor, "register_hook", refused_hook),
+    ):
         yield
-    finally:
-        torch.autograd.Function.apply = apply
-        Tensor.register_hook = hook
 
 
 @contextlib.contextmanager
@@ -215,17 +233,14 @@ def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
 
     Users import `checkpoint` itself under names of their own; what it does around the call is replaced, so that all of them are reached.
     """
-    around = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
     def nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
         _add_checkpoint_note(notes)
         yield
 
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = nothing_around
-    try:
+    name = "_checkpoint_without_reentrant_generator"
+    with _replaced(torch.utils.checkpoint, name, nothing_around):
         yield
-    finally:
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator = around
 
 
 def _reentrant(notes: list[str], function: Callable, args: tuple) -> Any:

@@ -32,8 +32,8 @@ def _written(graph: Graph, node: Node) -> Node | None:
     if is_op(node, "zero"):
         return call(graph, node, aten.zeros_like.default, node.args[0])
     if is_op(node, "index_fill"):
-        target, dim, index, value = node.args
-        value = _value(graph, node, value)
+        target, dim, index = (argument(node, name) for name in ("self", "dim", "index"))
+        value = _value(graph, node, argument(node, "value"))
         at = dim % max(target.meta["val"].dim(), 1)
         return call(graph, node, aten.index_put.default, target, [None] * at + [index], value)
     if is_op(node, "index_put") and not argument(node, "accumulate", False):
@@ -59,7 +59,7 @@ def _value(graph: Graph, node: Node, value: Node | float) -> Node:
 
 def _where(graph: Graph, node: Node) -> Node | None:
     """`x[mask] = value` of a value that is the same at all places that the mask chooses."""
-    target, indices, value = node.args[:3]
+    target, indices, value = (argument(node, name) for name in ("self", "indices", "values"))
     masks = [index for index in indices if index is not None]
     if len(masks) != 1 or masks[0].meta["val"].dtype != torch.bool:
         return None

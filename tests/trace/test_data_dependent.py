@@ -56,7 +56,11 @@ SHAPES = {
     "repeat_interleave": lambda y: torch.repeat_interleave(y, y[:, 0].long(), 0),
     "bincount": lambda y: y * torch.bincount(y[:, 0].long()).sum(),
 }
-ROWS = {"loop": lambda y: sum(row for row in y), "unbind": lambda y: y.unbind()[0]}
+ROWS = {
+    "loop": lambda y: sum(row for row in y),
+    "unbind": lambda y: y.unbind()[0],
+    "unbind by keyword": lambda y: torch.unbind(input=y)[0],
+}
 ARRAYS = {
     "numpy": lambda y: y * y.detach().numpy().sum(),
     "asarray": lambda y: y * torch.as_tensor(y.detach().__array__()).sum(),
