@@ -8,6 +8,13 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 
+def called_function(node: Node) -> Callable[..., Any]:
+    """The function that a node calls; TypeError for inputs, outputs and attributes, which call none."""
+    if isinstance(node.target, str):
+        raise TypeError(f"{node.name} ({node.op}) calls no function: its target is {node.target!r}")
+    return node.target
+
+
 def argument(node: Node, name: str, default: Any = None) -> Any:
     """The argument of a call by its schema name, passed by position or keyword; else the schema's default, else `default`."""
     schema = getattr(node.target, "_schema", None)

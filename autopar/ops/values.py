@@ -1,4 +1,4 @@
-"""Values of a class graph by name: what flows between ops, with tuples taken apart."""
+"""Values of a graph: the nodes that ops read, and the values of a class graph by name, with tuples taken apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,26 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from autopar.ir.calls import op_name
 from autopar.ops.dims import operands, results
+
+
+def input_node(node: Node, index: int) -> Node:
+    """The node that a call takes as positional argument `index`; TypeError if that argument is no node."""
+    value = node.args[index] if index < len(node.args) else None
+    if not isinstance(value, Node):
+        name = op_name(node) or node.target
+        raise TypeError(f"argument {index} of {name} ({node.name}) is {value!r}, not a node")
+    return value
+
+
+def fake_tensor(node: Node) -> torch.Tensor:
+    """The fake tensor that a node stands for; TypeError if the node stands for none, or for several."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor):
+        name = op_name(node) or node.target
+        raise TypeError(f"{name} ({node.name}) results in {type(val).__name__}, not in a tensor")
+    return val
 
 
 def is_getitem(node: Node) -> bool:
