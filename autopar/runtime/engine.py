@@ -99,7 +99,8 @@ class Engine(Durable):
         self.device_mesh, self.axes = mesh_axes(plan.mesh, self.device.type)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.program = checked_program(traced, plan, self.rank, self.device)
-        self._stage_group = self.device_mesh.get_group("pp") if plan.mesh.pp > 1 else None
+        mesh = self.device_mesh
+        self._stage_group = mesh.get_group("pp") if mesh and plan.mesh.pp > 1 else None
         self._shared = StageParameters(self.program, self.axes["pp"], self._stage_group)
         self._all_specs, self._constants = traced.parameters, traced.constants
         self._for_steps: dict[str, torch.Tensor] | None = None
@@ -275,7 +276,7 @@ class Engine(Durable):
         self.reduce_gradients()
         if self.loss_scale.unscale(self._gradients(), self.axes.values(), self.device):
             if self.max_grad_norm is not None:
-                self._clip()
+                self._clip(self.max_grad_norm)
             self._hand_over_gradients()
             with (
                 contextlib.nullcontext()
@@ -322,12 +323,12 @@ class Engine(Durable):
             return
         self._filled_up[work.number] += 1
         if self._filled_up[work.number].bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... of them
-            losses = [
+            one, other = (
                 float(self._evaluate(replace(work, inputs=list(inputs))))
                 for inputs in (work.inputs, work.filled)
-            ]
-            padding = self.batches.paddings[work.number]
-            check_alike(*losses, self.program.loss.dtype, work.size.longest, padding.length)
+            )
+            length = self.batches.paddings[work.number].length
+            check_alike(one, other, self.program.loss.dtype, work.size.longest, length)
 
     def _noise(self, work: MicroBatches, index: int) -> torch.Tensor:
         return self.batches.noise(work, index, self.seed, self.steps)
@@ -359,10 +360,10 @@ class Engine(Durable):
             else self._shared.over_stages(norm.double().square()).sqrt()
         )
 
-    def _clip(self) -> None:
+    def _clip(self, limit: float) -> None:
         """Scale gradients as torch.nn.utils.clip_grad_norm_ does on one device."""
         self._meter.norm = self.gradient_norm()
-        scale = (self.max_grad_norm / (self._meter.norm + 1e-6)).clamp(max=1.0)
+        scale = (limit / (self._meter.norm + 1e-6)).clamp(max=1.0)
         for grad in self._gradients().values():
             grad.mul_(scale)
 

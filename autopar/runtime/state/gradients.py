@@ -61,4 +61,5 @@ def global_norm(
             squares[sharded] = apply_primitive(
                 "all_reduce", squares[sharded], axes[axis], None, None
             )
-    return sum(squares.values()).sqrt()
+    first, *others = squares.values()
+    return sum(others, first).sqrt()
