@@ -83,7 +83,7 @@ class Passes:
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of one micro-batch's loss."""
         (loss * self.loss_scale.scale if self.loss_scale.dynamic else loss).backward()
-        self.parameters.after_backward()
+        self.parameters.gradients.after_backward()
 
     def _update_buffers(self, program: Program, values: tuple[torch.Tensor, ...]) -> None:
         with torch.no_grad():

@@ -52,7 +52,7 @@ class Durable(CheckpointSource):
     def _whole(self, name: str) -> torch.Tensor:
         """The whole of a tensor that this rank holds a part of.  Every rank that holds one must call."""
         whole = self.parameters.whole(name)
-        for group, split in reversed(self.parameters.splits(name)):
+        for group, split in reversed(self.parameters.holding.cuttings[name].splits):
             whole = apply_primitive("all_gather", whole, group, split, None)
         return whole.clone()
 

@@ -39,7 +39,7 @@ class StageParameters:
         for held, group in self._groups.items():
             for name in parameters.trained:
                 if self.holders[name] == held:
-                    parameters.change_gradient(
+                    parameters.gradients.change(
                         name, partial(apply_primitive, "all_reduce", group=group)
                     )
 
