@@ -20,18 +20,7 @@ from autopar.planning.objectives import Goal, choose
 from autopar.planning.planner import plan_traced
 from autopar.planning.remedies import Ask, remedies
 from autopar.planning.saved_plan import check_plan
-from autopar.request.arguments import (
-    check_beside_plan,
-    check_callable,
-    check_kind,
-    check_lengths,
-    check_model,
-    check_pin,
-    check_plan_given,
-    check_positive,
-    check_seed,
-    parsed_cluster,
-)
+from autopar.request.arguments import check_arguments, check_beside_plan, parsed_cluster
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
@@ -146,18 +135,9 @@ def plan(
         AutoparError: the model cannot be captured, a pin is impossible, or no number of devices meets the deadline.
         NoPlanFits: no plan fits.  The message says what would.
     """
-    check_model(model)
-    check_pin(pin)
-    check_callable("loss_fn", loss_fn)
-    check_callable("progress", progress)
-    check_kind("precision", precision, str, "a text such as 'bf16'")
-    for name, value in (("allow_micro_batch_mean", allow_micro_batch_mean), ("runnable", runnable)):
-        check_kind(name, value, bool, "True or False")
-    check_kind("traced", traced, TracedModel, "what autopar.api.trace returns")
-    check_positive("time_limit_s", time_limit_s)
+    check_arguments(locals())
     cluster, goal = parsed_cluster(cluster), Goal(objective, deadline_s)
-    example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
-    check_example(example_inputs)
+    example_inputs = _example(model, example_inputs)
     batch = _default_batch(example_inputs, cluster) if global_batch is None else global_batch
     chosen = precision if precision is not None else default_precision(model, cluster.device_type)
     request = PlanRequest(
@@ -258,37 +238,21 @@ def parallelize(
     Raises:
         AutoparError: the plan belongs to another model, cluster or world size; or as for `plan`.
     """
+    check_arguments(locals())
+    check_beside_plan(plan, pin, global_batch, precision)
     # imported here, so that planning does not wait for them
-    from autopar.runtime.engine import Engine, agree_on_plan, start_process_group
+    from autopar.runtime.engine import Engine, start_process_group
 
-    check_model(model)
-    check_plan_given(plan)
-    check_pin(pin)
-    check_positive("timeout_s", timeout_s)
-    check_seed(seed)
-    check_callable("loss_fn", loss_fn)
-    check_kind("precision", precision, str, "a text such as 'bf16'")
-    check_kind("allow_micro_batch_mean", allow_micro_batch_mean, bool, "True or False")
-    check_lengths("buckets", buckets)
-    if max_grad_norm is not None:
-        check_positive("max_grad_norm", max_grad_norm)
-    if plan is not None:
-        check_beside_plan(plan, pin, global_batch, precision)
-    cluster = parsed_cluster(cluster)
-    example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
-    check_example(example_inputs)
+    cluster, example_inputs = parsed_cluster(cluster), _example(model, example_inputs)
     lengths = None if buckets is None else shorter_lengths(example_inputs, buckets)
     start_process_group(cluster.device_type, timeout_s)
     given = plan.precision if plan is not None else precision
     chosen = given if given is not None else default_precision(model, cluster.device_type)
-    inputs = [example_inputs, *(shortened(example_inputs, n) for n in lengths or ())]
-    traced, *shorter = _traced_alike(model, inputs, loss_fn, chosen)
+    traced, *shorter = _traced_alike(model, example_inputs, lengths or (), loss_fn, chosen)
     note = _precision_note(model, example_inputs, chosen, traced) if given is None else ""
-    if note:
-        say(note)
 
     def decide() -> Plan:
-        found = plan or _plan(
+        return plan or _plan(
             model,
             cluster,
             example_inputs,
@@ -300,16 +264,11 @@ def parallelize(
             software=Software(compiled=compile is not False),
             allow_micro_batch_mean=allow_micro_batch_mean,
         )
-        check_plan(found, traced, cluster)
-        return _noted(found, note)
 
-    agreed = agree_on_plan(decide)
-    for line in split_notes(traced, agreed.micro_batch_mean):
-        say(line)
     return Engine(
         model,
         traced,
-        agreed,
+        _agreed(decide, traced, cluster, note),
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,
         weights=weights,
@@ -318,6 +277,23 @@ def parallelize(
         shorter=None if lengths is None else shorter,
         compile=compile,
     )
+
+
+def _agreed(decide: Callable[[], Plan], traced: TracedModel, cluster: Cluster, note: str) -> Plan:
+    """Rank 0's decision on every rank, checked.  Rank 0 prints the note, and what is to be known of micro-batches."""
+    from autopar.runtime.engine import agree_on_plan
+
+    def checked() -> Plan:
+        found = decide()
+        check_plan(found, traced, cluster)
+        return _noted(found, note)
+
+    if note:
+        say(note)
+    agreed = agree_on_plan(checked)
+    for line in split_notes(traced, agreed.micro_batch_mean):
+        say(line)
+    return agreed
 
 
 def _precision_note(
@@ -342,9 +318,14 @@ def _noted(plan: Plan, note: str) -> Plan:
 
 
 def _traced_alike(
-    model: nn.Module, inputs: Sequence[ExampleInputs], loss_fn: Callable | None, precision: str
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    lengths: Sequence[int],
+    loss_fn: Callable | None,
+    precision: str,
 ) -> list[TracedModel]:
-    """`trace` of a model on batches of several lengths, which read one set of tensors."""
+    """`trace` of a model on a batch, and on shorter ones of these lengths, which read one set of tensors."""
+    inputs = [example_inputs, *(shortened(example_inputs, length) for length in lengths)]
     found = [trace(model, each, loss_fn, precision) for each in inputs]
     kept = [
         {name for name, spec in traced.parameters.items() if spec.keeps_dtype} for traced in found
@@ -368,6 +349,13 @@ def prepared(model: nn.Module) -> nn.Module:
         if is_hf_model(model):
             return prepare_hf(meta_copy(model))
     return model
+
+
+def _example(model: nn.Module, example_inputs: ExampleInputs | None) -> ExampleInputs:
+    """What is given as an example, or the default.  AutoparError if it is no batch."""
+    found = example_inputs if example_inputs is not None else default_inputs(model)
+    check_example(found)
+    return found
 
 
 def default_inputs(model: nn.Module) -> ExampleInputs:

@@ -9,7 +9,7 @@ segment's results are ops too (kinds `input`, `parameter`, `output`), so a solve
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.sharding import Layout
 
@@ -101,39 +101,15 @@ class Strategy:
 
     def keeping(self, saved: tuple[Saved, ...], again: bool) -> Strategy:
         """The same where forward keeps `saved` instead, and backward runs the forward once more or not."""
-        backward_s, comm_s, dispatch_s, rerun_s = (
-            self.backward_s,
-            self.backward_comm_s,
-            self.backward_dispatch_s,
-            self.rerun_s,
-        )
-        if again:
-            backward_s, comm_s, rerun_s = (
-                backward_s + self.forward_s,
-                comm_s + self.forward_comm_s,
-                self.forward_s,
-            )
-            dispatch_s += self.forward_dispatch_s
-        return Strategy(  # by place, which is quicker than keywords or `replace`
-            self.name,
-            self.inputs,
-            self.outputs,
-            self.forward_s,
-            backward_s,
-            self.step_s,
-            self.static_bytes,
-            saved,
-            self.forward_comm_s,
-            comm_s,
-            self.step_comm_s,
-            self.backward_weight_s,
-            rerun_s,
-            self.forward_dispatch_s,
-            dispatch_s,
-            self.gradient_bytes,
-            self.optimizer_bytes,
-            self.host_bytes,
-            self.late,
+        if not again:
+            return replace(self, saved=saved)
+        return replace(
+            self,
+            saved=saved,
+            backward_s=self.backward_s + self.forward_s,
+            backward_comm_s=self.backward_comm_s + self.forward_comm_s,
+            backward_dispatch_s=self.backward_dispatch_s + self.forward_dispatch_s,
+            rerun_s=self.forward_s,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar_cost_models.checks import is_whole
@@ -12,10 +12,20 @@ from torch.nn.parameter import is_lazy
 from autopar.errors import AutoparError, shown
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
+from autopar.ir.traced import TracedModel
+
+Check = Callable[[str, Any], None]
+"""Raises AutoparError for an argument of this name that cannot have this value."""
 
 
-def check_model(model: Any) -> None:
-    """AutoparError for anything but a module."""
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """AutoparError for the first of a call's arguments, by name, that `CHECKS` refuses."""
+    for name, value in given.items():
+        if name in CHECKS:
+            CHECKS[name](name, value)
+
+
+def _model(name: str, model: Any) -> None:
     if isinstance(model, type):
         raise AutoparError(
             f"model is the class {model.__name__}, not a torch.nn.Module of it: pass {model.__name__}(...)"
@@ -45,20 +55,15 @@ def parsed_cluster(cluster: Any) -> Cluster:
     return cluster
 
 
-def check_pin(pin: Any) -> None:
-    """AutoparError for anything but a mapping, or None."""
-    check_kind("pin", pin, Mapping, "a mapping such as {'tp': 2, 'zero': 1}")
-
-
-def check_plan_given(plan: Any) -> None:
-    """AutoparError for anything but a plan, or None."""
-    check_kind("plan", plan, Plan, "a Plan: read a file of one with autopar.Plan.load")
-
-
 def check_beside_plan(
-    plan: Plan, pin: Mapping[str, Any] | None, global_batch: int | None, precision: str | None
+    plan: Plan | None,
+    pin: Mapping[str, Any] | None,
+    global_batch: int | None,
+    precision: str | None,
 ) -> None:
     """AutoparError for what a given plan decides otherwise."""
+    if plan is None:
+        return
     if pin:
         raise AutoparError(
             f"plan and pin={dict(pin)} are given: a plan has its choices; leave out one of them"
@@ -72,33 +77,57 @@ def check_beside_plan(
         raise AutoparError(f"the plan is for {given}: plan again, or leave it out")
 
 
-def check_positive(name: str, value: Any) -> None:
-    """AutoparError for anything but a number above 0, which may be infinite."""
+def _positive(name: str, value: Any) -> None:
     if not (is_whole(value, 1, 10**18) or (isinstance(value, float) and value > 0)):
         raise AutoparError(f"{name}={shown(value)} must be a positive number")
 
 
-def check_seed(seed: Any) -> None:
-    """AutoparError for anything but a whole number."""
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise AutoparError(f"seed is {shown(seed)}, not a whole number")
+def _positive_or_none(name: str, value: Any) -> None:
+    if value is not None:
+        _positive(name, value)
 
 
-def check_lengths(name: str, value: Any) -> None:
-    """AutoparError for anything but a sequence, or None."""
+def _whole(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise AutoparError(f"{name} is {shown(value)}, not a whole number")
+
+
+def _lengths(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, str) or not isinstance(value, Sequence)):
         raise AutoparError(
             f"{name} is {shown(value)}, not a sequence of lengths such as (128, 256)"
         )
 
 
-def check_kind(name: str, value: Any, kind: type, words: str) -> None:
-    """AutoparError for anything but a value of `kind`, or None; `words` say what that is."""
-    if value is not None and not isinstance(value, kind):
-        raise AutoparError(f"{name} is {shown(value)}, not {words}")
-
-
-def check_callable(name: str, value: Any) -> None:
-    """AutoparError for anything but a function, or None."""
+def _function(name: str, value: Any) -> None:
     if value is not None and not callable(value):
         raise AutoparError(f"{name} is {shown(value)}, not a function")
+
+
+def _of(kind: type, words: str) -> Check:
+    """Takes None and values of `kind`; `words` say what that is."""
+
+    def check(name: str, value: Any) -> None:
+        if value is not None and not isinstance(value, kind):
+            raise AutoparError(f"{name} is {shown(value)}, not {words}")
+
+    return check
+
+
+CHECKS: Mapping[str, Check] = {
+    "model": _model,
+    "plan": _of(Plan, "a Plan: read a file of one with autopar.Plan.load"),
+    "pin": _of(Mapping, "a mapping such as {'tp': 2, 'zero': 1}"),
+    "loss_fn": _function,
+    "precision": _of(str, "a text such as 'bf16'"),
+    "time_limit_s": _positive,
+    "timeout_s": _positive,
+    "max_grad_norm": _positive_or_none,
+    "runnable": _of(bool, "True or False"),
+    "allow_micro_batch_mean": _of(bool, "True or False"),
+    "traced": _of(TracedModel, "what autopar.api.trace returns"),
+    "progress": _function,
+    "seed": _whole,
+    "buckets": _lengths,
+}
+"""What `plan` and `parallelize` refuse, by the name of the argument."""

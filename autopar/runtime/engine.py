@@ -37,9 +37,10 @@ from autopar.runtime.programs.recompute import kept_in_split_backward, wrap_reco
 from autopar.runtime.ranks.agreement import TIMEOUT_S, lost_ranks
 from autopar.runtime.ranks.process_groups import join_process_group, mesh_axes
 from autopar.runtime.state.gradients import global_norm, partial_axes
+from autopar.runtime.state.holding import HOST, Holding
 from autopar.runtime.state.materialize import materialize
 from autopar.runtime.state.optimizers import is_elementwise, make_optimizer, step
-from autopar.runtime.state.parameters import HOST, Parameters
+from autopar.runtime.state.parameters import Parameters
 from autopar.runtime.state.precision import PRECISIONS, LossScale
 from autopar.runtime.state.sparse_gradients import check_dense_is_the_same
 from autopar.runtime.state.tied_parameters import StageParameters
@@ -99,7 +100,8 @@ class Engine(Durable):
         self.device_mesh, self.axes = mesh_axes(plan.mesh, self.device.type)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.program = checked_program(traced, plan, self.rank, self.device)
-        self._stage_group = self.device_mesh.get_group("pp") if plan.mesh.pp > 1 else None
+        mesh = self.device_mesh
+        self._stage_group = mesh.get_group("pp") if mesh and plan.mesh.pp > 1 else None
         self._shared = StageParameters(self.program, self.axes["pp"], self._stage_group)
         self._all_specs, self._constants = traced.parameters, traced.constants
         self._for_steps: dict[str, torch.Tensor] | None = None
@@ -164,29 +166,22 @@ class Engine(Durable):
         if plan.shard:
             sharing_mesh, sharing = mesh_axes(plan.mesh, kind, plan.shard)
         offloaded = plan.offload != "none" and self.device_mesh is not None
-        own = Parameters(
-            self.program,
-            specs,
-            self._layouts,
-            plan,
-            axes=sharing,
-            device_mesh=mesh_axes(plan.mesh, HOST.type, plan.shard)[0]
-            if offloaded
-            else sharing_mesh,
-            device=self.device,
-        )
+        if offloaded:
+            sharing_mesh = mesh_axes(plan.mesh, HOST.type, plan.shard)[0]
+        holding = Holding(plan, specs, self._layouts, sharing, self.device)
         tensors = materialize(
             self.program,
             model,
             self._all_specs,
             weights,
             self.device,
-            home=own.home,
-            dtype=own.stored_dtype,
+            home=holding.home,
+            dtype=holding.stored_dtype,
             seed=self.seed,
             held=specs,
-            kept=own.kept,
+            kept=holding.kept,
         )
+        own = Parameters(holding, sharing_mesh)
         own.install(self.program, tensors, self.device)
         return own
 
@@ -239,7 +234,7 @@ class Engine(Durable):
                 with named("update"):
                     self._update()
             except BaseException:
-                self.parameters.clear()  # the next step must not train on what this one left
+                self.parameters.gradients.clear()  # the next step must not train on what this one left
                 raise
         self._meter.end(self.steps, total, work.size)
         return total
@@ -275,8 +270,8 @@ class Engine(Durable):
         self.reduce_gradients()
         if self.loss_scale.unscale(self._gradients(), self.axes.values(), self.device):
             if self.max_grad_norm is not None:
-                self._clip()
-            self._hand_over_gradients()
+                self._clip(self.max_grad_norm)
+            self.parameters.hand_over()
             with (
                 contextlib.nullcontext()
                 if is_elementwise(self.optimizer)
@@ -285,7 +280,7 @@ class Engine(Durable):
                 step(self.optimizer)
             self.parameters.publish()
         self.steps += 1
-        self.parameters.clear()
+        self.parameters.gradients.clear()
 
     @contextlib.contextmanager
     def _randomness(self, update: bool = False) -> Iterator[None]:
@@ -322,12 +317,12 @@ class Engine(Durable):
             return
         self._filled_up[work.number] += 1
         if self._filled_up[work.number].bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... of them
-            losses = [
+            one, other = (
                 float(self._evaluate(replace(work, inputs=list(inputs))))
                 for inputs in (work.inputs, work.filled)
-            ]
-            padding = self.batches.paddings[work.number]
-            check_alike(*losses, self.program.loss.dtype, work.size.longest, padding.length)
+            )
+            length = self.batches.paddings[work.number].length
+            check_alike(one, other, self.program.loss.dtype, work.size.longest, length)
 
     def _noise(self, work: MicroBatches, index: int) -> torch.Tensor:
         return self.batches.noise(work, index, self.seed, self.steps)
@@ -339,35 +334,32 @@ class Engine(Durable):
         return partial_axes(self._layouts.get(name, {}))
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        return self.parameters.gradients()
+        return self.parameters.gradients.so_far()
 
     def reduce_gradients(self) -> None:
         """Add up the partial gradients of a step.  Under ZeRO each rank keeps the parts that it owns."""
         self._shared.add_up_tied(self.parameters)
-        self.parameters.reduce(self._layouts)
+        self.parameters.gradients.reduce()
 
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the reduced gradients."""
         counted = {
             name: grad for name, grad in self._gradients().items() if self._shared.counts(name)
         }
-        own = self.parameters
-        norm = global_norm(counted, own.effective_layouts(self._layouts), own.axes, self.device)
+        holding = self.parameters.holding
+        norm = global_norm(counted, holding.layouts_of_masters(counted), holding.axes, self.device)
         return (
             norm
             if self._stage_group is None
             else self._shared.over_stages(norm.double().square()).sqrt()
         )
 
-    def _clip(self) -> None:
+    def _clip(self, limit: float) -> None:
         """Scale gradients as torch.nn.utils.clip_grad_norm_ does on one device."""
         self._meter.norm = self.gradient_norm()
-        scale = (self.max_grad_norm / (self._meter.norm + 1e-6)).clamp(max=1.0)
+        scale = (limit / (self._meter.norm + 1e-6)).clamp(max=1.0)
         for grad in self._gradients().values():
             grad.mul_(scale)
-
-    def _hand_over_gradients(self) -> None:
-        self.parameters.hand_over()
 
 
 def agree_on_plan(decide: Callable[[], Plan]) -> Plan:

@@ -46,7 +46,7 @@ class Passes:
         program = self.programs[work.number]
         program.module.train()
         if self.stage_group is not None:
-            return self._run_pipeline("training", program, work, draw)
+            return self._run_pipeline(self.stage_group, "training", program, work, draw)
         total, scale = torch.zeros((), device=self.device), self.batches.scale(work)
         for k, inputs in enumerate(work.inputs):
             with named("micro-batch", k, "forward"):
@@ -62,14 +62,16 @@ class Passes:
         """The loss of the batch, without gradients."""
         program = self.programs[work.number]
         if self.stage_group is not None:
-            return self._run_pipeline("evaluation", program, work, draw)
+            return self._run_pipeline(self.stage_group, "evaluation", program, work, draw)
         if work.number not in self.evaluations:
             found = self.evaluations[work.number] = self.compiler.compile(evaluation_copy(program))
             if found is not program:
                 self.parameters.watch(found.module)
         evaluation, scale, noise = self.evaluations[work.number], self.batches.scale(work), draw(0)
-        total = sum(self.forward(evaluation, inputs, noise)[0] * scale for inputs in work.inputs)
-        return evaluation.whole_loss(total, self.axes)
+        first, *others = (
+            self.forward(evaluation, inputs, noise)[0] * scale for inputs in work.inputs
+        )
+        return evaluation.whole_loss(sum(others, first), self.axes)
 
     def forward(
         self, program: Program, inputs: dict[str, torch.Tensor], noise: torch.Tensor
@@ -81,7 +83,7 @@ class Passes:
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of one micro-batch's loss."""
         (loss * self.loss_scale.scale if self.loss_scale.dynamic else loss).backward()
-        self.parameters.after_backward()
+        self.parameters.gradients.after_backward()
 
     def _update_buffers(self, program: Program, values: tuple[torch.Tensor, ...]) -> None:
         with torch.no_grad():
@@ -89,14 +91,14 @@ class Passes:
                 self.parameters.leaves[name].copy_(value)
 
     def _run_pipeline(
-        self, kind: str, program: Program, work: MicroBatches, draw: Draw
+        self, group: dist.ProcessGroup, kind: str, program: Program, work: MicroBatches, draw: Draw
     ) -> torch.Tensor:
         """The loss of the step or of an evaluation, on every rank."""
         key, training = (kind, work.number), kind == "training"
         if key not in self.pipelines:
             own = program if training else self.compiler.compile(evaluation_copy(program))
             self.pipelines[key] = Pipeline(
-                own, self.plan.schedule, len(self.plan.stages), self.stage_group, self.device
+                own, self.plan.schedule, len(self.plan.stages), group, self.device
             )
         given = [inputs | {NOISE: draw(k)} for k, inputs in enumerate(work.inputs)]
         pipeline, scale = self.pipelines[key], self.batches.scale(work)

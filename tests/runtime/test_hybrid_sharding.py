@@ -167,28 +167,29 @@ def test_checkpoints(pool4, tmp_path, optimizer, back):
 
 def forget_the_groups(engine: Engine) -> None:
     """Gradients are not added up from group to group."""
-    real = engine.parameters.effective_layouts
-    engine.parameters.effective_layouts = lambda layouts: {
+    holding = engine.parameters.holding
+    real = holding.layouts_of_masters
+    holding.layouts_of_masters = lambda names: {
         name: {axis: layout for axis, layout in own.items() if axis != COPIES}
-        for name, own in real(layouts).items()
+        for name, own in real(names).items()
     }
 
 
 def add_up_over_all(engine: Engine) -> None:
     """Parts that differ are added up: those of all ranks."""
-    engine.parameters.axes[COPIES] = engine.axes["dp"]
+    engine.parameters.holding.axes[COPIES] = engine.axes["dp"]
 
 
 def cross_the_groups(engine: Engine) -> None:
     """Wholes are put together from ranks that hold the same part."""
-    real, own = engine.parameters._gather, engine.parameters
+    real, own, holding = engine.parameters._gather, engine.parameters, engine.parameters.holding
 
     def gather(names):
-        axes, own.axes = own.axes, own.axes | {"dp": own.axes[COPIES]}
+        axes, holding.axes = holding.axes, holding.axes | {"dp": holding.axes[COPIES]}
         try:
             return real(names)
         finally:
-            own.axes = axes
+            holding.axes = axes
 
     own._gather = own.gathering._gather = gather
 

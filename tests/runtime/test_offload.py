@@ -27,7 +27,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.models import parse_model
-from autopar.runtime.state.parameters import HOST
+from autopar.runtime.state.holding import HOST
 
 DP2, TP2, PP2 = MeshShape(dp=2), MeshShape(tp=2), MeshShape(pp=2)
 
@@ -70,8 +70,7 @@ def apart(engine) -> bool:
     else:
         used |= {own.untyped_storage().data_ptr() for own in owned}
     return len(local) > 0 and all(
-        x.device == HOST == engine.parameters.host and x.untyped_storage().data_ptr() not in used
-        for x in local
+        x.device == HOST and x.untyped_storage().data_ptr() not in used for x in local
     )
 
 

@@ -176,7 +176,7 @@ def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
     work = MicroBatches([batch], plan.micro_batch)
     tracker = MemTracker()
 
-    offloads = engine.parameters.host is not None
+    offloads = engine.parameters.holding.offloads
 
     def step(update=True):
         for _ in range(plan.num_microbatches):

@@ -24,8 +24,9 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.runtime.engine import Engine
+from autopar.runtime.state.holding import Cutting
 from autopar.runtime.state.optimizer_trials import habits_of
-from autopar.runtime.state.whole_matrices import Cutting, WholeMatrices
+from autopar.runtime.state.whole_matrices import WholeMatrices
 from autopar.runtime.state.zero import Share
 
 WHOLE = ("muon", "muon and adamw", "shampoo", "lamb", "lars", "lion", "hooked")
@@ -166,7 +167,9 @@ def test_fused_projections_and_tied_weights_are_whole_in_their_own_order(pool4):
 def patterns(rank: int, text: str) -> list:
     engine = engine_of("fused", "adamw", text)
     return [
-        split for name in engine.parameters.trained for _, split in engine.parameters.splits(name)
+        split
+        for name in engine.parameters.trained
+        for _, split in engine.parameters.holding.cuttings[name].splits
     ]
 
 
@@ -260,7 +263,7 @@ def test_owners_share_alike():
             for axis, size in {"dp": 2, "ep": 1, "cp": 1, "tp": 2}.items()
         }
     )
-    sizes = {f"w{k}": Cutting((k + 3, 5), (k + 3, 5), (), Share()) for k in range(40)}
+    sizes = {f"w{k}": Cutting((k + 3, 5), (k + 3, 5), (), Share(), {}) for k in range(40)}
     wholes.choose(sizes, everywhere=False)
     total = sum((k + 3) * 5 for k in range(40))
     assert wholes.most_elements() <= 1.05 * total / 4 and sum(map(wholes.owns, sizes)) == 10

@@ -24,7 +24,7 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
-from autopar.runtime.state.parameters import Parameters
+from autopar.runtime.state.holding import Holding
 
 DP4, TP2DP2, EP2, CP2DP2 = (
     MeshShape(dp=4),
@@ -158,11 +158,11 @@ def test_gathering_ahead_with_recompute(pool4):
 
 def train_once_a_step(rank: int, texts: list[str]) -> list:
     """As in a pipeline: parameters are gathered, and gradients reduced, once a step."""
-    by_pass, Parameters.by_pass = Parameters.by_pass, False
+    by_pass, Holding.by_pass = Holding.by_pass, False
     try:
         return train_odd(rank, "sgd", texts)
     finally:
-        Parameters.by_pass = by_pass
+        Holding.by_pass = by_pass
 
 
 def test_sending_once_a_step(pool4):

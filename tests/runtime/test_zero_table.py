@@ -64,10 +64,10 @@ class Arrived(list):
 
 def skip_reduce_scatter(engine: Engine) -> None:
     """Each rank keeps its part of its own gradient."""
-    shares = engine.parameters._shares
-    engine.parameters._scatter = lambda names, grads: Arrived(
-        shares[name].part(grad, engine.axes).clone()
-        for name, grad in zip(names, grads, strict=True)
+    gradients = engine.parameters.gradients
+    gradients._scatter = lambda grads: Arrived(
+        gradients.trained[name].share.part(grad, engine.axes).clone()
+        for name, grad in grads.items()
     )
 
 
@@ -80,29 +80,25 @@ def last_micro_batch_only(engine: Engine) -> None:
     def add(name, grad):
         engine.parameters.trained[name].total = grad
 
-    engine.parameters._add = add
+    engine.parameters.gradients._add = add
 
 
 def turn_ranks(engine: Engine) -> None:
     """Every rank gets the sum of the gradient that another one owns."""
-    real, shares = engine.parameters._scatter, engine.parameters._shares
+    gradients = engine.parameters.gradients
+    real = gradients._scatter
 
-    def scatter(names, grads):
-        own = [shares[name] for name in names]
-        return real(
-            names,
-            [
-                g.roll(s.split("dp").size // 4, s.dim) if s.cuts else g
-                for g, s in zip(grads, own, strict=True)
-            ],
-        )
+    def turned(name, grad):
+        share = gradients.trained[name].share
+        return grad.roll(share.split("dp").size // 4, share.dim) if share.cuts else grad
 
-    engine.parameters._scatter = scatter
+    gradients._scatter = lambda grads: real({name: turned(name, g) for name, g in grads.items()})
 
 
 def double_reduction(engine: Engine) -> None:
     """Parts are added up once more over dp, as if nothing had been."""
-    engine.parameters.effective_layouts = lambda layouts: layouts
+    holding = engine.parameters.holding
+    holding.layouts_of_masters = lambda names: {name: holding.layouts[name] for name in names}
 
 
 MUTANTS = {

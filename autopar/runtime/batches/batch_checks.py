@@ -16,9 +16,10 @@ from torch.fx import Node, map_arg
 from torch.utils._pytree import tree_map
 
 from autopar.errors import AutoparError
-from autopar.ir.calls import argument, op_name
+from autopar.ir.calls import argument, called_function, op_name
 from autopar.ir.traced import Source, TracedModel
 from autopar.ops.dims import at_batch, has_batch, is_symbolic
+from autopar.ops.values import output_nodes
 
 _INDEXED = {
     "aten::embedding": ("weight", "indices", 0, False),
@@ -128,7 +129,9 @@ class IndexLimits:
     def _of_call(self, number: int, node: Node) -> Any:
         table, indices, dim, signed = _INDEXED[op_name(node)]
         indexed, given = argument(node, table), argument(node, indices)
-        parts = list(enumerate(given)) if isinstance(given, list | tuple) else [(None, given)]
+        parts: list[tuple[int | None, Any]] = (
+            list(enumerate(given)) if isinstance(given, list | tuple) else [(None, given)]
+        )
         for place, index in parts:
             if (
                 not isinstance(index, Node)
@@ -150,27 +153,24 @@ class IndexLimits:
             ignored = argument(node, "ignore_index") if indices == "target" else None
             what = self._words_of(number, node, indexed, size)
             yield _Index(
-                number,
-                index,
-                -size if signed else 0,
-                size - 1,
-                ignored,
-                what,
-                tuple(sorted(inputs)),
+                segment=number,
+                node=index,
+                least=-size if signed else 0,
+                most=size - 1,
+                ignored=ignored,
+                what=what,
+                inputs=tuple(sorted(inputs)),
             )
 
     def _words_of(self, number: int, node: Node, indexed: Node, size: int) -> str:
-        segment = self.traced.segments[number]
-        slots = dict(
-            zip(self.traced.classes[segment.class_index].slots, segment.parameters, strict=True)
-        )
+        segment = self.traced.segments[number].name
         if op_name(node).endswith(("_loss", "_nd")):
-            return f"the {size} classes of {node.name} in {segment.name}"
-        owner = slots.get(indexed.target) if indexed.op == "get_attr" else None
+            return f"the {size} classes of {node.name} in {segment}"
+        owner = self._held(number, indexed)
         return (
             f"the {size} rows of {owner}"
             if owner
-            else f"the {size} entries that {node.name} of {segment.name} reads"
+            else f"the {size} entries that {node.name} of {segment} reads"
         )
 
     def _inputs_of(self, number: int, node: Node) -> frozenset[str] | None:
@@ -198,7 +198,8 @@ class IndexLimits:
         ):
             return None
         parts = [self._inputs_of(number, part) for part in node.all_input_nodes]
-        return None if None in parts or not parts else frozenset().union(*parts)
+        known = [part for part in parts if part is not None]
+        return frozenset().union(*known) if known and len(known) == len(parts) else None
 
     def _source(self, number: int, node: Node) -> Source | None:
         """Where a segment's input comes from; None for another node."""
@@ -220,14 +221,18 @@ class IndexLimits:
 
     def _result(self, source: Source) -> Node:
         graph = self.traced.classes[self.traced.segments[source.segment].class_index].graph
-        return graph.output_node().args[0][source.index]
+        return output_nodes(graph)[source.index]
+
+    def _held(self, number: int, node: Node) -> str:
+        """The parameter, buffer or constant that a node reads; '' for another node."""
+        if node.op != "get_attr":
+            return ""
+        segment = self.traced.segments[number]
+        slots = self.traced.classes[segment.class_index].slots
+        return dict(zip(slots, segment.parameters, strict=True)).get(str(node.target), "")
 
     def _constant(self, number: int, node: Node) -> torch.Tensor | None:
-        segment = self.traced.segments[number]
-        slots = dict(
-            zip(self.traced.classes[segment.class_index].slots, segment.parameters, strict=True)
-        )
-        found = self.traced.constants.get(slots.get(node.target))
+        found = self.traced.constants.get(self._held(number, node))
         return found if isinstance(found, torch.Tensor) and not found.is_meta else None
 
     # -------------------------------------------------------------------------------------------------------- their values
@@ -249,8 +254,8 @@ class IndexLimits:
             found = tensors[source.name]
         elif source is not None:
             found = self._value(source.segment, self._result(source), tensors, values, rows)
-        elif node.op == "get_attr":
-            found = self._constant(number, node).to(next(iter(tensors.values())).device)
+        elif (constant := self._constant(number, node)) is not None:
+            found = constant.to(next(iter(tensors.values())).device)
         else:
             args, kwargs = map_arg(
                 (node.args, node.kwargs),
@@ -259,7 +264,7 @@ class IndexLimits:
             args, kwargs = tree_map(
                 lambda x: at_batch(x, rows) if isinstance(x, torch.SymInt) else x, (args, kwargs)
             )
-            found = node.target(
+            found = called_function(node)(
                 *args, **{name: value for name, value in kwargs.items() if name != "device"}
             )
         values[key] = found

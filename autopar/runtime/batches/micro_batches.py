@@ -381,7 +381,7 @@ def _whole(count: float | None) -> float | None:
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> float:
     """A number that differs where batches do, in their order of elements too."""
-    total = 0.0
+    total: float | torch.Tensor = 0.0
     for k, tensor in enumerate(tensors, start=1):
         values = tensor.double().flatten()
         if tensor.is_floating_point():

@@ -46,15 +46,21 @@ class Padding:
     def of(program: Program) -> Padding:
         """Raises AutoparError where it would change the loss whatever is filled in."""
         length, values = positions(program.whole_inputs.values()), program.step_values
-        read = (
-            []
-            if values is None
-            else [
-                n for n in values.local.nodes if n.op == "placeholder" and n.meta["of"] == "input"
-            ]
-        )
-        vals = {node.target: program.whole_inputs[node.target] for node in read}
+        vals = {
+            node.target: program.whole_inputs[node.target]
+            for node in (() if values is None else values.local.nodes)
+            if node.op == "placeholder" and node.meta["of"] == "input"
+        }
         counted = {name: val for name, val in vals.items() if has_batch(val)}
+        if (
+            values is None
+            or not counted
+            or values.rows
+            or values.tensors
+            or not values.adds_up_numbers
+        ):
+            reason = "its loss is no mean over valid targets, which labels of -100 could leave out"
+            raise AutoparError(REFUSED.format(reason))
         targets = frozenset(
             name
             for name, val in counted.items()
@@ -67,31 +73,24 @@ class Padding:
             name: tuple(d for d in range(1, val.dim()) if val.shape[d] == length)
             for name, val in program.whole_inputs.items()
         }
-        reason = ""
-        if not counted or values.rows or values.tensors or not values.adds_up_numbers:
-            reason = "its loss is no mean over valid targets, which labels of -100 could leave out"
-        else:
-            ignored = {
-                name: torch.full(
-                    [2, *val.shape[1:]], IGNORED if name in targets else 0, dtype=val.dtype
+        ignored = {
+            name: torch.full(
+                [2, *val.shape[1:]], IGNORED if name in targets else 0, dtype=val.dtype
+            )
+            for name, val in counted.items()
+        }
+        others = {
+            name: torch.ones(val.shape, dtype=val.dtype)
+            for name, val in vals.items()
+            if name not in counted
+        }
+        parts = evaluate(values.local, {"input": ignored | others}, 2, torch.device("cpu"))
+        if any(part.any() for part in parts):
+            reason = f"labels of {IGNORED} count in its loss; leave ignore_index of the cross-entropy at {IGNORED}"
+            if not targets:
+                reason = (
+                    f"what counts in its loss ({', '.join(sorted(counted))}) does so where it is 0"
                 )
-                for name, val in counted.items()
-            }
-            others = {
-                name: torch.ones(val.shape, dtype=val.dtype)
-                for name, val in vals.items()
-                if name not in counted
-            }
-            if any(
-                part.any()
-                for part in evaluate(
-                    values.local, {"input": ignored | others}, 2, torch.device("cpu")
-                )
-            ):
-                reason = f"labels of {IGNORED} count in its loss; leave ignore_index of the cross-entropy at {IGNORED}"
-                if not targets:
-                    reason = f"what counts in its loss ({', '.join(sorted(counted))}) does so where it is 0"
-        if reason:
             raise AutoparError(REFUSED.format(reason))
         return Padding(length, dims, targets, frozenset(counted) - targets)
 

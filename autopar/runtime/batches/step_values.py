@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from autopar.ir.calls import op_name
 from autopar.ir.traced import StepValues
 from autopar.ops.dims import at_batch
+from autopar.ops.values import output_nodes
 
 
 class StepInputs:
@@ -30,7 +31,7 @@ class StepInputs:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Those of the parts, in order."""
-        return [tuple(node.meta["val"].shape) for node in self.values.local.output_node().args[0]]
+        return [tuple(node.meta["val"].shape) for node in output_nodes(self.values.local)]
 
     @property
     def numbers(self) -> int:
@@ -109,7 +110,7 @@ def evaluate(
                 if op_name(node) == "aten::sum" and node.meta["val"].is_floating_point():
                     kwargs["dtype"] = torch.float64
                 found[node] = node.target(*args, **kwargs)
-    return [found[node] for node in graph.output_node().args[0]]
+    return [found[node] for node in output_nodes(graph)]
 
 
 def _of_one_dtype(read: dict[Node, Any]) -> dict[Node, Any]:

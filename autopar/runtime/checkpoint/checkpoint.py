@@ -47,7 +47,7 @@ from autopar.runtime.checkpoint.optimizer_state import (
 from autopar.runtime.checkpoint.source import CheckpointSource
 from autopar.runtime.ranks.agreement import from_all, from_first, lost_ranks
 from autopar.runtime.ranks.process_groups import file_group
-from autopar.runtime.state.pieces import Pieces, read_pieces, write_pieces
+from autopar.runtime.state.pieces import Pieces, read_pieces, tensors_in, write_pieces
 
 Extra = Mapping[str, Any]
 """Objects with state_dict() and load_state_dict(), such as learning-rate schedulers, by a name of the user's choice."""
@@ -320,7 +320,7 @@ def _keys(saved: dict[str, tuple[int, ...]]) -> dict[str, set[str]]:
 def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of a checkpoint's tensors, by name."""
     with disk_errors(f"cannot read {path / '.metadata'}"):
-        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        entries = tensors_in(dcp.FileSystemReader(path).read_metadata())
         return {name: tuple(entry.size) for name, entry in entries.items()}
 
 
@@ -330,7 +330,7 @@ def _saved_state(path: Path) -> dict[str, Any]:
 
 
 def _check_model(
-    mine: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]], found: Found
+    mine: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], found: Found
 ) -> None:
     wrong = [
         f"{name} is {saved[name]} there and {shape} here"

@@ -14,23 +14,22 @@ from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.runtime.batches.sampler import DataParallelSampler
 from autopar.runtime.checkpoint.checkpoint import Checkpoints, Extra, Saving
 from autopar.runtime.checkpoint.export import export
+from autopar.runtime.checkpoint.source import CheckpointSource
 from autopar.runtime.state.pieces import Cut, Held
 
 if TYPE_CHECKING:
-    from autopar.ir.plan import Plan
     from autopar.ir.traced import ParameterSpec
     from autopar.rewrite.collectives.axes import AxisGroup
+    from autopar.runtime.batches.micro_batches import BatchSplitter
     from autopar.runtime.state.parameters import Parameters
     from autopar.runtime.state.tied_parameters import StageParameters
 
 
-class Durable:
+class Durable(CheckpointSource):
     """The methods of an Engine that read or write its state, or go on from it."""
 
-    plan: Plan
     axes: dict[str, AxisGroup]
-    steps: int
-    seed: int
+    batches: BatchSplitter
     _checkpoints: Checkpoints
     parameters: Parameters
     _for_steps: dict[str, torch.Tensor] | None
@@ -53,7 +52,7 @@ class Durable:
     def _whole(self, name: str) -> torch.Tensor:
         """The whole of a tensor that this rank holds a part of.  Every rank that holds one must call."""
         whole = self.parameters.whole(name)
-        for group, split in reversed(self.parameters.splits(name)):
+        for group, split in reversed(self.parameters.holding.cuttings[name].splits):
             whole = apply_primitive("all_gather", whole, group, split, None)
         return whole.clone()
 
@@ -153,5 +152,11 @@ class Durable:
         """Return a `batch_sampler` for torch's DataLoader: batches of this rank's rows, from the next step to the end of its epoch."""
         rank, mesh = self.batches.data_rank, self.plan.mesh
         return DataParallelSampler(
-            dataset, self.plan.global_batch, mesh.dp, rank, lambda: self.steps, self.seed, shuffle
+            dataset,
+            self.plan.global_batch,
+            mesh.dp,
+            rank,
+            steps=lambda: self.steps,
+            seed=self.seed,
+            shuffle=shuffle,
         )

@@ -19,7 +19,7 @@ from autopar.runtime.checkpoint.files import disk_errors, partial_of
 from autopar.runtime.checkpoint.source import CheckpointSource
 from autopar.runtime.ranks.agreement import from_first, lost_ranks
 from autopar.runtime.ranks.process_groups import file_group
-from autopar.runtime.state.pieces import read_pieces, whole, write_pieces
+from autopar.runtime.state.pieces import read_pieces, tensors_in, whole, write_pieces
 
 INDEX = "model.safetensors.index.json"
 
@@ -71,7 +71,7 @@ def _finish(directory: Path, dtype: torch.dtype | None, max_file_bytes: int) -> 
         reader = dcp.FileSystemReader(partial / "pieces")
         tensors = {
             name: (torch.Size(entry.size), entry.properties.dtype)
-            for name, entry in reader.read_metadata().state_dict_metadata.items()
+            for name, entry in tensors_in(reader.read_metadata()).items()
         }
         files = _files(tensors, dtype, max_file_bytes)
         for name, members in files.items():

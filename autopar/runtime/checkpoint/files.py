@@ -70,14 +70,16 @@ def newest(directory: Path, missing_ok: bool = False) -> Found | None:
 
 def _all_in(directory: Path) -> list[Path]:
     """The checkpoints of a directory, complete or not, newest first."""
-    if not directory.is_dir():
-        return []
-    found = [
+    return [path for _, path in sorted(_numbered(directory), reverse=True)]
+
+
+def _numbered(directory: Path) -> list[tuple[int, Path]]:
+    """The same with their numbers, in no order."""
+    return [
         (int(match[1]), path)
-        for path in directory.iterdir()
+        for path in (directory.iterdir() if directory.is_dir() else ())
         if (match := _NAME.fullmatch(path.name))
     ]
-    return [path for _, path in sorted(found, reverse=True)]
 
 
 def _checked(path: Path) -> dict[str, Any]:
@@ -121,10 +123,7 @@ def begin(directory: Path, steps: int) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob(".*.partial"):
             shutil.rmtree(left)
-        number = (
-            max((int(_NAME.fullmatch(path.name)[1]) for path in _all_in(directory)), default=0) + 1
-        )
-        final = directory / f"{number:06d}-step-{steps}"
+        final = directory / f"{max(_numbered(directory), default=(0,))[0] + 1:06d}-step-{steps}"
         partial_of(final).mkdir()
     return final
 

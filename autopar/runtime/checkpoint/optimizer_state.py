@@ -6,7 +6,7 @@ the dims that both have.  Scalar tensors, and all state of a parameter that this
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ Groups = list[dict[str, Any]]
 
 
 def state_tensors(
-    optimizer: torch.optim.Optimizer, held: dict[str, Held]
+    optimizer: torch.optim.Optimizer, held: Mapping[str, Held]
 ) -> dict[str, dict[str, Pieces]]:
     """The tensors of the optimizer's state on this rank: parameter -> key -> pieces."""
     kind = type(optimizer).__name__
@@ -36,7 +36,7 @@ def state_tensors(
 
 
 def state_values(
-    optimizer: torch.optim.Optimizer, held: dict[str, Held]
+    optimizer: torch.optim.Optimizer, held: Mapping[str, Held]
 ) -> dict[str, dict[str, Any]]:
     """What else there is in the state: parameter -> key -> number, None or the like."""
     return {
@@ -45,7 +45,7 @@ def state_values(
     }
 
 
-def _state(optimizer: torch.optim.Optimizer, held: dict[str, Held]) -> dict[str, dict[str, Any]]:
+def _state(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) -> dict[str, dict[str, Any]]:
     names = {id(part.tensor): name for name, part in held.items()}
     return {names[id(parameter)]: found for parameter, found in optimizer.state.items() if found}
 
@@ -82,7 +82,7 @@ def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
 # -------------------------------------------------------------------------------------------------------------------- groups
 
 
-def group_options(optimizer: torch.optim.Optimizer, held: dict[str, Held]) -> Groups:
+def group_options(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) -> Groups:
     """This rank's parameter groups by name; tensors without elements are left out."""
     names = {id(part.tensor): name for name, part in held.items()}
     return [
@@ -114,10 +114,9 @@ def matching_options(mine: Groups, saved: Groups) -> list[dict[str, Any]]:
     group_of = {name: index for index, group in enumerate(saved) for name in group["names"]}
     options = []
     for index, group in enumerate(mine):
-        found = {group_of.get(name) for name in group["names"]}
-        if None in found:
-            lost = next(name for name in group["names"] if name not in group_of)
-            raise AutoparError(f"the checkpoint's optimizer did not train {lost}: " + _REMEDY)
+        if lost := [name for name in group["names"] if name not in group_of]:
+            raise AutoparError(f"the checkpoint's optimizer did not train {lost[0]}: " + _REMEDY)
+        found = {group_of[name] for name in group["names"]}
         if len(found) > 1:
             raise AutoparError(
                 f"parameter group {index} of the optimizer has parameters of the checkpoint's groups {', '.join(map(str, sorted(found)))} "
@@ -147,7 +146,7 @@ _REMEDY = "load parameters alone with engine.load(..., optimizer=False)"
 
 def room_for(
     optimizer: torch.optim.Optimizer,
-    held: dict[str, Held],
+    held: Mapping[str, Held],
     keys: dict[str, set[str]],
     values: dict[str, dict[str, Any]],
 ) -> dict[str, dict[str, Pieces]]:
@@ -213,7 +212,7 @@ def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> N
 
 
 def set_values(
-    optimizer: torch.optim.Optimizer, held: dict[str, Held], values: dict[str, dict[str, Any]]
+    optimizer: torch.optim.Optimizer, held: Mapping[str, Held], values: dict[str, dict[str, Any]]
 ) -> None:
     """Set the state that is no tensor."""
     for name, found in values.items():

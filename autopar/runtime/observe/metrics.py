@@ -74,10 +74,8 @@ class Meter:
         predicted, peaks = plan.predicted, plan.predicted.peak_memory_bytes
         # of the planned batch, at the peak rate of all devices
         self._ideal_s = predicted.mfu * predicted.step_time_s
-        self._predicted = (
-            predicted.step_time_s,
-            peaks[place] if place < len(peaks) else max(peaks, default=0),
-        )
+        self._predicted_s = predicted.step_time_s
+        self._predicted_bytes = peaks[place] if place < len(peaks) else max(peaks, default=0)
         self.device = device
         self._begun: Mark | None = None
         self._last: tuple[Any, ...] | None = None
@@ -111,15 +109,16 @@ class Meter:
         else:
             seconds = ended - begun
         return Metrics(
-            step,
-            float(loss),
-            seconds,
-            size.tokens,
-            size.targets,
-            self._ideal_s * size.share / seconds,
-            _peak_memory_bytes(self.device),
-            None if norm is None else float(norm),
-            *self._predicted,
+            step=step,
+            loss=float(loss),
+            step_time_s=seconds,
+            tokens=size.tokens,
+            targets=size.targets,
+            mfu=self._ideal_s * size.share / seconds,
+            peak_memory_bytes=_peak_memory_bytes(self.device),
+            gradient_norm=None if norm is None else float(norm),
+            predicted_step_time_s=self._predicted_s,
+            predicted_peak_memory_bytes=self._predicted_bytes,
         )
 
 

@@ -77,7 +77,8 @@ class _Forward:
     """The range of one segment's forward, and on its results what opens that of its backward."""
 
     def __init__(self, name: str, backward: _Backward) -> None:
-        self.name, self.backward, self.open = name, backward, []
+        self.name, self.backward = name, backward
+        self.open: list[record_function] = []
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
         self.open.append(record_function(f"{self.name} forward"))
@@ -100,7 +101,8 @@ class _Backward:
     """The range of the segment whose backward runs: one at a time."""
 
     def __init__(self) -> None:
-        self.name, self.open = "", None
+        self.name = ""
+        self.open: record_function | None = None
 
     def begin(self, name: str, grad: Tensor) -> None:
         if name == self.name:
@@ -113,7 +115,8 @@ class _Backward:
         self.open.__enter__()
 
     def end(self) -> None:
-        self.open.__exit__(None, None, None)
+        if self.open is not None:
+            self.open.__exit__(None, None, None)
         self.name, self.open = "", None
 
 
@@ -195,7 +198,9 @@ class Profile:
         predicted = plan.predicted.breakdown
         passes = sum(seconds for name, seconds in took.items() if _PASS.fullmatch(name))
         parts = ("forward", "backward", "recompute", "conversion", "edge", "stages")
-        rows = [("forward and backward", passes, sum(predicted.get(part, 0.0) for part in parts))]
+        rows: list[tuple[str, float, float | None]] = [
+            ("forward and backward", passes, sum(predicted.get(part, 0.0) for part in parts))
+        ]
         if plan.mesh.pp > 1:
             rows.append(
                 (

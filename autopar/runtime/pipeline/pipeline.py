@@ -106,7 +106,8 @@ class Pipeline:
         return list(self.losses)
 
     def _make(self, name: str, number: int, rows: int, loss_fn: Any) -> tuple[Any, list[_Stage]]:
-        stages, travelling = [], None if name in LOOPS else []
+        stages: list[_Stage] = []
+        travelling: list[dist.Work] | None = None if name in LOOPS else []
         for stage in self.program.stages:
             described = partial(self._described, rows=rows)
             received, sent = (
@@ -158,6 +159,7 @@ class _Stage(PipelineStage):
     first and stay to the end of the step.
     """
 
+    submod: _StageModule
     steady: tuple[tuple[bool, ...], tuple[bool, ...]]
     parted: PartedBackward | None = None  # where its backward runs in two parts
     gradients: list[dist.Work] | None = None
@@ -189,13 +191,13 @@ class _Stage(PipelineStage):
         finally:
             self.device = device
 
-    def _passing(self, micro_batch: int) -> list[Any]:
+    def _passing(self, micro_batch: int) -> tuple[Any, ...]:
         """What comes with this micro-batch, steady values aside."""
-        return [
+        return tuple(
             info
             for info, steady in zip(self.args_recv_info[micro_batch], self.steady[0], strict=True)
             if not steady
-        ]
+        )
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         infos = self._passing(fwd_chunk_id) if fwd_chunk_id else self.args_recv_info[0]
@@ -229,10 +231,10 @@ class _Stage(PipelineStage):
         self.has_backward = trains
         self.clear_runtime_states()
         self._left.clear()
-        # which several schedules have
-        for part in self.submod.body.children() if self.parted else ():
-            if isinstance(part, Recomputed):
-                part.run_again_by(self.parted.again)
+        if self.parted:
+            for part in self.submod.body.children():  # which several schedules have
+                if isinstance(part, Recomputed):
+                    part.run_again_by(self.parted.again)
 
     def end(self) -> None:
         """Wait for all that is on its way, and let go of what stayed for the step."""
@@ -264,7 +266,7 @@ class _Stage(PipelineStage):
         _arrive(self._forwards.pop(bwd_chunk_id, []))  # it did, since its gradient is here
         with named("stage", self.stage_index, "backward of micro-batch", bwd_chunk_id):
             if self.parted and self.has_backward and not full_backward:
-                self._first_part(bwd_chunk_id, loss)
+                self._first_part(self.parted, bwd_chunk_id, loss)
             else:
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         # torch keeps the losses of a step, and with them what their graphs lead to
@@ -273,15 +275,13 @@ class _Stage(PipelineStage):
         if self.has_backward and not self.is_last:
             self._move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
 
-    def _first_part(self, micro_batch: int, loss: Tensor | None) -> None:
+    def _first_part(self, parted: PartedBackward, micro_batch: int, loss: Tensor | None) -> None:
         """Gradients of what it received; those of weights wait."""
         sent, received = self.fwd_cache.pop(micro_batch)
         results, gradients = (
             (sent, self._retrieve_recv_grads(micro_batch)) if loss is None else ([loss], None)
         )
-        found, self._left[micro_batch] = self.parted.first(
-            micro_batch, results, gradients, received
-        )
+        found, self._left[micro_batch] = parted.first(micro_batch, results, gradients, received)
         self.bwd_cache[micro_batch] = found[: len(self.steady[0])]
         for x in (*sent, *results):
             x.detach_()
@@ -359,14 +359,14 @@ class _StageModule(nn.Module):
         """New values of buffers, for the micro-batches to come: put in their place, since backward of this one may read the old ones."""
         new = dict(zip(self.stage.updates, values, strict=True))
         for module, attribute, name in self.slots:
-            before = self.buffers_before.setdefault(name, module._buffers[attribute])
+            before = self.buffers_before.setdefault(name, module.get_buffer(attribute))
             module._buffers[attribute] = new[name].detach().to(before.dtype)
 
     def give_back(self) -> None:
         """Copy the buffers' last values to where the step found them, and put those back."""
         for module, attribute, name in self.slots:
             if name in self.buffers_before:
-                self.buffers_before[name].copy_(module._buffers[attribute])
+                self.buffers_before[name].copy_(module.get_buffer(attribute))
                 module._buffers[attribute] = self.buffers_before[name]
         self.buffers_before.clear()
 
@@ -380,9 +380,9 @@ class _Entry(torch.autograd.Function):
     """A received value.  Its gradient is made contiguous, as it must be to be sent."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.contiguous()

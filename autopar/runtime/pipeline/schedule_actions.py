@@ -7,15 +7,21 @@ Schedules of several stages a rank run the list `pipeline_order` that their cons
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import Any
 
 from autopar_cost_models import Action, check_schedule
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from autopar.errors import AutoparError
 
-LOOPS = {"gpipe": torch_schedules.ScheduleGPipe, "1f1b": torch_schedules.Schedule1F1B}
-LISTS = {
+LOOPS: Mapping[str, Callable[..., PipelineScheduleSingle]] = {
+    "gpipe": torch_schedules.ScheduleGPipe,
+    "1f1b": torch_schedules.Schedule1F1B,
+}
+LISTS: Mapping[str, Callable[..., PipelineScheduleMulti]] = {
     "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,
     "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
 }
@@ -47,13 +53,13 @@ class _RecordingStage:
         self.has_backward = True
         self.actions: list[Action] = []
 
-    def forward_one_chunk(self, micro_batch: int, *_args, **_kwargs) -> None:
+    def forward_one_chunk(self, micro_batch: int, *_args: Any, **_kwargs: Any) -> None:
         self.actions.append(Action("F", self.stage_index, micro_batch))
 
-    def backward_one_chunk(self, micro_batch: int, *_args, **_kwargs) -> None:
+    def backward_one_chunk(self, micro_batch: int, *_args: Any, **_kwargs: Any) -> None:
         self.actions.append(Action("B", self.stage_index, micro_batch))
 
-    def perform_reduce_grad(self, *_args) -> None:
+    def perform_reduce_grad(self, *_args: Any) -> None:
         """Gradients are reduced after the pipeline: no part of the schedule."""
 
     def _no_messages(self, _micro_batch: int) -> list:
@@ -66,7 +72,7 @@ def _record(schedule: str, rank: int, ranks: int, micro_batches: int) -> tuple[A
     stage = _RecordingStage(rank, ranks, ranks)
     loop = LOOPS[schedule](stage, micro_batches)
     # it would exchange the shapes of messages with other ranks
-    loop._initialize_stage = lambda *_args, **_kwargs: None
+    vars(loop)["_initialize_stage"] = lambda *_args, **_kwargs: None
     loop._step_microbatches()
     return tuple(stage.actions)
 
@@ -78,14 +84,13 @@ def _read(
         _RecordingStage(ranks * chunk, ranks * stages_per_rank, ranks)
         for chunk in range(stages_per_rank)
     ]
-    order = LISTS[schedule](
-        stages, micro_batches
-    ).pipeline_order  # None: a step that the rank sits out
+    # an action that is None: a step that the rank sits out
+    order = LISTS[schedule](stages, micro_batches).pipeline_order
     return tuple(
         tuple(
             Action(a.computation_type.value, a.stage_index, a.microbatch_index)
             for a in order[rank]
-            if a is not None
+            if a is not None and a.microbatch_index is not None
         )
         for rank in range(ranks)
     )

@@ -27,6 +27,7 @@ from typing import Any
 import networkx as nx
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 
@@ -47,7 +48,8 @@ class _Again:
     """A segment that fills its slots by running again."""
 
     def __init__(self, run: Callable, inputs: tuple[Any, ...]) -> None:
-        self.run, self.inputs = run, inputs
+        self.run = run
+        self.inputs: tuple[Any, ...] | None = inputs
         self.slots: list[weakref.ref[_Slot]] = []
         self.filled = 0
 
@@ -158,7 +160,7 @@ class PartedBackward:
 
     def _read_by(self, nodes: Iterable[Node]) -> frozenset[int]:
         """Numbers of the slots that these nodes read: asked of the nodes themselves, by reading."""
-        self._read = found = set()
+        self._read = found = set[int]()
         try:
             for node in nodes:
                 for name in dir(node):
@@ -170,21 +172,27 @@ class PartedBackward:
         return frozenset(found)
 
 
+Given = list[tuple[GradientEdge, Tensor | None]]
+"""Edges with their gradients."""
+
+
+def _apart(given: Given) -> tuple[list[GradientEdge], list[Tensor | None]]:
+    return [edge for edge, _ in given], [grad for _, grad in given]
+
+
 @dataclass(slots=True)
 class Left:
     """What the first part of a micro-batch's backward leaves for the second: sets of edges with their gradients, each with the edges to
     weights that they lead to, and a Python function that is to compute for these alone."""
 
-    work: list[tuple[list[GradientEdge], list[Tensor], list[GradientEdge], Callable[[], None]]] = (
-        field(default_factory=list)
-    )
+    work: list[tuple[Given, list[GradientEdge], Callable[[], None]]] = field(default_factory=list)
 
     def second(self) -> None:
         """The second part: add to the gradients of the weights."""
         while self.work:
-            edges, given, weights, narrow = self.work.pop(0)
+            given, weights, narrow = self.work.pop(0)
             narrow()
-            torch.autograd.backward(edges, given, inputs=weights)
+            torch.autograd.backward(*_apart(given), inputs=weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +239,7 @@ def _parts(
             shared += sorted(group & weights)
         else:
             waiting |= group | led - {None}
-            later.setdefault(*led, []).extend(sorted(group & weights))
+            later.setdefault(led.pop(), []).extend(sorted(group & weights))
     return _Parts(
         frozenset(first),
         frozenset(waiting),
@@ -243,7 +251,9 @@ def _parts(
 class _Ways:
     """The nodes behind the results of a stage, each given with its gradient, and which part of a backward runs them."""
 
-    def __init__(self, results: Sequence[tuple[Tensor, Tensor]], received: Sequence[Any]) -> None:
+    def __init__(
+        self, results: Sequence[tuple[Tensor, Tensor | None]], received: Sequence[Any]
+    ) -> None:
         self.received = received
         self.results = [(get_gradient_edge(x), grad) for x, grad in results]
         self.numbers = {
@@ -280,50 +290,41 @@ class _Ways:
     def run(self) -> tuple[tuple[Tensor | None, ...], Left]:
         """The first part."""
         left = Left()
-        now, then = [], []
+        now: Given = []
+        then: Given = []
         for edge, grad in self.results:
-            number = self.numbers[edge.node]
-            (
-                then if number in self.parts.waiting and number not in self.parts.first else now
-            ).append((edge, grad))
-        later = {node: self._edges(weights) for node, weights in self.parts.later}
-        of_results = later.pop(None, [])
+            (then if self._waits(self.numbers[edge.node]) else now).append((edge, grad))
         if then:
-            left.work.append(
-                ([edge for edge, _ in then], [grad for _, grad in then], of_results, lambda: None)
-            )
+            of_results = self._edges(dict(self.parts.later).get(None, ()))
+            left.work.append((then, of_results, lambda: None))
 
         def keep(number: int, weights: list[GradientEdge]) -> Callable:
             node = self.nodes[number]
             narrow = self._narrowed(number)
 
             def hook(given: tuple[Tensor | None, ...]) -> None:
-                of = [
+                of: Given = [
                     (GradientEdge(node, number), grad)
                     for number, grad in enumerate(given)
                     if grad is not None
                 ]
-                left.work.append(
-                    ([edge for edge, _ in of], [grad for _, grad in of], weights, narrow)
-                )
+                left.work.append((of, weights, narrow))
 
             return hook
 
         inputs = [x for x in self.received if _trains(x)]
         shared = self._edges(self.parts.shared)
-        found = [None] * len(inputs)
+        found: tuple[Tensor | None, ...] = (None,) * len(inputs)
         if now:
             handles = [
-                self.nodes[number].register_prehook(keep(number, weights))
-                for number, weights in later.items()
+                self.nodes[number].register_prehook(keep(number, self._edges(weights)))
+                for number, weights in self.parts.later
+                if number is not None
             ]
+            edges, grads = _apart(now)
             try:
                 found = torch.autograd.grad(
-                    [edge for edge, _ in now],
-                    [*inputs, *shared],
-                    [grad for _, grad in now],
-                    retain_graph=True,
-                    allow_unused=True,
+                    edges, [*inputs, *shared], grads, retain_graph=True, allow_unused=True
                 )
             finally:
                 for handle in handles:
@@ -339,6 +340,10 @@ class _Ways:
     def _edges(self, weights: Sequence[int]) -> list[GradientEdge]:
         return [GradientEdge(self.nodes[number], 0) for number in weights]
 
+    def _waits(self, number: int) -> bool:
+        """Whether the second part alone runs a node."""
+        return number in self.parts.waiting and number not in self.parts.first
+
     def _narrowed(self, number: int) -> Callable[[], None]:
         """Have a node that both parts run compute in the first what that needs, and, when this is called, what the second needs.
 
@@ -346,15 +351,10 @@ class _Ways:
         `ctx.needs_input_grad`.  Those of its inputs that need a gradient have, in order, its following nodes.
         """
         node = self.nodes[number]
-        needs = tuple(getattr(node, "needs_input_grad", ()))
-        if sum(needs) != len(self.following[number]):
+        following = self.following[number]
+        if not isinstance(node, BackwardCFunction) or sum(node.needs_input_grad) != len(following):
             return lambda: None
-        waits = iter(
-            [
-                after in self.parts.waiting and after not in self.parts.first
-                for after in self.following[number]
-            ]
-        )
+        needs, waits = tuple(node.needs_input_grad), map(self._waits, following)
         second = tuple(needed and next(waits) for needed in needs)
         node.needs_input_grad = tuple(
             needed and not waits for needed, waits in zip(needs, second, strict=True)

@@ -28,6 +28,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import AutoparError, shown
+from autopar.ir.calls import called_function
 from autopar.ir.plan import Plan
 from autopar.rewrite.lowerings.late_gradients import late_linear
 from autopar.rewrite.lowerings.vocabulary_parallel import (
@@ -164,7 +165,9 @@ class Compiler:
 
     def _compiled(self, body: GraphModule, apart: Collection[Node] = ()) -> GraphModule:
         """A module that computes what `body` does, with its parameters and submodules, in regions without the nodes `apart`."""
-        root, graph, values, region = nn.Module(), Graph(), {}, []
+        root, graph = nn.Module(), Graph()
+        values: dict[Node, Node] = {}
+        region: list[Node] = []
         for name, child in body.named_children():
             root.add_module(name, child)
         root._parameters, root._buffers = body._parameters, body._buffers
@@ -204,7 +207,8 @@ class Compiler:
     def _note(self, node: Node) -> None:
         """Count an op that runs as it is."""
         if _works(node):
-            self._others[getattr(node.target, "_opname", node.target.__name__)] += 1
+            function = called_function(node)
+            self._others[getattr(function, "_opname", function.__name__)] += 1
 
     def _call(
         self, graph: Graph, root: nn.Module, region: list[Node], values: dict[Node, Node]
@@ -220,7 +224,7 @@ class Compiler:
                 own[node] = inner.placeholder(f"v{k}")
             else:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), own.__getitem__)
-                own[node] = inner.call_function(node.target, args, kwargs)
+                own[node] = inner.call_function(called_function(node), args, kwargs)
                 own[node]._rename(f"v{k}")
         inner.output(tuple(own[node] for node in results))
         name = f"region_{sum(node.op == 'call_module' for node in graph.nodes)}"
@@ -237,9 +241,8 @@ class Compiler:
         Inputs of another shape would have it compiled again, for any shape."""
         key = tuple(node.target for node in graph.nodes), str(graph), inputs
         if key not in self._functions:
-            self._functions[key] = torch.compile(
-                GraphModule(nn.Module(), graph, class_name="Region"), **self.options
-            )
+            region = GraphModule(nn.Module(), graph, class_name="Region")
+            self._functions[key] = torch.compile(region, **self.options)  # type: ignore[assignment]  # a module's is a module
         return self._functions[key]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -22,15 +23,20 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from autopar.ir.plan import Plan
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.recomputed import attention_core, dear_ops
+from autopar.ops.values import is_getitem
 from autopar.rewrite.collectives.transitions import all_reduce, reduce_scatter
 from autopar.rewrite.program import Program, copied_graph
 from autopar.rewrite.root import module_name
 from autopar.rewrite.shard import local_shard
+
+Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
+"""Makes the contexts of a first and of a second forward."""
 
 
 class Recomputed(nn.Module):
@@ -40,21 +46,20 @@ class Recomputed(nn.Module):
     buffers that forward changes; the second run reads the values that the first one read.
     """
 
+    again: Callable[..., Any]
+    run: GraphModule
+
     def __init__(
         self,
         body: GraphModule,
         run: GraphModule,
         whole: bool,
-        contexts: Callable | None = None,
+        contexts: Contexts = noop_context_fn,
         changing: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         self.body, self.changing, self.whole = body, changing, whole
-        self.again = partial(
-            checkpoint,
-            use_reentrant=False,
-            **({} if contexts is None else {"context_fn": contexts}),
-        )
+        self.again = partial(checkpoint, use_reentrant=False, context_fn=contexts)
         if run is not body:  # one dict: what is put into the segment later, both have
             run._parameters, run._buffers = body._parameters, body._buffers
             run._forward_pre_hooks, run._forward_hooks = (
@@ -78,7 +83,7 @@ class Recomputed(nn.Module):
             return self.run(*inputs)
         if not self.changing:
             return self.again(self.run, *inputs)
-        values = {name: self.body._buffers[name] for name in self.changing}
+        values = {name: self.body.get_buffer(name) for name in self.changing}
         return self.again(lambda *given: functional_call(self.run, values, given), *inputs)
 
 
@@ -87,7 +92,7 @@ def kept_in_split_backward(plan: Plan) -> bool:
     return plan.splits_backward and any(block.recompute == "op" for block in plan.blocks)
 
 
-def segment_of(module: nn.Module) -> GraphModule:
+def segment_of(module: GraphModule | Recomputed) -> GraphModule:
     """The segment itself, whether recomputed or not."""
     return module.body if isinstance(module, Recomputed) else module
 
@@ -118,7 +123,7 @@ def recomputed(
 ) -> nn.Module:
     """A segment under a recompute mode: itself, if that has nothing to run again."""
     if mode == "full":
-        return Recomputed(body, body, True, None, changing)
+        return Recomputed(body, body, True, changing=changing)
     if mode == "op" and block.is_layer:
         return Recomputed(
             body, _keeping(body, dear_ops(block.graph)), True, _kept_contexts, changing
@@ -135,6 +140,8 @@ def recomputed(
 
 
 class _Checkpointed(nn.Module):
+    again: Callable[..., Any]
+
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.body, self.again = body, partial(checkpoint, use_reentrant=False)
@@ -221,8 +228,7 @@ def core_parts(graph: Graph, core: Collection[str]) -> list[set[Node]]:
         part | (_descendants(calls, part, set()) & _ancestors(calls, part, set())) for part in parts
     ]
     return [
-        part | {user for node in part for user in node.users if user.target.__name__ == "getitem"}
-        for part in parts
+        part | {user for node in part for user in node.users if is_getitem(user)} for part in parts
     ]
 
 

@@ -122,7 +122,7 @@ class _Workers:
         try:
             for rank in range(nproc):
                 here, there = context.Pipe()
-                process = context.Process(
+                process = context.Process(  # type: ignore[attr-defined]  # typeshed's BaseContext lacks it
                     target=_worker,
                     args=(rank, nproc, self.directory.name, there, task, timeout_s),
                     name=f"autopar-rank-{rank}",
@@ -154,7 +154,8 @@ class _Workers:
             waiting = {
                 self.pipes[rank]: rank for rank in range(len(self.pipes)) if rank not in results
             }
-            ready = wait(list(waiting), max(0.0, deadline_s - time.monotonic()))
+            ended = wait(list(waiting), max(0.0, deadline_s - time.monotonic()))
+            ready = [pipe for pipe in ended if isinstance(pipe, Connection)]
             if not ready:
                 late = sorted(waiting.values())
                 raise WorkerError(

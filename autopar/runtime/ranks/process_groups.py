@@ -39,7 +39,7 @@ def mesh_axes(
         return None, {axis: AxisGroup(axis, 1) for axis in AXES}
     whole, mesh = _device_mesh(shape, device_type), _device_mesh(shape, device_type, shard)
     axes = {}
-    for place, axis in enumerate(mesh.mesh_dim_names):
+    for place, axis in enumerate(mesh.mesh_dim_names or ()):
         of, size = (
             mesh if axis in (COPIES, "dp") else whole,
             mesh.size(place),
@@ -101,7 +101,8 @@ def _device_mesh(shape: MeshShape, device_type: str, shard: int = 0) -> DeviceMe
     """With `shard`, dp in two: `COPIES` and what is inside a group of so many data-parallel ranks."""
     known, key = _known(), (shape, device_type, shard)
     if key not in known:
-        ranks, names = ranks_of(shape), AXES
+        ranks = ranks_of(shape)
+        names: tuple[str, ...] = AXES
         if shard:
             place = AXES.index("dp")
             ranks, names = (
@@ -109,7 +110,7 @@ def _device_mesh(shape: MeshShape, device_type: str, shard: int = 0) -> DeviceMe
                 (*AXES[:place], COPIES, *AXES[place:]),
             )
         # NCCL does not reach what is offloaded to the host
-        reached = torch.device(device_type) in dist.group.WORLD._device_types
+        reached = torch.device(device_type) in _world()._device_types
         known[key] = mesh = DeviceMesh(
             device_type,
             ranks,
@@ -138,9 +139,14 @@ def join_process_group(backend: str, limit: timedelta) -> None:
     )
 
 
+def _world() -> dist.ProcessGroup:
+    """The default process group."""
+    return dist.distributed_c10d._get_default_group()
+
+
 def time_limit() -> timedelta:
     """How long the default process group lets a rank wait."""
-    world = dist.group.WORLD
+    world = _world()
     return world._get_backend(world._device_types[0]).options._timeout
 
 

@@ -1,16 +1,20 @@
-"""Gradients of sharded parameters: the sums that ranks owe each other, and their norm."""
+"""Gradients of sharded parameters: where they add up, the sums that ranks owe each other, and their norm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from weakref import WeakMethod
 
 import torch
 from autopar_cost_models.constants import BUCKET_BYTES
+from torch import Tensor
 
 from autopar.ir.sharding import RP, Layout
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.primitives import apply_primitive, sum_in_place
-from autopar.runtime.state.zero import buckets
+from autopar.runtime.state.gathering import Gathering
+from autopar.runtime.state.holding import Holding, Trained
+from autopar.runtime.state.zero import Moving, buckets, scatter
 
 Layouts = Mapping[str, Mapping[str, Layout]]
 """The layout of each parameter on each axis with more than one rank."""
@@ -22,10 +26,10 @@ def partial_axes(layouts: Mapping[str, Layout]) -> tuple[str, ...]:
 
 
 def add_up(
-    grads: dict[str, torch.Tensor],
+    grads: dict[str, Tensor],
     layouts: Layouts,
     axes: Mapping[str, AxisGroup],
-    put: Callable[[str, torch.Tensor], None],
+    put: Callable[[str, Tensor], None],
 ) -> None:
     """Add up partial gradients, in buckets of those that are partial over the same axis.
 
@@ -46,13 +50,13 @@ def add_up(
 
 
 def global_norm(
-    grads: Mapping[str, torch.Tensor],
+    grads: Mapping[str, Tensor],
     layouts: Layouts,
     axes: Mapping[str, AxisGroup],
     device: torch.device,
-) -> torch.Tensor:
+) -> Tensor:
     """The 2-norm of all gradients together: squares of shards are added up over the axes that shard them."""
-    squares: dict[tuple[str, ...], torch.Tensor] = {(): torch.zeros((), device=device)}
+    squares: dict[tuple[str, ...], Tensor] = {(): torch.zeros((), device=device)}
     for name, grad in grads.items():
         sharded = tuple(axis for axis, layout in layouts.get(name, {}).items() if layout.is_shard)
         squares[sharded] = squares.get(sharded, 0.0) + grad.pow(2).sum()
@@ -61,4 +65,119 @@ def global_norm(
             squares[sharded] = apply_primitive(
                 "all_reduce", squares[sharded], axes[axis], None, None
             )
-    return sum(squares.values()).sqrt()
+    first, *others = squares.values()
+    return sum(others, first).sqrt()
+
+
+class Gradients:
+    """The gradients of the `trained` parameters, which backward makes, and which are reduced before the optimizer is given them."""
+
+    def __init__(
+        self, holding: Holding, trained: Mapping[str, Trained], gathering: Gathering
+    ) -> None:
+        self.holding, self.trained, self.gathering = holding, trained, gathering
+        self._ready: dict[str, Tensor] = {}
+        self._travelling: tuple[list[str], Moving] | None = None
+
+    def so_far(self) -> dict[str, Tensor]:
+        """The gradients so far, by name, of parameters that have one; after `reduce` those that the optimizer is given."""
+        found = {name: one.grad for name, one in self.trained.items()}
+        return {name: grad for name, grad in found.items() if grad is not None}
+
+    def watch(self, name: str) -> None:
+        """Have each backward give the gradient of a parameter to `_take`, unless all of it stays with the leaf."""
+        holding = self.holding
+        if holding.half or holding.sends_each_pass or holding.by_segment:
+            # autograd holds its hooks where no collector of garbage looks
+            take = WeakMethod(self._take)
+            self.trained[name].leaf.register_post_accumulate_grad_hook(
+                lambda leaf: (own := take()) and own(name, leaf)
+            )
+
+    def _take(self, name: str, leaf: Tensor) -> None:
+        """Called when backward has a gradient of a leaf, all of it: move it to where gradients add up."""
+        holding, segments = self.holding, self.gathering.segment_of
+        if holding.by_segment:
+            self.gathering.free([name])
+        if leaf.grad is None or not (holding.half or holding.sends_each_pass):
+            return
+        grad, leaf.grad = leaf.grad, None
+        if not holding.sends_each_pass:
+            self._add(name, grad)
+            return
+        if holding.plan.zero == 3 and any(
+            segments.get(other) != segments.get(name) for other in self._ready
+        ):
+            self._flush()  # of the segment before
+        self._ready[name] = grad
+        if sum(map(self._size_bytes, self._ready.values())) >= BUCKET_BYTES:
+            self._flush()
+
+    def _size_bytes(self, grad: Tensor) -> int:
+        return grad.numel() * self.holding.master_dtype.itemsize
+
+    def _flush(self) -> None:
+        """Start to reduce the gradients that are ready, once the bucket before has arrived."""
+        self._arrive()
+        self._travelling, self._ready = (list(self._ready), self._scatter(self._ready)), {}
+
+    def _arrive(self) -> None:
+        """Wait for the bucket on its way."""
+        if self._travelling is not None:
+            (names, moving), self._travelling = self._travelling, None
+            for name, part in zip(names, moving.wait(), strict=True):
+                self._add(name, part)
+
+    def _scatter(self, grads: Mapping[str, Tensor]) -> Moving:
+        holding = self.holding
+        wide = [grad.to(holding.master_dtype) for grad in grads.values()]
+        shares = [self.trained[name].share for name in grads]
+        layouts = [holding.layouts.get(name, {}) for name in grads]
+        return Moving(scatter(wide, shares, layouts, holding.axes))
+
+    def _add(self, name: str, grad: Tensor) -> None:
+        one = self.trained[name]
+        if one.total is None:
+            one.total = grad.to(self.holding.master_dtype)
+        else:
+            one.total.add_(grad)
+
+    def after_backward(self) -> None:
+        """To be called after the backward of each micro-batch."""
+        if self._ready:
+            self._flush()
+        self._arrive()
+        if self.holding.by_segment:
+            self.gathering.free()
+
+    def change(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        """Put what `change` makes of a gradient so far, or of zeros if there is none, in its place."""
+        grad, leaf = self.trained[name].grad, self.trained[name].leaf
+        if grad is None:
+            grad = torch.zeros_like(leaf, dtype=self.holding.master_dtype)
+        self._put(name, change(grad))
+
+    def _put(self, name: str, grad: Tensor) -> None:
+        """Make this the gradient so far."""
+        one = self.trained[name]
+        if self.holding.half or one.total is not None:
+            one.total = grad
+        else:
+            one.leaf.grad = grad
+
+    def reduce(self) -> None:
+        """Add up partial gradients and keep what this rank owns of them; once a step."""
+        holding, grads = self.holding, self.so_far()
+        if holding.plan.zero and not holding.sends_each_pass:
+            cut = [name for name in grads if self.trained[name].share.cuts]
+            for names in buckets(cut, lambda name: self._size_bytes(grads[name]), BUCKET_BYTES):
+                moving = self._scatter({name: grads[name] for name in names})
+                for name, part in zip(names, moving.wait(), strict=True):
+                    self.trained[name].total, self.trained[name].leaf.grad = part, None
+            grads = self.so_far()
+        add_up(grads, holding.layouts_of_masters(grads), holding.axes, self._put)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for one in self.trained.values():
+            one.leaf.grad = one.master.grad = one.total = None

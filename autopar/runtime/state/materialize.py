@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ Reader = Callable[[str], torch.Tensor]
 def materialize(
     program: Program,
     model: nn.Module,
-    specs: dict[str, ParameterSpec],
+    specs: Mapping[str, ParameterSpec],
     weights: str | Path | None,
     device: torch.device,
     home: Callable[[str], torch.device],
@@ -173,13 +173,13 @@ def _initialized_over(model: nn.Module, module: nn.Module, prefix: str, number: 
         for _, tensor in _held(real):
             tensor.fill_(torch.nan if tensor.is_floating_point() else number)
         # Hugging Face: one method of the model initializes any of its modules, buffers included
-        if hasattr(model, "_init_weights"):
-            if hasattr(real, "reset_parameters"):
-                real.reset_parameters()
-            model._init_weights(real)
-        elif hasattr(real, "reset_parameters"):
-            real.reset_parameters()
-        else:
+        initialize = getattr(model, "_init_weights", None)
+        reset = getattr(real, "reset_parameters", None)
+        if reset is not None:
+            reset()
+        if initialize is not None:
+            initialize(real)
+        elif reset is None:
             raise AutoparError(
                 f"module {prefix or type(module).__name__!r} ({type(module).__name__}) is on the meta device and has no "
                 "reset_parameters(): define it, pass weights=, or build the model on a real device"

@@ -93,7 +93,7 @@ def make_optimizer(factory: Factory, parameters: Parameters, plan: Plan) -> torc
         optimizer = _built(factory, parameters)
     if cut:
         _keep_owned(optimizer, parameters)
-        whole = parameters.wholes.most_elements() * parameters.master_dtype.itemsize / 2**20
+        whole = parameters.wholes.most_elements() * parameters.holding.master_dtype.itemsize / 2**20
         where = (
             "on every rank, as it looks at several at once" if everywhere else "each on one rank"
         )
@@ -111,7 +111,7 @@ def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
 
 def _built(factory: Factory, parameters: Parameters) -> torch.optim.Optimizer:
     trained = list(parameters.masters.values()) or [
-        nn.Parameter(torch.zeros(0, 0, device=parameters.device))
+        nn.Parameter(torch.zeros(0, 0, device=parameters.holding.device))
     ]  # torch wants one at least
     optimizer = factory(trained)
     check_step(optimizer)

@@ -21,141 +21,52 @@ of ZeRO 3 are gathered, before every pass of a segment, and then gathered if the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakMethod
 
 import torch
 from autopar_cost_models.constants import BUCKET_BYTES
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ir.mesh import COPIES
-from autopar.ir.plan import Plan
-from autopar.ir.sharding import Layout, S, local_extent
-from autopar.ir.traced import ParameterSpec
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split
 from autopar.rewrite.program import Program
 from autopar.runtime.state.gathering import Gathering
-from autopar.runtime.state.gradients import add_up
-from autopar.runtime.state.precision import PRECISIONS, master_dtype
-from autopar.runtime.state.whole_matrices import Cutting, WholeMatrices
-from autopar.runtime.state.zero import (
-    SHARING_AXES,
-    Moving,
-    Share,
-    buckets,
-    copied,
-    gather,
-    scatter,
-    share_of,
-)
-
-HOST = torch.device("cpu")
-"""Where offloaded tensors are."""
-
-
-@dataclass(slots=True)
-class Trained:
-    """One trained parameter; the module says what its tensors are."""
-
-    leaf: nn.Parameter
-    share: Share
-    own: Tensor
-    master: nn.Parameter
-    total: Tensor | None = None
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's part of the master."""
-        data = self.master.detach()
-        return data.to_local() if hasattr(data, "to_local") else data
+from autopar.runtime.state.gradients import Gradients
+from autopar.runtime.state.holding import Cutting, Holding, Trained
+from autopar.runtime.state.whole_matrices import WholeMatrices
+from autopar.runtime.state.zero import SHARING_AXES, Moving, buckets, copied, gather, gathered
 
 
 class Parameters:
     """Parameters and buffers of a program on this rank.
 
-    `host` is where offloaded tensors are, None if none is, and `device_mesh` is of the device of the masters.  `layouts` maps each name
-    to its layouts on the axes with more than one rank; of `axes` and `device_mesh` dp is parted where the plan has groups that share out.
-    `leaves` are what the program's modules hold, `masters` what the optimizer is built from; both by name.
+    `device_mesh` is of the device of the masters, with dp parted as in the axes of `holding`.  `leaves` are what the program's modules
+    hold, `masters` what the optimizer is built from; both by name.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        specs: Mapping[str, ParameterSpec],
-        layouts: Mapping[str, Mapping[str, Layout]],
-        plan: Plan,
-        axes: Mapping[str, AxisGroup],
-        device_mesh: Any,
-        device: torch.device,
-    ) -> None:
-        self.plan, self.axes, self.device_mesh, self.specs = plan, axes, device_mesh, specs
-        self._layouts = layouts
-        self.dtype, self.master_dtype = PRECISIONS[plan.precision], master_dtype(plan.precision)
-        self.device, self.host = device, HOST if plan.offload != "none" else None
-        self.half = self.dtype != self.master_dtype
-        self._fetched = plan.offload == "parameters"
-        self._copied = self.half or plan.offload == "optimizer"  # whether masters are copies
-        self._each_backward = plan.zero >= 2 and self.by_pass
-        # whether leaves have memory while a segment runs
-        self._by_segment = self._fetched or (plan.zero == 3 and self.by_pass)
-        self._shares = {
-            name: share_of(self._local_shape(name), layouts.get(name, {}), axes)
-            if spec.trainable and plan.zero
-            else Share()
-            for name, spec in specs.items()
-        }
-        self.wholes = WholeMatrices(axes)
+    def __init__(self, holding: Holding, device_mesh: DeviceMesh | None) -> None:
+        self.holding, self.device_mesh = holding, device_mesh
+        self.wholes = WholeMatrices(holding.axes)
         self.leaves: dict[str, Tensor] = {}
         self.trained: dict[str, Trained] = {}
-        self._ready: list[str] = []
-        self._ready_bytes = 0
-        self._travelling: tuple[list[str], Moving] | None = None
         # on CPU a collective is waited for at once
-        self.gathering = Gathering(self._gather, ahead=device.type != "cpu")
-
-    @property
-    def by_pass(self) -> bool:
-        """Whether ZeRO 2 and 3 send at every pass of a segment; in a pipeline they do once a step, as priced."""
-        return self.plan.mesh.pp == 1
+        self.gathering = Gathering(self._gather, ahead=holding.device.type != "cpu")
+        self.gradients = Gradients(holding, self.trained, self.gathering)
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
         """What the optimizer updates, by name."""
         return {name: one.master for name, one in self.trained.items()}
 
-    def _local_shape(self, name: str) -> tuple[int, ...]:
-        shape = list(self.specs[name].shape)
-        for axis, layout in self._layouts.get(name, {}).items():
-            if layout.is_shard:
-                shape[layout.dim] = local_extent(
-                    shape[layout.dim], self.axes[axis].size, self.axes[axis].index, layout.pattern
-                )
-        return tuple(shape)
-
-    def splits(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
-        """The groups over which tp and ep shard a tensor, outermost first, and how each splits what the outer ones left."""
-        found, shape = [], list(self.specs[name].shape)
-        for axis, layout in self._layouts.get(name, {}).items():
-            if layout.is_shard:
-                group = self.axes[axis]
-                found.append((group, Split(layout.dim, shape[layout.dim], layout.pattern)))
-                shape[layout.dim] = local_extent(
-                    shape[layout.dim], group.size, group.index, layout.pattern
-                )
-        return tuple(found)
-
     def cuts(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
         """The groups over which a master is cut, outermost first, and what each cuts: tp and ep, and then those of ZeRO."""
         if name in self.wholes:
             return ()
-        return (
-            *self.splits(name),
-            *((self.axes[axis], split) for axis, split in self._shares[name].cuts),
-        )
+        cutting, axes = self.holding.cuttings[name], self.holding.axes
+        return (*cutting.splits, *((axes[axis], split) for axis, split in cutting.share.cuts))
 
     def has_master(self, name: str) -> bool:
         """Whether this rank holds what the optimizer updates of a trained parameter: its own part, or the whole that it owns."""
@@ -163,30 +74,26 @@ class Parameters:
 
     def cut(self, trained: Collection[int]) -> dict[str, Cutting]:
         """The parameters of which this rank holds a part, among those whose master's id is in `trained`."""
-        found = {
-            name: Cutting(
-                tuple(self.specs[name].shape),
-                self._local_shape(name),
-                self.splits(name),
-                self._shares[name],
-            )
-            for name, one in self.trained.items()
-            if id(one.master) in trained
+        found = {name: self.holding.cuttings[name] for name in self.trained}
+        return {
+            name: cutting
+            for name, cutting in found.items()
+            if cutting.is_cut and id(self.trained[name].master) in trained
         }
-        return {name: cutting for name, cutting in found.items() if cutting.is_cut}
 
     @torch.no_grad()
     def update_whole(self, cut: Mapping[str, Cutting], everywhere: bool) -> None:
         """From now on update these parameters whole: by one rank each, or by every rank.  Masters that every rank holds whole become plain
         tensors.  Every rank must call."""
+        holding = self.holding
         self.wholes.choose(cut, everywhere)
         for name, one in self.trained.items():
             if name not in cut and hasattr(one.master, "device_mesh") and not self.cuts(name):
                 one.master = nn.Parameter(one.local)
         for name in cut:
             one = self.trained[name]
-            whole = self.wholes.joined(name, one.local.to(self.device))
-            owned = self._on_host(whole) if self.host is not None else whole
+            whole = self.wholes.joined(name, one.local.to(holding.device))
+            owned = holding.on_host(whole) if holding.offloads else whole
             one.master = (
                 nn.Parameter(owned)
                 if self.wholes.owns(name)
@@ -195,34 +102,18 @@ class Parameters:
 
     # ----------------------------------------------------------------------------------------------------------------- set up
 
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a floating tensor is to be made: trained ones keep what half precision would round."""
-        spec = self.specs[name]
-        if spec.keeps_dtype:
-            return getattr(torch, spec.dtype)
-        return self.master_dtype if spec.trainable else self.dtype
-
-    def home(self, name: str) -> torch.device:
-        """Where a tensor is to be made."""
-        return self.host if self._fetched and self.specs[name].trainable else self.device
-
-    def kept(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank keeps of the tensor that its graphs read."""
-        return self._shares[name].part(whole, self.axes) if self.plan.zero == 3 else whole
-
     def install(
         self, program: Program, tensors: Mapping[str, Tensor], device: torch.device
     ) -> None:
-        """Put local tensors, of which `kept` says which part, in place of the program's meta parameters.  Tied slots share one tensor."""
-        for name, spec in self.specs.items():
-            if not spec.trainable:
-                self.leaves[name] = (
-                    tensors[name]
-                    if spec.buffer
-                    else nn.Parameter(tensors[name], requires_grad=False)
-                )
-            else:
+        """Put local tensors, of which `Holding.kept` says which part, in place of the program's meta parameters.  Tied slots share one
+        tensor."""
+        for name, spec in self.holding.specs.items():
+            if spec.trainable:
                 self.leaves[name] = self._train(name, tensors[name])
+            elif spec.buffer:
+                self.leaves[name] = tensors[name]
+            else:
+                self.leaves[name] = nn.Parameter(tensors[name], requires_grad=False)
         self.give(program, device)
 
     def give(self, program: Program, device: torch.device) -> None:
@@ -240,69 +131,49 @@ class Parameters:
 
     def watch(self, module: nn.Module) -> None:
         """Fill leaves for this module's segments, which read the same ones, if they are empty between."""
-        if self._by_segment:
+        if self.holding.by_segment:
             self.gathering.watch(module)
 
     def _train(self, name: str, tensor: Tensor) -> nn.Parameter:
-        """The leaf of a parameter, of which `tensor` is what `kept` keeps, at its `home`."""
-        share, own = self._shares[name], tensor.to(self.dtype)
-        gathers = self._fetched or (self.plan.zero == 3 and share.cuts)
-        leaf = (
-            self.gathering.empty(name, self._local_shape(name), self.dtype, self.device)
-            if gathers
-            else nn.Parameter(own)
-        )
-        master = leaf
+        """The leaf of a parameter, of which `tensor` is what `Holding.kept` keeps, at its home."""
+        holding, cutting = self.holding, self.holding.cuttings[name]
+        share, own = cutting.share, tensor.to(holding.dtype)
+        gathers = holding.fetches or (holding.plan.zero == 3 and share.cuts)
         if gathers:
-            master = nn.Parameter(tensor)
-        elif share.cuts:
-            own = share.part(leaf.detach(), self.axes)
-            master = nn.Parameter(own)
-        if self.host is not None:
-            master = nn.Parameter(
-                self._on_host(tensor if gathers else share.part(tensor, self.axes))
-            )
-            if self._fetched:
-                own = self._on_host(own) if self.half else master.detach()
-        elif self.half and not gathers:
-            master = nn.Parameter(
-                share.part(tensor, self.axes).clone(memory_format=torch.contiguous_format)
-            )
+            leaf = self.gathering.empty(name, cutting.local_shape, holding.dtype, holding.device)
+            part = tensor
+        else:
+            leaf = nn.Parameter(own)
+            own, part = share.part(leaf.detach(), holding.axes), share.part(tensor, holding.axes)
+        if holding.offloads:
+            master = nn.Parameter(holding.on_host(part))
+        elif gathers:
+            master = nn.Parameter(part)
+        elif holding.half:
+            master = nn.Parameter(part.clone(memory_format=torch.contiguous_format))
+        else:
+            master = nn.Parameter(own) if share.cuts else leaf
+        if holding.fetches:
+            own = holding.on_host(own) if holding.half else master.detach()
         self.trained[name] = Trained(leaf, share, own, self._distributed(name, master))
-        if self.half or self._each_backward or self._by_segment:
-            # autograd holds its hooks where no collector of garbage looks
-            take = WeakMethod(self._take)
-            leaf.register_post_accumulate_grad_hook(
-                lambda leaf: (own := take()) and own(name, leaf)
-            )
+        self.gradients.watch(name)
         return leaf
-
-    def _on_host(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory, pinned where that makes transfers faster."""
-        copy = torch.empty(
-            tensor.shape,
-            dtype=tensor.dtype,
-            device=self.host,
-            pin_memory=self.device.type == "cuda",
-        )
-        return copy.copy_(tensor.detach())
 
     def _distributed(self, name: str, local: nn.Parameter) -> nn.Parameter:
         """What the optimizer sees: a DTensor that shares storage with `local`, over ep and tp, and over the axes that ZeRO shares out."""
-        sharing = (COPIES, *SHARING_AXES) if self.plan.zero else ("ep",)
-        axes = tuple(
-            axis for axis in (*sharing, "tp") if axis in self.axes and self.axes[axis].size > 1
-        )
+        cutting, groups = self.holding.cuttings[name], self.holding.axes
+        sharing = (COPIES, *SHARING_AXES) if self.holding.plan.zero else ("ep",)
+        axes = tuple(axis for axis in (*sharing, "tp") if axis in groups and groups[axis].size > 1)
         if self.device_mesh is None or not axes:
             return local
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        layouts = self.effective_layouts({name: self._layouts.get(name, {})})[name]
+        layouts = cutting.layouts
         placements = [
             Shard(layouts[axis].dim) if axis in layouts and layouts[axis].is_shard else Replicate()
             for axis in axes
         ]
-        shape = torch.Size(self.specs[name].shape)
+        shape = torch.Size(cutting.shape)
         stride = torch.empty(shape, device="meta").stride()
         mesh = self.device_mesh[axes if len(axes) > 1 else axes[0]]
         return nn.Parameter(
@@ -311,165 +182,40 @@ class Parameters:
             )
         )
 
-    def effective_layouts(
-        self, layouts: Mapping[str, Mapping[str, Layout]]
-    ) -> dict[str, dict[str, Layout]]:
-        """The layouts of masters and their gradients: as the graphs', but sharded over the axes that ZeRO shares out, and from group to
-        group as over all of dp."""
-        found = {
-            name: {
-                axis: S(self._shares[name].dim) if axis in self._shares[name].axes else layout
-                for axis, layout in own.items()
-            }
-            for name, own in layouts.items()
-        }
-        if COPIES in self.axes:
-            found = {
-                name: own | ({COPIES: layouts[name]["dp"]} if "dp" in own else {})
-                for name, own in found.items()
-            }
-        return found
-
-    # -------------------------------------------------------------------------------------------------------------- gradients
-
-    def _take(self, name: str, leaf: Tensor) -> None:
-        """Called when backward has a gradient of a leaf, all of it: move it to where gradients add up."""
-        if self._by_segment:
-            self.gathering.free([name])
-        if not self._each_backward:
-            if self.half:
-                self._add(name, leaf.grad)
-                leaf.grad = None
-            return
-        segment = self.gathering.segment_of.get(name)
-        if (
-            self._ready
-            and self.plan.zero == 3
-            and self.gathering.segment_of.get(self._ready[-1]) != segment
-        ):
-            self._flush()  # of the segment before
-        self._ready.append(name)
-        self._ready_bytes += leaf.grad.numel() * self.master_dtype.itemsize
-        if self._ready_bytes >= BUCKET_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Start to reduce the gradients that are ready, once the bucket before has arrived."""
-        names, self._ready, self._ready_bytes = self._ready, [], 0
-        self._arrive()
-        self._travelling = names, self._scatter(names, [self.leaves[name].grad for name in names])
-        for name in names:
-            self.leaves[name].grad = None
-
-    def _arrive(self) -> None:
-        """Wait for the bucket on its way."""
-        if self._travelling is not None:
-            (names, moving), self._travelling = self._travelling, None
-            for name, part in zip(names, moving.wait(), strict=True):
-                self._add(name, part)
-
-    def _scatter(self, names: Sequence[str], grads: Sequence[Tensor]) -> Moving:
-        wide = [grad.to(self.master_dtype) for grad in grads]
-        shares, layouts = (
-            [self._shares[name] for name in names],
-            [self._layouts.get(name, {}) for name in names],
-        )
-        return Moving(scatter(wide, shares, layouts, self.axes))
-
-    def _add(self, name: str, grad: Tensor) -> None:
-        one = self.trained[name]
-        if one.total is None:
-            one.total = grad.to(self.master_dtype)
-        else:
-            one.total.add_(grad)
-
-    def after_backward(self) -> None:
-        """To be called after the backward of each micro-batch."""
-        if self._ready:
-            self._flush()
-        self._arrive()
-        if self._by_segment:
-            self.gathering.free()
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients so far by name, of parameters that have one; after `reduce` those that the optimizer is given."""
-        found = {
-            name: one.leaf.grad if one.total is None else one.total
-            for name, one in self.trained.items()
-        }
-        return {name: grad for name, grad in found.items() if grad is not None}
-
-    def change_gradient(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Put what `change` makes of a gradient so far, or of zeros if there is none, in its place."""
-        one = self.trained[name]
-        grad = one.leaf.grad if one.total is None else one.total
-        self._put(
-            name,
-            change(torch.zeros_like(one.leaf, dtype=self.master_dtype) if grad is None else grad),
-        )
-
-    def _put(self, name: str, grad: Tensor) -> None:
-        """Make this the gradient so far."""
-        one = self.trained[name]
-        if self.half or one.total is not None:
-            one.total = grad
-        else:
-            one.leaf.grad = grad
-
-    def reduce(self, layouts: Mapping[str, Mapping[str, Layout]]) -> None:
-        """Add up partial gradients and keep what this rank owns of them; once a step."""
-        grads = self.gradients()
-        if self.plan.zero and not self._each_backward:
-            cut = [name for name in grads if self._shares[name].cuts]
-            for names in buckets(
-                cut, lambda name: grads[name].numel() * self.master_dtype.itemsize, BUCKET_BYTES
-            ):
-                for name, part in zip(
-                    names, self._scatter(names, [grads[name] for name in names]).wait(), strict=True
-                ):
-                    self.trained[name].total, self.leaves[name].grad = part, None
-            grads = self.gradients()
-        add_up(grads, self.effective_layouts(layouts), self.axes, self._put)
+    # --------------------------------------------------------------------------------------------------------------- the step
 
     def hand_over(self) -> None:
         """Give each master its gradient."""
-        for name, grad in self.gradients().items():
-            master = self.trained[name].master
-            if name in self.wholes:
-                whole = self.wholes.joined(name, grad)
-                self.trained[name].total = self.leaves[name].grad = None
-                if self.wholes.owns(name):
-                    master.grad = whole if self.host is None else self._on_host(whole)
+        holding = self.holding
+        for name, grad in self.gradients.so_far().items():
+            one = self.trained[name]
+            if one.master is one.leaf:
                 continue
-            if master is self.leaves[name]:
+            whole = name in self.wholes
+            if whole:
+                grad = self.wholes.joined(name, grad)
+            if whole or holding.offloads:
+                one.total = one.leaf.grad = None  # the device needs it no more
+            if not self.has_master(name):
                 continue
-            if self.host is not None:
-                grad = self._on_host(grad)
-                self.trained[name].total = self.leaves[name].grad = (
-                    None  # the device needs it no more
-                )
-            if hasattr(master, "device_mesh"):
+            if holding.offloads:
+                grad = holding.on_host(grad)
+            if (spec := getattr(one.master, "_spec", None)) is not None:
                 from torch.distributed.tensor import DTensor
 
-                grad = DTensor(grad, master._spec, requires_grad=False)  # from_local takes 0.1 ms
-            master.grad = grad
-
-    def clear(self) -> None:
-        """Forget all gradients."""
-        for one in self.trained.values():
-            one.leaf.grad = one.master.grad = one.total = None
-
-    # ------------------------------------------------------------------------------------------------------------- after the step
+                grad = DTensor(grad, spec, requires_grad=False)  # from_local takes 0.1 ms
+            one.master.grad = grad
 
     @torch.no_grad()
     def publish(self) -> None:
         """Make the leaves what the masters have become."""
+        holding = self.holding
         for name, one in self.trained.items():
             if name in self.wholes:
-                one.own.copy_(self._part(name, self.dtype))
-            elif self._copied:
+                one.own.copy_(self._part(name, holding.dtype))
+            elif holding.half or holding.plan.offload == "optimizer":  # masters are copies
                 one.own.copy_(one.local)
-        if self.plan.zero in (1, 2):
+        if holding.plan.zero in (1, 2):
             cut = [name for name, one in self.trained.items() if one.share.cuts]
             for names in buckets(cut, lambda name: self.leaves[name].nbytes, BUCKET_BYTES):
                 for name, whole in zip(names, self._gather(names).wait(), strict=True):
@@ -478,17 +224,17 @@ class Parameters:
     def _part(self, name: str, dtype: torch.dtype) -> Tensor:
         """This rank's part of a parameter that is updated whole."""
         master = self.trained[name].master.detach() if self.wholes.owns(name) else None
-        return self.wholes.part(name, master, dtype, self.device)
+        return self.wholes.part(name, master, dtype, self.holding.device)
 
     def _gather(self, names: Sequence[str]) -> Moving:
         """The wholes of parameters, from every rank's own parts."""
         ones = [self.trained[name] for name in names]
-        parts = [one.own.to(self.device, non_blocking=True) for one in ones]
-        return Moving(gather(parts, [one.share for one in ones], self.axes))
+        parts = [one.own.to(self.holding.device, non_blocking=True) for one in ones]
+        return Moving(gather(parts, [one.share for one in ones], self.holding.axes))
 
     def present(self) -> AbstractContextManager:
         """A block that runs the program; after it no gathered parameter is left.  In a pipeline all are gathered for all of it."""
-        return self.gathering.holding(not self.by_pass)
+        return self.gathering.holding(not self.holding.by_pass)
 
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:
@@ -496,14 +242,15 @@ class Parameters:
         rank must call."""
         if name not in self.trained:
             return self.leaves[name].detach()
-        one = self.trained[name]
+        holding, one = self.holding, self.trained[name]
         if name in self.wholes:
-            part = self._part(name, self.master_dtype)
-            return Moving(gather([part], [one.share], self.axes)).wait()[0].reshape(one.leaf.shape)
-        if one.share.cuts and (self.plan.zero == 3 or self.half):
+            part = self._part(name, holding.master_dtype)
+        elif one.share.cuts and (holding.plan.zero == 3 or holding.half):
+            part = one.local.to(holding.device)
+        else:
             return (
-                Moving(gather([one.local.to(self.device)], [one.share], self.axes))
-                .wait()[0]
-                .reshape(one.leaf.shape)
+                one.local.to(holding.device)
+                if holding.half or holding.fetches
+                else one.leaf.detach()
             )
-        return one.local.to(self.device) if self.half or self._fetched else one.leaf.detach()
+        return gathered(part, one.share, holding.axes).reshape(one.leaf.shape)

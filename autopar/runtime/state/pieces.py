@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -88,7 +89,8 @@ class Held:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor; any other tensor itself."""
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    data = tensor.detach()
+    return data.to_local() if hasattr(data, "to_local") else data
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,29 +165,40 @@ class PieceWriter(DefaultSavePlanner):
         return self._views[index]
 
 
+def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The tensors that were saved, by name."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
 class PieceReader(DefaultLoadPlanner):
     """Has torch.distributed.checkpoint fill the pieces of every rank, in place."""
 
     def __init__(self, tensors: dict[str, Pieces]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._tensors = tensors
-        self._views: dict[tuple[str, torch.Size], Tensor] = {}
+        self._views: dict[tuple[str, torch.Size | None], Tensor] = {}
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Take in what was saved."""
         self.metadata, self.is_coordinator = metadata, is_coordinator
+        self._saved = {} if metadata is None else tensors_in(metadata)
 
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads of each saved piece."""
         items = []
         for name, pieces in self._tensors.items():
-            saved: TensorStorageMetadata = self.metadata.state_dict_metadata[name]
             views = {torch.Size(offset): view for offset, view in pieces.boxes()}
             self._views.update(((name, offset), view) for offset, view in views.items())
             found = create_read_items_for_chunk_list(
-                name, saved, [ChunkStorageMetadata(o, v.shape) for o, v in views.items()]
+                name,
+                self._saved[name],
+                [ChunkStorageMetadata(o, v.shape) for o, v in views.items()],
             )
             if sum(prod(item.lengths) for item in found) != sum(
                 view.numel() for view in views.values()

@@ -23,7 +23,8 @@ class StageParameters:
         self.holders, self.pp, self.group = program.holders, pp, group
         # one order on all ranks
         shared = sorted({held for held in self.holders.values() if len(held) > 1})
-        self._groups = {held: pp_subgroup(program.mesh, program.rank, held, pp) for held in shared}
+        groups = {held: pp_subgroup(program.mesh, program.rank, held, pp) for held in shared}
+        self._groups = {held: group for held, group in groups.items() if group is not None}
 
     def holds(self, name: str) -> bool:
         """Whether this rank of the pipeline holds a parameter."""
@@ -36,9 +37,9 @@ class StageParameters:
     def add_up_tied(self, parameters: Parameters) -> None:
         """Add up the gradients of a parameter that several stages read, on each rank that holds it.  Once a step, before anything else."""
         for held, group in self._groups.items():
-            for name in parameters.trained if self.pp.index in held else ():
+            for name in parameters.trained:
                 if self.holders[name] == held:
-                    parameters.change_gradient(
+                    parameters.gradients.change(
                         name, partial(apply_primitive, "all_reduce", group=group)
                     )
 

@@ -9,7 +9,6 @@ every parameter, and all compute the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -17,27 +16,13 @@ from torch import Tensor, nn
 
 from autopar.ir.sharding import RP
 from autopar.rewrite.collectives.axes import AxisGroup
-from autopar.rewrite.collectives.patterns import Split, pick
+from autopar.rewrite.collectives.patterns import pick
 from autopar.rewrite.collectives.primitives import apply_primitive
-from autopar.runtime.state.zero import SHARING_AXES, Moving, Share, gather, scatter
+from autopar.runtime.state.holding import Cutting
+from autopar.runtime.state.zero import SHARING_AXES, Moving, gathered, scatter
 
 EVERY_RANK = -1
 """The owner of a parameter that every rank updates."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cutting:
-    """How ranks hold a parameter of `shape`: cut by ep and tp (`splits`, outermost first) to `local_shape`, and then by ZeRO (`share`)."""
-
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    splits: tuple[tuple[AxisGroup, Split], ...]
-    share: Share
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether ranks hold parts of the matrix."""
-        return bool(self.splits or self.share.cuts)
 
 
 class WholeMatrices:
@@ -85,12 +70,7 @@ class WholeMatrices:
     def joined(self, name: str, part: Tensor) -> Tensor:
         """The whole from every rank's part of a parameter or gradient; every rank of the group must call."""
         cutting = self._cuttings[name]
-        if cutting.share.cuts:
-            part = (
-                Moving(gather([part], [cutting.share], self._axes))
-                .wait()[0]
-                .reshape(cutting.local_shape)
-            )
+        part = gathered(part, cutting.share, self._axes).reshape(cutting.local_shape)
         for group, split in reversed(cutting.splits):
             part = apply_primitive("all_gather", part, group, split, None)
         return part

@@ -145,6 +145,11 @@ def gather(
     return found
 
 
+def gathered(part: Tensor, share: Share, axes: Mapping[str, AxisGroup]) -> Tensor:
+    """The whole of one tensor, as `gather` gives it."""
+    return Moving(gather([part], [share], axes)).wait()[0]
+
+
 def copied(target: Tensor, whole: Tensor) -> None:
     """Copy what `gather` found into a tensor of its true shape, without a copy on the way."""
     target.view(whole.shape).copy_(whole)
