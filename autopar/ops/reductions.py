@@ -160,6 +160,20 @@ def _diagonal(call: Call) -> OpDims:
     )
 
 
+def fourier(call: Call) -> OpDims:
+    """Real and imaginary parts, transformed along some dims."""
+    source, along_dims = call.tensors[0], set(call.dims())
+    letters = tuple(f"!{k}" if k in along_dims else f"d{k}" for k in range(source.dim()))
+    out = tuple(f"!r{k}" if k in along_dims else x for k, x in enumerate(letters))
+    both = frozenset(range(len(call.tensors)))
+    return OpDims(
+        (letters,) * len(both),
+        (out,) * len(call.results),
+        dict(zip(letters, source.shape, strict=True)),
+        linear=(both,),
+    )
+
+
 REDUCTIONS: dict[str, Rule] = {
     "sum": _reduction(summing=True),
     **dict.fromkeys(

@@ -23,7 +23,7 @@ from autopar.ops.experts import routed_experts
 from autopar.ops.kinds import Rule, keep_dims, pointwise, same, whole, words
 from autopar.ops.lookup import LOOKUPS
 from autopar.ops.products import PRODUCTS, batch_letters
-from autopar.ops.reductions import REDUCTIONS
+from autopar.ops.reductions import REDUCTIONS, fourier
 from autopar.ops.views import Factors
 
 _RULES: dict[str, Rule] = {}
@@ -407,7 +407,7 @@ _TABLE: dict[str, Rule] = {
     **dict.fromkeys(
         words("""
         arange ones zeros full empty scalar_tensor new_ones new_zeros new_full new_empty eye linspace logspace meshgrid tril_indices
-        triu_indices histc searchsorted
+        triu_indices histc searchsorted view_as_real
         """),
         whole,
     ),
@@ -418,3 +418,5 @@ for _name, _rule in _TABLE.items():
 _RULES["autopar::routed_experts"] = routed_experts
 # `trace/batch_norm.py`; linear in its first operand, but evaluation reads the second
 _RULES["autopar::in_training"] = pointwise()
+# `trace/complex_pairs.py`
+_RULES["autopar::fourier"] = _RULES["autopar::real_fourier"] = fourier

@@ -87,7 +87,8 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
         devices = request.cluster.num_devices // pp
         if not pin.leave(tp=tp) or (tp > tp_limit(request.cluster) and pin.tp is None):
             continue
-        if any(heads % tp for heads in attention_heads(traced)):
+        # attention with other heads stays whole, or is split unevenly: seldom the fastest
+        if pin.tp is None and any(heads % tp for heads in attention_heads(traced)):
             continue
         for cp in divisors(devices // tp):
             dp = devices // tp // cp

@@ -11,7 +11,6 @@ from autopar.ir.traced import TracedModel
 from autopar.ops.dims import is_symbolic
 from autopar.ops.work import tokens_per_row
 from autopar.planning.model_facts import (
-    attention_heads,
     calls_of,
     divisors,
     listed,
@@ -72,13 +71,7 @@ def _check_batch(request: PlanRequest) -> None:
 
 
 def _check_model(pin: Pins, traced: TracedModel) -> None:
-    """The degrees that heads, positions and experts of the model limit."""
-    if pin.tp is not None:
-        for heads in attention_heads(traced):
-            if heads % pin.tp:
-                raise AutoparError(
-                    f"tp={pin.tp} does not divide {heads} attention heads; {listed(divisors(heads))} do"
-                )
+    """The degrees that positions and experts of the model limit."""
     if pin.cp is not None and pin.cp > 1:
         _check_positions(pin.cp, traced)
     if pin.ep is not None and pin.ep > 1:

@@ -36,11 +36,11 @@ def replace(
     return new
 
 
-def call(graph: Graph, like: Node, target: Callable, *args: Argument) -> Node:
+def call(graph: Graph, like: Node, target: Callable, *args: Argument, **kwargs: Argument) -> Node:
     """A new call at the insertion point, from the same module as `like`; its value is computed from its operands' fake values."""
-    new = graph.call_function(target, args)
+    new = graph.call_function(target, args, kwargs)
     new.meta = dict(like.meta)
-    new.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]))
+    new.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
     return new
 
 

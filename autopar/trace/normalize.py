@@ -15,6 +15,7 @@ from autopar.errors import AutoparError
 from autopar.ir.calls import argument
 from autopar.ops.values import output_nodes, result_index
 from autopar.trace.batch_norm import expand_batch_norm
+from autopar.trace.complex_pairs import spell_complex
 from autopar.trace.edit import call, is_op, replace, replace_argument
 from autopar.trace.embeddings import expand_bags
 from autopar.trace.mean_losses import batch_means, class_means, row_means
@@ -154,7 +155,7 @@ def drop_no_ops(graph: Graph) -> None:
                 and node.args[1] == 0
             )
             or (is_op(node, "dropout") and (node.args[1] == 0 or not node.args[2]))
-            or (is_op(node, "detach") and not before.is_floating_point())
+            or (is_op(node, "detach") and not (before.is_floating_point() or before.is_complex()))
         )
         if dropped:
             node.replace_all_uses_with(source)
@@ -210,5 +211,5 @@ def inline_symbolic_sizes(graph: Graph) -> None:
 
 PASSES = (
     inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, expand_bags, drop_assertions, drop_no_ops, unify_spelling,
-    spell_writes, join_slices, class_means, row_means, batch_means, inline_symbolic_sizes, index_own_rows,
+    spell_complex, spell_writes, join_slices, class_means, row_means, batch_means, inline_symbolic_sizes, index_own_rows,
 )  # fmt: skip

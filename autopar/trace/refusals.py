@@ -92,16 +92,20 @@ def shape_text(tensor: torch.Tensor) -> str:
 
 
 def check_values(captured: Captured) -> None:
-    """Raise AutoparError if a tensor is complex, or a number is read out of a tensor."""
+    """Raise AutoparError if a parameter or an input is complex, or a number is read out of a tensor."""
+    fixed = {
+        name
+        for name in captured.attributes
+        if not getattr(captured.parameters.get(captured.attributes[name]), "trainable", False)
+    }
     for node in captured.graph.nodes:
         val = node.meta.get("val")
-        name = captured.attributes.get(node.name, node.name)
-        for tensor in val if isinstance(val, (list, tuple)) else (val,):
-            if isinstance(tensor, torch.Tensor) and tensor.is_complex():
-                raise AutoparError(
-                    f"{name}{line_of_node(node)} is complex ({tensor.dtype}, shape ({shape_text(tensor)})), which autopar cannot "
-                    "distribute: keep real and imaginary parts in real tensors (rotary embeddings: multiply by cos and sin)"
-                )
+        if node.op == "placeholder" and node.name not in fixed and val.is_complex():
+            name = captured.attributes.get(node.name)
+            raise AutoparError(
+                f"{f'parameter {name!r}' if name else f'input {node.name!r}'} is complex ({val.dtype}, shape ({shape_text(val)})), which "
+                "autopar cannot distribute: hold torch.view_as_real of it, and apply torch.view_as_complex in forward"
+            )
         if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
             raise AutoparError(
                 f"forward reads a number out of {node.args[0]}{line_of_node(node)}: every rank would read its own; keep it a tensor"

@@ -13,7 +13,6 @@ from autopar import api
 from autopar.explaining.lints import BUBBLE, FILLED, Finding, lint
 from autopar.explaining.plan_report import plan_table
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.mesh import MeshShape
 
 ODD = "gpt:layers=4,hidden=960,heads=12,vocab=50257,tied=true,seq=128"
 """GPT-2's vocabulary, which no degree divides; eight ranks do not divide 12 heads; embedding and head are one parameter."""
@@ -184,8 +183,7 @@ def test_findings_are_shown_and_a_plan_without_model_has_those_of_the_plan():
 
 def test_attention_whose_heads_tp_does_not_divide():
     t = odd()
-    plan = replace(t.plan({"tp": 4}), mesh=MeshShape(tp=8))  # a degree that a pin refuses
-    (finding,) = named(lint(plan, t.cluster, t.traced), "indivisible heads")
+    (finding,) = found(t, {"tp": 8}, "indivisible heads")
     assert (
         finding.numbers == {"heads": 12, "tp": 8, "segments": 4}
         and "does not divide the 12 heads" in finding.text

@@ -25,7 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-import autopar.trace.batch_norm  # noqa: F401  (defines autopar::in_training)
+import autopar.trace.batch_norm
+import autopar.trace.complex_pairs  # noqa: F401  (defines autopar::fourier)
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
 from autopar.ir.sharding import Pattern, Placement, R, S
@@ -186,6 +187,19 @@ SAMPLES: dict[str, list] = {
     "autopar::in_training": [
         lambda b, i, j, k, m: call(
             torch.ops.autopar.in_training.default, t(b, i, j), t(b, i, j, grad=False)
+        )
+    ],
+    "autopar::fourier": [
+        lambda b, i, j, k, m: call(
+            torch.ops.autopar.fourier.default, t(b, i, j), t(b, i, j), "ifftn", [m], [1], "ortho"
+        ),
+        lambda b, i, j, k, m: call(
+            torch.ops.autopar.fourier.default, t(b, i, j), None, "rfftn", None, [1, 2], None
+        ),
+    ],
+    "autopar::real_fourier": [
+        lambda b, i, j, k, m: call(
+            torch.ops.autopar.real_fourier.default, t(b, i, j), t(b, i, j), "irfftn", [m], [2], None
         )
     ],
     "autopar::routed_experts": [

@@ -625,6 +625,9 @@ PRODUCTS = {
 }
 
 CONSTANTS = {
+    "view_as_real": [
+        lambda b, i, j, k, m: call(aten.view_as_real.default, T((b, i), "complex", grad=False))
+    ],
     "logspace": [lambda b, i, j, k, m: call(aten.logspace.default, 0.0, 1.0, i)],
     "meshgrid": [lambda b, i, j, k, m: call(aten.meshgrid.default, [t(i), t(j)])],
     **{

@@ -11,7 +11,8 @@ import torch
 class T:
     """An operand of a sample.
 
-    `kind` says which values it has: normal, positive, fraction (in (0, 1)), above_one, sorted, bool, `below` (whole numbers below `limit`),
+    `kind` says which values it has: normal, complex, positive, fraction (in (0, 1)), above_one, sorted, bool, `below` (whole numbers
+    below `limit`),
     `distinct` (the same, none twice) or `labels` (the same, some -100).
     """
 
@@ -27,6 +28,7 @@ class T:
             "distinct": torch.int64,
             "labels": torch.int64,
             "bool": torch.bool,
+            "complex": torch.complex128,
         }.get(self.kind, torch.float64)
 
 
@@ -61,6 +63,8 @@ def values_of(x: T, generator: torch.Generator) -> torch.Tensor:
         return torch.where(torch.rand(x.shape, generator=generator) < 0.3, -100, labels)
     if x.kind == "bool":
         return torch.rand(x.shape, generator=generator) < 0.5
+    if x.kind == "complex":
+        return torch.randn(x.shape, generator=generator, dtype=torch.complex128)
     if x.kind in ("fraction", "above_one"):
         return torch.rand(x.shape, generator=generator, dtype=torch.float64) * 0.8 + (
             0.1 if x.kind == "fraction" else 1.1

@@ -1,0 +1,387 @@
+"""Complex numbers as pairs of real tensors, real part and imaginary part.
+
+The layout algebra, communication and optimizers know real tensors alone. A loss is real, so the
+gradients of the two parts are those that autograd of complex numbers gives.
+
+Discrete Fourier transforms become one op of pairs, `autopar::fourier`; those that return real
+numbers become `autopar::real_fourier`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from autopar.errors import AutoparError
+from autopar.ir.calls import argument
+from autopar.trace.edit import call, is_op
+from autopar.trace.user_lines import line_of_node
+
+aten = torch.ops.aten
+Pair = tuple[Any, Any]
+"""The real and the imaginary part: nodes, or numbers."""
+
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_OPERANDS = "Tensor real, Tensor? imag, str transform, SymInt[]? size, int[] dim, str? norm"
+_LIBRARY.define(f"fourier({_OPERANDS}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"real_fourier({_OPERANDS}) -> Tensor")
+
+
+def _fourier(
+    real: Tensor,
+    imag: Tensor | None,
+    transform: str,
+    size: list[int] | None,
+    dim: list[int],
+    norm: str | None,
+) -> Any:
+    values = real if imag is None else torch.complex(real, imag)
+    found = getattr(torch.fft, transform)(values, size, dim, norm)
+    return found if not found.is_complex() else (found.real.clone(), found.imag.clone())
+
+
+_LIBRARY.impl("fourier", _fourier, "CompositeImplicitAutograd")
+_LIBRARY.impl("real_fourier", _fourier, "CompositeImplicitAutograd")
+
+
+def spell_complex(graph: Graph) -> None:
+    """Replace all complex values of the graph, but for buffers and constants, which are read as
+    pairs. Raises AutoparError for an op of complex numbers that has no spelling in pairs."""
+    pairs: dict[Node, Any] = {}
+    for node in list(graph.nodes):
+        if _is_complex(node) or any(each in pairs for each in node.all_input_nodes):
+            _Spelling(graph, node, pairs).run()
+    for node in reversed(pairs):
+        if node.op == "call_function":
+            graph.erase_node(node)
+
+
+def _is_complex(node: Node) -> bool:
+    val = node.meta.get("val")
+    values = val if isinstance(val, (list, tuple)) else (val,)
+    return any(isinstance(each, Tensor) and each.is_complex() for each in values)
+
+
+class _Spelling:
+    """One node in pairs; `pairs` holds the parts of the nodes before it."""
+
+    def __init__(self, graph: Graph, node: Node, pairs: dict[Node, Any]) -> None:
+        self.graph, self.node, self.pairs = graph, node, pairs
+
+    def run(self) -> None:
+        """Write the node's parts, or its result if that is real, before it."""
+        node, name = self.node, _name(self.node)
+        if node.op == "output":
+            raise AutoparError("forward returns a complex tensor; a loss is a real number")
+        before = self.graph.inserting_before
+        with self.graph.inserting_after(node) if node.op == "placeholder" else before(node):
+            if node.op == "placeholder":
+                self.pairs[node] = self._halves()
+            elif node.target is operator.getitem:
+                self.pairs[node] = self.pairs[node.args[0]][node.args[1]]
+            elif not isinstance(node.meta.get("val"), (Tensor, list, tuple)):
+                node.args = torch.fx.map_arg(node.args, self.real)  # a size
+            elif name in _SPELLINGS:
+                self._keep(_SPELLINGS[name](self))
+            else:
+                shape = tuple(map(str, node.meta["val"].shape)) if _is_complex(node) else ""
+                raise AutoparError(
+                    f"{name}{line_of_node(node)} of complex numbers {shape} has no spelling in pairs "
+                    "of real tensors, which autopar needs: write it with real and imaginary parts "
+                    "(torch.view_as_real, .real, .imag)"
+                )
+
+    def _keep(self, result: Any) -> None:
+        if _is_complex(self.node):
+            self.pairs[self.node] = result
+        else:
+            self.node.replace_all_uses_with(result)
+            self.graph.erase_node(self.node)
+
+    def emit(self, target: Callable, *args: Any, **kwargs: Any) -> Node:
+        """A call before the node, of real operands."""
+        return call(self.graph, self.node, target, *args, **kwargs)
+
+    def of(self, operand: Any) -> Pair:
+        """The parts of an operand; the imaginary part of what is real is None."""
+        if isinstance(operand, complex):
+            return operand.real, operand.imag
+        return (
+            self.pairs.get(operand, (operand, None))
+            if isinstance(operand, Node)
+            else (operand, None)
+        )
+
+    def real(self, operand: Any) -> Any:
+        """The real part of an operand."""
+        return self.of(operand)[0]
+
+    def whole(self, operand: Any) -> Pair:
+        """The parts of an operand, with zeros for what is real."""
+        real, imag = self.of(operand)
+        if isinstance(real, Node):
+            dtype = self._dtype()
+            real = (
+                self.emit(aten.to.dtype, real, dtype) if real.meta["val"].dtype != dtype else real
+            )
+            imag = self.emit(aten.zeros_like.default, real) if imag is None else imag
+        return real, 0.0 if imag is None else imag
+
+    def _dtype(self) -> torch.dtype:
+        val = self.node.meta["val"]
+        return (val[0] if isinstance(val, (list, tuple)) else val).dtype.to_real()
+
+    def _halves(self) -> Pair:
+        """The parts of a buffer or constant, after it."""
+        both = call(self.graph, self.node, aten.view_as_real.default, self.node)
+        with self.graph.inserting_after(both):
+            imag = call(self.graph, self.node, aten.select.int, both, -1, 1)
+            real = call(self.graph, self.node, aten.select.int, both, -1, 0)
+        return real, imag
+
+    def parts(self, both: Node) -> Pair:
+        """The two results of a call."""
+        found = []
+        for index, val in enumerate(both.meta["val"]):
+            found.append(self.graph.call_function(operator.getitem, (both, index)))
+            found[-1].meta = dict(both.meta) | {"val": val}
+        return found[0], found[1]
+
+
+def _name(node: Node) -> str:
+    operation = isinstance(node.target, torch._ops.OpOverload)
+    return node.target._schema.name.removeprefix("aten::") if operation else str(node.target)
+
+
+def _alike(at: _Spelling) -> Any:
+    """What moves elements, or adds them: both parts alike."""
+    node = at.node
+    numbers = {key: value for key, value in node.kwargs.items() if key != "dtype"}
+    results = []
+    for part in (0, 1):
+        args = torch.fx.map_arg(node.args, lambda n, part=part: at.of(n)[part] or n)
+        results.append(at.emit(node.target, *args, **numbers))
+    if isinstance(node.meta["val"], Tensor):
+        return tuple(results)
+    return list(zip(*(_items(at, each) for each in results), strict=True))
+
+
+def _items(at: _Spelling, several: Node) -> Iterator[Node]:
+    for index, val in enumerate(several.meta["val"]):
+        item = at.graph.call_function(operator.getitem, (several, index))
+        item.meta = dict(several.meta) | {"val": val}
+        yield item
+
+
+def _joined(at: _Spelling) -> Pair:
+    """cat, stack, where: of complex operands and real ones."""
+    if is_op(at.node, "where"):
+        condition, *given = at.node.args
+        operands = [at.whole(each) for each in given]
+        return tuple(
+            at.emit(at.node.target, condition, *each) for each in zip(*operands, strict=True)
+        )
+    operands = [at.whole(each) for each in at.node.args[0]]
+    return tuple(
+        at.emit(at.node.target, list(each), *at.node.args[1:])
+        for each in zip(*operands, strict=True)
+    )
+
+
+def _multilinear(at: _Spelling) -> Pair:
+    """A product of any kind: the sum over the parts of all factors, with i * i = -1."""
+    node = at.node
+    listed = is_op(node, "einsum")
+    factors = list(node.args[1] if listed else node.args)
+    bias = factors.pop() if is_op(node, "linear") and len(factors) > 2 else None
+    choices = [
+        [(each, power) for power, each in enumerate(at.of(factor)) if each is not None]
+        for factor in factors
+    ]
+    sums: list[Any] = [None, None]
+    for chosen in product(*choices):
+        power, operands = sum(p for _, p in chosen), [each for each, _ in chosen]
+        args = (node.args[0], operands) if listed else operands
+        term, part, negative = at.emit(node.target, *args), power % 2, power % 4 > 1
+        if sums[part] is None:
+            sums[part] = at.emit(aten.neg.default, term) if negative else term
+        else:
+            sums[part] = at.emit(aten.sub.Tensor if negative else aten.add.Tensor, sums[part], term)
+    if bias is not None:
+        sums = [at.emit(aten.add.Tensor, *each) for each in zip(sums, at.whole(bias), strict=True)]
+    return tuple(sums)
+
+
+def _added(at: _Spelling) -> Pair:
+    node = at.node
+    (left, left_i), (right, right_i) = map(at.of, node.args[:2])
+    kwargs, shape = dict(node.kwargs), list(node.meta["val"].shape)
+    real = at.emit(node.target, left, right, **kwargs)
+    if left_i is None or right_i is None:  # zeros of the other's shape
+        one = at.emit(aten.zeros_like.default, real)
+        left_i, right_i = (one if each is None else each for each in (left_i, right_i))
+    imag = at.emit(node.target, left_i, right_i, **kwargs)
+    return real, imag if len(imag.meta["val"].shape) == len(shape) else _wide(at, imag, shape)
+
+
+def _wide(at: _Spelling, value: Node, shape: list) -> Node:
+    return at.emit(aten.expand.default, value, shape)
+
+
+def _product(at: _Spelling, left: Pair, right: Pair) -> Pair:
+    mul = lambda a, b: at.emit(aten.mul.Tensor, a, b)  # noqa: E731
+    (a, b), (c, d) = left, right
+    return (
+        at.emit(aten.sub.Tensor, mul(a, c), mul(b, d)),
+        at.emit(aten.add.Tensor, mul(a, d), mul(b, c)),
+    )
+
+
+def _inverse(at: _Spelling, value: Pair) -> Pair:
+    real, imag = value
+    square = at.emit(aten.add.Tensor, *(at.emit(aten.mul.Tensor, x, x) for x in value))
+    return (
+        at.emit(aten.div.Tensor, real, square),
+        at.emit(aten.neg.default, at.emit(aten.div.Tensor, imag, square)),
+    )
+
+
+def _divided(at: _Spelling) -> Pair:
+    above, below = at.node.args[:2]
+    real, imag = at.of(below)
+    if isinstance(below, complex):
+        inverse = 1 / below
+        return _product(at, at.whole(above), (inverse.real, inverse.imag))
+    if imag is not None:
+        return _product(at, at.whole(above), _inverse(at, (real, imag)))
+    return tuple(at.emit(aten.div.Tensor, part, real) for part in at.whole(above))
+
+
+def _power(at: _Spelling) -> Pair:
+    base, exponent = at.whole(at.node.args[0]), at.node.args[1]
+    if not isinstance(exponent, (int, float)) or exponent not in range(9):
+        raise AutoparError(
+            f"pow{line_of_node(at.node)} of complex numbers: autopar knows whole exponents up to 8; "
+            "write others as torch.exp(exponent * torch.log(base)) in real and imaginary parts"
+        )
+    found = (
+        at.emit(aten.ones_like.default, base[0]),
+        at.emit(aten.zeros_like.default, base[1]),
+    )
+    for k in range(int(exponent)):
+        found = base if k == 0 else _product(at, found, base)
+    return found
+
+
+def _polar(at: _Spelling, size: Any, angle: Any) -> Pair:
+    turned = at.emit(aten.cos.default, angle), at.emit(aten.sin.default, angle)
+    return tuple(at.emit(aten.mul.Tensor, size, each) for each in turned)
+
+
+def _exponential(at: _Spelling) -> Pair:
+    real, imag = at.whole(at.node.args[0])
+    return _polar(at, at.emit(aten.exp.default, real), imag)
+
+
+def _length(at: _Spelling) -> Node:
+    """The norm of the pair, whose gradient at 0 is 0."""
+    both = at.emit(aten.stack.default, list(at.whole(at.node.args[0])), -1)
+    return at.emit(aten.linalg_vector_norm.default, both, 2, [-1])
+
+
+def _conjugate(at: _Spelling) -> Pair:
+    real, imag = at.whole(at.node.args[0])
+    return real, at.emit(aten.neg.default, imag)
+
+
+def _cast(at: _Spelling) -> Any:
+    """Between two kinds of complex numbers, from real numbers, or to them."""
+    operand, dtype = at.node.args[0], at.node.meta["val"].dtype
+    if not dtype.is_complex:
+        return at.emit(aten.to.dtype, at.real(operand), dtype)
+    real, imag = at.whole(operand)
+    return tuple(at.emit(aten.to.dtype, part, dtype.to_real()) for part in (real, imag))
+
+
+def _constant(at: _Spelling) -> Pair:
+    """zeros, ones and full of a complex dtype."""
+    node, kwargs = at.node, {"dtype": at.node.meta["val"].dtype.to_real()}
+    name, given = _name(node), list(node.args)
+    value = complex({"zeros": 0, "empty": 0, "ones": 1}.get(name, given[-1]))
+    size = [] if name == "scalar_tensor" else given[0]
+    return tuple(at.emit(aten.full.default, size, x, **kwargs) for x in (value.real, value.imag))
+
+
+def _alike_filled(at: _Spelling) -> Pair:
+    real, _ = at.whole(at.node.args[0])
+    value = {"zeros_like": 0.0, "ones_like": 1.0, "empty_like": 0.0}[_name(at.node)]
+    return at.emit(aten.full_like.default, real, value), at.emit(aten.zeros_like.default, real)
+
+
+def _paired(at: _Spelling) -> Pair:
+    """view_as_complex: the last dim holds the parts."""
+    return tuple(at.emit(aten.select.int, at.node.args[0], -1, part) for part in (0, 1))
+
+
+def _transform(at: _Spelling) -> Any:
+    """A Fourier transform of one dim, two or any number."""
+    node, name = at.node, _name(at.node)
+    kind = name.removeprefix("fft_").removesuffix("2").removesuffix("n")
+    real, imag = at.of(node.args[0])
+    rank = real.meta["val"].dim()
+    size = argument(node, "n" if name.endswith("fft") else "s")
+    dim = argument(node, "dim")
+    if name.endswith("fft"):
+        size, dim = None if size is None else [size], [-1 if dim is None else dim]
+    elif dim is None:
+        first = 2 if name.endswith("2") else rank if size is None else len(size)
+        dim = list(range(rank - first, rank))
+    if kind == "irfft" and imag is None:
+        imag = at.emit(aten.zeros_like.default, real)
+    operands = (real, imag, f"{kind}n", size, [each % rank for each in dim], argument(node, "norm"))
+    if kind == "irfft":
+        return at.emit(torch.ops.autopar.real_fourier.default, *operands)
+    return at.parts(at.emit(torch.ops.autopar.fourier.default, *operands))
+
+
+_MOVES = """
+    reshape view unsqueeze squeeze transpose permute expand slice select unbind split_with_sizes index index_select gather repeat
+    repeat_interleave flip roll pad constant_pad_nd diagonal unfold tril triu clone contiguous alias detach neg sum cumsum mean
+    lift_fresh_copy
+""".split()  # fmt: skip
+_SPELLINGS: dict[str, Callable[[_Spelling], Any]] = {
+    **dict.fromkeys(_MOVES, _alike),
+    **dict.fromkeys(("cat", "stack", "where"), _joined),
+    **dict.fromkeys(("mul", "matmul", "mm", "bmm", "mv", "dot", "outer", "linear", "einsum"), _multilinear),
+    **dict.fromkeys(("add", "sub"), _added),
+    "div": _divided,
+    "reciprocal": lambda at: _inverse(at, at.whole(at.node.args[0])),
+    "pow": _power,
+    "square": lambda at: _product(at, *[at.whole(at.node.args[0])] * 2),
+    "exp": _exponential,
+    "abs": _length,
+    "angle": lambda at: at.emit(aten.atan2.default, *reversed(at.whole(at.node.args[0]))),
+    **dict.fromkeys(("conj", "_conj", "conj_physical", "_conj_physical"), _conjugate),
+    **dict.fromkeys(("resolve_conj", "resolve_neg"), lambda at: at.whole(at.node.args[0])),
+    "real": lambda at: at.whole(at.node.args[0])[0],
+    "imag": lambda at: at.whole(at.node.args[0])[1],
+    "to": _cast,
+    **dict.fromkeys(("zeros", "ones", "full", "empty", "scalar_tensor"), _constant),
+    **dict.fromkeys(("zeros_like", "ones_like", "empty_like"), _alike_filled),
+    "view_as_complex": _paired,
+    "complex": lambda at: tuple(at.node.args[:2]),
+    "view_as_real": lambda at: at.emit(aten.stack.default, list(at.whole(at.node.args[0])), -1),
+    "polar": lambda at: _polar(at, *at.node.args[:2]),
+    **{
+        f"fft_{kind}{dims}": _transform
+        for kind in ("fft", "ifft", "rfft", "irfft")
+        for dims in ("", "2", "n")
+    },
+}  # fmt: skip
+"""What an op is in pairs, by its name; the result is a pair, a list of pairs, or a real node."""
