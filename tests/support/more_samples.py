@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import autopar_kernels.layer_norms
+import autopar_kernels.norms  # noqa: F401 (both register ops)
 import torch
 from support.operands import T, call, ids, mask_, pos, t
 
@@ -639,6 +641,36 @@ CONSTANTS = {
     ],
 }
 
+autopar = torch.ops.autopar
+FUSED = {
+    "autopar::rms_norm": [
+        lambda b, i, j, k, m: call(autopar.rms_norm.default, t(b, i, j), t(j)),
+        lambda b, i, j, k, m: call(
+            autopar.rms_norm.default, t(b, i, j), t(j), eps=1e-3, offset=1.0, cast="after"
+        ),
+        lambda b, i, j, k, m: call(autopar.rms_norm.default, t(b, j), cast="none"),
+        lambda b, i, j, k, m: call(autopar.rms_norm.default, t(b, i, k, j), t(j), t(b, i, k, j)),
+    ],
+    "autopar::add_rms_norm": [
+        lambda b, i, j, k, m: call(autopar.add_rms_norm.default, t(b, i, j), t(b, i, j), t(j)),
+        lambda b, i, j, k, m: call(autopar.add_rms_norm.default, t(b, j), t(b, j), eps=1e-3),
+    ],
+    "autopar::layer_norm": [
+        lambda b, i, j, k, m: call(
+            autopar.layer_norm.default, t(b, i, j + 1), t(j + 1), t(j + 1), 1e-3
+        ),
+        lambda b, i, j, k, m: call(autopar.layer_norm.default, t(b, j + 1)),
+    ],
+    "autopar::add_layer_norm": [
+        lambda b, i, j, k, m: call(
+            autopar.add_layer_norm.default, t(b, i, j + 1), t(b, i, j + 1), t(j + 1), t(j + 1)
+        ),
+        lambda b, i, j, k, m: call(
+            autopar.add_layer_norm.default, t(b, i, j + 1), t(b, i, j + 1), None, t(j + 1)
+        ),
+    ],
+}
+
 MORE_SAMPLES = {
     **ELEMENTWISE,
     **REDUCTIONS,
@@ -647,4 +679,5 @@ MORE_SAMPLES = {
     **CRITERIA,
     **PRODUCTS,
     **CONSTANTS,
+    **FUSED,
 }

@@ -1,0 +1,37 @@
+"""Rules of the ops of `autopar_kernels` that stand for a subgraph (`trace/fusion/`).
+
+Rows may be sharded; weights are then replicated.  The dim that a norm reduces may not be sharded, nor may it in the subgraph: the rule of
+`mean` keeps the dims that it averages whole.
+"""
+
+from __future__ import annotations
+
+import autopar_kernels.layer_norms
+import autopar_kernels.norms  # noqa: F401 (both register ops)
+
+from autopar.ir.calls import argument_names
+from autopar.ops.dims import Call, OpDims
+from autopar.ops.kinds import Rule
+
+
+def present(call: Call, *names: str) -> list[str]:
+    """The names of the tensor arguments that a call has, in the order of its schema."""
+    return [name for name in argument_names(call.node) if name in names and call.arg(name)]
+
+
+def _norm(call: Call) -> OpDims:
+    """A norm over the last dim.  x, residual and gate have the dims of the result, weight and bias the last one."""
+    x = call.tensors[0]
+    letters = (*(f"d{k}" for k in range(x.dim() - 1)), "!n")
+    given = present(call, "x", "residual", "gate", "weight", "bias")
+    inputs = tuple(("!n",) if name in ("weight", "bias") else letters for name in given)
+    sizes = dict(zip(letters, x.shape, strict=True))
+    return OpDims(inputs, (letters,) * len(call.results), sizes)
+
+
+FUSED: dict[str, Rule] = {
+    "autopar::rms_norm": _norm,
+    "autopar::add_rms_norm": _norm,
+    "autopar::layer_norm": _norm,
+    "autopar::add_layer_norm": _norm,
+}
