@@ -33,6 +33,10 @@ class FusedOp:
     replaced: tuple[str, ...]
     attributes: dict[str, Attribute]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.attributes, dict):
+            raise ValueError(f"attributes of {shown(self.name)} are {shown(self.attributes)}")
+
 
 @dataclass(frozen=True, slots=True)
 class NearMiss:

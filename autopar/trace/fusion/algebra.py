@@ -162,6 +162,10 @@ class Algebra:
         assert isinstance(product, Product)
         return product
 
+    def factors(self, term: Term) -> set[Term]:
+        """The terms that a product multiplies; a term alone is its only factor."""
+        return {factor for factor, _ in term.factors} if isinstance(term, Product) else {term}
+
     def _one(self, kind: Callable[..., Term], *fields: Any) -> Term:
         """The one term with these fields."""
         return self._known.setdefault((kind, fields), kind(*fields))

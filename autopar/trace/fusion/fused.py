@@ -94,7 +94,7 @@ def _tried(
                 if not reason:
                     yield match
                 elif match is found:
-                    yield Miss(found.name, found.interior[0], reason)
+                    yield Miss(found.name, found.at, reason)
 
 
 def _refused(match: Match, taken: set[Node]) -> str:

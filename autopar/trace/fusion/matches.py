@@ -26,6 +26,7 @@ class Match:
         attributes: its other arguments, by name.
         results: for each result of the op the node that it replaces.
         interior: the nodes that the op replaces, `results` among them, in the order of the graph.
+        at: the node by which the subgraph is recognised, such as the root of a norm.
     """
 
     op: Any
@@ -33,6 +34,7 @@ class Match:
     attributes: dict[str, Attribute]
     results: tuple[Node, ...]
     interior: tuple[Node, ...]
+    at: Node
 
     @property
     def name(self) -> str:

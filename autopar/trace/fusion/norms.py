@@ -35,6 +35,7 @@ class _Core:
     Attributes:
         x: the term that is normalised.
         eps: what is added to the mean of squares.
+        root: the term 1 / sqrt(mean(x^2) + eps).
         inside: the factors that are multiplied before rounding.
         outside: the factors that are multiplied after rounding.
         rounded: the dtype of that rounding, or None.
@@ -42,9 +43,18 @@ class _Core:
 
     x: Term
     eps: float
+    root: Term
     inside: Product
     outside: Product
     rounded: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unlike:
+    """A root of a mean that is that of no norm, and why."""
+
+    root: Term
+    reason: str
 
 
 def match_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
@@ -54,10 +64,12 @@ def match_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
     if op_name(node) == "aten::layer_norm":
         return _of_torch(node, _LAYER)
     core = _core(algebra, algebra.terms[node])
-    if core is None:
-        return None
-    found = _rms_norm(algebra, node, core) if isinstance(core, _Core) else core
-    return Miss(_RMS, node, found) if isinstance(found, str) else found
+    if core is None or isinstance(core, _Unlike):
+        return core and Miss(_RMS, algebra.nodes.get(core.root, node), core.reason)
+    found = _rms_norm(algebra, node, core)
+    return (
+        Miss(_RMS, algebra.nodes.get(core.root, node), found) if isinstance(found, str) else found
+    )
 
 
 def _of_torch(node: Node, name: str) -> Match | Miss:
@@ -77,10 +89,10 @@ def _of_torch(node: Node, name: str) -> Match | Miss:
         op, attributes = torch.ops.autopar.layer_norm.default, {"eps": float(eps)}
     else:
         op, attributes = torch.ops.autopar.rms_norm.default, {"eps": float(eps), "cast": "after"}
-    return Match(op, operands, attributes, (node,), (node,))
+    return Match(op, operands, attributes, (node,), (node,), node)
 
 
-def _core(algebra: Algebra, term: Term) -> _Core | str | None:
+def _core(algebra: Algebra, term: Term) -> _Core | _Unlike | None:
     """The core of a value that may be a norm; the reason why it is none; None if it does not look like one."""
     one = algebra.quotient(term, term)
     if isinstance(term, Cast):
@@ -104,21 +116,27 @@ def _core(algebra: Algebra, term: Term) -> _Core | str | None:
 
 def _scaled(
     algebra: Algebra, term: Term, outside: Product, rounded: torch.dtype | None
-) -> _Core | str | None:
+) -> _Core | _Unlike | None:
     """The core of a product in which something is divided by its root mean square."""
-    if not isinstance(term, Product):
+    if not isinstance(term, Product) or len(term.factors) < 2:
         return None
     for factor, exponent in term.factors:
         mean, eps = _mean_and_constant(factor)
         if mean is None or exponent.is_integer() or exponent > 0:
             continue
+        root = algebra.power(factor, exponent)
         if exponent != -0.5:
-            return f"the mean of squares is raised to {exponent}, where a norm has -0.5"
+            return _Unlike(
+                root, f"the mean of squares is raised to {exponent}, where a norm has -0.5"
+            )
         x = _root_of(algebra, mean.of)
         if x is None:
-            return "the mean is of no square"
-        inside = algebra.quotient(term, x, algebra.power(factor, -0.5))
-        return _Core(x, eps, inside, outside, rounded)
+            return _Unlike(root, "the mean is of no square")
+        inside = algebra.quotient(term, x, root)
+        divided = {factor for factor, power in inside.factors if power < 0}
+        if not divided.isdisjoint(algebra.factors(x)):
+            return _Unlike(root, "what is normalised is not what is squared")
+        return _Core(x, eps, root, inside, outside, rounded)
     return None
 
 
@@ -147,7 +165,7 @@ def _rms_norm(algebra: Algebra, node: Node, core: _Core) -> Match | str:
     """The op that computes a core with its weight, or why there is none."""
     x = _value(algebra, core.x, core.rounded is not None)
     if x is None:
-        return "what is normalised is not what is squared"
+        return "what is normalised is no value of the graph"
     if core.eps < 0:
         return f"{core.eps} is added to the mean of squares, which may be negative then"
     if core.inside.factors and core.outside.factors:
@@ -169,7 +187,8 @@ def _rms_norm(algebra: Algebra, node: Node, core: _Core) -> Match | str:
         return f"it is rounded to {core.rounded}, the dtype of neither input nor weight"
     attributes = {"eps": core.eps, "offset": offset, "cast": cast}
     interior = tuple(interior_of(algebra, (node,), operands.values()))
-    return Match(torch.ops.autopar.rms_norm.default, operands, attributes, (node,), interior)
+    at = algebra.nodes.get(core.root, node)
+    return Match(torch.ops.autopar.rms_norm.default, operands, attributes, (node,), interior, at)
 
 
 def _cast(core: _Core, of_x: torch.dtype, of_weight: torch.dtype) -> str | None:
