@@ -6,8 +6,9 @@ Rows may be sharded; weights are then replicated.  The dim that a norm reduces m
 
 from __future__ import annotations
 
+import autopar_kernels.glu
 import autopar_kernels.layer_norms
-import autopar_kernels.norms  # noqa: F401 (both register ops)
+import autopar_kernels.norms  # noqa: F401 (all register ops)
 
 from autopar.ir.calls import argument_names
 from autopar.ops.dims import Call, OpDims
@@ -29,9 +30,26 @@ def _norm(call: Call) -> OpDims:
     return OpDims(inputs, (letters,) * len(call.results), sizes)
 
 
+def _glu(call: Call) -> OpDims:
+    """Element by element, and linear in up where nothing is added to it or clamped.  Halves of one projection are sharded as sections."""
+    x, out = call.tensors[0], call.results[0]
+    letters = tuple(f"d{k}" for k in range(out.dim()))
+    sizes = dict(zip(letters, out.shape, strict=True))
+    if call.arg("up") is not None:
+        plain = not call.arg("shift") and call.arg("limit") is None
+        linear = (frozenset({1}),) if plain else ()
+        return OpDims((letters, letters), (letters,), sizes, linear=linear)
+    width = int(out.shape[-1])
+    last, even = f"{letters[-1]}|{width}:{width}", frozenset[str]()
+    if call.arg("layout") == "interleaved":
+        last, even = letters[-1], frozenset({letters[-1]})
+    return OpDims(((*letters[: x.dim() - 1], last),), (letters,), sizes, even=even)
+
+
 FUSED: dict[str, Rule] = {
     "autopar::rms_norm": _norm,
     "autopar::add_rms_norm": _norm,
     "autopar::layer_norm": _norm,
     "autopar::add_layer_norm": _norm,
+    "autopar::glu": _glu,
 }

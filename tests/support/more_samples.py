@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import autopar_kernels.glu
 import autopar_kernels.layer_norms
-import autopar_kernels.norms  # noqa: F401 (both register ops)
+import autopar_kernels.norms  # noqa: F401 (all register ops)
 import torch
 from support.operands import T, call, ids, mask_, pos, t
 
@@ -654,6 +655,15 @@ FUSED = {
     "autopar::add_rms_norm": [
         lambda b, i, j, k, m: call(autopar.add_rms_norm.default, t(b, i, j), t(b, i, j), t(j)),
         lambda b, i, j, k, m: call(autopar.add_rms_norm.default, t(b, j), t(b, j), eps=1e-3),
+    ],
+    "autopar::glu": [
+        lambda b, i, j, k, m: call(autopar.glu.default, t(b, i, j), t(b, i, j)),
+        lambda b, i, j, k, m: call(
+            autopar.glu.default, t(b, j), t(b, j), "gelu_tanh", shift=1.0, limit=1.5
+        ),
+        lambda b, i, j, k, m: call(autopar.glu.default, t(b, i, 2 * j), act="gelu"),
+        lambda b, i, j, k, m: call(autopar.glu.default, t(b, 2 * j), layout="up_gate"),
+        lambda b, i, j, k, m: call(autopar.glu.default, t(b, 2 * j), layout="interleaved"),
     ],
     "autopar::layer_norm": [
         lambda b, i, j, k, m: call(

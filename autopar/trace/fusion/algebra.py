@@ -11,7 +11,8 @@ x * x, x.square() and x ** 2 are one product; x.rsqrt(), x ** -0.5 and 1 / x.sqr
 An operand that an op widens on its own is widened by a cast here.  Nothing moves across a cast, since rounding is part of what is computed.
 Shapes are left out: who matches a term compares the shapes of its nodes.
 
-Equal terms are one object, so that `is` compares them and a term is hashed in constant time.
+Equal terms are one object, so that `is` compares them and a term is hashed in constant time.  Parts are in the order in which the algebra
+met them: what iterates over them does the same in every process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Cast:
 class Product:
     """coefficient * the factors, each to its exponent."""
 
-    factors: frozenset[tuple[Term, float]]
+    factors: tuple[tuple[Term, float], ...]
     coefficient: float
 
 
@@ -56,7 +57,7 @@ class Product:
 class Sum:
     """constant + the summands, each with its coefficient."""
 
-    summands: frozenset[tuple[Term, float]]
+    summands: tuple[tuple[Term, float], ...]
     constant: float
 
 
@@ -89,6 +90,7 @@ class Algebra:
         self.terms: dict[Node, Term] = {}
         self.nodes: dict[Term, Node] = {}
         self._known: dict[tuple, Term] = {}
+        self._numbers: dict[Term, int] = {}
         for node in graph.nodes:
             if is_floating(node):
                 term = self._of(node)
@@ -124,7 +126,7 @@ class Algebra:
                 coefficient *= factor.coefficient**exponent
             for term, power in inner:
                 exponents[term] = exponents.get(term, 0.0) + power * exponent
-        parts = frozenset((term, power) for term, power in exponents.items() if power)
+        parts = self._ordered(exponents)
         if coefficient == 1.0 and len(parts) == 1:
             ((term, power),) = parts
             if power == 1.0:
@@ -143,7 +145,7 @@ class Algebra:
                     factor *= term.coefficient
                     term = self.product(term.factors)
                 coefficients[term] = coefficients.get(term, 0.0) + factor * coefficient
-        parts = frozenset((term, factor) for term, factor in coefficients.items() if factor)
+        parts = self._ordered(coefficients)
         if not constant and len(parts) == 1:
             ((term, factor),) = parts
             return self.product(((term, 1.0),), factor)
@@ -158,7 +160,7 @@ class Algebra:
         found = self.product(((whole, 1.0), *((divisor, -1.0) for divisor in divisors)))
         if isinstance(found, Product):
             return found
-        product = self._one(Product, frozenset({(found, 1.0)}), 1.0)
+        product = self._one(Product, ((found, 1.0),), 1.0)
         assert isinstance(product, Product)
         return product
 
@@ -168,7 +170,14 @@ class Algebra:
 
     def _one(self, kind: Callable[..., Term], *fields: Any) -> Term:
         """The one term with these fields."""
-        return self._known.setdefault((kind, fields), kind(*fields))
+        term = self._known.setdefault((kind, fields), kind(*fields))
+        self._numbers.setdefault(term, len(self._numbers))
+        return term
+
+    def _ordered(self, parts: Mapping[Term, float]) -> tuple[tuple[Term, float], ...]:
+        """Parts that are not zero, in the order in which their terms were met."""
+        present = [(term, number) for term, number in parts.items() if number]
+        return tuple(sorted(present, key=lambda part: self._numbers[part[0]]))
 
     # ------------------------------------------------------------------------------------------------------- from nodes to terms
 

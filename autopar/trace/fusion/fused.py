@@ -19,11 +19,15 @@ from autopar.ir.fusion import FusedOp, Fusion, NearMiss
 from autopar.ir.traced import BlockClass, TracedModel, per_model
 from autopar.ops.values import output_nodes
 from autopar.trace.fusion.algebra import Algebra
+from autopar.trace.fusion.gated import match_gated
 from autopar.trace.fusion.matches import Match, Matcher, Miss, used_outside
 from autopar.trace.fusion.norms import match_norm, with_residual
 from autopar.trace.fusion.validate import wrong
 
-_MATCHERS: dict[str, tuple[Matcher, ...]] = {"norms": (match_norm,), "all": (match_norm,)}
+_MATCHERS: dict[str, tuple[Matcher, ...]] = {
+    "norms": (match_norm,),
+    "all": (match_norm, match_gated),
+}
 """By mode; the first matcher that matches a node has it."""
 
 
