@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import autopar_kernels.glu
 import autopar_kernels.layer_norms
-import autopar_kernels.norms  # noqa: F401 (all register ops)
+import autopar_kernels.norms
+import autopar_kernels.rotary  # noqa: F401 (all register ops)
 
 from autopar.ir.calls import argument_names
 from autopar.ops.dims import Call, OpDims
-from autopar.ops.kinds import Rule
+from autopar.ops.kinds import Rule, same
 
 
 def present(call: Call, *names: str) -> list[str]:
@@ -46,10 +47,26 @@ def _glu(call: Call) -> OpDims:
     return OpDims(((*letters[: x.dim() - 1], last),), (letters,), sizes, even=even)
 
 
+def _rotary(call: Call) -> OpDims:
+    """Batch, heads and positions shard, the rotated dim does not; linear in x.  Tables have no gradient."""
+    x = call.tensors[0].shape
+    letters = ("b", "t", "h", "!d") if call.arg("heads_last") else ("b", "h", "t", "!d")
+    batch = "b" if same(call.tensors[1].shape[0], x[0]) else "!b"
+    table = (batch, "t", "!c") if call.arg("positions") is None else ("!p", "!c")
+    terms = {"x": letters, "cos": table, "sin": table, "positions": ("b", "t")}
+    return OpDims(
+        tuple(terms[name] for name in present(call, *terms)),
+        (letters,),
+        dict(zip(letters, x, strict=True)),
+        linear=(frozenset({0}),),
+    )
+
+
 FUSED: dict[str, Rule] = {
     "autopar::rms_norm": _norm,
     "autopar::add_rms_norm": _norm,
     "autopar::layer_norm": _norm,
     "autopar::add_layer_norm": _norm,
     "autopar::glu": _glu,
+    "autopar::rotary_single": _rotary,
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import autopar_kernels.glu
 import autopar_kernels.layer_norms
-import autopar_kernels.norms  # noqa: F401 (all register ops)
+import autopar_kernels.norms
+import autopar_kernels.rotary  # noqa: F401 (all register ops)
 import torch
 from support.operands import T, call, ids, mask_, pos, t
 
@@ -643,6 +644,12 @@ CONSTANTS = {
 }
 
 autopar = torch.ops.autopar
+
+
+def rotation(x: T, table: T, positions: T | None = None, **options):
+    return call(autopar.rotary_single.default, x, table, table, positions, **options)
+
+
 FUSED = {
     "autopar::rms_norm": [
         lambda b, i, j, k, m: call(autopar.rms_norm.default, t(b, i, j), t(j)),
@@ -655,6 +662,16 @@ FUSED = {
     "autopar::add_rms_norm": [
         lambda b, i, j, k, m: call(autopar.add_rms_norm.default, t(b, i, j), t(b, i, j), t(j)),
         lambda b, i, j, k, m: call(autopar.add_rms_norm.default, t(b, j), t(b, j), eps=1e-3),
+    ],
+    "autopar::rotary_single": [
+        lambda b, i, j, k, m: rotation(t(b, i, j, 2 * k), t(b, j, 2 * k, grad=False)),
+        lambda b, i, j, k, m: rotation(t(b, i, j, 2 * k), t(1, j, k, grad=False)),
+        lambda b, i, j, k, m: rotation(
+            t(b, j, i, 2 * k), t(b, j, 2 * k, grad=False), interleaved=True, heads_last=True
+        ),
+        lambda b, i, j, k, m: rotation(
+            t(b, i, j, 2 * k), t(m + 3, 2 * k, grad=False), ids(m + 3, b, j)
+        ),
     ],
     "autopar::glu": [
         lambda b, i, j, k, m: call(autopar.glu.default, t(b, i, j), t(b, i, j)),

@@ -168,6 +168,15 @@ class Algebra:
         """The terms that a product multiplies; a term alone is its only factor."""
         return {factor for factor, _ in term.factors} if isinstance(term, Product) else {term}
 
+    def value(self, term: Term, widened: bool) -> Node | None:
+        """The node of a term; with `widened`, of what the term only widens."""
+        while widened and isinstance(term, Cast) and term.of in self.nodes:
+            inner = dtype_of(self.nodes[term.of])
+            if torch.promote_types(inner, term.dtype) != term.dtype:
+                break
+            term = term.of
+        return self.nodes.get(term)
+
     def _one(self, kind: Callable[..., Term], *fields: Any) -> Term:
         """The one term with these fields."""
         term = self._known.setdefault((kind, fields), kind(*fields))

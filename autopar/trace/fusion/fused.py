@@ -12,21 +12,24 @@ import operator
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from torch.fx import Graph, Node
 
 from autopar.ir.fusion import FusedOp, Fusion, NearMiss
 from autopar.ir.traced import BlockClass, TracedModel, per_model
 from autopar.ops.values import output_nodes
+from autopar.trace.edit import call
 from autopar.trace.fusion.algebra import Algebra
 from autopar.trace.fusion.gated import match_gated
-from autopar.trace.fusion.matches import Match, Matcher, Miss, used_outside
+from autopar.trace.fusion.matches import Match, Matcher, Miss, used_outside, viewed
 from autopar.trace.fusion.norms import match_norm, with_residual
+from autopar.trace.fusion.rotary import match_rotary
 from autopar.trace.fusion.validate import wrong
 
 _MATCHERS: dict[str, tuple[Matcher, ...]] = {
     "norms": (match_norm,),
-    "all": (match_norm, match_gated),
+    "all": (match_norm, match_gated, match_rotary),
 }
 """By mode; the first matcher that matches a node has it."""
 
@@ -150,11 +153,14 @@ class _Rewriting:
         return self._copies[node]
 
     def _insert(self, match: Match) -> None:
-        copies = {name: self._copy(node) for name, node in match.operands.items()}
+        result = match.results[0]
+        copies = {
+            name: viewed(match, name, self._copy(node), partial(call, self._graph, node))
+            for name, node in match.operands.items()
+        }
         schema = [spec.name for spec in match.op._schema.arguments]
         last = max(schema.index(name) for name in copies)
         positional = tuple(copies.get(name) for name in schema[: last + 1])
-        result = match.results[0]
         name = result.name if len(match.interior) == 1 else match.op._schema.name.split("::")[1]
         new = self._graph.create_node(
             "call_function", match.op, positional, dict(match.attributes), name=name

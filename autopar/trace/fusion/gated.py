@@ -41,7 +41,7 @@ def match_gated(algebra: Algebra, node: Node) -> Match | Miss | None:
         shift = 0.0
         if isinstance(rest, Sum) and len(rest.summands) == 1 and rest.summands[0][1] == 1.0:
             rest, shift = rest.summands[0][0], rest.constant
-        values = _value(algebra, gate), _value(algebra, rest)
+        values = algebra.value(gate, widened=True), algebra.value(rest, widened=True)
         found = _glu(algebra, node, act, shift, *values)
         if isinstance(found, Match):
             return found
@@ -68,13 +68,6 @@ def _activated(algebra: Algebra, term: Product) -> Iterator[tuple[str, tuple[Ter
             yield act, (factor,), inner.of[0]
         elif inner.name == "sigmoid" and factors.get(inner.of[0], 0.0) >= 1.0:
             yield "silu", (inner.of[0], factor), inner.of[0]
-
-
-def _value(algebra: Algebra, term: Term) -> Node | None:
-    """The node of a term, or of what it only casts."""
-    while isinstance(term, Cast) and term.of in algebra.nodes:
-        term = term.of
-    return algebra.nodes.get(term)
 
 
 def _glu(

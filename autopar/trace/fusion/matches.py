@@ -7,13 +7,16 @@ computes the node from which operands.  It sees one block class, so that no matc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Node
 
 from autopar.ir.fusion import Attribute
 from autopar.trace.fusion.algebra import Algebra, Term
+
+View = tuple[Any, tuple[Any, ...]] | None
+"""An op that makes a view, and its arguments after the tensor; None for the tensor itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +30,7 @@ class Match:
         results: for each result of the op the node that it replaces.
         interior: the nodes that the op replaces, `results` among them, in the order of the graph.
         at: the node by which the subgraph is recognised, such as the root of a norm.
+        views: by operand, the view of its node that the op reads.
     """
 
     op: Any
@@ -35,6 +39,7 @@ class Match:
     results: tuple[Node, ...]
     interior: tuple[Node, ...]
     at: Node
+    views: dict[str, View] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -72,6 +77,12 @@ def interior_of(algebra: Algebra, results: Iterable[Node], operands: Iterable[No
             found.add(node)
             waiting += node.all_input_nodes
     return sorted(found)
+
+
+def viewed(match: Match, name: str, tensor: Any, call: Callable[..., Any]) -> Any:
+    """What the op reads as an operand, from its tensor or node; `call` is given an op and its arguments."""
+    view = match.views.get(name)
+    return tensor if view is None else call(view[0], tensor, *view[1])
 
 
 def used_outside(match: Match) -> Node | None:

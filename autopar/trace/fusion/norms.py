@@ -163,7 +163,7 @@ def _root_of(algebra: Algebra, square: Term) -> Term | None:
 
 def _rms_norm(algebra: Algebra, node: Node, core: _Core) -> Match | str:
     """The op that computes a core with its weight, or why there is none."""
-    x = _value(algebra, core.x, core.rounded is not None)
+    x = algebra.value(core.x, widened=core.rounded is not None)
     if x is None:
         return "what is normalised is no value of the graph"
     if core.eps < 0:
@@ -213,18 +213,8 @@ def _weight(algebra: Algebra, factors: Product) -> tuple[Node, float] | None:
         if coefficient != 1.0:
             return None
         term, offset = inner, term.constant
-    node = _value(algebra, term, widened=True)
+    node = algebra.value(term, widened=True)
     return (node, offset) if exponent == 1.0 and node is not None else None
-
-
-def _value(algebra: Algebra, term: Term, widened: bool) -> Node | None:
-    """The node of a term; with `widened`, of what the term only widens."""
-    while widened and isinstance(term, Cast) and term.of in algebra.nodes:
-        inner = algebra.nodes[term.of]
-        if torch.promote_types(dtype_of(inner), term.dtype) != term.dtype:
-            break
-        term = term.of
-    return algebra.nodes.get(term)
 
 
 _WITH_RESIDUAL = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from autopar.ir.calls import op_name
-from autopar.trace.fusion.matches import Match
+from autopar.trace.fusion.matches import Match, viewed
 
 _EXACT = 1e-12
 """Largest difference in fp64, relative to the largest element."""
@@ -55,13 +55,18 @@ def _operands(match: Match) -> Values:
     generator = torch.Generator().manual_seed(0)
     found: Values = {}
     for node in match.operands.values():
-        val = node.meta["val"]
-        shape = [small(size) for size in val.shape[:-1]] + [int(size) for size in val.shape[-1:]]
+        val, shape = node.meta["val"], _small_shape(node)
         if val.is_floating_point():
             found[node] = torch.randn(shape, generator=generator, dtype=torch.float64).to(val.dtype)
         else:
             found[node] = torch.randint(0, 2, shape, generator=generator).to(val.dtype)
     return found
+
+
+def _small_shape(node: Node) -> list[int]:
+    """The shape of a node where a match is evaluated."""
+    shape = node.meta["val"].shape
+    return [small(size) for size in shape[:-1]] + [int(size) for size in shape[-1:]]
 
 
 def small(size: Any) -> int:
@@ -78,7 +83,10 @@ Evaluation = Callable[[Match, Mapping[Node, Tensor], "torch.dtype | None"], Sequ
 
 def _op(match: Match, given: Mapping[Node, Tensor], wide: torch.dtype | None) -> Sequence[Tensor]:
     """The results of the op."""
-    tensors = {name: given[node] for name, node in match.operands.items()}
+    tensors = {
+        name: viewed(match, name, given[node], lambda op, *args: op(*args))
+        for name, node in match.operands.items()
+    }
     found = match.op(**tensors, **match.attributes)
     return (found,) if isinstance(found, Tensor) else found
 
@@ -90,6 +98,8 @@ def _subgraph(
     values: dict[Node, Any] = dict(given)
     for node in match.interior:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        if op_name(node) in ("aten::reshape", "aten::expand"):
+            args = (args[0], _small_shape(node))
         if wide is not None:
             args, kwargs = _cast_to(wide, args), _cast_to(wide, kwargs)
             if op_name(node) == "aten::rms_norm":  # whose default follows the dtype
@@ -108,10 +118,9 @@ def _cast_to(wide: torch.dtype, value: Any) -> Any:
 
 
 def _with_gradients(match: Match, given: Values, evaluate: Evaluation) -> dict[str, Tensor]:
-    """Results, and the gradients of the floating operands under random gradients of the results."""
+    """Results, and the gradients of the operands that have one, under random gradients of the results."""
     leaves = {
-        node: value.detach().requires_grad_() if value.is_floating_point() else value
-        for node, value in given.items()
+        node: value.detach().requires_grad_(_has_gradient(node)) for node, value in given.items()
     }
     results = evaluate(match, leaves, torch.float64)
     generator = torch.Generator().manual_seed(1)
@@ -125,6 +134,12 @@ def _with_gradients(match: Match, given: Values, evaluate: Evaluation) -> dict[s
         f"gradient of {name}": torch.zeros(()) if gradient is None else gradient
         for name, gradient in zip(wanted, gradients, strict=True)
     }
+
+
+def _has_gradient(node: Node) -> bool:
+    """Whether a gradient flows back through an operand."""
+    floating: bool = node.meta["val"].is_floating_point()
+    return floating and bool(node.meta.get("grad"))
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
