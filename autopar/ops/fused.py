@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import autopar_kernels.glu
 import autopar_kernels.layer_norms
+import autopar_kernels.losses
 import autopar_kernels.norms
 import autopar_kernels.rotary  # noqa: F401 (all register ops)
 
 from autopar.ir.calls import argument_names
-from autopar.ops.dims import Call, OpDims
+from autopar.ops.dims import Call, OpDims, is_symbolic
 from autopar.ops.kinds import Rule, same
 
 
@@ -62,11 +63,31 @@ def _rotary(call: Call) -> OpDims:
     )
 
 
+def _cross_entropy(call: Call) -> OpDims:
+    """Tokens shard; classes too, with statistics that ranks exchange (`rewrite/lowerings/vocabulary_parallel.py`)."""
+    logits, reduction = call.tensors[0], call.arg("reduction")
+    free = reduction != "mean"
+    tokens = tuple(f"d{k}" if free else f"!{k}" for k in range(logits.dim() - 1))
+    classes = "v" if free and not is_symbolic(logits.shape[-1]) else "!v"
+    terms = {"logits": (*tokens, classes), "target": tokens, "weight": ("!w",)}
+    special = {"v": "vocab_parallel_statistics"} if classes == "v" else {}
+    return OpDims(
+        tuple(terms[name] for name in present(call, *terms)),
+        (tokens if reduction == "none" else (),),
+        dict(zip(terms["logits"], logits.shape, strict=True)),
+        frozenset(tokens) if reduction == "sum" else frozenset(),
+        contiguous=frozenset(special),
+        special=special,
+        replicated_result=frozenset(special),
+    )
+
+
 FUSED: dict[str, Rule] = {
     "autopar::rms_norm": _norm,
     "autopar::add_rms_norm": _norm,
     "autopar::layer_norm": _norm,
     "autopar::add_layer_norm": _norm,
+    "autopar::cross_entropy": _cross_entropy,
     "autopar::glu": _glu,
     "autopar::rotary_single": _rotary,
 }

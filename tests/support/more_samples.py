@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import autopar_kernels.glu
 import autopar_kernels.layer_norms
+import autopar_kernels.losses
 import autopar_kernels.norms
 import autopar_kernels.rotary  # noqa: F401 (all register ops)
 import torch
@@ -662,6 +663,20 @@ FUSED = {
     "autopar::add_rms_norm": [
         lambda b, i, j, k, m: call(autopar.add_rms_norm.default, t(b, i, j), t(b, i, j), t(j)),
         lambda b, i, j, k, m: call(autopar.add_rms_norm.default, t(b, j), t(b, j), eps=1e-3),
+    ],
+    "autopar::cross_entropy": [
+        lambda b, i, j, k, m: call(
+            autopar.cross_entropy.default, t(b * i, j), T((b * i,), "labels", j), reduction="sum"
+        ),
+        lambda b, i, j, k, m: call(
+            autopar.cross_entropy.default,
+            t(b, i, j),
+            T((b, i), "labels", j),
+            T((j,), "positive", grad=False),
+            label_smoothing=0.1,
+            reduction="none",
+        ),
+        lambda b, i, j, k, m: call(autopar.cross_entropy.default, t(b, j), ids(j, b)),
     ],
     "autopar::rotary_single": [
         lambda b, i, j, k, m: rotation(t(b, i, j, 2 * k), t(b, j, 2 * k, grad=False)),

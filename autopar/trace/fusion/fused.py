@@ -22,6 +22,7 @@ from autopar.ops.values import output_nodes
 from autopar.trace.edit import call
 from autopar.trace.fusion.algebra import Algebra
 from autopar.trace.fusion.gated import match_gated
+from autopar.trace.fusion.losses import match_loss
 from autopar.trace.fusion.matches import Match, Matcher, Miss, used_outside, viewed
 from autopar.trace.fusion.norms import match_norm, with_residual
 from autopar.trace.fusion.rotary import match_rotary
@@ -29,7 +30,7 @@ from autopar.trace.fusion.validate import wrong
 
 _MATCHERS: dict[str, tuple[Matcher, ...]] = {
     "norms": (match_norm,),
-    "all": (match_norm, match_gated, match_rotary),
+    "all": (match_norm, match_gated, match_rotary, match_loss),
 }
 """By mode; the first matcher that matches a node has it."""
 

@@ -15,8 +15,8 @@ from torch.fx import Node
 from autopar.ir.fusion import Attribute
 from autopar.trace.fusion.algebra import Algebra, Term
 
-View = tuple[Any, tuple[Any, ...]] | None
-"""An op that makes a view, and its arguments after the tensor; None for the tensor itself."""
+View = tuple[tuple[Any, tuple[Any, ...]], ...]
+"""The ops that make a view, each with its arguments after the tensor; () is the tensor itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +31,7 @@ class Match:
         interior: the nodes that the op replaces, `results` among them, in the order of the graph.
         at: the node by which the subgraph is recognised, such as the root of a norm.
         views: by operand, the view of its node that the op reads.
+        moved: a cast of the first operand and views of it, which the op reads before the cast.
     """
 
     op: Any
@@ -40,6 +41,7 @@ class Match:
     interior: tuple[Node, ...]
     at: Node
     views: dict[str, View] = field(default_factory=dict)
+    moved: tuple[Node, ...] = ()
 
     @property
     def name(self) -> str:
@@ -81,8 +83,9 @@ def interior_of(algebra: Algebra, results: Iterable[Node], operands: Iterable[No
 
 def viewed(match: Match, name: str, tensor: Any, call: Callable[..., Any]) -> Any:
     """What the op reads as an operand, from its tensor or node; `call` is given an op and its arguments."""
-    view = match.views.get(name)
-    return tensor if view is None else call(view[0], tensor, *view[1])
+    for op, arguments in match.views.get(name, ()):
+        tensor = call(op, tensor, *arguments)
+    return tensor
 
 
 def used_outside(match: Match) -> Node | None:

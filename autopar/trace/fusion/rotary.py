@@ -103,15 +103,15 @@ def _table(table: Node, shape: torch.Size) -> tuple[bool, View] | None:
     batch, first, second, columns = map(str, shape)
     if own == [first, columns] or own == [second, columns]:
         # a table of two dims is aligned with the last two of x
-        return (False, (aten.unsqueeze.default, (0,))) if own[0] == second else None
+        return (False, ((aten.unsqueeze.default, (0,)),)) if own[0] == second else None
     if len(own) == 3 and own[0] == "1" and own[1:] == [second, columns]:
-        return False, None
+        return False, ()
     if len(own) != 4 or own[0] not in ("1", batch) or own[3] != columns:
         return None
     if own[1] == "1" and own[2] == second:
-        return False, (aten.squeeze.dim, (1,))
+        return False, ((aten.squeeze.dim, (1,)),)
     if own[2] == "1" and own[1] == first:
-        return True, (aten.squeeze.dim, (2,))
+        return True, ((aten.squeeze.dim, (2,)),)
     return None
 
 

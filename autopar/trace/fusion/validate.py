@@ -54,8 +54,9 @@ def _operands(match: Match) -> Values:
     """Random tensors for the operands: symbolic dims have 2 elements, others at most `_ROWS`, the last dim all."""
     generator = torch.Generator().manual_seed(0)
     found: Values = {}
-    for node in match.operands.values():
-        val, shape = node.meta["val"], _small_shape(node)
+    for number, node in enumerate(match.operands.values()):
+        val = node.meta["val"]
+        shape = _small_shape(node if number or not match.moved else match.moved[-1])
         if val.is_floating_point():
             found[node] = torch.randn(shape, generator=generator, dtype=torch.float64).to(val.dtype)
         else:
@@ -66,7 +67,8 @@ def _operands(match: Match) -> Values:
 def _small_shape(node: Node) -> list[int]:
     """The shape of a node where a match is evaluated."""
     shape = node.meta["val"].shape
-    return [small(size) for size in shape[:-1]] + [int(size) for size in shape[-1:]]
+    last = [int(size) if isinstance(size, int) else small(size) for size in shape[-1:]]
+    return [small(size) for size in shape[:-1]] + last
 
 
 def small(size: Any) -> int:
@@ -84,7 +86,9 @@ Evaluation = Callable[[Match, Mapping[Node, Tensor], "torch.dtype | None"], Sequ
 def _op(match: Match, given: Mapping[Node, Tensor], wide: torch.dtype | None) -> Sequence[Tensor]:
     """The results of the op."""
     tensors = {
-        name: viewed(match, name, given[node], lambda op, *args: op(*args))
+        name: given[node]
+        if match.moved
+        else viewed(match, name, given[node], lambda op, *args: op(*args))
         for name, node in match.operands.items()
     }
     found = match.op(**tensors, **match.attributes)
@@ -98,6 +102,9 @@ def _subgraph(
     values: dict[Node, Any] = dict(given)
     for node in match.interior:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node in match.moved[1:]:  # a view, which changes no value
+            values[node] = args[0]
+            continue
         if op_name(node) in ("aten::reshape", "aten::expand"):
             args = (args[0], _small_shape(node))
         if wide is not None:
