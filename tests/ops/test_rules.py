@@ -1029,7 +1029,6 @@ class Meeting:
         self.barrier.wait()
         return stacked.amax(0) if op == "max" else stacked.sum(0)
 
-
     def gathered(self, x: Tensor, group: AxisGroup) -> Tensor:
         self.given[group.index] = x
         self.barrier.wait()

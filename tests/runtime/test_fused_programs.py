@@ -16,6 +16,7 @@ from support.exactness import case, reference, run_steps, sgd, update_error
 import autopar
 from autopar.ir.calls import op_name
 from autopar.runtime.engine import Engine
+from autopar.verify.verify import free_network
 
 MESHES = {
     "dp=2": {"dp": 2, "tp": 1},
@@ -23,8 +24,14 @@ MESHES = {
     "cp=2": {"dp": 1, "tp": 1, "cp": 2},
     "pp=2": {"dp": 1, "tp": 1, "pp": 2, "micro_batch": 4},
 }
-NORMS = {
-    "llama-tiny": {"autopar::rms_norm", "autopar::add_rms_norm"},
+LOSS, SHARDED = "autopar::cross_entropy", "vocab_parallel_statistics"
+OURS = {
+    "llama-tiny": {
+        "autopar::rms_norm",
+        "autopar::add_rms_norm",
+        "autopar::glu",
+        "autopar::rotary_single",
+    },
     "gpt-tiny": {"autopar::layer_norm", "autopar::add_layer_norm"},
 }
 
@@ -33,8 +40,11 @@ def own_ops(engine: Engine) -> Counter[str]:
     """How often the graphs of a rank call each op of ours."""
     modules = {id(m): m for stage in engine.program.stages for m in stage.module.modules()}
     graphs = [m.graph for m in modules.values() if isinstance(m, torch.fx.GraphModule)]
-    names = (op_name(node) for graph in graphs for node in graph.nodes)
-    return Counter(name for name in names if name.startswith("autopar::"))
+    nodes = [node for graph in graphs for node in graph.nodes]
+    names = [op_name(node) for node in nodes] + [
+        getattr(node.target, "__name__", "") for node in nodes
+    ]
+    return Counter(name for name in names if name.startswith("autopar::") or name == SHARDED)
 
 
 def trained(
@@ -45,7 +55,7 @@ def trained(
     for pins in meshes:
         engine = autopar.parallelize(
             copy.deepcopy(found.model),
-            "cpu:2",
+            free_network(2),
             found.batches[0],
             optimizer=sgd,
             pin=pins | {"fuse": mode},
@@ -56,9 +66,9 @@ def trained(
     return results
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_fused_norms_train_as_one_device_does(pool2, name):
-    found = pool2.run(trained, name, [*MESHES.values()], "norms")
+@pytest.mark.parametrize("name", OURS)
+def test_fused_programs_train_as_one_device_does(pool2, name):
+    found = pool2.run(trained, name, [*MESHES.values()], "all")
     for number, mesh in enumerate(MESHES):
         called: Counter[str] = Counter()
         for losses, error, ops in (of_rank[number] for of_rank in found):
@@ -66,14 +76,16 @@ def test_fused_norms_train_as_one_device_does(pool2, name):
             assert losses == pytest.approx(reference(name).losses, rel=1e-9), mesh
             assert error <= 1, mesh
             called += ops
-        assert set(called) == NORMS[name], mesh
+        loss = SHARDED if mesh == "tp=2" else LOSS
+        assert set(called) == OURS[name] | {loss}, mesh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", OURS)
 def test_programs_without_fusion_train_alike(pool2, name):
     meshes = [*MESHES.values()]
     ours, theirs = (pool2.run(trained, name, meshes, mode) for mode in ("norms", "off"))
+    assert all(name.endswith("norm") for _, _, ops in chain(*ours) for name in ops)
     for fused, plain in zip(chain(*ours), chain(*theirs), strict=True):
         assert fused[0][0] == pytest.approx(plain[0][0], rel=1e-12)
         assert fused[0] == pytest.approx(plain[0], rel=1e-9)
