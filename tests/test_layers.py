@@ -25,7 +25,7 @@ ROOMS = """
     autopar.ops
     autopar.text
     autopar.request
-    autopar.trace
+    autopar.trace autopar.trace.fusion
     autopar.annotate
     autopar.solve.costs autopar.solve.integer_program autopar.solve.elimination autopar.solve.staging autopar.solve.bounds
     autopar.solve.search

@@ -83,6 +83,10 @@ def _sent(
     if call.choice.lowering == "vocab_parallel_cross_entropy":
         tokens = local.bytes[call.names[1]] // 8 * 4
         sent_s[0] += 3 * local.pricing.move_s("all_reduce", tokens)
+    if call.choice.lowering == "vocab_parallel_statistics":
+        tokens = local.bytes[call.names[1]] // 8 * 4
+        rows = 4 if Call(call.node).arg("label_smoothing") else 3
+        sent_s[0] += local.pricing.move_s("all_gather", rows * tokens * local.pricing.tp)
     if "cp" in call.fixed and is_attention(call.node):
         for place, (idle, sent) in enumerate(_context_extra(local, call, computed)):
             local_s[place] += idle

@@ -143,13 +143,17 @@ def is_fusible(node: Node) -> bool:
 
 
 LOSSES = ("aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd")
+FUSED_LOSS = "autopar::cross_entropy"
 
 
 def heads_of(graph: Graph, dims: dict[str, OpDims | None]) -> set[str]:
     """The products whose results reach a loss over classes without another product in between: vocabulary heads."""
     found: set[str] = set()
     for loss in ops(graph):
-        waiting, seen = list(loss.all_input_nodes) if op_name(loss) in LOSSES else [], set()
+        waiting, seen = (
+            list(loss.all_input_nodes) if op_name(loss) in (*LOSSES, FUSED_LOSS) else [],
+            set(),
+        )
         while waiting:
             source = waiting.pop()
             if source in seen or source.op != "call_function":

@@ -25,6 +25,7 @@ from autopar.errors import AutoparError, NoPlanFits
 from autopar.request.pins import parse_pins, pins_help
 
 if TYPE_CHECKING:
+    from autopar.ir.plan import Plan
     from autopar.recheck.audit import Audit
     from autopar.recheck.replay import Replay
 
@@ -130,6 +131,12 @@ PINS_HELP = f"\b\nPins:\n{indent(pins_help(), '  ')}"
     is_flag=True,
     help="Price every block and edge from scratch too; exit code 1 if that disagrees.",
 )
+@click.option(
+    "--fusion",
+    "fusions",
+    is_flag=True,
+    help="List what is fused into ops of our own, and what nearly is.",
+)
 @options.as_json
 @click.pass_context
 def explain(
@@ -142,6 +149,7 @@ def explain(
     saved: str | None,
     replays: bool,
     audits: bool,
+    fusions: bool,
     as_json: bool,
     **asked: Any,
 ) -> None:
@@ -154,7 +162,7 @@ def explain(
     wanted |= {"tokens_per_second": tokens_per_second, "replay": replays, "audit": audits}
     wanted["objective"] = objective if objective != "time" else None
     if saved is not None:
-        _explain_saved(saved, wanted, as_json)
+        _show_fusion(_explain_saved(saved, wanted, as_json), fusions and not as_json)
         return
     required = {"MODEL": "model", "CLUSTER": "cluster", "--global-batch": "global_batch"}
     if missing := [name for name, key in required.items() if asked[key] is None]:
@@ -178,6 +186,7 @@ def explain(
     if save:
         plan.save(save)
     _show_plan(plan, as_json, findings, counts, chosen, checks)
+    _show_fusion(plan, fusions and not as_json)
     ctx.exit(1 if any(check.disagreements for check in checks) else 0)
 
 
@@ -210,7 +219,16 @@ _NOT_WITH_A_PLAN = {
 """What a saved plan says itself, by option."""
 
 
-def _explain_saved(path: str, wanted: Mapping[str, Any], as_json: bool) -> None:
+def _show_fusion(plan: Plan, asked: bool) -> None:
+    """What of a plan's model is fused, if that is asked for."""
+    from autopar.explaining.fusion_report import fusion_table
+
+    if asked:
+        show(fusion_table(plan.fusion))
+
+
+def _explain_saved(path: str, wanted: Mapping[str, Any], as_json: bool) -> Plan:
+    """Show a saved plan, and return it."""
     if unused := [name for option, name in _NOT_WITH_A_PLAN.items() if wanted[option]]:
         raise AutoparError(
             f"explain --plan {path} explains a saved plan, which says what it is for: leave out {', '.join(unused)}"
@@ -230,6 +248,7 @@ def _explain_saved(path: str, wanted: Mapping[str, Any], as_json: bool) -> None:
             "explain MODEL CLUSTER.",
             err=True,
         )
+    return plan
 
 
 def _show_plan(

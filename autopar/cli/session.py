@@ -114,9 +114,9 @@ class Planner:
     def collectives(self, plan: Plan) -> dict:
         """The collectives of each block of a plan."""
         from autopar.explaining.collective_counts import block_collectives
-        from autopar.planning.model_facts import as_recomputed
+        from autopar.planning.model_facts import as_planned
 
-        return block_collectives(as_recomputed(self.traced(), plan.recompute), plan)
+        return block_collectives(as_planned(self.traced(), plan), plan)
 
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
         """The replay of a plan that was made under pins."""
@@ -155,18 +155,18 @@ class Planner:
     def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None) -> PlanRequest:
         """What a plan was made for.  AutoparError if that is another model or cluster."""
         from autopar import api
-        from autopar.planning.model_facts import as_recomputed
+        from autopar.planning.model_facts import as_planned
 
         at = cluster or self.cluster
-        api.check_plan(plan, as_recomputed(self.traced(), plan.recompute), at)
+        api.check_plan(plan, as_planned(self.traced(), plan), at)
         return replace(self.request, pin=Pins.of(pin), cluster=at)
 
     def lints(self, plan: Plan, cluster: Cluster | None = None) -> list[Finding]:
         """The findings on a plan for a cluster."""
         from autopar.explaining.lints import lint
-        from autopar.planning.model_facts import as_recomputed
+        from autopar.planning.model_facts import as_planned
 
-        return lint(plan, cluster or self.cluster, as_recomputed(self.traced(), plan.recompute))
+        return lint(plan, cluster or self.cluster, as_planned(self.traced(), plan))
 
 
 def priced_cluster(text: str, price: float | None) -> Cluster:

@@ -14,7 +14,10 @@ from autopar.ops.values import value_grads
 from autopar.rewrite.collectives.transitions import NODE_FUNCTIONS, wait
 from autopar.rewrite.lowerings.context_attention import context_attention
 from autopar.rewrite.lowerings.expert_parallel import expert_parallel
-from autopar.rewrite.lowerings.vocabulary_parallel import vocab_parallel_cross_entropy
+from autopar.rewrite.lowerings.vocabulary_parallel import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_statistics,
+)
 from autopar.rewrite.program import Program, assemble
 from autopar.rewrite.root import module_name
 
@@ -27,6 +30,11 @@ _PRIMITIVE = {function: name for name, function in NODE_FUNCTIONS.items()}
 def _of_loss(node: Node) -> tuple[dict[str, int], dict[str, int]]:
     """The largest logit, the sum of exponentials, the target's logit."""
     return {f"all_reduce over {node.args[2]}": 3}, {}
+
+
+def _of_statistics(node: Node) -> tuple[dict[str, int], dict[str, int]]:
+    """The statistics of each rank's logits."""
+    return {f"all_gather over {node.args[2]}": 1}, {}
 
 
 def _of_attention(node: Node) -> tuple[dict[str, int], dict[str, int]]:
@@ -45,6 +53,7 @@ def _of_experts(node: Node) -> tuple[dict[str, int], dict[str, int]]:
 
 _INSIDE = {
     vocab_parallel_cross_entropy: _of_loss,
+    vocab_parallel_statistics: _of_statistics,
     context_attention: _of_attention,
     expert_parallel: _of_experts,
 }

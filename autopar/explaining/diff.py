@@ -87,6 +87,7 @@ def diff(one: Plan, other: Plan) -> tuple[Difference, ...]:
     return (
         *_identity(one, other),
         *_choices(one, other),
+        *_fusion(one, other),
         *_stages(one, other),
         *_blocks(one, other),
         *_prediction(one, other),
@@ -114,6 +115,16 @@ def _choices(one: Plan, other: Plan) -> Iterator[Difference]:
     yield from _fields(
         "choices", one, other, ("num_microbatches", "global_batch", "precision", "devices")
     )
+
+
+def _fusion(one: Plan, other: Plan) -> Iterator[Difference]:
+    """What is fused; the mode is among the choices."""
+    if one.fusion.mode == other.fusion.mode:
+        for name in ("fused", "missed"):
+            ours, theirs = getattr(one.fusion, name), getattr(other.fusion, name)
+            if ours != theirs:
+                words = (f"{len(each)} subgraphs" for each in (ours, theirs))
+                yield Difference("fusion", name, *words)
 
 
 def _stages(one: Plan, other: Plan) -> Iterator[Difference]:

@@ -56,7 +56,7 @@ class Finding:
 
 
 def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> list[Finding]:
-    """All findings.  `traced` is the model after `model_facts.as_recomputed`; without it, those that the plan alone shows."""
+    """All findings.  `traced` is the model after `model_facts.as_planned`; without it, those that the plan alone shows."""
     groups = tuple(dict.fromkeys(groups_by_rank(plan, cluster)))
     found = [
         finding for group in groups for finding in _named(_across_nodes(plan, group), group, groups)

@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text, write_text
+from autopar.ir.fusion import FusedOp, Fusion, NearMiss
 from autopar.ir.mesh import LAYOUT_AXES, MeshShape
 from autopar.ir.plan_checks import check_consistent, listed_in, made
 from autopar.ir.plan_fields import (
@@ -53,6 +54,7 @@ class Plan(PlanFields):
         devices: if there are several kinds of devices, the kind of each rank of the pipeline.
         shard: the number of neighbouring data-parallel ranks that share out what ZeRO does.  0 means all ranks.
         micro_batch_mean: whether the mean of micro-batch losses may replace the loss of the batch.
+        fusion: which subgraphs are ops of our own, and which nearly are, a `Fusion`.
     """
 
     def to_json(self) -> str:
@@ -95,6 +97,7 @@ class Plan(PlanFields):
                 blocks=tuple(map(_block_from_data, raw.blocks)),
                 predicted=made(Prediction, raw.predicted, "predicted"),
                 certificate=made(Certificate, raw.certificate, "certificate"),
+                fusion=_fusion_from_data(raw.fusion),
             )
             check_consistent(plan)
         except (AutoparError, ValueError) as error:
@@ -144,6 +147,17 @@ def _block_from_data(data: Any) -> BlockPlan:
             f"ops of block {shown(block.name)} do not map ops to axes, and these to choices"
         )
     return replace(block, ops={op: _axes_from_data(op, axes) for op, axes in block.ops.items()})
+
+
+def _fusion_from_data(data: Any) -> Fusion:
+    if isinstance(data, Fusion):  # a plan from before there was fusion
+        return data
+    raw = made(Fusion, data, "fusion")
+    return replace(
+        raw,
+        fused=tuple(made(FusedOp, entry, "an entry of fused") for entry in raw.fused),
+        missed=tuple(made(NearMiss, entry, "an entry of missed") for entry in raw.missed),
+    )
 
 
 def _axes_from_data(op: str, axes: dict) -> dict[str, AxisChoice]:

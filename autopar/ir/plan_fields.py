@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from autopar_cost_models import splits_backward
 
+from autopar.ir.fusion import UNFUSED, Fusion
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import Layout
 
@@ -112,6 +113,7 @@ class PlanFields:
     micro_batch_mean: bool = (
         False  # the user allows the mean of micro-batch losses in the place of another loss
     )
+    fusion: Fusion = UNFUSED
 
     @property
     def splits_backward(self) -> bool:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from autopar.ir.fusion import UNFUSED, Fusion
+
 if TYPE_CHECKING:
     import torch.fx
 
@@ -128,6 +130,7 @@ class TracedModel:
     symbolic batch size in every shape ('' if the model has no batch dim), `constants` tensors that capture lifted out of forward,
     `split` how losses of micro-batches go together, `step_values` what a step computes of its whole batch for that (None: nothing),
     `model_hash` the structure's hash.  `updates` says where the new values of the buffers that forward changes come from.
+    `fusion` says which subgraphs are ops of our own.  Fusion keeps `model_hash`.
     """
 
     inputs: tuple[str, ...]
@@ -143,6 +146,7 @@ class TracedModel:
     model_hash: str
     notes: tuple[str, ...] = ()
     updates: dict[str, Source] = field(default_factory=dict)
+    fusion: Fusion = UNFUSED
 
     @property
     def graph_inputs(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from autopar.ops.dims import Call, JointSharding, OpDims, is_symbolic
 from autopar.ops.elementwise import ELEMENTWISE
 from autopar.ops.equations import equation_rule
 from autopar.ops.experts import routed_experts
+from autopar.ops.fused import FUSED
 from autopar.ops.kinds import Rule, keep_dims, pointwise, same, whole, words
 from autopar.ops.lookup import LOOKUPS
 from autopar.ops.products import PRODUCTS, batch_letters
@@ -416,6 +417,7 @@ _TABLE: dict[str, Rule] = {
 for _name, _rule in _TABLE.items():
     _RULES[f"aten::{_name}"] = _rule
 _RULES["autopar::routed_experts"] = routed_experts
+_RULES.update(FUSED)
 # `trace/batch_norm.py`; linear in its first operand, but evaluation reads the second
 _RULES["autopar::in_training"] = pointwise()
 # `trace/complex_pairs.py`

@@ -7,12 +7,14 @@ from math import isqrt
 
 from autopar.annotate.setting import is_periodic
 from autopar.ir.calls import op_name
+from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel, per_model
 from autopar.ops.dims import Call, is_symbolic
 from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 from autopar.request.pins import is_recompute
 from autopar.trace.deepen import counted
+from autopar.trace.fusion.fused import fused
 
 
 def divisors(number: int) -> list[int]:
@@ -26,6 +28,11 @@ def as_recomputed(traced: TracedModel, mode: str | None) -> TracedModel:
     if mode is None or not is_recompute(mode) or not is_periodic(mode):
         return traced
     return counted(traced, int(mode.partition("-")[2]))
+
+
+def as_planned(traced: TracedModel, plan: Plan) -> TracedModel:
+    """The model as a plan has it: fused, and its layers counted off."""
+    return as_recomputed(fused(traced, plan.fusion.mode), plan.recompute)
 
 
 @per_model(16)

@@ -100,6 +100,7 @@ def make_plan(
         devices=_devices(candidate.mesh, request.cluster),
         shard=candidate.shard,
         micro_batch_mean=request.micro_batch_mean,
+        fusion=traced.fusion,
     )
 
 

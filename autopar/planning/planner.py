@@ -23,6 +23,7 @@ from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.mixed_devices import search_groups
 from autopar.solve.search.result import SearchResult
 from autopar.solve.search.workers import processes_for_search
+from autopar.trace.fusion.fused import fused
 
 
 # products of a search are small: threads that wait for them take the cores of others
@@ -68,7 +69,7 @@ def plan_traced(
 ) -> Plan:
     """What `plan` does once the model is traced and the request is complete."""
     check_pins(request, traced)
-    traced = as_recomputed(traced, request.pin.recompute)
+    traced = as_recomputed(fused(traced, request.pin.fuse or "off"), request.pin.recompute)
     annotator = annotator_of(traced)
     limits = SearchLimits(time_s=time_limit_s, processes=processes_for_search())
     found = find_best(request, traced, annotator, limits, progress)

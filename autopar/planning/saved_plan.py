@@ -10,6 +10,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.planning.pin_checks import check_fetched
 from autopar.planning.plan_model import check_parts, check_segments
+from autopar.trace.fusion.fused import fused
 
 
 def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
@@ -38,4 +39,4 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
         raise AutoparError(
             f"the plan's mesh has {plan.mesh.num_devices} devices and {cluster.name} {cluster.num_devices}: it was damaged; plan again"
         )
-    check_segments(plan, traced)
+    check_segments(plan, fused(traced, plan.fusion.mode))

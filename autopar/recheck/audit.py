@@ -27,7 +27,7 @@ from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import BlockPlan
 from autopar.ir.traced import TracedModel
-from autopar.planning.model_facts import as_recomputed
+from autopar.planning.model_facts import as_planned
 from autopar.recheck.plan_costs import (
     Priced,
     Segment,
@@ -133,7 +133,7 @@ def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
     `request` says what the plan was made for, as in `plan_costs`.  Raises AutoparError where the plan is of another model, or so damaged
     that nothing can be priced: a strategy that does not exist, layouts that nothing converts.
     """
-    traced = as_recomputed(traced, plan.recompute)
+    traced = as_planned(traced, plan)
     of_stage = stage_segments(plan, traced)
     on = segments_by_rank(plan, traced, request)
     base, segments = on[0]

@@ -30,7 +30,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
 from autopar.ir.sharding import Layout
 from autopar.ir.traced import TracedModel
-from autopar.planning.model_facts import as_recomputed
+from autopar.planning.model_facts import as_planned
 from autopar.request.plan_request import PlanRequest
 from autopar.runtime.pipeline.schedule_actions import schedule_actions
 
@@ -130,7 +130,7 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
     `request` says what the plan was made for: cluster, software, and pins of what a plan does not record (`context_method`,
     `sequence_parallel`).  Raises AutoparError where the plan does not fit the model under this request.
     """
-    traced = as_recomputed(traced, plan.recompute)
+    traced = as_planned(traced, plan)
     of_stage = stage_segments(plan, traced)
     ranks, on = plan.mesh.pp, segments_by_rank(plan, traced, request)
     base, segments = on[0]

@@ -34,6 +34,7 @@ from autopar.rewrite.root import (
 )
 from autopar.rewrite.shard import ClassSharder
 from autopar.rewrite.stages import Stage, cut, holders_of, steady_values
+from autopar.trace.fusion.fused import fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ def assemble(
     traced: TracedModel, plan: Plan, rank: int, device: torch.device, whole: bool = False
 ) -> Program:
     """Rewrite the model into the program of `rank`; with `whole`, as if the rank ran every stage, as one."""
-    mesh = plan.mesh
+    traced, mesh = fused(traced, plan.fusion.mode), plan.mesh
     stages = cut(traced, replace(plan, mesh=replace(mesh, pp=1, deal="")) if whole else plan)
     own = [
         stage for stage in stages if stage.index % mesh.pp == mesh.coordinate(rank, "pp") or whole

@@ -44,6 +44,7 @@ from autopar.runtime.state.parameters import Parameters
 from autopar.runtime.state.precision import PRECISIONS, LossScale
 from autopar.runtime.state.sparse_gradients import check_dense_is_the_same
 from autopar.runtime.state.tied_parameters import StageParameters
+from autopar.trace.fusion.fused import fused
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -93,6 +94,8 @@ class Engine(Durable):
     ) -> None:
         """`shorter`: the model traced with shorter batches, shortest first; with it, () too, shorter batches are filled up.  `compile`: as
         `parallelize` has it."""
+        traced = fused(traced, plan.fusion.mode)
+        shorter = None if shorter is None else [fused(one, plan.fusion.mode) for one in shorter]
         self._compiler = Compiler(compile)
         _check_options(plan, max_grad_norm, self._compiler.on)
         self.plan, self.max_grad_norm, self.seed, self.steps = plan, max_grad_norm, seed, 0

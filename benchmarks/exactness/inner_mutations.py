@@ -107,7 +107,16 @@ def _damaged_primitive(send: Callable, kind: str, name: str, x: Tensor, *rest: A
     return torch.zeros_like(result) if kind == "zero" else _refilled(x, result.shape).clone()
 
 
+def _damaged_gather(send: Callable, kind: str, x: Tensor, group: Any) -> Tensor:
+    """All-gather of the statistics of the fused vocabulary-parallel loss."""
+    result = send(x, group)
+    if kind == "double":
+        return send(_refilled(result, x.shape), group)
+    return torch.zeros_like(result) if kind == "zero" else x.expand_as(result)
+
+
 _SENDING = (
+    (vocabulary_parallel, "_gathered", _damaged_gather),
     (vocabulary_parallel, "_reduced", _damaged_sum),
     (context_attention, "_exchange", _damaged_hop),
     (expert_parallel, "_all_to_all", _damaged_exchange),
@@ -117,6 +126,7 @@ _SENDING = (
 
 COMMUNICATING = (
     vocabulary_parallel.vocab_parallel_cross_entropy,
+    vocabulary_parallel.vocab_parallel_statistics,
     context_attention.context_attention,
     expert_parallel.expert_parallel,
 )

@@ -9,6 +9,7 @@ from support.explain_tasks import task, text_of, words_of
 
 from autopar.explaining.diff import diff, diff_table
 from autopar.explaining.plan_report import explain
+from autopar.ir.fusion import Fusion
 from autopar.ir.plan import Plan
 from autopar.text.plan_words import staleness
 
@@ -42,6 +43,7 @@ CHANGES = {
     "choices: shard 0 -> 2": lambda p: replace(p, shard=2),
     "choices: recompute none -> full": lambda p: replace(p, recompute="full"),
     "choices: offload none -> optimizer": lambda p: replace(p, offload="optimizer"),
+    "choices: fuse off -> norms": lambda p: replace(p, fusion=Fusion("norms")),
     "prediction: host memory": lambda p: with_prediction(p, host_bytes=2**30),
     "choices: num_microbatches": lambda p: replace(p, num_microbatches=p.num_microbatches + 1),
     "choices: global_batch 16 -> 32": lambda p: replace(p, global_batch=32),

@@ -1027,7 +1027,7 @@ def compare(
 
 
 class Meeting:
-    """Reductions between the ranks' threads, in place of `sharded_ops._reduced`."""
+    """What ranks' threads exchange, in place of `vocabulary_parallel._reduced` and `_gathered`."""
 
     def __init__(self, parts: int) -> None:
         self.barrier, self.parts, self.given = (
@@ -1043,6 +1043,13 @@ class Meeting:
         self.barrier.wait()
         return stacked.amax(0) if op == "max" else stacked.sum(0)
 
+    def gathered(self, x: Tensor, group: AxisGroup) -> Tensor:
+        self.given[group.index] = x
+        self.barrier.wait()
+        stacked = torch.stack([g.detach() for g in self.given])
+        self.barrier.wait()
+        return stacked
+
 
 def in_ranks(run, axis: str, parts: int, threads: bool) -> list:
     def one(rank: int):
@@ -1051,8 +1058,10 @@ def in_ranks(run, axis: str, parts: int, threads: bool) -> list:
 
     if not threads:
         return [one(rank) for rank in range(parts)]
-    meeting, original = Meeting(parts), vocabulary_parallel._reduced
+    meeting = Meeting(parts)
+    originals = vocabulary_parallel._reduced, vocabulary_parallel._gathered
     vocabulary_parallel._reduced = meeting.reduced
+    vocabulary_parallel._gathered = meeting.gathered
     results, errors = [None] * parts, []
 
     def work(rank: int) -> None:
@@ -1069,7 +1078,7 @@ def in_ranks(run, axis: str, parts: int, threads: bool) -> list:
         for worker in workers:
             worker.join()
     finally:
-        vocabulary_parallel._reduced = original
+        vocabulary_parallel._reduced, vocabulary_parallel._gathered = originals
     if errors:
         raise next(
             (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]

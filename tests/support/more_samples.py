@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import autopar_kernels.glu
+import autopar_kernels.layer_norms
+import autopar_kernels.losses
+import autopar_kernels.norms
+import autopar_kernels.rotary  # noqa: F401 (all register ops)
 import torch
 from support.operands import T, call, ids, mask_, pos, t
 
@@ -642,6 +647,75 @@ CONSTANTS = {
     ],
 }
 
+autopar = torch.ops.autopar
+
+
+def rotation(x: T, table: T, positions: T | None = None, **options):
+    return call(autopar.rotary_single.default, x, table, table, positions, **options)
+
+
+FUSED = {
+    "autopar::rms_norm": [
+        lambda b, i, j, k, m: call(autopar.rms_norm.default, t(b, i, j), t(j)),
+        lambda b, i, j, k, m: call(
+            autopar.rms_norm.default, t(b, i, j), t(j), eps=1e-3, offset=1.0, cast="after"
+        ),
+        lambda b, i, j, k, m: call(autopar.rms_norm.default, t(b, j), cast="none"),
+        lambda b, i, j, k, m: call(autopar.rms_norm.default, t(b, i, k, j), t(j), t(b, i, k, j)),
+    ],
+    "autopar::add_rms_norm": [
+        lambda b, i, j, k, m: call(autopar.add_rms_norm.default, t(b, i, j), t(b, i, j), t(j)),
+        lambda b, i, j, k, m: call(autopar.add_rms_norm.default, t(b, j), t(b, j), eps=1e-3),
+    ],
+    "autopar::cross_entropy": [
+        lambda b, i, j, k, m: call(
+            autopar.cross_entropy.default, t(b * i, j), T((b * i,), "labels", j), reduction="sum"
+        ),
+        lambda b, i, j, k, m: call(
+            autopar.cross_entropy.default,
+            t(b, i, j),
+            T((b, i), "labels", j),
+            T((j,), "positive", grad=False),
+            label_smoothing=0.1,
+            reduction="none",
+        ),
+        lambda b, i, j, k, m: call(autopar.cross_entropy.default, t(b, j), ids(j, b)),
+    ],
+    "autopar::rotary_single": [
+        lambda b, i, j, k, m: rotation(t(b, i, j, 2 * k), t(b, j, 2 * k, grad=False)),
+        lambda b, i, j, k, m: rotation(t(b, i, j, 2 * k), t(1, j, k, grad=False)),
+        lambda b, i, j, k, m: rotation(
+            t(b, j, i, 2 * k), t(b, j, 2 * k, grad=False), interleaved=True, heads_last=True
+        ),
+        lambda b, i, j, k, m: rotation(
+            t(b, i, j, 2 * k), t(m + 3, 2 * k, grad=False), ids(m + 3, b, j)
+        ),
+    ],
+    "autopar::glu": [
+        lambda b, i, j, k, m: call(autopar.glu.default, t(b, i, j), t(b, i, j)),
+        lambda b, i, j, k, m: call(
+            autopar.glu.default, t(b, j), t(b, j), "gelu_tanh", shift=1.0, limit=1.5
+        ),
+        lambda b, i, j, k, m: call(autopar.glu.default, t(b, i, 2 * j), act="gelu"),
+        lambda b, i, j, k, m: call(autopar.glu.default, t(b, 2 * j), layout="up_gate"),
+        lambda b, i, j, k, m: call(autopar.glu.default, t(b, 2 * j), layout="interleaved"),
+    ],
+    "autopar::layer_norm": [
+        lambda b, i, j, k, m: call(
+            autopar.layer_norm.default, t(b, i, j + 1), t(j + 1), t(j + 1), 1e-3
+        ),
+        lambda b, i, j, k, m: call(autopar.layer_norm.default, t(b, j + 1)),
+    ],
+    "autopar::add_layer_norm": [
+        lambda b, i, j, k, m: call(
+            autopar.add_layer_norm.default, t(b, i, j + 1), t(b, i, j + 1), t(j + 1), t(j + 1)
+        ),
+        lambda b, i, j, k, m: call(
+            autopar.add_layer_norm.default, t(b, i, j + 1), t(b, i, j + 1), None, t(j + 1)
+        ),
+    ],
+}
+
 MORE_SAMPLES = {
     **ELEMENTWISE,
     **REDUCTIONS,
@@ -650,4 +724,5 @@ MORE_SAMPLES = {
     **CRITERIA,
     **PRODUCTS,
     **CONSTANTS,
+    **FUSED,
 }

@@ -158,6 +158,16 @@ def _replaced(node: Node, args: tuple, kwargs: dict, name: str, value: Any) -> t
     return (*args[:position], value, *args[position + 1 :]), kwargs
 
 
+def _statistics_loss(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
+    """The op's other arguments by name, without those that are as the schema has them."""
+    call, axis = Call(op.node), op.special["vocab_parallel_statistics"]
+    schema = argument_names(op.node)
+    given = dict(zip(schema, args, strict=False)) | kwargs
+    vocab = int(call.tensors[0].shape[-1])
+    found = {name: given[name] for name in schema[2:] if given.get(name) is not None}
+    return vocabulary_parallel.vocab_parallel_statistics, (*args[:2], axis, vocab), found
+
+
 _CONTEXT = {"context_gather": "gather", "ring": "ring", "ulysses": "ulysses"}
 
 
@@ -201,6 +211,7 @@ def _experts(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
 _SPECIAL = (
     ({"vocab_parallel_embedding"}, _embedding),
     ({"vocab_parallel_cross_entropy"}, _cross_entropy),
+    ({"vocab_parallel_statistics"}, _statistics_loss),
     ({"grouped_heads", *_CONTEXT}, _attention),
     ({"expert_parallel"}, _experts),
     ({"local_groups"}, _local_groups),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import autopar_kernels.losses  # noqa: F401 (registers ops)
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from autopar.rewrite.collectives.axes import AxisGroup, axis_group
 from autopar.rewrite.collectives.ranges import named
 
 _c10d = torch.ops._c10d_functional
+_kernels = torch.ops.autopar
 
 
 def in_training(batch: Tensor, running: Tensor) -> Tensor:
@@ -73,6 +75,57 @@ def vocab_parallel_cross_entropy(
     return _VocabParallelCrossEntropy.apply(
         logits, target, axis_group(axis), vocab, reduction, ignore_index
     )
+
+
+def vocab_parallel_statistics(
+    logits: Tensor,
+    target: Tensor,
+    axis: str,
+    vocab: int,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    reduction: str = "sum",
+) -> Tensor:
+    """`autopar::cross_entropy` of logits whose classes are sharded over `axis`; one all-gather of three numbers a token (four with
+    smoothing), and nothing of the logits' size is kept besides them.
+
+    logits: (..., local vocab); target: (...) whole class indices; weight: (vocab,); result: () for 'sum', (...) for 'none', replicated.
+    """
+    group = axis_group(axis)
+    start, length = shard_extent(vocab, group.size, group.index)
+    smooth = label_smoothing > 0
+    source = logits.detach()
+    if not length:  # statistics of no class, as of one whose logit is -inf
+        source, smooth = source.new_full((*target.shape, 1), -torch.inf), False
+    own = _kernels.cross_entropy_local(source, target, weight, start, smooth, soft_cap)
+    if label_smoothing > 0 and not length:
+        own = torch.cat([own, own.new_zeros((1, own.shape[1]))])
+    merged = _kernels.cross_entropy_merge(_gathered(own, group))
+    loss, _ = _kernels.cross_entropy_merged(
+        logits,
+        target,
+        merged,
+        weight,
+        start,
+        vocab,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        soft_cap,
+    )
+    return loss.sum() if reduction == "sum" else loss
+
+
+def _gathered(x: Tensor, group: AxisGroup) -> Tensor:
+    """The tensors of all ranks, stacked: (ranks, *x.shape)."""
+    if group.size == 1 or group.simulate:
+        return x.unsqueeze(0).expand(group.size, *x.shape)
+    with named("all_gather over", group.name):
+        joined = _c10d.all_gather_into_tensor(x.contiguous(), group.size, group.group_name)
+        return _c10d.wait_tensor(joined).view(group.size, *x.shape)
 
 
 def _reduced(x: Tensor, group: AxisGroup, op: str) -> Tensor:

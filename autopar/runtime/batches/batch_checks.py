@@ -29,6 +29,7 @@ _INDEXED = {
     "aten::scatter_add": ("self", "index", None, False),
     "aten::index": ("self", "indices", None, True),
     "aten::cross_entropy_loss": ("self", "target", 1, False),
+    "autopar::cross_entropy": ("logits", "target", 1, False),
     "aten::nll_loss": ("self", "target", 1, False),
     "aten::nll_loss_nd": ("self", "target", 1, False),
 }

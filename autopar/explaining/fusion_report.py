@@ -1,0 +1,43 @@
+"""What became of the subgraphs of a plan's model that ops of our own compute, for readers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autopar.ir.fusion import Fusion
+from autopar.text.tables import grid
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_SHOWN = 4
+"""The names of so many replaced ops are shown."""
+
+
+def fusion_table(fusion: Fusion) -> Group:
+    """The report as a rich renderable: what is fused, then what nearly is and why not."""
+    from rich.console import Group
+    from rich.text import Text
+
+    if fusion.mode == "off":
+        words = "Nothing is fused, since fuse=off.  --pin fuse=norms or fuse=all fuses."
+        return Group(Text(words))
+    rows = [
+        (op.block, op.name, op.op, _names(op.replaced), _attributes(op.attributes))
+        for op in fusion.fused
+    ]
+    columns = ("block", "name", "op", "in the place of", "with")
+    parts = [grid(f"Fused, fuse={fusion.mode}", columns, rows)]
+    if fusion.missed:
+        left = [(miss.block, miss.name, miss.op, miss.reason) for miss in fusion.missed]
+        parts.append(grid("Nearly", ("block", "at", "op", "why not"), left))
+    return Group(*parts)
+
+
+def _names(replaced: tuple[str, ...]) -> str:
+    more = len(replaced) - _SHOWN
+    return ", ".join(replaced[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _attributes(attributes: dict) -> str:
+    return ", ".join(f"{name}={value}" for name, value in attributes.items())

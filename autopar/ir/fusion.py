@@ -1,0 +1,80 @@
+"""What the fusion pass did to a model, as data: which subgraphs are one op of our own now, and which nearly are.
+
+`Fusion` crosses layers.  `trace/fusion/` makes it, a `TracedModel` and a `Plan` carry it, and `explaining/fusion_report.py` prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.errors import shown
+
+FUSE_MODES = ("off", "norms", "all")
+"""What may be fused: nothing; norms and the residual before them; these, gated activations, rotary positions and the loss."""
+
+Attribute = float | int | str | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class FusedOp:
+    """A subgraph that became one op.
+
+    Attributes:
+        block: the block class, by name.
+        op: the op, such as 'autopar::rms_norm'.
+        name: the name of its node in the block's graph.
+        replaced: the names of the ops that it replaces.
+        attributes: its arguments that are no tensors, by name.
+    """
+
+    block: str
+    op: str
+    name: str
+    replaced: tuple[str, ...]
+    attributes: dict[str, Attribute]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.attributes, dict):
+            raise ValueError(f"attributes of {shown(self.name)} are {shown(self.attributes)}")
+
+
+@dataclass(frozen=True, slots=True)
+class NearMiss:
+    """A subgraph that looks like one of our ops and was left as it is.
+
+    Attributes:
+        block: the block class, by name.
+        op: the op that it looks like.
+        name: the node at which the subgraph was recognised.
+        reason: why it was left.
+    """
+
+    block: str
+    op: str
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """The report of the pass.
+
+    Attributes:
+        mode: one of `FUSE_MODES`.
+        fused: what became one op, each block class' once.
+        missed: what nearly did.
+    """
+
+    mode: str = "off"
+    fused: tuple[FusedOp, ...] = ()
+    missed: tuple[NearMiss, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in FUSE_MODES:
+            raise ValueError(f"fuse={shown(self.mode)}; {', '.join(FUSE_MODES)} are known")
+        if self.mode == "off" and (self.fused or self.missed):
+            raise ValueError("fusion lists ops, and its mode is off")
+
+
+UNFUSED = Fusion()
+"""The report on a model as it is."""

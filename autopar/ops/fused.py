@@ -1,0 +1,93 @@
+"""Rules of the ops of `autopar_kernels` that stand for a subgraph (`trace/fusion/`).
+
+Rows may be sharded; weights are then replicated.  The dim that a norm reduces may not be sharded, nor may it in the subgraph: the rule of
+`mean` keeps the dims that it averages whole.
+"""
+
+from __future__ import annotations
+
+import autopar_kernels.glu
+import autopar_kernels.layer_norms
+import autopar_kernels.losses
+import autopar_kernels.norms
+import autopar_kernels.rotary  # noqa: F401 (all register ops)
+
+from autopar.ir.calls import argument_names
+from autopar.ops.dims import Call, OpDims, is_symbolic
+from autopar.ops.kinds import Rule, same
+
+
+def present(call: Call, *names: str) -> list[str]:
+    """The names of the tensor arguments that a call has, in the order of its schema."""
+    return [name for name in argument_names(call.node) if name in names and call.arg(name)]
+
+
+def _norm(call: Call) -> OpDims:
+    """A norm over the last dim.  x, residual and gate have the dims of the result, weight and bias the last one."""
+    x = call.tensors[0]
+    letters = (*(f"d{k}" for k in range(x.dim() - 1)), "!n")
+    given = present(call, "x", "residual", "gate", "weight", "bias")
+    inputs = tuple(("!n",) if name in ("weight", "bias") else letters for name in given)
+    sizes = dict(zip(letters, x.shape, strict=True))
+    return OpDims(inputs, (letters,) * len(call.results), sizes)
+
+
+def _glu(call: Call) -> OpDims:
+    """Element by element, and linear in up where nothing is added to it or clamped.  Halves of one projection are sharded as sections."""
+    x, out = call.tensors[0], call.results[0]
+    letters = tuple(f"d{k}" for k in range(out.dim()))
+    sizes = dict(zip(letters, out.shape, strict=True))
+    if call.arg("up") is not None:
+        plain = not call.arg("shift") and call.arg("limit") is None
+        linear = (frozenset({1}),) if plain else ()
+        return OpDims((letters, letters), (letters,), sizes, linear=linear)
+    width = int(out.shape[-1])
+    last, even = f"{letters[-1]}|{width}:{width}", frozenset[str]()
+    if call.arg("layout") == "interleaved":
+        last, even = letters[-1], frozenset({letters[-1]})
+    return OpDims(((*letters[: x.dim() - 1], last),), (letters,), sizes, even=even)
+
+
+def _rotary(call: Call) -> OpDims:
+    """Batch, heads and positions shard, the rotated dim does not; linear in x.  Tables have no gradient."""
+    x = call.tensors[0].shape
+    letters = ("b", "t", "h", "!d") if call.arg("heads_last") else ("b", "h", "t", "!d")
+    batch = "b" if same(call.tensors[1].shape[0], x[0]) else "!b"
+    table = (batch, "t", "!c") if call.arg("positions") is None else ("!p", "!c")
+    terms = {"x": letters, "cos": table, "sin": table, "positions": ("b", "t")}
+    return OpDims(
+        tuple(terms[name] for name in present(call, *terms)),
+        (letters,),
+        dict(zip(letters, x, strict=True)),
+        linear=(frozenset({0}),),
+    )
+
+
+def _cross_entropy(call: Call) -> OpDims:
+    """Tokens shard; classes too, with statistics that ranks exchange (`rewrite/lowerings/vocabulary_parallel.py`)."""
+    logits, reduction = call.tensors[0], call.arg("reduction")
+    free = reduction != "mean"
+    tokens = tuple(f"d{k}" if free else f"!{k}" for k in range(logits.dim() - 1))
+    classes = "v" if free and not is_symbolic(logits.shape[-1]) else "!v"
+    terms = {"logits": (*tokens, classes), "target": tokens, "weight": ("!w",)}
+    special = {"v": "vocab_parallel_statistics"} if classes == "v" else {}
+    return OpDims(
+        tuple(terms[name] for name in present(call, *terms)),
+        (tokens if reduction == "none" else (),),
+        dict(zip(terms["logits"], logits.shape, strict=True)),
+        frozenset(tokens) if reduction == "sum" else frozenset(),
+        contiguous=frozenset(special),
+        special=special,
+        replicated_result=frozenset(special),
+    )
+
+
+FUSED: dict[str, Rule] = {
+    "autopar::rms_norm": _norm,
+    "autopar::add_rms_norm": _norm,
+    "autopar::layer_norm": _norm,
+    "autopar::add_layer_norm": _norm,
+    "autopar::cross_entropy": _cross_entropy,
+    "autopar::glu": _glu,
+    "autopar::rotary_single": _rotary,
+}

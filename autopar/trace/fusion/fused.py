@@ -1,0 +1,179 @@
+"""The pass: a traced model in which subgraphs are ops of our own, and the report of what became of each.
+
+Requires: a model as `find_segments` returns it.  Ensures: the same function of the same inputs and parameters; segments, slots and outputs
+keep their places; every op of ours was compared with its subgraph (`validate.py`).
+
+It runs on block classes, before annotation: rules, prices and kept tensors are those of the op, and no match crosses segments.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from torch.fx import Graph, Node
+
+from autopar.ir.fusion import FusedOp, Fusion, NearMiss
+from autopar.ir.traced import BlockClass, TracedModel, per_model
+from autopar.ops.values import output_nodes
+from autopar.trace.edit import call
+from autopar.trace.fusion.algebra import Algebra
+from autopar.trace.fusion.gated import match_gated
+from autopar.trace.fusion.losses import match_loss
+from autopar.trace.fusion.matches import Match, Matcher, Miss, used_outside, viewed
+from autopar.trace.fusion.norms import match_norm, with_residual
+from autopar.trace.fusion.rotary import match_rotary
+from autopar.trace.fusion.validate import wrong
+
+_MATCHERS: dict[str, tuple[Matcher, ...]] = {
+    "norms": (match_norm,),
+    "all": (match_norm, match_gated, match_rotary, match_loss),
+}
+"""By mode; the first matcher that matches a node has it."""
+
+
+@per_model(8)
+def fused(traced: TracedModel, mode: str) -> TracedModel:
+    """`traced` with the ops of a mode of `FUSE_MODES` in the place of their subgraphs; its `fusion` says what was done.
+
+    A model that was fused in this mode already is returned as it is.
+
+    Raises:
+        ValueError: the mode is unknown, or the model was fused in another one.
+    """
+    if mode == traced.fusion.mode:
+        return traced
+    if traced.fusion.mode != "off":
+        raise ValueError(f"the model is fused with fuse={traced.fusion.mode}, not {mode}")
+    classes, done, missed = [], [], []
+    for block in traced.classes:
+        matches, misses = select(block.graph, _MATCHERS[mode])
+        graph, names = rewritten(block.graph, matches) if matches else (block.graph, {})
+        classes.append(replace(block, graph=graph))
+        done += [_described(block, match, names[match]) for match in matches]
+        missed += [NearMiss(block.name, miss.op, miss.at.name, miss.reason) for miss in misses]
+    return replace(traced, classes=tuple(classes), fusion=Fusion(mode, tuple(done), tuple(missed)))
+
+
+def _described(block: BlockClass, match: Match, name: str) -> FusedOp:
+    replaced = tuple(node.name for node in match.interior)
+    return FusedOp(block.name, match.name, name, replaced, dict(match.attributes))
+
+
+def select(graph: Graph, matchers: tuple[Matcher, ...]) -> tuple[list[Match], list[Miss]]:
+    """Matches that do not overlap, in the order of the graph, and what nearly matched.
+
+    Nodes are tried from the last to the first, so that the largest subgraph has its op.
+    """
+    algebra = Algebra(graph)
+    taken: set[Node] = set()
+    matches: list[Match] = []
+    misses: dict[tuple[str, Node], Miss] = {}
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or node not in algebra.terms:
+            continue
+        for found in _tried(algebra, node, matchers, taken):
+            if isinstance(found, Match):
+                matches.append(found)
+                taken.update(found.interior)
+                break
+            misses[found.op, found.at] = found
+    left = [miss for miss in misses.values() if miss.at not in taken]
+    return matches[::-1], left[::-1]
+
+
+def _tried(
+    algebra: Algebra, node: Node, matchers: tuple[Matcher, ...], taken: set[Node]
+) -> Iterator[Match | Miss]:
+    """What each matcher says about a node: matches that hold, larger ones first, and misses."""
+    for matcher in matchers:
+        if node in taken:
+            return
+        found = matcher(algebra, node)
+        if isinstance(found, Miss):
+            yield found
+        elif found is not None:
+            larger = with_residual(found) if matcher is match_norm else None
+            for match in (larger, found) if larger is not None else (found,):
+                reason = _refused(match, taken)
+                if not reason:
+                    yield match
+                elif match is found:
+                    yield Miss(found.name, found.at, reason)
+
+
+def _refused(match: Match, taken: set[Node]) -> str:
+    """Why a match does not hold; '' if it does."""
+    if not taken.isdisjoint(match.interior):
+        return "a part of it is a part of another op"
+    if (node := used_outside(match)) is not None:
+        return f"its value {node.name} is used elsewhere too"
+    return wrong(match)
+
+
+def rewritten(graph: Graph, matches: list[Match]) -> tuple[Graph, dict[Match, str]]:
+    """A graph with each match's op in the place of its subgraph, and the names of the new nodes."""
+    return _Rewriting(graph, matches).run()
+
+
+class _Rewriting:
+    """One copy of a graph in which matches are ops."""
+
+    def __init__(self, graph: Graph, matches: list[Match]) -> None:
+        self._source = graph
+        self._matches = {node: match for match in matches for node in match.results}
+        self._dropped = {node for match in matches for node in match.interior}
+        self._graph = Graph()
+        self._copies: dict[Node, Node] = {}
+        self._names: dict[Match, str] = {}
+
+    def run(self) -> tuple[Graph, dict[Match, str]]:
+        """The new graph and the names of the new nodes."""
+        with warnings.catch_warnings():
+            # sizes of the batch are expressions in our graphs
+            warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
+            for node in self._source.nodes:
+                if node.op != "output" and (node in self._matches or node not in self._dropped):
+                    self._copy(node)
+        self._graph.output(tuple(self._copies[node] for node in output_nodes(self._source)))
+        self._graph.lint()
+        return self._graph, self._names
+
+    def _copy(self, node: Node) -> Node:
+        """The copy of a node, after those of what it reads."""
+        if node not in self._copies:
+            if node in self._matches:
+                self._insert(self._matches[node])
+            else:
+                for source in node.all_input_nodes:
+                    self._copy(source)
+                self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+        return self._copies[node]
+
+    def _insert(self, match: Match) -> None:
+        result = match.results[0]
+        copies = {
+            name: viewed(match, name, self._copy(node), partial(call, self._graph, node))
+            for name, node in match.operands.items()
+        }
+        schema = [spec.name for spec in match.op._schema.arguments]
+        last = max(schema.index(name) for name in copies)
+        positional = tuple(copies.get(name) for name in schema[: last + 1])
+        name = result.name if len(match.interior) == 1 else match.op._schema.name.split("::")[1]
+        new = self._graph.create_node(
+            "call_function", match.op, positional, dict(match.attributes), name=name
+        )
+        new.meta = dict(result.meta)
+        new.meta["grad"] = any(node.meta.get("grad") for node in match.results)
+        self._names[match] = new.name
+        if len(match.op._schema.returns) == 1:
+            self._copies[result] = new
+            return
+        new.meta["val"] = [node.meta["val"] for node in match.results]
+        for number, node in enumerate(match.results):
+            item = self._graph.call_function(operator.getitem, (new, number))
+            item.meta = dict(node.meta)
+            self._copies[node] = item

@@ -1,0 +1,109 @@
+"""Which values are gated activations: act(gate) (up + shift), of two tensors or of the halves of one.
+
+silu is found by its op and as x sigmoid(x).  A product of more factors is none: where experts or scales multiply besides, the product
+without them is tried by itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from autopar.ir.calls import argument, op_name
+from autopar.ir.fusion import Attribute
+from autopar.trace.fusion.algebra import Algebra, Cast, Function, Product, Sum, Term
+from autopar.trace.fusion.matches import Match, Miss, interior_of
+
+_GLU = "autopar::glu"
+_ACTIVATIONS = {
+    ("silu", ()): "silu",
+    ("gelu", ("none",)): "gelu",
+    ("gelu", ("tanh",)): "gelu_tanh",
+    ("relu", ()): "relu",
+}
+"""(function, attributes) -> the op's name for it."""
+
+
+def match_gated(algebra: Algebra, node: Node) -> Match | Miss | None:
+    """The gated activation that a node is the result of."""
+    term = algebra.terms[node]
+    if not isinstance(term, Product):
+        return None
+    miss: Miss | None = None
+    for act, activated, gate in _activated(algebra, term):
+        quotient = algebra.quotient(term, *activated)
+        rest = algebra.product(quotient.factors, quotient.coefficient)
+        if isinstance(rest, Product) and not rest.factors:
+            continue  # the activation alone
+        shift = 0.0
+        if isinstance(rest, Sum) and len(rest.summands) == 1 and rest.summands[0][1] == 1.0:
+            rest, shift = rest.summands[0][0], rest.constant
+        values = algebra.value(gate, widened=True), algebra.value(rest, widened=True)
+        found = _glu(algebra, node, act, shift, *values)
+        if isinstance(found, Match):
+            return found
+        miss = Miss(_GLU, _at(algebra, activated, node), found)
+    return miss
+
+
+def _at(algebra: Algebra, activated: tuple[Term, ...], node: Node) -> Node:
+    """The node of the activation, or of its sigmoid."""
+    return algebra.nodes.get(activated[-1], node)
+
+
+def _activated(algebra: Algebra, term: Product) -> Iterator[tuple[str, tuple[Term, ...], Term]]:
+    """(activation, the factors that are it, what it is of) for the activations among the factors of a product."""
+    factors = dict(term.factors)
+    for factor, exponent in term.factors:
+        inner = factor
+        while isinstance(inner, Cast):  # rounded after it was computed wider
+            inner = inner.of
+        if exponent != 1.0 or not isinstance(inner, Function):
+            continue
+        act = _ACTIVATIONS.get((inner.name, inner.attributes))
+        if act is not None:
+            yield act, (factor,), inner.of[0]
+        elif inner.name == "sigmoid" and factors.get(inner.of[0], 0.0) >= 1.0:
+            yield "silu", (inner.of[0], factor), inner.of[0]
+
+
+def _glu(
+    algebra: Algebra, node: Node, act: str, shift: float, gate: Node | None, up: Node | None
+) -> Match | str:
+    """The op of an activation and what it is multiplied by, or why there is none."""
+    if gate is None or up is None:
+        return "what it multiplies is no single value"
+    shapes = {str(list(each.meta["val"].shape)) for each in (gate, up, node)}
+    if len(shapes) > 1:
+        return f"shapes differ: {', '.join(sorted(shapes))}"
+    attributes: dict[str, Attribute] = {"act": act, "shift": shift}
+    operands = {"gate": gate, "up": up}
+    interior = tuple(interior_of(algebra, (node,), operands.values()))
+    op, at = torch.ops.autopar.glu.default, interior[0]
+    if (halves := _halves(gate, up)) is not None:
+        both, layout = halves
+        parts = {gate, up, gate.all_input_nodes[0]}
+        if all(user in parts or user in interior for part in parts for user in part.users):
+            inside = tuple(sorted({*interior, *parts}))
+            fused = {"gate": both}
+            return Match(op, fused, attributes | {"layout": layout}, (node,), inside, at)
+    return Match(op, operands, attributes, (node,), interior, at)
+
+
+def _halves(gate: Node, up: Node) -> tuple[Node, str] | None:
+    """(a projection, the order of its halves) where gate and up are its two halves along the last dim."""
+    if gate.target is not operator.getitem or up.target is not operator.getitem:
+        return None
+    split, index = gate.args
+    if up.args[0] is not split or not isinstance(split, Node):
+        return None
+    if op_name(split) != "aten::split_with_sizes" or len(split.meta["val"]) != 2:
+        return None
+    both, sizes = split.args[:2]
+    rank = both.meta["val"].dim()
+    if argument(split, "dim", 0) % rank != rank - 1 or sizes[0] != sizes[1]:
+        return None
+    return both, "gate_up" if index == 0 else "up_gate"

@@ -1,0 +1,62 @@
+"""Which values are cross-entropies of whole rows, read in the dtype in which the logits came.
+
+Models raise logits to fp32 before the loss, and often cut and join dims in between.  The op computes in fp32 itself: it reads the same
+views of the logits as they came, and nothing of their size is kept besides them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from autopar.ir.calls import argument, op_name
+from autopar.ir.fusion import Attribute
+from autopar.trace.fusion.algebra import Algebra, dtype_of, is_floating
+from autopar.trace.fusion.matches import Match, Miss, View
+
+_LOSS = "autopar::cross_entropy"
+_REDUCTIONS = {0: "none", 2: "sum"}
+"""torch's number -> the op's name; `trace/mean_losses.py` writes means as sums."""
+_VIEWS = {f"aten::{name}" for name in ("reshape", "slice", "squeeze", "unsqueeze")}
+
+
+def match_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
+    """The cross-entropy that a node is the result of."""
+    if op_name(node) != "aten::cross_entropy_loss":
+        return None
+    logits, target = node.args[:2]
+    reduction = argument(node, "reduction", 1)
+    if reduction not in _REDUCTIONS:
+        return Miss(_LOSS, node, "its mean has no sum")
+    if is_floating(target):
+        return Miss(_LOSS, node, "its targets are probabilities")
+    if logits.meta["val"].dim() != 2:
+        return Miss(_LOSS, node, f"its logits have {logits.meta['val'].dim()} dims, not 2")
+    attributes: dict[str, Attribute] = {
+        "ignore_index": int(argument(node, "ignore_index", -100)),
+        "label_smoothing": float(argument(node, "label_smoothing", 0.0)),
+        "reduction": _REDUCTIONS[reduction],
+    }
+    source, moved = _before_cast(logits)
+    operands = {"logits": source, "target": target}
+    if isinstance(weight := argument(node, "weight"), Node):
+        operands["weight"] = weight
+    view: View = tuple((step.target, tuple(step.args[1:])) for step in moved[1:])
+    op = torch.ops.autopar.cross_entropy.default
+    interior = (*moved, node)
+    return Match(op, operands, attributes, (node,), interior, node, {"logits": view}, moved)
+
+
+def _before_cast(logits: Node) -> tuple[Node, tuple[Node, ...]]:
+    """(the logits as they came, the cast and the views after it), if only the loss reads what is in between."""
+    moved: list[Node] = []
+    node = logits
+    while op_name(node) in _VIEWS and len(node.users) == 1 and not node.kwargs:
+        moved.append(node)
+        node = node.args[0]  # type: ignore[assignment]  # its operand is a node
+    source = node.args[0] if op_name(node) == "aten::to" and len(node.users) == 1 else None
+    if not isinstance(source, Node) or not is_floating(source):
+        return logits, ()
+    if torch.promote_types(dtype_of(source), dtype_of(node)) != dtype_of(node):
+        return logits, ()
+    return source, (node, *reversed(moved))

@@ -1,0 +1,95 @@
+"""What matchers hand to the pass: a `Match`, or the reason why a subgraph that looks like one is none.
+
+A matcher is a function from an `Algebra` and a node to `Match`, `Miss` or None.  It looks at the term of the node, and says which op
+computes the node from which operands.  It sees one block class, so that no match crosses segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from autopar.ir.fusion import Attribute
+from autopar.trace.fusion.algebra import Algebra, Term
+
+View = tuple[tuple[Any, tuple[Any, ...]], ...]
+"""The ops that make a view, each with its arguments after the tensor; () is the tensor itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """An op that computes what a subgraph computes.
+
+    Attributes:
+        op: the overload of the op.
+        operands: its tensors, by the names in its schema.
+        attributes: its other arguments, by name.
+        results: for each result of the op the node that it replaces.
+        interior: the nodes that the op replaces, `results` among them, in the order of the graph.
+        at: the node by which the subgraph is recognised, such as the root of a norm.
+        views: by operand, the view of its node that the op reads.
+        moved: a cast of the first operand and views of it, which the op reads before the cast.
+    """
+
+    op: Any
+    operands: dict[str, Node]
+    attributes: dict[str, Attribute]
+    results: tuple[Node, ...]
+    interior: tuple[Node, ...]
+    at: Node
+    views: dict[str, View] = field(default_factory=dict)
+    moved: tuple[Node, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the op, such as 'autopar::rms_norm'."""
+        name: str = self.op._schema.name
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A subgraph that looks like an op of ours, recognised at the node `at`, and why it is none."""
+
+    op: str
+    at: Node
+    reason: str
+
+
+Matcher = Callable[[Algebra, Node], "Match | Miss | None"]
+
+
+def interior_of(algebra: Algebra, results: Iterable[Node], operands: Iterable[Node]) -> list[Node]:
+    """The calls on all paths from operands to results, in the order of the graph; operands end a path by their term.
+
+    What does not come from an operand is there too, down to inputs and parameters.
+    """
+    ends = set(operands)
+    terms: set[Term] = {algebra.terms[node] for node in ends if node in algebra.terms}
+    found: set[Node] = set()
+    waiting = list(results)
+    while waiting:
+        node = waiting.pop()
+        if node in found or node in ends or algebra.terms.get(node) in terms:
+            continue
+        if node.op == "call_function":
+            found.add(node)
+            waiting += node.all_input_nodes
+    return sorted(found)
+
+
+def viewed(match: Match, name: str, tensor: Any, call: Callable[..., Any]) -> Any:
+    """What the op reads as an operand, from its tensor or node; `call` is given an op and its arguments."""
+    for op, arguments in match.views.get(name, ()):
+        tensor = call(op, tensor, *arguments)
+    return tensor
+
+
+def used_outside(match: Match) -> Node | None:
+    """The first value inside a match that something outside reads, other than its results."""
+    inside = set(match.interior)
+    hidden = (node for node in match.interior if node not in match.results)
+    return next((node for node in hidden if not inside.issuperset(node.users)), None)

@@ -1,0 +1,252 @@
+"""Which values are norms: RMSNorm in every spelling, and the norms of torch; with the addition of a residual before them.
+
+    x mean(x^2) + eps ^ -1/2            the core, in a dtype that x was widened to
+    (core) (offset + weight)            rounded nowhere ('none'), after the product ('after'), or before it ('before', 'weight')
+
+`autopar_kernels.norms` says what each attribute computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from autopar.ir.calls import argument, op_name
+from autopar.trace.fusion.algebra import (
+    Algebra,
+    Cast,
+    Mean,
+    Product,
+    Sum,
+    Term,
+    dtype_of,
+)
+from autopar.trace.fusion.matches import Match, Miss, interior_of
+
+_RMS, _LAYER = "autopar::rms_norm", "autopar::layer_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class _Core:
+    """x / root, with the factors beside them.
+
+    Attributes:
+        x: the term that is normalised.
+        eps: what is added to the mean of squares.
+        root: the term 1 / sqrt(mean(x^2) + eps).
+        inside: the factors that are multiplied before rounding.
+        outside: the factors that are multiplied after rounding.
+        rounded: the dtype of that rounding, or None.
+    """
+
+    x: Term
+    eps: float
+    root: Term
+    inside: Product
+    outside: Product
+    rounded: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unlike:
+    """A root of a mean that is that of no norm, and why."""
+
+    root: Term
+    reason: str
+
+
+def match_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
+    """The norm that a node is the result of."""
+    if op_name(node) == "aten::rms_norm":
+        return _of_torch(node, _RMS)
+    if op_name(node) == "aten::layer_norm":
+        return _of_torch(node, _LAYER)
+    core = _core(algebra, algebra.terms[node])
+    if core is None or isinstance(core, _Unlike):
+        return core and Miss(_RMS, algebra.nodes.get(core.root, node), core.reason)
+    found = _rms_norm(algebra, node, core)
+    return (
+        Miss(_RMS, algebra.nodes.get(core.root, node), found) if isinstance(found, str) else found
+    )
+
+
+def _of_torch(node: Node, name: str) -> Match | Miss:
+    """A norm that is one op of torch already."""
+    x, shape = node.args[0], argument(node, "normalized_shape")
+    if len(shape) != 1:
+        return Miss(name, node, f"it normalises {len(shape)} dims together, the op one")
+    operands = {"x": x}
+    for place in ("weight", "bias"):
+        if isinstance(given := argument(node, place), Node):
+            operands[place] = given
+    eps = argument(node, "eps")
+    if eps is None:  # torch's default is that of the dtype in which it computes
+        computed = dtype_of(x) if dtype_of(x) == torch.float64 else torch.float32
+        eps = torch.finfo(computed).eps
+    if name == _LAYER:
+        op, attributes = torch.ops.autopar.layer_norm.default, {"eps": float(eps)}
+    else:
+        op, attributes = torch.ops.autopar.rms_norm.default, {"eps": float(eps), "cast": "after"}
+    return Match(op, operands, attributes, (node,), (node,), node)
+
+
+def _core(algebra: Algebra, term: Term) -> _Core | _Unlike | None:
+    """The core of a value that may be a norm; the reason why it is none; None if it does not look like one."""
+    one = algebra.quotient(term, term)
+    if isinstance(term, Cast):
+        return _scaled(algebra, term.of, one, term.dtype)
+    if not isinstance(term, Product):
+        return None
+    found = _scaled(algebra, term, one, None)
+    if found is not None:
+        return found
+    for factor, exponent in term.factors:
+        rounding = factor
+        if isinstance(factor, Cast) and isinstance(factor.of, Cast):  # rounded, and widened again
+            rounding = factor.of
+        if exponent == 1.0 and isinstance(rounding, Cast):
+            outside = algebra.quotient(term, factor)
+            found = _scaled(algebra, rounding.of, outside, rounding.dtype)
+            if found is not None:
+                return found
+    return None
+
+
+def _scaled(
+    algebra: Algebra, term: Term, outside: Product, rounded: torch.dtype | None
+) -> _Core | _Unlike | None:
+    """The core of a product in which something is divided by its root mean square."""
+    if not isinstance(term, Product) or len(term.factors) < 2:
+        return None
+    for factor, exponent in term.factors:
+        mean, eps = _mean_and_constant(factor)
+        if mean is None or exponent.is_integer() or exponent > 0:
+            continue
+        root = algebra.power(factor, exponent)
+        if exponent != -0.5:
+            return _Unlike(
+                root, f"the mean of squares is raised to {exponent}, where a norm has -0.5"
+            )
+        x = _root_of(algebra, mean.of)
+        if x is None:
+            return _Unlike(root, "the mean is of no square")
+        inside = algebra.quotient(term, x, root)
+        divided = {factor for factor, power in inside.factors if power < 0}
+        if not divided.isdisjoint(algebra.factors(x)):
+            return _Unlike(root, "what is normalised is not what is squared")
+        return _Core(x, eps, root, inside, outside, rounded)
+    return None
+
+
+def _mean_and_constant(term: Term) -> tuple[Mean | None, float]:
+    """A mean and the constant that is added to it; None for anything else."""
+    if isinstance(term, Mean):
+        return term, 0.0
+    if isinstance(term, Sum) and len(term.summands) == 1:
+        ((mean, coefficient),) = term.summands
+        if isinstance(mean, Mean) and coefficient == 1.0:
+            return mean, term.constant
+    return None, 0.0
+
+
+def _root_of(algebra: Algebra, square: Term) -> Term | None:
+    """The term whose square this is, written as a product of even powers."""
+    if not isinstance(square, Product) or square.coefficient <= 0:
+        return None
+    if any(exponent % 2 for _, exponent in square.factors):
+        return None
+    halves = ((term, exponent / 2) for term, exponent in square.factors)
+    return algebra.product(halves, square.coefficient**0.5)
+
+
+def _rms_norm(algebra: Algebra, node: Node, core: _Core) -> Match | str:
+    """The op that computes a core with its weight, or why there is none."""
+    x = algebra.value(core.x, widened=core.rounded is not None)
+    if x is None:
+        return "what is normalised is no value of the graph"
+    if core.eps < 0:
+        return f"{core.eps} is added to the mean of squares, which may be negative then"
+    if core.inside.factors and core.outside.factors:
+        return "it is scaled before and after it is rounded"
+    factors = core.outside if core.outside.factors else core.inside
+    if core.inside.coefficient * core.outside.coefficient != 1.0:
+        return f"it is scaled by {core.inside.coefficient * core.outside.coefficient} besides"
+    operands, offset = {"x": x}, 0.0
+    if factors.factors:
+        weight = _weight(algebra, factors)
+        if weight is None:
+            return "it is scaled by what is no vector, nor a vector and a constant"
+        operands["weight"], offset = weight
+        width = x.meta["val"].shape[-1:]
+        if weight[0].meta["val"].shape != width:
+            return f"its weight has shape {tuple(weight[0].meta['val'].shape)}, not {tuple(width)}"
+    cast = _cast(core, dtype_of(x), dtype_of(operands.get("weight", x)))
+    if cast is None:
+        return f"it is rounded to {core.rounded}, the dtype of neither input nor weight"
+    attributes = {"eps": core.eps, "offset": offset, "cast": cast}
+    interior = tuple(interior_of(algebra, (node,), operands.values()))
+    at = algebra.nodes.get(core.root, node)
+    return Match(torch.ops.autopar.rms_norm.default, operands, attributes, (node,), interior, at)
+
+
+def _cast(core: _Core, of_x: torch.dtype, of_weight: torch.dtype) -> str | None:
+    """Where the norm rounds, by the names of `autopar_kernels.norms`; None where no name says it."""
+    if core.rounded is None:
+        return "none"
+    if not core.outside.factors:
+        return "after" if core.rounded == of_x else None
+    if core.rounded == of_x:
+        return "before"
+    return "weight" if core.rounded == of_weight else None
+
+
+def _weight(algebra: Algebra, factors: Product) -> tuple[Node, float] | None:
+    """(the weight, what is added to it) of a scale that is one vector, or a constant and one."""
+    if len(factors.factors) != 1:
+        return None
+    ((term, exponent),) = factors.factors
+    offset = 0.0
+    if isinstance(term, Sum) and len(term.summands) == 1:
+        ((inner, coefficient),) = term.summands
+        if coefficient != 1.0:
+            return None
+        term, offset = inner, term.constant
+    node = algebra.value(term, widened=True)
+    return (node, offset) if exponent == 1.0 and node is not None else None
+
+
+_WITH_RESIDUAL = {
+    _RMS: torch.ops.autopar.add_rms_norm.default,
+    _LAYER: torch.ops.autopar.add_layer_norm.default,
+}
+
+
+def with_residual(match: Match) -> Match | None:
+    """The match of a norm together with the addition that gives its input, whose sum is a second result; None if there is none.
+
+    Both terms have the shape and dtype of the sum, and nothing is fused whose attributes the joint op lacks.
+    """
+    total = match.operands["x"]
+    known = {spec.name for spec in _WITH_RESIDUAL[match.name]._schema.arguments}
+    if op_name(total) != "aten::add" or not known.issuperset(match.attributes):
+        return None
+    terms = total.args[:2]
+    if argument(total, "alpha", 1) != 1 or not all(isinstance(term, Node) for term in terms):
+        return None
+    vals = [term.meta["val"] for term in (*terms, total)]
+    if len({str(list(val.shape)) for val in vals}) > 1 or len({val.dtype for val in vals}) > 1:
+        return None
+    weights = [node for name, node in match.operands.items() if name != "x"]
+    if any(node.op == "call_function" and not node < total for node in weights):
+        return None
+    operands = {"x": terms[0], "residual": terms[1]}
+    operands |= {name: node for name, node in match.operands.items() if name != "x"}
+    return replace(
+        match,
+        op=_WITH_RESIDUAL[match.name],
+        operands=operands,
+        results=(*match.results, total),
+        interior=tuple(sorted((*match.interior, total))),
+    )

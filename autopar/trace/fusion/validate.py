@@ -1,0 +1,158 @@
+"""Whether a match computes what its subgraph computes: both are evaluated on small random tensors, and compared.
+
+In fp64, with every cast widened to fp64, results and gradients agree to `_EXACT`.  In the graph's own dtypes the results have the same
+dtypes, and the op is as close to the fp64 result as the subgraph is, but for one rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from autopar.ir.calls import op_name
+from autopar.trace.fusion.matches import Match, viewed
+
+_EXACT = 1e-12
+"""Largest difference in fp64, relative to the largest element."""
+_ROWS = 3
+"""Dims other than the last have at most this size."""
+
+Values = dict[Node, Tensor]
+
+
+def wrong(match: Match) -> str:
+    """What a match computes otherwise than its subgraph; '' if it computes the same."""
+    given = _operands(match)
+    try:
+        wide = {node: _widened(value) for node, value in given.items()}
+        ours, theirs = _with_gradients(match, wide, _op), _with_gradients(match, wide, _subgraph)
+        for name in ours:
+            if (error := _difference(ours[name], theirs[name])) > _EXACT:
+                return f"its {name} differs by {error:.1e} in fp64"
+        exact = _subgraph(match, wide, torch.float64)
+        results = _op(match, given, None), _subgraph(match, given, None)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        return f"it cannot be evaluated on small tensors: {str(error).splitlines()[0]}"
+    for ours_, theirs_, exact_ in zip(*results, exact, strict=True):
+        if ours_.dtype != theirs_.dtype or ours_.shape != theirs_.shape:
+            return f"the op gives {_described(ours_)}, the subgraph {_described(theirs_)}"
+        own, other = _difference(ours_, exact_), _difference(theirs_, exact_)
+        if own > other + torch.finfo(ours_.dtype).eps:
+            return f"in {ours_.dtype} it is off by {own:.1e}, the subgraph by {other:.1e}"
+    return ""
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _operands(match: Match) -> Values:
+    """Random tensors for the operands: symbolic dims have 2 elements, others at most `_ROWS`, the last dim all."""
+    generator = torch.Generator().manual_seed(0)
+    found: Values = {}
+    for number, node in enumerate(match.operands.values()):
+        val = node.meta["val"]
+        shape = _small_shape(node if number or not match.moved else match.moved[-1])
+        if val.is_floating_point():
+            found[node] = torch.randn(shape, generator=generator, dtype=torch.float64).to(val.dtype)
+        else:
+            found[node] = torch.randint(0, 2, shape, generator=generator).to(val.dtype)
+    return found
+
+
+def _small_shape(node: Node) -> list[int]:
+    """The shape of a node where a match is evaluated."""
+    shape = node.meta["val"].shape
+    last = [int(size) if isinstance(size, int) else small(size) for size in shape[-1:]]
+    return [small(size) for size in shape[:-1]] + last
+
+
+def small(size: Any) -> int:
+    """The size of a dim where a match is evaluated."""
+    return min(int(size), _ROWS) if isinstance(size, int) else 2
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+Evaluation = Callable[[Match, Mapping[Node, Tensor], "torch.dtype | None"], Sequence[Tensor]]
+
+
+def _op(match: Match, given: Mapping[Node, Tensor], wide: torch.dtype | None) -> Sequence[Tensor]:
+    """The results of the op."""
+    tensors = {
+        name: given[node]
+        if match.moved
+        else viewed(match, name, given[node], lambda op, *args: op(*args))
+        for name, node in match.operands.items()
+    }
+    found = match.op(**tensors, **match.attributes)
+    return (found,) if isinstance(found, Tensor) else found
+
+
+def _subgraph(
+    match: Match, given: Mapping[Node, Tensor], wide: torch.dtype | None
+) -> Sequence[Tensor]:
+    """The results of the subgraph; casts are to `wide` if that is given."""
+    values: dict[Node, Any] = dict(given)
+    for node in match.interior:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node in match.moved[1:]:  # a view, which changes no value
+            values[node] = args[0]
+            continue
+        if op_name(node) in ("aten::reshape", "aten::expand"):
+            args = (args[0], _small_shape(node))
+        if wide is not None:
+            args, kwargs = _cast_to(wide, args), _cast_to(wide, kwargs)
+            if op_name(node) == "aten::rms_norm":  # whose default follows the dtype
+                args, kwargs = args[:3], {"eps": match.attributes["eps"]}
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]  # an op
+    return [values[node] for node in match.results]
+
+
+def _cast_to(wide: torch.dtype, value: Any) -> Any:
+    """Arguments in which every floating dtype is the wide one."""
+    if isinstance(value, dict):
+        return {name: _cast_to(wide, inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast_to(wide, inner) for inner in value)
+    return wide if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+def _with_gradients(match: Match, given: Values, evaluate: Evaluation) -> dict[str, Tensor]:
+    """Results, and the gradients of the operands that have one, under random gradients of the results."""
+    leaves = {
+        node: value.detach().requires_grad_(_has_gradient(node)) for node, value in given.items()
+    }
+    results = evaluate(match, leaves, torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(r.shape, generator=generator, dtype=r.dtype) for r in results]
+    wanted = {
+        name: leaves[node] for name, node in match.operands.items() if leaves[node].requires_grad
+    }
+    gradients = torch.autograd.grad(results, list(wanted.values()), weights, allow_unused=True)
+    found = {f"result {i}": result.detach() for i, result in enumerate(results)}
+    return found | {
+        f"gradient of {name}": torch.zeros(()) if gradient is None else gradient
+        for name, gradient in zip(wanted, gradients, strict=True)
+    }
+
+
+def _has_gradient(node: Node) -> bool:
+    """Whether a gradient flows back through an operand."""
+    floating: bool = node.meta["val"].is_floating_point()
+    return floating and bool(node.meta.get("grad"))
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """The largest difference, relative to the largest element of the other."""
+    if not other.numel():
+        return 0.0
+    scale = float(other.double().abs().max()) or 1.0
+    error = float((one.double() - other.double()).abs().max()) / scale
+    return error if error == error else float("inf")

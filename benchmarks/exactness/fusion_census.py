@@ -1,0 +1,217 @@
+"""Which norms, rotations, gated activations and losses of transformers' architectures become ops of our own.
+
+    python -m benchmarks.exactness.fusion_census [--only llama,gemma2] [--limit-s 60] [--log FILE.jsonl]
+
+Each causal language model of transformers that builds from its default configuration is shrunk, traced in bf16 and fused with fuse=all.
+Every match was compared with its subgraph in fp64 (`autopar/trace/fusion/validate.py`).  What is counted does not come from the matchers:
+
+    rms_norm         modules whose class is called ...RMSNorm
+    rotary           block classes that call a function apply_...rotary... or rotate_half
+    gated            products of an activation and another value of its shape
+    cross_entropy    cross-entropies
+
+A row of the log is one architecture.  The end prints the share that is fused, by kind, and each miss with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from torch.fx import Node
+
+from autopar.api import trace
+from autopar.ir.calls import op_name
+from autopar.ir.traced import BlockClass, TracedModel
+from autopar.models.hf import HFSpec
+from autopar.trace.fusion.fused import fused
+
+OPS = {
+    "rms_norm": ("autopar::rms_norm", "autopar::add_rms_norm"),
+    "rotary": ("autopar::rotary_single",),
+    "gated": ("autopar::glu",),
+    "cross_entropy": ("autopar::cross_entropy",),
+}
+WANTED = {"rms_norm": 0.95, "rotary": 0.85, "gated": 0.90, "cross_entropy": 0.90}
+"""The share of each kind that is to be fused."""
+_ACTIVATIONS = ("aten::silu", "aten::gelu", "aten::relu")
+SEQ, ROWS = 16, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One architecture: by kind how many were found and fused, and the reason of each miss; or why it was not traced."""
+
+    name: str
+    found: dict[str, int] = field(default_factory=dict)
+    fused: dict[str, int] = field(default_factory=dict)
+    misses: dict[str, list[str]] = field(default_factory=dict)
+    untraced: str = ""
+
+
+def names() -> list[str]:
+    """The model types of transformers' causal language models."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def census(name: str, limit_s: int) -> Row:
+    """The row of one model type; tracing may take `limit_s` seconds."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not traced in {limit_s} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(limit_s)
+    try:
+        spec = HFSpec.from_dict(name, {"model_type": name}).shrunk()
+        model = trace(spec.build("meta"), spec.example_inputs(ROWS, SEQ), None, "bf16")
+        return counted(name, model)
+    except Exception as error:  # whatever a model or its capture raises is the answer
+        text = (str(error).splitlines() or [""])[0]
+        return Row(name, untraced=f"{type(error).__name__}: {text}"[:200])
+    finally:
+        signal.alarm(0)
+
+
+def counted(name: str, model: TracedModel) -> Row:
+    """The row of a traced model."""
+    after = fused(model, "all")
+    row = Row(name, dict.fromkeys(OPS, 0), dict.fromkeys(OPS, 0), {kind: [] for kind in OPS})
+    for block in model.classes:
+        replaced = {
+            kind: {
+                node
+                for op in after.fusion.fused
+                if op.block == block.name and op.op in ops
+                for node in op.replaced
+            }
+            for kind, ops in OPS.items()
+        }
+        reasons = {
+            (miss.op, miss.name): miss.reason
+            for miss in after.fusion.missed
+            if miss.block == block.name
+        }
+        for kind, what, nodes in subjects(block):
+            row.found[kind] += 1
+            if replaced[kind] & {node.name for node in nodes}:
+                row.fused[kind] += 1
+            else:
+                own = {node.name for node in nodes}
+                told = [
+                    reason for (op, at), reason in reasons.items() if at in own and op in OPS[kind]
+                ]
+                row.misses[kind].append(f"{what}: {told[0] if told else spelled(nodes)}")
+    return row
+
+
+def subjects(block: BlockClass) -> Iterator[tuple[str, str, list[Node]]]:
+    """(kind, what it is, its nodes) of all that ought to be fused in a block class."""
+    norms: dict[str, list[Node]] = {}
+    kinds: dict[str, str] = {}
+    rotary: list[Node] = []
+    for node in block.graph.nodes:
+        if node.op != "call_function":
+            continue
+        for path, module in reversed(node.meta.get("nn_module_stack", {}).values()):
+            called = module if isinstance(module, str) else module.__name__
+            if re.search(r"RMSNorm\w*$", called):
+                norms.setdefault(path, []).append(node)
+                kinds[path] = called.rpartition(".")[2]
+                break
+        if is_rotation(node):
+            rotary.append(node)
+        if op_name(node) == "aten::cross_entropy_loss":
+            yield "cross_entropy", node.name, [node]
+        if op_name(node) == "aten::mul" and gates(node):
+            yield "gated", node.name, [node, *node.all_input_nodes]
+    for path, nodes in norms.items():
+        yield "rms_norm", f"{kinds[path]} {path}", nodes
+    if rotary:
+        yield "rotary", block.name, rotary
+
+
+def is_rotation(node: Node) -> bool:
+    """Whether the line of the model that made the node calls a function that rotates queries and keys."""
+    line = (node.meta.get("stack_trace") or "").rstrip().rpartition("\n")[2]
+    return re.search(r"apply\w*(rotary|rope)\w*\(|rotate_(half|every)\w*\(", line) is not None
+
+
+def gates(node: Node) -> bool:
+    """Whether a product multiplies an activation by another value of its shape."""
+    if len(node.all_input_nodes) != 2:
+        return False
+    shapes = {str(list(source.meta["val"].shape)) for source in node.all_input_nodes}
+    return len(shapes) == 1 and any(map(_is_activation, node.all_input_nodes))
+
+
+def _is_activation(node: Node) -> bool:
+    while op_name(node) == "aten::to":
+        node = node.args[0]  # type: ignore[assignment]  # its operand is a node
+    return op_name(node) in _ACTIVATIONS
+
+
+def spelled(nodes: Iterable[Node]) -> str:
+    """What a subgraph is made of, for a miss without a reason."""
+    ops = [op_name(node).removeprefix("aten::") for node in nodes if op_name(node)]
+    return "no match of " + " ".join(ops[:14])
+
+
+def report(rows: list[Row]) -> str:
+    """Shares by kind, then misses and what was not traced."""
+    traced = [row for row in rows if not row.untraced]
+    lines = [f"{len(traced)} of {len(rows)} architectures traced"]
+    for kind in OPS:
+        having = [row for row in traced if row.found[kind]]
+        found = sum(row.found[kind] for row in having)
+        done = sum(row.fused[kind] for row in having)
+        whole = sum(row.found[kind] == row.fused[kind] for row in having)
+        share = done / found if found else 1.0
+        lines.append(
+            f"{kind:14} {done}/{found} = {share:.1%} (wanted {WANTED[kind]:.0%}); "
+            f"all of them in {whole} of {len(having)} architectures"
+        )
+    for row in traced:
+        lines += [
+            f"miss {row.name} {kind} {count} x {what}"
+            for kind, misses in row.misses.items()
+            for what, count in Counter(misses).items()
+        ]
+    lines += [f"untraced {row.name}: {row.untraced}" for row in rows if row.untraced]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="model types, joined by commas")
+    parser.add_argument("--limit-s", type=int, default=60, help="seconds for one architecture")
+    parser.add_argument("--log", type=Path, help="rows are added to this file, known ones kept")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    known: dict[str, Row] = {}
+    if options.log and options.log.exists():
+        for line in options.log.read_text().splitlines():
+            row = Row(**json.loads(line))
+            known[row.name] = row
+    for name in options.only.split(",") if options.only else names():
+        if name not in known:
+            known[name] = census(name, options.limit_s)
+            if options.log:
+                with options.log.open("a") as log:
+                    log.write(json.dumps(asdict(known[name])) + "\n")
+    print(report(list(known.values())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
