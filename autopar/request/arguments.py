@@ -1,4 +1,6 @@
-"""What calls are given is checked here, so that a mistake is answered in the words of the caller."""
+"""Checks of the arguments of public functions, so that a mistake gives an error in the caller's
+terms.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from autopar.ir.plan import Plan
 
 
 def check_model(model: Any) -> None:
-    """AutoparError for anything but a module."""
+    """Raise AutoparError unless `model` is a module."""
     if isinstance(model, type):
         raise AutoparError(
             f"model is the class {model.__name__}, not a torch.nn.Module of it: pass {model.__name__}(...)"
@@ -35,7 +37,7 @@ def check_model(model: Any) -> None:
 
 
 def parsed_cluster(cluster: Any) -> Cluster:
-    """The cluster, from its text if it is one; AutoparError for anything else."""
+    """The cluster, parsed if it is a text. Raises AutoparError for any other type."""
     if isinstance(cluster, str):
         return ClusterSpec.parse(cluster)
     if not isinstance(cluster, Cluster):
@@ -46,19 +48,19 @@ def parsed_cluster(cluster: Any) -> Cluster:
 
 
 def check_pin(pin: Any) -> None:
-    """AutoparError for anything but a mapping, or None."""
+    """Raise AutoparError unless `pin` is a mapping or None."""
     check_kind("pin", pin, Mapping, "a mapping such as {'tp': 2, 'zero': 1}")
 
 
 def check_plan_given(plan: Any) -> None:
-    """AutoparError for anything but a plan, or None."""
+    """Raise AutoparError unless `plan` is a Plan or None."""
     check_kind("plan", plan, Plan, "a Plan: read a file of one with autopar.Plan.load")
 
 
 def check_beside_plan(
     plan: Plan, pin: Mapping[str, Any] | None, global_batch: int | None, precision: str | None
 ) -> None:
-    """AutoparError for what a given plan decides otherwise."""
+    """Raise AutoparError if an argument contradicts the plan that was passed with it."""
     if pin:
         raise AutoparError(
             f"plan and pin={dict(pin)} are given: a plan has its choices; leave out one of them"
@@ -73,19 +75,19 @@ def check_beside_plan(
 
 
 def check_positive(name: str, value: Any) -> None:
-    """AutoparError for anything but a number above 0, which may be infinite."""
+    """Raise AutoparError unless `value` is a number above 0; infinity is allowed."""
     if not (is_whole(value, 1, 10**18) or (isinstance(value, float) and value > 0)):
         raise AutoparError(f"{name}={shown(value)} must be a positive number")
 
 
 def check_seed(seed: Any) -> None:
-    """AutoparError for anything but a whole number."""
+    """Raise AutoparError unless `seed` is an integer."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise AutoparError(f"seed is {shown(seed)}, not a whole number")
 
 
 def check_lengths(name: str, value: Any) -> None:
-    """AutoparError for anything but a sequence, or None."""
+    """Raise AutoparError unless `value` is a sequence or None."""
     if value is not None and (isinstance(value, str) or not isinstance(value, Sequence)):
         raise AutoparError(
             f"{name} is {shown(value)}, not a sequence of lengths such as (128, 256)"
@@ -93,12 +95,14 @@ def check_lengths(name: str, value: Any) -> None:
 
 
 def check_kind(name: str, value: Any, kind: type, words: str) -> None:
-    """AutoparError for anything but a value of `kind`, or None; `words` say what that is."""
+    """Raise AutoparError unless `value` is of type `kind` or None. `words` describes the type in
+    the message.
+    """
     if value is not None and not isinstance(value, kind):
         raise AutoparError(f"{name} is {shown(value)}, not {words}")
 
 
 def check_callable(name: str, value: Any) -> None:
-    """AutoparError for anything but a function, or None."""
+    """Raise AutoparError unless `value` is callable or None."""
     if value is not None and not callable(value):
         raise AutoparError(f"{name} is {shown(value)}, not a function")
