@@ -1,22 +1,27 @@
-"""The trained parameters of one rank: what its graphs read, what it owns, what the optimizer updates, and how gradients get there.
+"""The trained parameters of one rank: what its graphs read, what it owns, what the optimizer
+updates, and where gradients accumulate.
 
-    leaf     the tensor that graphs read: whole over dp, in the precision's dtype; under ZeRO-3, and where the plan offloads parameters, it
-             has memory only while a segment runs
-    own      this rank's part of it (`zero.py`): the leaf itself, a view of it (ZeRO 1, 2), or a tensor of its own (ZeRO 3), in host
-             memory where the plan offloads parameters
-    master   what the optimizer trains: a DTensor over `own`, or over a copy of it: in fp32 where the precision is half, in host memory
-             where the plan offloads the optimizer alone; of a parameter that is updated whole the whole, on its owner
-             (`whole_matrices.py`)
-    total    the gradient so far, where that is not `leaf.grad`: a part (ZeRO 2, 3), or fp32 where the leaf's is half
+- leaf: the tensor that graphs read, whole over dp, in the precision's dtype. Under ZeRO-3, and if
+  the plan offloads parameters, it has memory only while a segment runs.
+- own: this rank's part of it (`zero.py`): the leaf itself, a view of it (ZeRO-1, ZeRO-2), or a
+  separate tensor (ZeRO-3). It is in host memory if the plan offloads parameters.
+- master: what the optimizer trains: a DTensor over `own`, or over a copy of it. The copy is in fp32
+  for half precision, and in host memory if the plan offloads only the optimizer. For a parameter
+  that is updated whole, it is the whole tensor, on its owner (`whole_matrices.py`).
+- total: the gradient so far, if that is not `leaf.grad`: a part (ZeRO-2, ZeRO-3), or fp32 if the
+  leaf's gradient is half precision.
 
-Of a step, ZeRO 0 and 1 reduce gradients once, at its end; 2 and 3 in every backward, in buckets as gradients become ready, so that no rank
-ever holds all of them.  1 and 2 gather the updated parameters once a step; 3 gathers those of a segment before its forward and again before
-its backward (`gathering.py`), and in a pipeline once a step, as gradients are reduced once a step there.  Where groups of ranks share
-out, all that is within a group; what it has of gradients is added up over the groups once a step.
+ZeRO-0 and ZeRO-1 reduce gradients once, at the end of a step. ZeRO-2 and ZeRO-3 reduce them in
+every backward, in buckets as they become ready, so that no rank holds all of them. ZeRO-1 and
+ZeRO-2 gather updated parameters once a step. ZeRO-3 gathers those of a segment before its forward
+and again before its backward (`gathering.py`). In a pipeline, ZeRO-3 gathers and reduces once a
+step. If ZeRO shards within groups of ranks, all of this happens within a group, and gradients are
+summed over groups once a step.
 
-An offloaded tensor is in host memory whatever the device is: what it is given and gives back is copied even from CPU to CPU, so that a
-program holds on CPU processes what it would hold on a device, and what it would hold beside one.  Offloaded parameters are fetched as those
-of ZeRO 3 are gathered, before every pass of a segment, and then gathered if they are parts.
+An offloaded tensor is in host memory for every type of device. Its inputs and outputs are copied
+even from CPU to CPU. A program on CPU processes thus holds the same bytes as on a device and its
+host. Offloaded parameters are fetched before every pass of a segment, as ZeRO-3 gathers them, and
+are then gathered if they are parts.
 """
 
 from __future__ import annotations
@@ -54,12 +59,12 @@ from autopar.runtime.state.zero import (
 )
 
 HOST = torch.device("cpu")
-"""Where offloaded tensors are."""
+"""The device of offloaded tensors."""
 
 
 @dataclass(slots=True)
 class Trained:
-    """One trained parameter; the module says what its tensors are."""
+    """One trained parameter. The module docstring describes its tensors."""
 
     leaf: nn.Parameter
     share: Share
@@ -69,17 +74,19 @@ class Trained:
 
     @property
     def local(self) -> Tensor:
-        """This rank's part of the master."""
+        """This rank's part of the master, as a plain tensor."""
         data = self.master.detach()
         return data.to_local() if hasattr(data, "to_local") else data
 
 
 class Parameters:
-    """Parameters and buffers of a program on this rank.
+    """The parameters and buffers of a program on this rank.
 
-    `host` is where offloaded tensors are, None if none is, and `device_mesh` is of the device of the masters.  `layouts` maps each name
-    to its layouts on the axes with more than one rank; of `axes` and `device_mesh` dp is parted where the plan has groups that share out.
-    `leaves` are what the program's modules hold, `masters` what the optimizer is built from; both by name.
+    `host` is the device of offloaded tensors, or None. `device_mesh` is on the device of the
+    masters. `layouts` maps each name to its layouts on the axes with more than one rank. If ZeRO
+    shards within groups, dp is divided accordingly in `axes` and `device_mesh`. `leaves` are the
+    tensors in the program's modules, `masters` those that the optimizer is built from; both by
+    name.
     """
 
     def __init__(
@@ -119,12 +126,14 @@ class Parameters:
 
     @property
     def by_pass(self) -> bool:
-        """Whether ZeRO 2 and 3 send at every pass of a segment; in a pipeline they do once a step, as priced."""
+        """Whether ZeRO-2 and ZeRO-3 communicate in every pass of a segment. In a pipeline they do
+        so once a step, as it is priced.
+        """
         return self.plan.mesh.pp == 1
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates, by name."""
+        """The tensors that the optimizer updates, by name."""
         return {name: one.master for name, one in self.trained.items()}
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
@@ -137,7 +146,9 @@ class Parameters:
         return tuple(shape)
 
     def splits(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
-        """The groups over which tp and ep shard a tensor, outermost first, and how each splits what the outer ones left."""
+        """The groups over which tp and ep shard a tensor, outermost first, each with how it splits
+        what the outer ones leave.
+        """
         found, shape = [], list(self.specs[name].shape)
         for axis, layout in self._layouts.get(name, {}).items():
             if layout.is_shard:
@@ -149,7 +160,9 @@ class Parameters:
         return tuple(found)
 
     def cuts(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
-        """The groups over which a master is cut, outermost first, and what each cuts: tp and ep, and then those of ZeRO."""
+        """The groups over which a master is sharded, outermost first, each with its split: tp and
+        ep, then those of ZeRO.
+        """
         if name in self.wholes:
             return ()
         return (
@@ -158,11 +171,15 @@ class Parameters:
         )
 
     def has_master(self, name: str) -> bool:
-        """Whether this rank holds what the optimizer updates of a trained parameter: its own part, or the whole that it owns."""
+        """Whether this rank holds the tensor that the optimizer updates for a trained parameter:
+        its own part, or the whole that it owns.
+        """
         return name not in self.wholes or self.wholes.owns(name)
 
     def cut(self, trained: Collection[int]) -> dict[str, Cutting]:
-        """The parameters of which this rank holds a part, among those whose master's id is in `trained`."""
+        """The parameters of which this rank holds only a part, among those whose master's id is in
+        `trained`.
+        """
         found = {
             name: Cutting(
                 tuple(self.specs[name].shape),
@@ -177,8 +194,9 @@ class Parameters:
 
     @torch.no_grad()
     def update_whole(self, cut: Mapping[str, Cutting], everywhere: bool) -> None:
-        """From now on update these parameters whole: by one rank each, or by every rank.  Masters that every rank holds whole become plain
-        tensors.  Every rank must call."""
+        """From now on, update these parameters whole: each on one rank, or all on every rank.
+        Masters that every rank holds whole become plain tensors. Every rank must call it.
+        """
         self.wholes.choose(cut, everywhere)
         for name, one in self.trained.items():
             if name not in cut and hasattr(one.master, "device_mesh") and not self.cuts(name):
@@ -196,24 +214,28 @@ class Parameters:
     # ----------------------------------------------------------------------------------------------------------------- set up
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a floating tensor is to be made: trained ones keep what half precision would round."""
+        """The dtype in which a floating-point tensor is created. Trained ones keep the digits that
+        half precision would round.
+        """
         spec = self.specs[name]
         if spec.keeps_dtype:
             return getattr(torch, spec.dtype)
         return self.master_dtype if spec.trainable else self.dtype
 
     def home(self, name: str) -> torch.device:
-        """Where a tensor is to be made."""
+        """The device on which a tensor is created."""
         return self.host if self._fetched and self.specs[name].trainable else self.device
 
     def kept(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank keeps of the tensor that its graphs read."""
+        """The part of a graph tensor that this rank keeps."""
         return self._shares[name].part(whole, self.axes) if self.plan.zero == 3 else whole
 
     def install(
         self, program: Program, tensors: Mapping[str, Tensor], device: torch.device
     ) -> None:
-        """Put local tensors, of which `kept` says which part, in place of the program's meta parameters.  Tied slots share one tensor."""
+        """Replace the program's meta parameters by local tensors, which are the parts that `kept`
+        returned. Tied slots share one tensor.
+        """
         for name, spec in self.specs.items():
             if not spec.trainable:
                 self.leaves[name] = (
@@ -226,7 +248,7 @@ class Parameters:
         self.give(program, device)
 
     def give(self, program: Program, device: torch.device) -> None:
-        """Let a program read the installed tensors."""
+        """Make a program read the installed tensors."""
         for parameter in program.parameters:
             holder = getattr(program.module, parameter.module)
             (holder._buffers if parameter.spec.buffer else holder._parameters)[
@@ -239,12 +261,16 @@ class Parameters:
         self.watch(program.module)
 
     def watch(self, module: nn.Module) -> None:
-        """Fill leaves for this module's segments, which read the same ones, if they are empty between."""
+        """Fill the leaves for this module's segments when they run, if leaves are emptied in
+        between. Its segments read the same leaves.
+        """
         if self._by_segment:
             self.gathering.watch(module)
 
     def _train(self, name: str, tensor: Tensor) -> nn.Parameter:
-        """The leaf of a parameter, of which `tensor` is what `kept` keeps, at its `home`."""
+        """Register a trained parameter and return its leaf. `tensor` is the part that `kept`
+        returned, at its `home`.
+        """
         share, own = self._shares[name], tensor.to(self.dtype)
         gathers = self._fetched or (self.plan.zero == 3 and share.cuts)
         leaf = (
@@ -278,7 +304,7 @@ class Parameters:
         return leaf
 
     def _on_host(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory, pinned where that makes transfers faster."""
+        """A copy in host memory, pinned if that speeds up transfers."""
         copy = torch.empty(
             tensor.shape,
             dtype=tensor.dtype,
@@ -288,7 +314,9 @@ class Parameters:
         return copy.copy_(tensor.detach())
 
     def _distributed(self, name: str, local: nn.Parameter) -> nn.Parameter:
-        """What the optimizer sees: a DTensor that shares storage with `local`, over ep and tp, and over the axes that ZeRO shares out."""
+        """The tensor that the optimizer sees: a DTensor that shares storage with `local`, over ep
+        and tp, and over the axes that ZeRO shards over.
+        """
         sharing = (COPIES, *SHARING_AXES) if self.plan.zero else ("ep",)
         axes = tuple(
             axis for axis in (*sharing, "tp") if axis in self.axes and self.axes[axis].size > 1
@@ -314,8 +342,9 @@ class Parameters:
     def effective_layouts(
         self, layouts: Mapping[str, Mapping[str, Layout]]
     ) -> dict[str, dict[str, Layout]]:
-        """The layouts of masters and their gradients: as the graphs', but sharded over the axes that ZeRO shares out, and from group to
-        group as over all of dp."""
+        """The layouts of masters and their gradients: those of the graphs, but sharded over the
+        axes that ZeRO shards over. From one ZeRO group to the next they are as on dp.
+        """
         found = {
             name: {
                 axis: S(self._shares[name].dim) if axis in self._shares[name].axes else layout
@@ -333,7 +362,9 @@ class Parameters:
     # -------------------------------------------------------------------------------------------------------------- gradients
 
     def _take(self, name: str, leaf: Tensor) -> None:
-        """Called when backward has a gradient of a leaf, all of it: move it to where gradients add up."""
+        """Hook for a complete gradient of a leaf in backward: move the gradient to where it
+        accumulates.
+        """
         if self._by_segment:
             self.gathering.free([name])
         if not self._each_backward:
@@ -354,7 +385,7 @@ class Parameters:
             self._flush()
 
     def _flush(self) -> None:
-        """Start to reduce the gradients that are ready, once the bucket before has arrived."""
+        """Start to reduce the ready gradients, after the previous bucket has arrived."""
         names, self._ready, self._ready_bytes = self._ready, [], 0
         self._arrive()
         self._travelling = names, self._scatter(names, [self.leaves[name].grad for name in names])
@@ -362,7 +393,7 @@ class Parameters:
             self.leaves[name].grad = None
 
     def _arrive(self) -> None:
-        """Wait for the bucket on its way."""
+        """Wait for the bucket in transit."""
         if self._travelling is not None:
             (names, moving), self._travelling = self._travelling, None
             for name, part in zip(names, moving.wait(), strict=True):
@@ -384,7 +415,7 @@ class Parameters:
             one.total.add_(grad)
 
     def after_backward(self) -> None:
-        """To be called after the backward of each micro-batch."""
+        """Finish the backward of one micro-batch. It must be called after each."""
         if self._ready:
             self._flush()
         self._arrive()
@@ -392,7 +423,7 @@ class Parameters:
             self.gathering.free()
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients so far by name, of parameters that have one; after `reduce` those that the optimizer is given."""
+        """The accumulated gradients by name. After `reduce`, those that the optimizer receives."""
         found = {
             name: one.leaf.grad if one.total is None else one.total
             for name, one in self.trained.items()
@@ -400,7 +431,7 @@ class Parameters:
         return {name: grad for name, grad in found.items() if grad is not None}
 
     def change_gradient(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Put what `change` makes of a gradient so far, or of zeros if there is none, in its place."""
+        """Replace the accumulated gradient (zeros if there is none) by `change(gradient)`."""
         one = self.trained[name]
         grad = one.leaf.grad if one.total is None else one.total
         self._put(
@@ -409,7 +440,7 @@ class Parameters:
         )
 
     def _put(self, name: str, grad: Tensor) -> None:
-        """Make this the gradient so far."""
+        """Set the accumulated gradient."""
         one = self.trained[name]
         if self.half or one.total is not None:
             one.total = grad
@@ -417,7 +448,7 @@ class Parameters:
             one.leaf.grad = grad
 
     def reduce(self, layouts: Mapping[str, Mapping[str, Layout]]) -> None:
-        """Add up partial gradients and keep what this rank owns of them; once a step."""
+        """Sum partial gradients, and keep the parts that this rank owns. Called once a step."""
         grads = self.gradients()
         if self.plan.zero and not self._each_backward:
             cut = [name for name in grads if self._shares[name].cuts]
@@ -432,7 +463,7 @@ class Parameters:
         add_up(grads, self.effective_layouts(layouts), self.axes, self._put)
 
     def hand_over(self) -> None:
-        """Give each master its gradient."""
+        """Set the gradient of each master."""
         for name, grad in self.gradients().items():
             master = self.trained[name].master
             if name in self.wholes:
@@ -455,7 +486,7 @@ class Parameters:
             master.grad = grad
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         for one in self.trained.values():
             one.leaf.grad = one.master.grad = one.total = None
 
@@ -463,7 +494,7 @@ class Parameters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Make the leaves what the masters have become."""
+        """Update the leaves from the masters."""
         for name, one in self.trained.items():
             if name in self.wholes:
                 one.own.copy_(self._part(name, self.dtype))
@@ -481,19 +512,22 @@ class Parameters:
         return self.wholes.part(name, master, dtype, self.device)
 
     def _gather(self, names: Sequence[str]) -> Moving:
-        """The wholes of parameters, from every rank's own parts."""
+        """Start to gather the whole tensors of parameters from every rank's own parts."""
         ones = [self.trained[name] for name in names]
         parts = [one.own.to(self.device, non_blocking=True) for one in ones]
         return Moving(gather(parts, [one.share for one in ones], self.axes))
 
     def present(self) -> AbstractContextManager:
-        """A block that runs the program; after it no gathered parameter is left.  In a pipeline all are gathered for all of it."""
+        """A context for running the program, after which no gathered parameter has memory. In a
+        pipeline all are gathered throughout.
+        """
         return self.gathering.holding(not self.by_pass)
 
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:
-        """A parameter or buffer as a tp or ep shard, whole over the axes that ZeRO shares out; trained ones in the master's dtype.  Every
-        rank must call."""
+        """A parameter or buffer as a tp or ep shard, whole over the axes that ZeRO shards over.
+        Trained ones have the master's dtype. Every rank must call it.
+        """
         if name not in self.trained:
             return self.leaves[name].detach()
         one = self.trained[name]
