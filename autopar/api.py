@@ -59,9 +59,17 @@ def trace(
     deeper: Deeper | None = None,
     kept_buffers: Collection[str] | None = None,
 ) -> TracedModel:
-    """Capture the model and its loss, in the dtype of `precision` where the engine runs it, normalize the graph, cut it into segments.
+    """The model and its loss as a normalized graph, cut into segments, in the dtype of `precision`
+    in which the engine runs it.
 
-    `deeper`: of the model with more layers.  `kept_buffers`: those that half precision may leave as they are (None: any that is cast back).
+    Args:
+        model: the model; it may be on the meta device.
+        example_inputs: a mapping or tuple of the tensors of one batch.
+        loss_fn: `loss_fn(output, target)`, for a model that returns no loss.
+        precision: the precision that the engine runs; None keeps the model's own dtype.
+        deeper: how to repeat layers of the captured model, for a model with more layers.
+        kept_buffers: names of buffers that half precision may leave as they are. None: any buffer
+            that is cast back.
     """
     from autopar.models.hf_delta_rule import triangular_solves
 
@@ -83,7 +91,9 @@ def trace(
 
 
 def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> TracedModel:
-    """`trace` of the model of a spec on batches of `seq` tokens a row; one whose layers are known to be alike is captured shallow."""
+    """`trace` of the model of a spec, on batches of `seq` tokens a row. If its layers are known to
+    be alike, a model with fewer layers is captured and then deepened.
+    """
     shallow = spec.shallow()
     more, period, path = spec.num_layers - shallow.num_layers, spec.period, spec.layers_path
     deeper = Deeper(path, period, more // period) if more else None
@@ -166,7 +176,9 @@ def _best_plan(
     time_limit_s: float,
     progress: Callable[[str], None] | None,
 ) -> Plan:
-    """The plan that is best for the goal.  Raises NoPlanFits, with what would fit, where none fits."""
+    """The best plan for the goal. Raises NoPlanFits if no plan fits; the message says what
+    would.
+    """
 
     def plan_for(ask: Ask, limit_s: float) -> Plan:
         asked = replace(
@@ -313,7 +325,7 @@ def _precision_note(
 
 
 def _noted(plan: Plan, note: str) -> Plan:
-    """The plan with one more note, unless that is empty."""
+    """The plan with `note` as its first note; unchanged if `note` is empty."""
     return replace(plan, notes=(note, *plan.notes)) if note else plan
 
 
@@ -359,7 +371,9 @@ def _example(model: nn.Module, example_inputs: ExampleInputs | None) -> ExampleI
 
 
 def default_inputs(model: nn.Module) -> ExampleInputs:
-    """Example inputs for a Hugging Face model, from its config; an error for any other."""
+    """Example inputs for a Hugging Face model, from its config. Raises AutoparError for any other
+    model.
+    """
     if hasattr(model, "config") and hasattr(model, "_init_weights"):
         from autopar.models.hf import hf_example_inputs, is_hf_model
 
@@ -376,6 +390,6 @@ def default_inputs(model: nn.Module) -> ExampleInputs:
 
 
 def _default_batch(example_inputs: ExampleInputs, cluster: Cluster) -> int:
-    """The rows of the example, rounded up to a multiple of the number of devices."""
+    """The rows of the example batch, rounded up to a multiple of the number of devices."""
     rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
     return -(-rows // cluster.num_devices) * cluster.num_devices

@@ -1,4 +1,4 @@
-"""The one exception type that a user of autopar meets."""
+"""The exception types of autopar."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def one_line(error: BaseException) -> str:
 
 
 class AutoparError(Exception):
-    """A user's mistake or an impossible request, worded so that the user can act on it.
+    """A user's mistake or an impossible request, worded so that the user can act.
 
-    The message says what is wrong, with the numbers, and names the nearest thing that works.  Long values that it repeats lose their
-    middle here; messages put them in with `shown`, which also works for values that have no text.
+    The message says what is wrong, with numbers, and names the nearest thing that works. Long
+    values in it are shortened here. Messages insert values with `shown`, which works for any value.
     """
 
     def __init__(self, message: str = "") -> None:

@@ -1,4 +1,6 @@
-"""Files of users: paths, reading a text, and writing one so that the file is the old or the new one, whatever happens meanwhile."""
+"""Users' files: checked paths, reading text, and atomic writes that leave either the old or the new
+file.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from typing import Any
 from autopar.errors import AutoparError, shown
 
 MOST_BYTES = 2**30
-"""No plan, cluster file, config or table of runs is larger; a larger file is another one."""
+"""The largest size of a plan, cluster file, config or table of runs. A larger file is refused as
+the wrong file.
+"""
 
 
 def path_of(path: Any, what: str) -> Path:
-    """The path of `what`, such as 'plan'.  AutoparError for what is none."""
+    """`path` as a Path. Raises AutoparError, with `what` (such as 'plan'), if it is not a path."""
     if not isinstance(path, str | os.PathLike):
         raise AutoparError(f"the path of the {what} is {shown(path)}, not a text or pathlib.Path")
     text = os.fspath(path)
@@ -29,14 +33,16 @@ def path_of(path: Any, what: str) -> Path:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a file could not be read or written."""
+    """The reason why a file could not be read or written, as text."""
     if isinstance(error, UnicodeDecodeError):
         return f"it is not a UTF-8 text (byte {error.object[error.start]:#04x} at {error.start})"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def read_text(path: Any, what: str, hint: Callable[[], str] = str) -> str:
-    """The text of a UTF-8 file.  AutoparError naming `what` and the path if there is none; `hint()`: what to do if there is no file."""
+    """The text of a UTF-8 file. Raises AutoparError, with `what` and the path, if it cannot be
+    read. `hint()` says what to do if the file is missing.
+    """
     found = path_of(path, what)
     try:
         if found.is_file() and (size := found.stat().st_size) > MOST_BYTES:
@@ -51,9 +57,9 @@ def read_text(path: Any, what: str, hint: Callable[[], str] = str) -> str:
 
 
 def write_text(path: Any, text: str, what: str) -> None:
-    """Write a UTF-8 file: under another name beside it, which takes its place once all is on disk.
+    """Write a UTF-8 file atomically: to a temporary file in the same folder that then replaces it.
 
-    AutoparError if that fails; the file that was there is as before then.
+    Raises AutoparError if that fails; the previous file is then unchanged.
     """
     given = path_of(path, what)
     try:
@@ -73,7 +79,7 @@ def write_text(path: Any, text: str, what: str) -> None:
 
 
 def _replace(target: Path, text: str) -> None:
-    """Put a file with `text` in the place of `target`."""
+    """Replace the file `target` by one with `text`."""
     partial = target.with_name(f".autopar-{os.urandom(6).hex()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""How often Python looks for garbage."""
+"""The frequency of Python's garbage collection."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Imports, traces and searches make many small objects that stay and hardly a cycle: to look through them for garbage again and again
-    takes a tenth of their time, and more where processes that were forked share them."""
+    """A context in which Python collects garbage rarely.
+
+    Imports, traces and searches make many small objects that stay, and hardly any cycles. Repeated
+    collections take a tenth of their time, and more in forked processes that share these objects.
+    """
     before = gc.get_threshold()
     gc.set_threshold(5_000_000, 50, 100)
     try:

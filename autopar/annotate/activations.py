@@ -1,4 +1,6 @@
-"""What autograd keeps of one block class on a device from forward to backward, and what backward needs besides at its fullest moment."""
+"""Bytes of activations of one block class: what autograd keeps until backward, and what backward
+needs on top at its peak.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ _PASSES = (
 
 
 def late_tensors(node: Node, saved: tuple[Saved, ...], written: list[int]) -> tuple[Saved, ...]:
-    """What an op saved that the gradients of its parameters are computed from: all, but for a norm that is written out, which
-    multiplies its weight by what it made on the way."""
+    """The saved tensors from which gradients of parameters are computed: normally all that the op
+    saved. A norm written op by op needs only the tensors that it made itself.
+    """
     own = tuple(one for one in saved if one.key.endswith(":own"))
     return (
         own
@@ -47,7 +50,9 @@ def kept_tensors(
     outs: tuple[str, ...],
     keeping: dict[str, SavedByOp],
 ) -> tuple[Saved, ...]:
-    """What autograd keeps for a call under a strategy; `keeping` has the ops for which that is not what they were seen to save."""
+    """The tensors that autograd keeps for a call under a strategy. `keeping` overrides the observed
+    saved tensors of some ops.
+    """
     observed = keeping.get(node.name, local.facts.saved.get(node.name))
     if observed is None or not node.meta.get("grad"):
         return ()
@@ -97,16 +102,18 @@ def workspace_bytes(
     weights: bool,
     alone: bool,
 ) -> int:
-    """What backward of a segment needs besides what forward keeps, each value under its smallest strategy.
+    """Peak bytes that backward of a segment needs beyond what forward keeps, each value under its
+    smallest strategy.
 
     Args:
         local: the class.
         inputs: its priced inputs.
         calls: its priced calls, in order.
         outputs: its priced outputs.
-        gradients: parameter -> bytes of its gradient where it is stored smallest.
-        weights: with the gradients of parameters on their way to where they add up, which with ZeRO-3 are among the buffers.
-        alone: without a pipeline.
+        gradients: parameter -> bytes of its gradient in the smallest layout that may store it.
+        weights: whether to count gradients of parameters until they are accumulated. Under ZeRO-3
+            they are part of the buffers instead.
+        alone: whether the plan has no pipeline.
     """
     facts, sizes = local.facts, _least_sizes(local, (*inputs, *calls))
     backward = []
@@ -126,7 +133,9 @@ def workspace_bytes(
 
 
 def _least_sizes(local: LocalClass, made: Iterable[AnnotatedOp]) -> dict[str, int]:
-    """Value -> bytes of its gradient under its smallest strategy, of the results of these ops."""
+    """Bytes of the gradient of each result of these ops, by value name, under its smallest
+    strategy.
+    """
     sizes: dict[str, int] = {}
     for op in made:
         for k, name in enumerate(op.outputs):
@@ -146,7 +155,9 @@ def _while_it_runs(
     sizes: Mapping[str, int],
     gradients: Mapping[str, int],
 ) -> int:
-    """Bytes that only backward of one op needs, besides the gradients that it reads and writes."""
+    """Bytes that only the backward of one op needs, besides the gradients that it reads and
+    writes.
+    """
     software = local.setting.software
     if op_name(node) in LOSSES and software.loss_kernel == "plain":
         # gradients before and after the log-softmax, both as kept
@@ -160,8 +171,11 @@ def _while_it_runs(
 
 
 def _waiting_bytes(local: LocalClass) -> int:
-    """The gradient of the head's weight, where it is tied: autograd holds it until the embedding's comes, through backward of all
-    segments between.  Megatron adds gradients of weights to what is there in the product itself."""
+    """Bytes of the gradient of a tied head's weight, which waits for the gradient of the embedding.
+
+    Autograd holds it through the backward of all segments in between. Megatron's fused product adds
+    to the gradient buffer directly, so the result is then 0.
+    """
     if local.setting.software.fused_kernels:
         return 0
     pricing = local.pricing
@@ -171,14 +185,18 @@ def _waiting_bytes(local: LocalClass) -> int:
 
 
 def own_tensors(local: LocalClass, kept: Iterable[Saved]) -> tuple[Saved, ...]:
-    """Of what autograd keeps what is this segment's own, in bytes of the device."""
+    """The kept tensors that this segment owns, as opposed to shared inputs, with sizes in bytes of
+    device memory.
+    """
     return tuple(
         Saved(s.key, held_bytes(local, s.size_bytes)) for s in kept if s.key not in local.as_made
     )
 
 
 def _least_kept(op: AnnotatedOp) -> dict[str, int]:
-    """Value or `:own` -> bytes, of what an op keeps under every strategy."""
+    """Bytes that an op keeps under its smallest strategy: value name, or a key that ends in `:own`,
+    -> bytes.
+    """
     found = [
         {(s.key if s.key.endswith(":own") else s.value): s.size_bytes for s in strategy.saved}
         for strategy in op.strategies
@@ -191,15 +209,18 @@ def _least_kept(op: AnnotatedOp) -> dict[str, int]:
 
 
 def held_bytes(local: LocalClass, size_bytes: int) -> int:
-    """Bytes of the device that a tensor of an activation takes, with what the caching allocator of a GPU cannot use around it."""
+    """Bytes of device memory that an activation takes, including what the GPU's caching allocator
+    loses to fragmentation.
+    """
     if local.pricing.device.generation == "cpu":
         return size_bytes
     return ceil(size_bytes * (1 + local.setting.software.fitted.fragmentation))
 
 
 def _own_bytes(local: LocalClass, node: Node, per_row: float) -> int:
-    """What an op keeps besides values of the graph.  A fused norm keeps two fp32 statistics a row, one that is written out what it
-    computes on the way."""
+    """Bytes that an op keeps besides values of the graph. A fused norm keeps two fp32 statistics a
+    row; an unfused norm keeps its intermediate results.
+    """
     own = int(per_row * local.setting.micro_batch)
     software, name = local.setting.software, op_name(node)
     result, first = (
@@ -224,7 +245,9 @@ def _own_bytes(local: LocalClass, node: Node, per_row: float) -> int:
 
 
 def _gathers_again(local: LocalClass, node: Node, root: str, layout: Layout) -> bool:
-    """Whether a layer keeps its shard along positions of an input that it has gathered."""
+    """Whether a layer keeps the sharded form of an input that it gathered along positions, and
+    gathers it again in backward.
+    """
     pinned = (
         local.setting.sequence_parallel is True
         and local.pricing.tp > 1
@@ -239,8 +262,10 @@ def _gathers_again(local: LocalClass, node: Node, root: str, layout: Layout) -> 
 
 
 def _fused_experts_bytes(local: LocalClass, node: Node) -> int:
-    """What routed experts of fused kernels keep of each choice: the inputs of both products, and what the activation reads.  Weights of
-    choices multiply inside the activation, so that nothing after the second product is kept."""
+    """Bytes that fused kernels of routed experts keep for each choice: inputs of both products, and
+    what the activation reads. The weights of choices multiply inside the activation, so nothing
+    is kept after the second product.
+    """
     call, software = Call(node), local.setting.software
     x, up, down = local.facts.tensors[operand_names(node)[0]], call.arg("up"), call.arg("down")
     transposed = bool(call.arg("transposed", False))
@@ -258,7 +283,9 @@ def _fused_experts_bytes(local: LocalClass, node: Node) -> int:
 
 
 def _whole_rows_bytes(local: LocalClass, node: Node, names: tuple[str, ...]) -> int:
-    """What routed experts keep whatever their width: each choice's row before the first product and after the second."""
+    """Bytes that routed experts keep under any tp sharding: the row of each choice before the first
+    product and after the second.
+    """
     if op_name(node) != _EXPERTS:
         return 0
     x, fixed = (

@@ -44,7 +44,9 @@ _MESSAGE_BYTES = 2**26
 
 
 class Annotator:
-    """Annotates one traced model for many settings; what does not depend on the setting is computed once."""
+    """Prices one traced model under many settings. Whatever does not depend on the setting is
+    computed once.
+    """
 
     def __init__(self, traced: TracedModel) -> None:
         self.traced, self.facts = traced, ModelFacts(traced)
@@ -55,7 +57,9 @@ class Annotator:
         self._priced: dict[Setting, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def axis_choices(self, setting: Setting) -> AxisChoices:
-        """The choices on dp, ep and cp.  On dp they depend only on whether there is one."""
+        """The choice of each op on dp, ep and cp. The choice on dp depends only on whether dp
+        exceeds 1.
+        """
         mesh = setting.mesh
         context = self._context(_of_calls(setting, setting.mesh, "none")) if mesh.cp > 1 else None
         key = (mesh.size("dp") > 1, mesh.ep, context)
@@ -71,7 +75,7 @@ class Annotator:
         return self._propagated[key]
 
     def context(self, setting: Setting) -> ContextSetting:
-        """Balance and method of every attention op under context parallelism."""
+        """The context-parallel setting: load balancing, and the method of every attention op."""
         mesh, calls = setting.mesh, []
         for index, block in enumerate(self.traced.classes):
             for node in ops(block.graph):
@@ -103,7 +107,9 @@ class Annotator:
         return ContextSetting(mesh.cp, zigzag, tuple(methods))
 
     def annotate(self, setting: Setting) -> AnnotatedModel:
-        """Price the model under `setting`.  Ops and edges are priced once per mesh and micro-batch; ZeRO touches parameters alone."""
+        """The model priced under `setting`. Ops and edges are priced once per mesh and micro-batch;
+        ZeRO changes only the costs of parameters.
+        """
         alike = self.alike(setting)
         pricers, edges = self._priced_alike(alike, self.axis_choices(alike))
         gathered = gathered_bytes(setting, pricers, self.facts)
@@ -129,7 +135,7 @@ class Annotator:
     def _priced_alike(
         self, alike: Setting, choices: AxisChoices
     ) -> tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]:
-        """The classes and edges under what settings share."""
+        """The priced classes and edges of a setting from `alike`, computed once and cached."""
         if alike not in self._priced:
             plain: Sequence[ClassPricer | None] = [None] * len(self.facts.classes)
             edges = None
@@ -144,8 +150,12 @@ class Annotator:
         return self._priced[alike]
 
     def _keep_common(self, pricers: list[ClassPricer]) -> None:
-        """Have the last segment keep the values that many segments do: a micro-batch has each of them once.  In a pipeline other stages
-        have them among what they send.  When backward reaches other segments, all that the last one kept is gone but these."""
+        """Make the last segment keep the values that many segments share, so that a micro-batch
+        holds each once.
+
+        In a pipeline, other stages hold them among the values that they send. When backward reaches
+        earlier segments, the last segment has freed everything but these values.
+        """
         sizes: dict[tuple[int, int], int] = {}
         for pricer in pricers:
             for name, source in pricer.local.common.items():
@@ -168,7 +178,9 @@ class Annotator:
                 pricer.staying_bytes = sum(sizes.values())
 
     def alike(self, setting: Setting) -> Setting:
-        """What settings share under which calls and edges cost the same."""
+        """A representative of all settings under which calls and edges cost the same as under
+        `setting`.
+        """
         return _of_calls(
             setting,
             self._alike(setting),
@@ -176,8 +188,12 @@ class Annotator:
         )
 
     def _alike(self, setting: Setting) -> MeshShape:
-        """A mesh over which a call takes what it takes over that of `setting`: where dp shards whatever has a batch, how many ranks it has
-        is nothing to a rank's share of a micro-batch.  What parameters cost is priced for each mesh.  Groups must lie as they do."""
+        """A mesh over which calls cost the same as over the mesh of `setting`.
+
+        Where dp shards every value with a batch dim, the number of dp ranks does not change a
+        rank's share of a micro-batch. Groups must have the same strides in both meshes. Parameters
+        are priced for each mesh separately.
+        """
         whole, mesh = setting.mesh, replace(setting.mesh, pp=1, dp=max(2 * setting.mesh.ep, 2))
         choices = self.axis_choices(replace(setting, mesh=mesh))
         if id(choices) not in self._rows_alike:
@@ -189,8 +205,10 @@ class Annotator:
         return flat if _lie_alike(flat := replace(whole, pp=1), whole, whole.active) else whole
 
     def _sharded_by_rows(self, index: int, choices: dict[str, dict[str, AxisChoice]]) -> bool:
-        """Whether dp shards every value of a class whose size follows the batch, and changes no other layout on the way but what costs
-        the same over any number of ranks, or is sent (`CallPricer.over_dp`)."""
+        """Whether dp shards every value of a class whose size depends on the batch. A layout change
+        in between is allowed only if its price does not depend on the number of ranks, or if it
+        is sent over dp (`CallPricer.over_dp`).
+        """
         have: dict[str, Layout] = {}
         for node in self.traced.classes[index].graph.nodes:
             choice = choices.get(node.name, {}).get("dp")
@@ -235,7 +253,9 @@ class Annotator:
             )
 
         def message_s(size_bytes: int) -> float:
-            """A message of one rank; where every rank of tp has all of it, each sends a part and the receivers gather."""
+            """Seconds of one message between pipeline ranks. If every tp rank has the whole value,
+            each sends one part and the receivers all-gather it.
+            """
             if (
                 mesh.tp == 1
                 or setting.sequence_parallel is not False
@@ -259,7 +279,9 @@ class Annotator:
     def _edges(
         self, setting: Setting, choices: AxisChoices, pricers: list[ClassPricer]
     ) -> tuple[BoundaryEdge, ...]:
-        """How often an output of one class feeds an input of another."""
+        """The edges between classes, each with the number of times that an output of one class
+        feeds an input of another.
+        """
         multiplicity: Counter = Counter()
         for segment in self.traced.segments:
             for position, source in enumerate(segment.inputs):
@@ -295,12 +317,16 @@ class Annotator:
 
 @per_model(4)
 def annotator_of(traced: TracedModel) -> Annotator:
-    """The annotator of a traced model.  The latest few are kept, so that many plans of one model share what depends on no cluster."""
+    """The annotator of a traced model. The most recent ones are cached, so that plans of one model
+    share work that does not depend on the cluster.
+    """
     return Annotator(traced)
 
 
 def _of_calls(setting: Setting, mesh: MeshShape, recompute: str) -> Setting:
-    """Of a setting what calls depend on, over this mesh and in this mode."""
+    """The setting reduced to the fields on which prices of calls depend, with this mesh and
+    recompute mode.
+    """
     return replace(
         setting,
         mesh=mesh,
@@ -316,7 +342,9 @@ def _of_calls(setting: Setting, mesh: MeshShape, recompute: str) -> Setting:
 
 
 def _lie_alike(one: MeshShape, other: MeshShape, axes: Iterable[str]) -> bool:
-    """Whether the groups over each of these axes have the same distance from rank to rank."""
+    """Whether the groups of both meshes over each of these axes have the same stride between
+    ranks.
+    """
     return all(one.stride(axis) == other.stride(axis) for axis in axes if other.size(axis) > 1)
 
 

@@ -1,8 +1,10 @@
-"""Which attention masks are bounds on the distance of two positions: causal masks and sliding windows, recognized by how they are computed.
+"""Recognizes attention masks that only bound the distance between query and key: causal masks and
+sliding windows.
 
-A boolean mask is read as conditions on query position i and key position j, each a comparison of sums of arange, their difference and
-numbers: `i - j >= 0` is causal, `i - j < w` as well a sliding window of w.  Whatever else is in it makes the mask unknown, and attention is
-then priced as if every pair counted.
+A boolean mask is read as conditions on query position i and key position j. Each condition compares
+sums of `arange`, their difference and numbers. `i - j >= 0` is causal; `i - j < w` adds a sliding
+window of w. Any other op in the mask makes it unknown. Attention is then priced as if every pair
+counted.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from autopar.ir.traced import TracedModel
 from autopar.ops.values import is_getitem, ops, output_nodes
 
 Bounds = tuple[float, float]
-"""The least and the greatest i - j that is visible."""
+"""The least and the greatest value of i - j at which query i sees key j."""
 
 _COMPARISONS = {
     "aten::ge": (0, inf),
@@ -40,7 +42,9 @@ _SAME = (
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """rows * i + columns * j + constant."""
+    """The linear expression rows * i + columns * j + constant, for query position i and key
+    position j.
+    """
 
     rows: int
     columns: int
@@ -53,7 +57,8 @@ class _Linear:
 
 
 def windows(traced: TracedModel) -> dict[tuple[int, str], int | None]:
-    """(class index, attention op) -> its sliding window, None for none, of the attention whose mask is causal.
+    """The sliding window of each attention op with a causal mask: (class index, op name) -> window,
+    or None for a causal mask without a window.
 
     Attention without an entry has another mask, or none.
     """
@@ -73,7 +78,9 @@ def windows(traced: TracedModel) -> dict[tuple[int, str], int | None]:
 def _bounds(
     traced: TracedModel, index: int, node: Node, known: dict[tuple[int, Node], Bounds | None]
 ) -> Bounds | None:
-    """The bounds of a mask, followed to the segment that computes it; None if it is not recognized.  `known`: those found so far."""
+    """The bounds of a mask, traced back across segments to where it is computed; None if it is not
+    recognized. `known` caches results.
+    """
     if (index, node) not in known:
         known[index, node] = _new_bounds(
             traced, index, node, lambda i, source: _bounds(traced, i, source, known)
@@ -84,7 +91,9 @@ def _bounds(
 def _new_bounds(
     traced: TracedModel, index: int, node: Node, bounds_of: Callable[[int, Node], Bounds | None]
 ) -> Bounds | None:
-    """The bounds of a mask, from those of what it is computed from."""
+    """The bounds of a mask, computed from the bounds of its operands; None if it is not
+    recognized.
+    """
     if node.op == "placeholder":
         position = [n for n in traced.classes[index].graph.nodes if n.op == "placeholder"].index(
             node

@@ -1,8 +1,10 @@
-"""What backward of one segment needs besides what autograd keeps: the gradients that are alive at its fullest moment.
+"""Peak bytes of the backward of one segment beyond the tensors that autograd kept.
 
-The ops of a class go backward from last to first.  Before an op, the gradients of its results are alive; it writes those of its operands;
-after it, the gradients of its results and the tensors that nobody before it keeps are freed.  The workspace is the most by which
-gradients exceed what has been freed.  Sizes are those of each value's smallest strategy, so that a solver sees a constant.
+Ops of a class run backward from last to first. Before an op, the gradients of its results are
+alive, and the op writes the gradients of its operands. After it, the gradients of its results are
+freed, and so are saved tensors that no earlier op keeps. The workspace is the largest excess of
+gradients over freed bytes. Each value has the size of its smallest strategy, so that the solver
+sees a constant.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BackwardOp:
-    """`reads` and `writes` name the values of which the op reads and writes gradients; `keeps` maps saved tensors to bytes; `own` bytes
-    live while it runs.  A `passes` op hands the gradient of its result on as it is."""
+    """The backward of one op. `reads` and `writes` name the values whose gradients it reads and
+    writes. `keeps` maps saved tensors to bytes. `own` is the bytes alive only while it runs. If
+    `passes`, it passes the gradient of its result on unchanged.
+    """
 
     reads: tuple[str, ...]  # results
     writes: tuple[str, ...]  # operands
@@ -26,9 +30,10 @@ class BackwardOp:
 def backward_workspace(
     backward: Iterable[BackwardOp], sizes: Mapping[str, int], outputs: Iterable[str]
 ) -> int:
-    """Bytes at the fullest moment of a segment's backward over the bytes that its forward keeps.
+    """Peak bytes of a segment's backward above the bytes that its forward keeps.
 
-    `backward` is in forward order, `sizes` are bytes of values, `outputs` those of which the gradients arrive.
+    `backward` lists ops in forward order, `sizes` has the bytes of values, and `outputs` names the
+    values whose gradients arrive from the next segment.
     """
     calls = list(backward)
     first: dict[str, int] = {}

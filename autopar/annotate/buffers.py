@@ -1,4 +1,6 @@
-"""Bytes on a device that are no parameter, gradient or saved tensor: buffers of the framework, and what is gathered or fetched."""
+"""Bytes on a device other than parameters, gradients and saved tensors: framework buffers, and
+gathered or fetched parameters.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from autopar.ops.dims import at_batch, has_batch
 
 
 def gathered_row_bytes(traced: TracedModel, setting: Setting) -> int:
-    """Bytes of the inputs whose rows every rank gathers for values of a step, and of the values that have rows: of the whole batch."""
+    """Bytes that every rank gathers to compute step values: whole-batch inputs, and step values
+    that have a row per sequence.
+    """
     values = traced.step_values
     if values is None:
         return 0
@@ -31,12 +35,13 @@ def gathered_row_bytes(traced: TracedModel, setting: Setting) -> int:
 
 
 def buffer_bytes(setting: Setting, pricers: Sequence[ClassPricer], model: ModelFacts) -> int:
-    """What no parameter, gradient or saved tensor is: the attention core of a segment while it is run again, buffers of the framework,
-    and what is gathered whichever segment runs, if not by segment.
+    """Bytes of framework buffers, of the attention core that a segment recomputes, and of
+    parameters that stay gathered in all segments.
 
-    FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): embedding and head, in the root unit, stay gathered and keep their whole
-    gradients through backward; of the blocks one is computed, the next is prefetched, and the gradient of one, in the compute dtype and
-    again in fp32, is being reduced.
+    FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): the root unit holds embedding and head.
+    They stay gathered, with their whole gradients, through backward. Of the blocks, one is computed
+    and the next is prefetched. The gradient of one block is being reduced, in the compute dtype and
+    again in fp32.
     """
     mesh, shard = setting.mesh, setting.shard
     sizes = [
@@ -68,8 +73,11 @@ def buffer_bytes(setting: Setting, pricers: Sequence[ClassPricer], model: ModelF
 def _scalars_by_segment(
     pricers: Sequence[ClassPricer], model: ModelFacts
 ) -> tuple[list[int], list[int]]:
-    """By segment, where parameters are gathered or fetched for those that read them: trained scalars of the parameters that it alone reads,
-    and of others that are there in its backward: each stays from the backward of the last segment that reads it to that of the first."""
+    """Trained scalars per segment, where parameters are gathered or fetched by segment: (read by
+    this segment alone, shared and present in its backward).
+
+    A shared parameter is present from the backward of its last reader to the backward of its first.
+    """
     of_class = [sum(p.parameters.scalars_of.values()) for p in pricers]
     alone, staying = [of_class[index] for index in model.segments], [0] * len(model.segments)
     for places in model.of_several:
@@ -86,11 +94,13 @@ def _scalars_by_segment(
 def gathered_bytes(
     setting: Setting, pricers: Sequence[ClassPricer], model: ModelFacts
 ) -> list[int]:
-    """By class, bytes of what is gathered while a segment runs its backward, and of gradients that are on their way.
+    """Bytes per class of gathered parameters, and of gradients being reduced, while a segment runs
+    backward.
 
-    A parameter is freed when its gradient is there; one of several segments stays with its gradient, which adds up.  Meanwhile a bucket of
-    gradients of the segment before is being reduced, in fp32 and once more in the order that is sent.  On GPUs the parameters of the
-    segment that comes next are on their way.
+    A parameter is freed when its gradient is ready. A parameter of several segments stays, with the
+    gradient that accumulates. Meanwhile a bucket of gradients of the preceding segment is being
+    reduced: in fp32, and in a second copy in sending order. On GPUs the parameters of the next
+    segment are prefetched.
     """
     found = [0] * len(pricers)
     if not setting.gathers_by_segment:
@@ -116,8 +126,10 @@ def gathered_bytes(
 
 
 def _fetched_scalars(pricers: Sequence[ClassPricer], model: ModelFacts, ahead: bool) -> int:
-    """The most parameters that lie on a device at once where segments fetch them from the host: those of one segment and, where they are
-    fetched `ahead`, of a neighbour.  Tied ones stay from the head's backward to the embedding's, which makes their gradient whole."""
+    """The largest number of parameters on a device at once, if segments fetch them from the host.
+    With `ahead`, a neighbouring segment is prefetched. Tied parameters stay from the backward of
+    the head to the backward of the embedding, which completes their gradient.
+    """
     alone, staying = _scalars_by_segment(pricers, model)
     found = [own + there for own, there in zip(alone, staying, strict=True)]
     pairs = (

@@ -1,4 +1,4 @@
-"""The kernels of one call under one strategy: from the shapes of this rank's shards to seconds."""
+"""The kernel time of one call under one strategy, from the shapes of this rank's shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _GROUPED = ("autopar::grouped_mm", "aten::_grouped_mm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedCall:
-    """A call under one strategy.  `read` and `written` are the bytes of this rank's operands and results, `kept` what autograd keeps."""
+    """A call under one strategy. `read` and `written` are the bytes of this rank's operands and
+    results; `kept` lists the tensors that autograd keeps.
+    """
 
     node: Node
     dims: OpDims | None
@@ -46,7 +48,7 @@ class PricedCall:
 
     @property
     def letters(self) -> OpDims:
-        """The dims of an op that has letters; ValueError for others."""
+        """The op's dims, named by letters. ValueError if the op has no rule."""
         if self.dims is None:
             raise ValueError(f"{self.node.name} ({self.node.target}) has no letters")
         return self.dims
@@ -58,8 +60,9 @@ class PricedCall:
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of dropout's mask.  What else an op keeps beside values of the graph are statistics; where the meta device shows more, it
-        ran a composite of an op that has one kernel on a GPU."""
+        """Bytes of the dropout mask that backward reads. Other private tensors of an op are
+        ignored: they are statistics, or artefacts of a composite op on the meta device.
+        """
         return sum(
             s.size_bytes for s in self.kept if s.key == f"{self.node.name}:own" and drops(self.node)
         )
@@ -71,7 +74,7 @@ class PricedCall:
 
 
 def kernel_time(local: LocalClass, call: PricedCall) -> KernelTime:
-    """Seconds of the op's kernels."""
+    """Seconds of the op's kernels, forward and backward."""
     name, dims = op_name(call.node), call.dims
     if dims is not None and dims.movement_free:
         return FREE
@@ -106,7 +109,7 @@ def kernel_time(local: LocalClass, call: PricedCall) -> KernelTime:
 
 
 def _flops(local: LocalClass, call: PricedCall) -> int:
-    """FLOPs of this rank's part, if every axis that shards the op divides them."""
+    """FLOPs of this rank's part. An axis divides the FLOPs if it shards any operand or result."""
     if not (flops := local.pricing.number(call.letters.total_flops())):
         return 0
     for axis, own in call.fixed.items():
@@ -116,7 +119,7 @@ def _flops(local: LocalClass, call: PricedCall) -> int:
 
 
 def _operand_shape(local: LocalClass, call: PricedCall, i: int) -> Shape:
-    """The shape of this rank's operand i."""
+    """The shape of operand `i` on this rank."""
     layouts = {axis: choice.inputs[i] for axis, choice in call.fixed.items()}
     return local.pricing.local_shape(
         local.shapes[call.names[i]], layouts | {"tp": call.choice.inputs[i]}
@@ -131,7 +134,9 @@ def _product(local: LocalClass, call: PricedCall) -> Product | None:
 
 
 def _convolution(local: LocalClass, call: PricedCall) -> Product | None:
-    """The implicit matrix product of a convolution: positions x (channels x kernel) x channels, for each group."""
+    """A convolution as a matrix product, for each group: positions x (channels x kernel) x
+    channels; None if it is not one.
+    """
     x, weight, space = (
         _operand_shape(local, call, 0),
         _operand_shape(local, call, 1),
@@ -185,7 +190,9 @@ def _attention(local: LocalClass, call: PricedCall) -> KernelTime:
 
 
 def _experts(local: LocalClass, call: PricedCall) -> KernelTime:
-    """Routing is taken to be even, so that every expert of every rank has as many rows."""
+    """Kernel time of routed experts. Routing is assumed to be even, so every expert gets the same
+    number of rows.
+    """
     node = Call(call.node)
     place = [
         name
@@ -202,14 +209,19 @@ def _experts(local: LocalClass, call: PricedCall) -> KernelTime:
 
 
 def _grouped(local: LocalClass, call: PricedCall) -> KernelTime:
-    """A grouped product of its own: (rows, k) by (groups, n, k) or (groups, k, n), evenly."""
+    """Kernel time of a grouped matrix product, with rows evenly distributed: (rows, k) by (groups,
+    n, k) or (groups, k, n).
+    """
     (rows, k), weight = _operand_shape(local, call, 0), _operand_shape(local, call, 1)
     return local.pricing.kernels.grouped(rows, weight[0], prod(weight[1:]) // k, k, any(call.grads))
 
 
 def _lookup(local: LocalClass, call: PricedCall) -> KernelTime:
-    """Rows of a table: as many as come out are read.  The gradient of an embedding is a whole table of zeros to which rows are added;
-    where the gradient's buffer has another dtype, the table is then added to it."""
+    """Kernel time of a table look-up, which reads as many rows as it returns.
+
+    The gradient of an embedding is a whole table of zeros to which rows are added. If the gradient
+    buffer has another dtype, the table is then added to the buffer.
+    """
     out, indices = sum(call.written), sum(call.read[1:])
     table = call.read[0] * call.grads[0]
     itemsize, kept = local.pricing.kernels.itemsize, local.pricing.kernels.gradient_itemsize
@@ -223,8 +235,9 @@ def _lookup(local: LocalClass, call: PricedCall) -> KernelTime:
 
 
 def _cross_entropy(local: LocalClass, call: PricedCall) -> KernelTime:
-    """Eager mode runs log_softmax and nll_loss, whose gradient is a tensor of the logits' size; a compiler or a fused loss writes
-    neither."""
+    """Kernel time of cross-entropy. Eager mode runs log_softmax and nll_loss, and writes a gradient
+    of the size of the logits. A compiler or a fused loss does not write it.
+    """
     logits, rest = call.read[0], sum(call.read[1:]) + sum(call.written)
     if local.setting.software.compiled or local.setting.software.loss_kernel == "fused":
         return local.pricing.kernels.stream(logits + rest, 2 * logits + rest, any(call.grads))
@@ -232,8 +245,12 @@ def _cross_entropy(local: LocalClass, call: PricedCall) -> KernelTime:
 
 
 def _composite_norm(local: LocalClass, call: PricedCall) -> KernelTime:
-    """A root-mean-square norm of n elements op by op.  Forward casts to fp32, squares, averages, multiplies, casts back and multiplies
-    by the weight; backward runs the derivative of each, casts from and to fp32, and adds up the two gradients of the fp32 input."""
+    """Kernel time of a root-mean-square norm of n elements that runs op by op.
+
+    Forward casts to fp32, squares, averages, multiplies, casts back and multiplies by the weight.
+    Backward runs the derivative of each op, casts to and from fp32, and sums the two gradients of
+    the fp32 input.
+    """
     n, low, high = (
         sum(call.written) // local.pricing.kernels.itemsize,
         local.pricing.kernels.itemsize,
@@ -251,9 +268,10 @@ def _composite_norm(local: LocalClass, call: PricedCall) -> KernelTime:
 
 
 def _streamed(local: LocalClass, call: PricedCall) -> KernelTime:
-    """A memory-bound op: reads operands and writes results; backward reads their gradients and what autograd kept and writes gradients.
+    """Kernel time of a memory-bound op. Forward reads operands and writes results. Backward reads
+    gradients of results and saved tensors, and writes gradients of operands.
 
-    A sum passes its gradient on as it is, unless it was broadcast.
+    A sum passes its gradient on without a kernel, unless an operand was broadcast.
     """
     shares = call.shares if local.setting.software.fuses else None
     # a compiler draws the numbers again
@@ -279,7 +297,9 @@ def _streamed(local: LocalClass, call: PricedCall) -> KernelTime:
 
 
 def _kept_bytes(local: LocalClass, call: PricedCall, shares: FusedShare | None) -> int:
-    """What backward reads of the kept tensors: in a chain, those that enter it."""
+    """Bytes of saved tensors that backward reads. In a chain of fused ops only the tensors that
+    enter the chain count.
+    """
     if shares is None:
         return sum(s.size_bytes for s in call.kept_values)
     entering = {

@@ -1,4 +1,6 @@
-"""Price the calls of one block class: every strategy over tp, with what propagation fixed on the other axes."""
+"""Prices every call of one block class under every tp strategy, given the propagated choices on the
+other axes.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ from autopar.ops.values import operand_names, ops, result_names
 
 
 class CallPricer:
-    """The calls of one class, priced in order (`ops`); `plain` has them without the selective recompute mode of the setting, if it has one.
+    """The priced calls of one class, in order (`ops`).
 
-    `over_dp` has what each call sends over dp: it is priced for each mesh, so that meshes that differ in dp alone share all else.
-    `rerun_bytes` are those of what is not kept but made again: each value under its smallest strategy.
+    `plain` has the prices without selective recomputation, if the setting has it. `over_dp` has
+    what each call sends over dp. It is priced for each mesh, so that meshes that differ only in dp
+    share all other prices. `rerun_bytes` is the bytes of recomputed values, each under its smallest
+    strategy.
     """
 
     def __init__(self, local: LocalClass, plain: CallPricer | None = None) -> None:
@@ -45,7 +49,9 @@ class CallPricer:
         self._least_s: dict[bool, tuple[float, float]] = {}
 
     def under(self, setting: Setting) -> list[AnnotatedOp]:
-        """The calls, with what they send over dp, run again or not."""
+        """The priced calls under `setting`, including what they send over dp, and recomputed if the
+        setting says so.
+        """
         again = setting.recomputes(self.local.facts.block)
         calls = self.rerun if again else self.ops
         if not self.over_dp:
@@ -67,23 +73,29 @@ class CallPricer:
 
     @cached_property
     def run_again(self) -> frozenset[str]:
-        """The calls that backward runs again where the whole block is recomputed.  Parameters are there for them, gathered for backward."""
+        """Names of the calls that backward runs again if the whole block is recomputed. Parameters
+        need no second gather: backward has them gathered.
+        """
         facts, early_stop = self.local.facts, self.local.setting.software.early_stop
         return rerun_ops(facts.graph, facts.saved, facts.roots, early_stop)
 
     @cached_property
     def rerun(self) -> list[AnnotatedOp]:
-        """The calls where the whole block is recomputed."""
+        """The priced calls if the whole block is recomputed."""
         return [_run_again(op) if op.name in self.run_again else op for op in self.ops]
 
     def least_s(self, again: bool) -> tuple[float, float]:
-        """Seconds (forward, backward) that the device computes for a segment, run again or not, whichever strategies are chosen."""
+        """A lower bound on the compute seconds (forward, backward) of a segment under any
+        strategies. `again` counts recomputation.
+        """
         if again not in self._least_s:
             self._least_s[again] = least_compute_s(self.rerun if again else self.ops)
         return self._least_s[again]
 
     def _op(self, node: Node, sender: Pricing | None = None) -> AnnotatedOp:
-        """A call; `sender` prices what is sent over dp before it, if that is to be counted."""
+        """The priced call of a node. `sender`, if given, also prices what is sent over dp before
+        the call.
+        """
         names, outs = operand_names(node), result_names(node)
         found = self._choices(node, names, outs)
         if node.name not in self._priced:
@@ -149,7 +161,9 @@ class CallPricer:
     # --------------------------------------------------------------------------------------------------- what is sent before
 
     def _paid_moves(self, node: Node, names: tuple[str, ...]) -> list[PaidMove]:
-        """Changes of layout on the propagated axes that an op is the first to ask for."""
+        """The layout changes on propagated axes that this op is the first to request, and therefore
+        pays for.
+        """
         local, found = self.local, []
         for axis, choice in local.choices.get(node.name, {}).items():
             for i, (name, want) in enumerate(zip(names, choice.inputs, strict=True)):
@@ -165,7 +179,9 @@ class CallPricer:
     def _sent_over_dp(
         self, paid: Iterable[PaidMove], names: tuple[str, ...], outs: tuple[str, ...]
     ) -> list[PaidMove]:
-        """Those of the changes of layout that send over dp; backward of what has no gradient sends nothing."""
+        """The layout changes among `paid` that communicate over dp. If no gradient flows, their
+        backward is the identity.
+        """
         grads = self.local.facts.grads
         differentiable = any(grads[name] for name in outs)
         return [
@@ -177,7 +193,7 @@ class CallPricer:
         ]
 
     def _sending(self, sent: Sequence[PaidMove], strategy: Strategy, sender: Pricing) -> Strategy:
-        """A strategy that pays for what is sent over dp."""
+        """The strategy with the time of its communication over dp added."""
         there_s, back_s = (
             sum(
                 sender.move_s(
@@ -209,7 +225,7 @@ class CallPricer:
         outs: tuple[str, ...],
         paid: Sequence[PaidMove],
     ) -> Iterator[Strategy]:
-        """The strategies of an op with their prices."""
+        """The strategies of an op, with their prices."""
         local, facts, pricing = self.local, self.local.facts, self.local.pricing
         fixed = local.choices.get(node.name, {})
         whole = [
@@ -254,7 +270,9 @@ class CallPricer:
             yield priced
 
     def _framework_s(self, node: Node) -> float:
-        """Seconds of each pass that a framework adds to the first call of a layer."""
+        """Seconds per pass that a framework adds to the first call of a layer; 0 for other
+        calls.
+        """
         software = self.local.setting.software
         slower = (
             software.deepspeed_passes and self.local.facts.block.is_layer and node is self._nodes[0]
@@ -269,7 +287,9 @@ class CallPricer:
         names: tuple[str, ...],
         outs: tuple[str, ...],
     ) -> Strategy:
-        """A strategy under a selective recompute mode: what it keeps, and its forward once more if backward runs it again."""
+        """A strategy under selective recomputation: what it keeps then, with its forward time added
+        to backward if the op runs again.
+        """
         local, rerun = self.local, self.local.rerun
         kept = kept_tensors(local, node, choice, names, outs, rerun.kept)
         again, eager = node.name in rerun.ops, not local.setting.software.compiled
@@ -289,7 +309,9 @@ class CallPricer:
 
 
 def least_compute_s(calls: Iterable[AnnotatedOp]) -> tuple[float, float]:
-    """Seconds (forward, backward) that the device computes for calls, whichever strategies are chosen."""
+    """A lower bound on the compute seconds (forward, backward) of these calls under any
+    strategies.
+    """
     least = [
         (
             min(s.forward_s - s.forward_comm_s for s in op.strategies),

@@ -1,6 +1,6 @@
-"""Price one call under one strategy: what its kernels compute, and what it sends.
+"""Prices one call under one strategy: kernels and communication.
 
-It sends because of the axes that propagation decides, or of a special lowering.
+The call communicates for axes that propagation decides, or inside a special lowering.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from autopar.ops.dims import Call
 
 @dataclass(frozen=True, slots=True)
 class PaidMove:
-    """A change of layout on a propagated axis that a call is the first to ask for: of which operand, the moves of forward and of backward,
-    and bytes before tp."""
+    """A layout change on a propagated axis, paid by the first call that requests it. It has the
+    operand's index, the primitives of forward and backward, and bytes before tp divides them.
+    """
 
     operand: int
     axis: str
@@ -37,8 +38,9 @@ def call_strategy(
     saved: tuple[Saved, ...],
     late: tuple[Saved, ...],
 ) -> Strategy:
-    """The strategy with its prices and with what it keeps; `paid` are the changes of layout on propagated axes that the op is the
-    first to ask for, of which what is sent over dp is left out (`CallPricer.over_dp`)."""
+    """The strategy with its prices and saved tensors. `paid` are the layout changes that this op is
+    the first to request; those over dp are left out (`CallPricer.over_dp`).
+    """
     computed = kernel_time(local, call)
     local_s, sent_s = _sent(local, call, computed, paid)
     added = [b for b, more in zip(call.read, call.added, strict=True) if more]
@@ -66,7 +68,9 @@ def call_strategy(
 
 
 def _added_s(local: LocalClass, call: PricedCall, added: list[int]) -> float:
-    """Autograd adds up the gradients of a value's readers: a kernel for each but the first, or one more read of a fused kernel."""
+    """Seconds in which autograd sums the gradients from several readers of a value: a kernel for
+    each reader but the first, or one more read of a fused kernel.
+    """
     if local.setting.software.compiled:
         fused = call.shares is None or not any(
             more and not r for more, r in zip(call.added, call.shares.reads, strict=True)
@@ -78,7 +82,9 @@ def _added_s(local: LocalClass, call: PricedCall, added: list[int]) -> float:
 def _sent(
     local: LocalClass, call: PricedCall, computed: KernelTime, paid: Sequence[PaidMove]
 ) -> tuple[list[float], list[float]]:
-    """Seconds (forward, backward) besides the op's kernels: local work, and communication."""
+    """Seconds (forward, backward) besides the op's kernels, as two lists: local work, and
+    communication.
+    """
     local_s, sent_s = [0.0, 0.0], [0.0, 0.0]
     if call.choice.lowering == "vocab_parallel_cross_entropy":
         tokens = local.bytes[call.names[1]] // 8 * 4
@@ -113,8 +119,9 @@ def _sent(
 def _context_extra(
     local: LocalClass, call: PricedCall, computed: KernelTime
 ) -> tuple[tuple[float, float], ...]:
-    """What context parallelism adds to an attention op, forward and backward: (waiting for the slowest rank, what rings and all-to-alls
-    do not hide)."""
+    """What context parallelism adds to an attention op, for forward and for backward: (seconds of
+    waiting for the slowest rank, seconds of communication that compute does not hide).
+    """
     letter, _, pattern = call.fixed["cp"].strategy.partition(" ")
     if letter not in ("s", "ring", "ulysses"):
         return ()

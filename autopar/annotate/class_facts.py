@@ -1,4 +1,4 @@
-"""What is known of a traced model and of its block classes whatever the setting, computed once."""
+"""Facts about a traced model and its block classes that hold under every setting, computed once."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ from autopar.request.software import Joins
 class ClassPlace:
     """Where the segments of a class lie in the model.
 
-    `from_model` are the places of inputs that some segment reads from the model, `common` the inputs that are one value for all segments,
-    with the (segment, output) that makes it.  `has_loss`: the first output is the loss.  `staying` are the parameters that the last segment
-    reads too, so that under ZeRO 3 they are there from its forward to backward.  `waiting` are the parameters of the last segment whose
-    gradients wait while a segment of this class runs backward.
+    `from_model` has the positions of inputs that come from outside the model. `common` maps each
+    input that is the same value in all segments to the (segment, output) that makes it. `has_loss`:
+    the first output is the loss. `staying` are the parameters that the last segment reads too;
+    under ZeRO-3 they stay gathered from its forward to its backward. `waiting` are the parameters
+    of the last segment whose gradients wait while a segment of this class runs backward.
     """
 
     index: int
@@ -52,13 +53,15 @@ class ClassPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassFacts:
-    """One block class: its values and ops by name.
+    """Facts of one block class, by the names of its values and ops.
 
-    `patterns` and `positions` are the (dim, pattern) pairs of a value that follow the sections of fused projections, and that are positions
-    of sequences.  `weights` are the parameters, of which those `borrowed` count their bytes in another class; `products` are the calls that
-    multiply by a parameter, `heads` those before the loss; `added` are the (op, operand) where autograd adds up gradients.  `saved` and
-    `roots` are those of `observe_saved`, `windows` those of its causal attention.  The functions `shares` (of kernels that fuse), `rerun`
-    (of a recompute mode) and `tensor_parallel` (of an op, tp and how other axes divide its letters) remember what they found.
+    `patterns` and `positions` are (dim, pattern) pairs of a value: dims that follow the sections of
+    fused projections, and dims that are positions of sequences. `weights` are the parameters; the
+    `borrowed` ones count their bytes in another class. `products` are the calls that multiply by a
+    parameter, and `heads` those directly before the loss. `added` are the (op, operand) pairs where
+    autograd sums gradients. `saved` and `roots` come from `observe_saved`; `windows` has the
+    sliding windows of causal attention. The functions `shares` (fused kernels), `rerun` (recompute
+    modes) and `tensor_parallel` (strategies over tp) cache their results.
     """
 
     block: BlockClass
@@ -87,7 +90,7 @@ class ClassFacts:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters that are not borrowed."""
+        """Number of elements of the parameters whose bytes this class counts."""
         return sum(self.tensors[name].numel() for name in self.weights - self.borrowed)
 
     def mask_of(self, node: Node) -> tuple[bool, int | None]:
@@ -100,9 +103,10 @@ class ClassFacts:
 class ModelFacts:
     """Facts of one traced model.
 
-    `classes` has those of each block class.  `last` is the class of the last segment, if that segment is its only one; `segments` and
-    `reads` are the class and the (segment, output) that each segment reads.  `of_several`, `shared` and `ties` are described where they
-    are made.
+    `classes` has the facts of each block class. `last` is the class of the last segment, if no
+    other segment has that class. `segments` has the class of each segment; `reads` has the
+    (segment, output) pairs that each segment reads. For `of_several`, `shared` and `ties` see
+    `_shared`.
     """
 
     def __init__(self, traced: TracedModel) -> None:
@@ -136,7 +140,7 @@ class ModelFacts:
         )
 
     def _places(self) -> list[ClassPlace]:
-        """The place of each class, in their order."""
+        """The place of each class, in the order of classes."""
         counts, common, staying = Counter(self.segments), self._common(), self._staying()
         from_model = {
             (index, position)
@@ -160,9 +164,13 @@ class ModelFacts:
         ]
 
     def _common(self) -> dict[int, dict[str, tuple[int, int]]]:
-        """Inputs of classes that repeat which are one value for all their segments: class -> input -> (segment, output) it is.  Rotary
-        tables are, masks, and what an encoder gives its decoder.  Only what is read to the last of the segments that repeat: whatever
-        else is common ends in the middle of a pipeline, and counts for each of its readers, as if they had copies."""
+        """Inputs that are the same value for all segments of a repeated class: class -> input ->
+        the (segment, output) that makes it.
+
+        Examples are rotary tables, masks, and the encoder output that every decoder layer reads.
+        Only values that the last repeated segment reads are included. Any other common value is
+        counted for each reader, as if each had a copy.
+        """
         found: dict[int, dict[str, tuple[int, int]]] = {}
         if self.last is None:
             return found
@@ -197,8 +205,10 @@ class ModelFacts:
         tuple[Shared, ...],
         tuple[tuple[tuple[int, str], ...], ...],
     ]:
-        """(segment, parameter node) of tensors that several segments read, first to last; those of which some segment borrows another's;
-        and the groups of (class, parameter node) that hold one."""
+        """Tensors that several segments read, as three results: their (segment, parameter node)
+        readers from first to last; those of which a segment borrows another segment's tensor;
+        the groups of (class, parameter node) that hold one tensor.
+        """
         readers, shared, groups = parameter_readers(self.traced), [], set()
         borrowed = [_borrowed(block) for block in self.traced.classes]
         for places in readers.values():
@@ -218,7 +228,9 @@ class ModelFacts:
         )
 
     def _staying(self) -> set[tuple[int, str]]:
-        """The (class, parameter node) of which the last segment reads the tensor of each segment."""
+        """The (class, parameter node) pairs whose tensor, in every segment of the class, is also
+        read by the last segment.
+        """
         end, counts = len(self.segments) - 1, Counter(self.segments)
         read = Counter(
             (self.segments[number], node)
@@ -284,7 +296,9 @@ def _class_facts(
 def _rerun(
     block: BlockClass, saved: dict[str, SavedByOp], roots: dict[str, str], mode: str, compiled: bool
 ) -> Rerun:
-    """What backward runs again under a recompute mode, which is about parts of a block if it is selective."""
+    """What backward runs again under a recompute mode; `NOTHING` if the mode is not selective or
+    does not apply to this class.
+    """
     if mode not in SELECTIVE_MODES or (mode == "op" and not block.is_layer):
         return NOTHING
     return rerun_of(mode, block.graph, saved, roots, compiled)
@@ -298,7 +312,9 @@ def _tensor_parallel(
     tp: int,
     taken: tuple[tuple[str, int], ...],
 ) -> list[OpStrategy]:
-    """The strategies of an op over tp; `taken`: by how much other axes have divided a letter."""
+    """The strategies of an op over tp. `taken` says by how much other axes have already divided
+    each letter.
+    """
     own = dims[node.name]
     if own is None:
         raise ValueError(f"{node.name} ({node.target}) has no letters that tp could shard")
@@ -315,7 +331,7 @@ def _weights(graph: Graph) -> frozenset[str]:
 
 
 def _borrowed(block: BlockClass) -> frozenset[str]:
-    """The parameter nodes whose (perhaps tied) tensor counts its bytes elsewhere."""
+    """The parameter nodes whose bytes another class counts, because the tensor is tied."""
     return frozenset(
         node.name
         for node in block.graph.nodes

@@ -1,4 +1,6 @@
-"""Price one block class: every strategy of every op over tp, what propagation fixed on the other axes included."""
+"""Prices one block class: every tp strategy of every op, including what propagation fixed on the
+other axes.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,15 @@ from autopar.ir.sharding import Layout, R
 from autopar.ops.values import output_nodes, value_name
 
 LayoutsOf = dict[str, set[Layout]]
-"""Layouts of each value over tp."""
+"""The layouts over tp that each value may have, by value name."""
 
 
 class ClassPricer:
     """One block class with its prices.
 
-    `trained` keeps what parameters do by class and setting; `plain` has the class priced without the selective recompute mode of the
-    setting, if it has one.  `staying_bytes` are those of what the last segment keeps for all, when backward is here.
+    `trained` caches the costs of parameters by class and setting. `plain` has the class priced
+    without selective recomputation, if the setting has it. `staying_bytes` is what the last segment
+    still keeps for all segments when backward reaches this class.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class ClassPricer:
         self._workspaces: dict[tuple[bool, bool], int] = {}
 
     def block(self, setting: Setting) -> AnnotatedBlock:
-        """The class under `setting`, which shares mesh and micro-batch with the setting that this was made for."""
+        """The priced class under `setting`, which must have the mesh and micro-batch for which this
+        pricer was made.
+        """
         block = self.local.facts.block
         recompute = setting.recomputes(block)
         workspace = self._workspace_bytes(setting.zero < 3, setting.mesh.pp == 1)
@@ -100,7 +105,9 @@ class ClassPricer:
 
     @cached_property
     def _rerun_values(self) -> dict[str, AnnotatedValue]:
-        """The values where the whole block is recomputed: changes of layout of what calls read then are made again."""
+        """The values if the whole block is recomputed: layout changes of what the recomputed calls
+        read then run again.
+        """
         again = self.calls.run_again
         read = {name for op in self.calls.ops if op.name in again for name in op.inputs}
         return {
@@ -113,7 +120,7 @@ class ClassPricer:
         }
 
     def _kept_bytes(self, op: AnnotatedOp) -> dict[Layout, int]:
-        """Layout -> bytes of an input that is kept for recomputation."""
+        """Bytes of a segment input that is kept for recomputation, by layout."""
         local, size = self.local, self.local.bytes[op.outputs[0]]
         return {
             s.outputs[0]: held_bytes(local, local.pricing.sharded(size, s.outputs[0]))
@@ -140,7 +147,9 @@ class ClassPricer:
         return self._workspaces[key]
 
     def _adding_up_bytes(self, recompute: bool) -> int:
-        """Gradients of common values that later segments have left when backward is here, less what such a segment gave back at least."""
+        """Bytes of gradients of common values that later segments have accumulated when backward
+        reaches this class, less the least bytes that such a segment has freed.
+        """
         grads = self.local.facts.grads
         gradients = sum(max(of.values()) for name, of in self.common_bytes.items() if grads[name])
         if not gradients:
@@ -157,7 +166,9 @@ class ClassPricer:
 
 
 def _input(local: LocalClass, position: int, node: Node, wanted: set[Layout]) -> AnnotatedOp:
-    """A segment input may arrive in any layout that an op of the class asks for; model inputs are whole on every tp rank."""
+    """The priced input at `position`. It may arrive in any layout that an op of the class requests;
+    model inputs are replicated over tp.
+    """
     layouts = {R}
     if position not in local.facts.place.from_model:
         layouts = boundary_layouts(local, node.name, {R} | wanted)
@@ -166,7 +177,9 @@ def _input(local: LocalClass, position: int, node: Node, wanted: set[Layout]) ->
 
 
 def _output(local: LocalClass, k: int, name: str, produced: LayoutsOf) -> AnnotatedOp:
-    """A segment output may leave in any layout that an op of the class makes; the loss is whole."""
+    """The priced output `k`. It may leave in any layout that an op of the class produces; the loss
+    is replicated.
+    """
     layouts = {R}
     if k or not local.facts.place.has_loss:
         layouts = boundary_layouts(local, name, {R} | produced[name])

@@ -1,8 +1,9 @@
-"""Context parallelism of attention: what its three methods cost, and which one a block gets.
+"""Context parallelism of attention: the costs of its three methods, and the choice among them.
 
-gather    keys and values are all-gathered; their gradients are reduce-scattered
-ring      keys and values travel round the ring while blocks are computed (Liu et al. 2023, arXiv:2310.01889)
-ulysses   all-to-all from positions to heads and back (Jacobs et al. 2023, arXiv:2309.14509)
+- gather: keys and values are all-gathered; their gradients are reduce-scattered.
+- ring: keys and values travel round the ring while blocks are computed (Liu et al. 2023,
+  arXiv:2310.01889).
+- ulysses: all-to-all from positions to heads and back (Jacobs et al. 2023, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from autopar.ir.mesh import MeshShape
 
 @dataclass(frozen=True, slots=True)
 class ContextAttention:
-    """One attention op on one rank of every axis but cp: bytes of whole sequences, and seconds to compute its cp-th part.
+    """One attention op on one rank: bytes of whole sequences, and seconds of the rank's 1/cp of the
+    work.
 
-    `gradient_bytes` are those of the gradients of keys and values as the ring adds them up, at least fp32; `key_copies` is how often
-    Ulysses repeats key heads, so that every rank gets some (`rewrite/lowerings/context_attention.py`).
+    `gradient_bytes` is the size of the gradients of keys and values in the dtype in which the ring
+    accumulates them, at least fp32. `key_copies` is how often Ulysses repeats key heads so that
+    every rank gets one (`rewrite/lowerings/context_attention.py`).
     """
 
     query_bytes: int
@@ -35,16 +38,18 @@ class ContextAttention:
     key_copies: int = 1
 
     def waste(self, cp: int) -> float:
-        """By how much the slowest rank computes longer than the average: with causal masks and contiguous shards the last rank has
-        (2 cp - 1) / cp of its share."""
+        """The extra compute of the slowest rank, as a fraction of the average. With a causal mask
+        and contiguous shards the last rank has (2 cp - 1) / cp times its share.
+        """
         return (cp - 1) / cp if self.causal and not self.zigzag else 0.0
 
 
 def context_extra_s(
     method: str, op: ContextAttention, mesh: MeshShape, cluster: ClusterSpec, gathers: bool
 ) -> tuple[float, float]:
-    """Seconds (forward, backward) beyond a balanced cp-th of the compute.  `gathers`: count the all-gathers of keys and values, which
-    in a program are transitions of their own."""
+    """Seconds (forward, backward) beyond a balanced 1/cp of the compute. `gathers`: whether to
+    count the all-gathers of keys and values, which a program runs as separate layout changes.
+    """
     cp, stride, topology = mesh.cp, mesh.stride("cp"), cluster.topology
     forward, backward = op.forward_s * op.waste(cp), op.backward_s * op.waste(cp)
     keys_bytes = op.key_bytes + op.value_bytes
@@ -81,7 +86,7 @@ def context_extra_s(
 def choose_method(
     op: ContextAttention, legal: tuple[str, ...], mesh: MeshShape, cluster: ClusterSpec
 ) -> str:
-    """The method that costs least."""
+    """The legal method with the lowest time, forward plus backward."""
     return min(
         legal, key=lambda method: sum(context_extra_s(method, op, mesh, cluster, gathers=True))
     )

@@ -1,4 +1,4 @@
-"""What changes of layout over tp cost inside one block class, and which of them a setting allows."""
+"""Costs of layout changes over tp inside one block class, and which of them a setting allows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def conversion_costs(
     have: set[Layout],
     wanted: set[Layout],
 ) -> Conversions:
-    """Prices of all changes of layout of a value.
+    """Prices of all allowed layout changes of a value.
 
-    The pin of sequence parallelism asks for Megatron's layout: weights stay as they are stored, and their gradients are added up once a
-    step; what a product shards along features goes on so, into attention or the product that sums over them.
+    The sequence-parallelism pin requests Megatron's layout. Weights stay as they are stored, and
+    their gradients are summed once a step. What a product shards along features stays sharded, up
+    to attention or to the product that sums over those features.
     """
     facts, pricing = local.facts, local.pricing
     found = pricing.conversions(local.bytes[name], have, wanted, facts.grads[name])
@@ -47,8 +48,9 @@ def conversion_costs(
 
 
 def boundary_layouts(local: LocalClass, name: str, layouts: set[Layout]) -> set[Layout]:
-    """The layouts that the pin of sequence parallelism leaves for a value between segments: with it, activations of blocks are
-    sharded along positions."""
+    """The layouts that the sequence-parallelism pin allows for a value between segments. If it is
+    on, activations of blocks are sharded along positions.
+    """
     pin = local.setting.sequence_parallel
     positions = {x for x in layouts if local.along_positions(name, x)}
     if pin is False:
@@ -57,7 +59,7 @@ def boundary_layouts(local: LocalClass, name: str, layouts: set[Layout]) -> set[
 
 
 def _pinned(local: LocalClass, name: str, layouts: set[Layout], found: Conversions) -> Conversions:
-    """The changes of layout that the pin of sequence parallelism leaves of an activation."""
+    """The layout changes of an activation that the sequence-parallelism pin allows."""
     pin = local.setting.sequence_parallel
     if pin is None or not local.facts.grads[name]:
         return found
@@ -71,8 +73,9 @@ def _pinned(local: LocalClass, name: str, layouts: set[Layout], found: Conversio
 def _gathered_in_fp8(
     local: LocalClass, name: str, readers: Sequence[AnnotatedOp], found: Conversions
 ) -> Conversions:
-    """Changes of layout where a value that only products in fp8 read, and the gradient of one that such a product made, are cast before
-    they are gathered."""
+    """The layout changes with cheaper gathers in fp8: of a value that only fp8 products read, or of
+    the gradient of a value that an fp8 product made.
+    """
     read = bool(readers) and all(op.name in local.narrow for op in readers)
     made = name in local.narrow
     if not local.setting.software.fp8_gathers or not (read or made):
@@ -93,7 +96,9 @@ def _gathered_in_fp8(
 def _beside(
     local: LocalClass, calls: Sequence[AnnotatedOp], name: str, readers: Sequence[AnnotatedOp]
 ) -> tuple[float, float]:
-    """Seconds (forward, backward) of the products beside which a value travels over tp."""
+    """Seconds (forward, backward) of the products that run at the same time as a value's
+    communication over tp.
+    """
     software = local.setting.software
     if software.tp_overlap:
         products = [

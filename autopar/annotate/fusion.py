@@ -1,18 +1,24 @@
-"""What prices need to know of a class' graph, first of all which bytes a compiler leaves in registers: chains of ops become one kernel.
+"""Kernel fusion: which bytes stay in registers because a compiler makes one kernel of a chain of
+ops.
 
-Ops that work element by element, and reductions with them, join into one kernel wherever one reads what another wrote, unless something
-else has to run in between.  Such an op has a *level*: the most kernels of other kinds (matrix products, attention, look-ups) on a path to
-it.  Two neighbours of one level are one chain: a kernel between them would have raised the level.
+Element-wise ops and reductions join into one kernel if one reads what another wrote and nothing
+else must run in between. The *level* of such an op is the largest number of kernels of other kinds
+(matrix products, attention, look-ups) on a path to it. Two neighbours of one level belong to one
+chain: a kernel between them would have raised the level.
 
     x --norm--> n --linear--> g --silu--> s --mul--> m --linear--> ...      silu and mul: one chain, `s` is never written
 
-The share of a chain that an op pays adds up to the chain: a value that is written is paid by its producer, one that enters by its first
-reader.  Collectives between ops of one chain are left out of account, since the solver chooses them.  Backward is taken to recompute
-inside the chain what only the chain has read (as the partitioner of torch.compile does), so that both directions leave out the same values.
-Kernels by hand join less: a norm is one of its own, and a chain ends with a softmax (scale, mask and softmax are one kernel, the dropout
-after it is another) or has none (the softmax is a kernel of its own too).
+The shares of a chain's ops add up to the chain. The producer pays for a value that is written; the
+first reader pays for a value that enters. Collectives between ops of a chain are ignored, since the
+solver chooses them. Backward is assumed to recompute values that only the chain reads, as the
+partitioner of torch.compile does. Both directions therefore leave out the same values.
 
-A chain never moves more than its ops one by one; one op of it may, such as a sum, which passes its gradient on for nothing by itself.
+Hand-written kernels join less. A norm is a kernel of its own. A chain ends with a softmax: scale,
+mask and softmax are one kernel, and the dropout after it is another. In a third mode the softmax is
+a kernel of its own too.
+
+A chain never moves more bytes than its ops one by one. A single op may move more: a sum on its own
+passes its gradient on for nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +64,9 @@ FUSIBLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class FusedShare:
-    """What of an op's operands and results goes through memory; for results, True also where a kernel ends."""
+    """Which operands and results of an op go through memory. For results, True also marks the end
+    of a kernel.
+    """
 
     reads: tuple[bool, ...]
     writes: tuple[bool, ...]
@@ -67,7 +75,7 @@ class FusedShare:
 def fuse(
     graph: Graph, dims: dict[str, OpDims | None], joins: Joins = "compiler"
 ) -> dict[str, FusedShare]:
-    """The share of every fusible op of a class, by name."""
+    """The memory traffic of every fusible op of a class, by op name."""
     views = {
         n.name
         for n in ops(graph)
@@ -101,7 +109,7 @@ def fuse(
 
 
 def _roots(graph: Graph, views: set[str]) -> dict[str, str]:
-    """Value -> the value of which it is a view."""
+    """The value that owns the storage of each value: view -> base."""
     roots: dict[str, str] = {}
     for node in graph.nodes:
         if node.op == "output" or is_getitem(node):
@@ -117,7 +125,7 @@ def _roots(graph: Graph, views: set[str]) -> dict[str, str]:
 def _levels(
     graph: Graph, views: set[str], roots: dict[str, str], joins: Joins
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """(fusible op -> level, root value -> op that writes it)."""
+    """(level of each fusible op, op that writes each base value)."""
     reached: dict[str, int] = {}  # root value -> level of an op that reads nothing else
     level: dict[str, int] = {}
     producer: dict[str, str] = {}
@@ -147,7 +155,9 @@ FUSED_LOSS = "autopar::cross_entropy"
 
 
 def heads_of(graph: Graph, dims: dict[str, OpDims | None]) -> set[str]:
-    """The products whose results reach a loss over classes without another product in between: vocabulary heads."""
+    """The vocabulary heads: products whose results reach a loss over classes without another
+    product in between.
+    """
     found: set[str] = set()
     for loss in ops(graph):
         waiting, seen = (
@@ -167,8 +177,10 @@ def heads_of(graph: Graph, dims: dict[str, OpDims | None]) -> set[str]:
 
 
 def added_gradients(graph: Graph) -> set[tuple[str, int]]:
-    """(op, operand) where autograd adds a gradient to another: all readers of a value but its first.  Parameters add up over the step
-    anyway."""
+    """The (op, operand) pairs where autograd adds one gradient to another: every reader of a value
+    but its first. Parameters are left out, since their gradients accumulate over the step
+    anyway.
+    """
     seen: set[str] = {node.name for node in graph.nodes if node.op == "get_attr"}
     parameters, found = frozenset(seen), set()
     for node in ops(graph):

@@ -1,7 +1,8 @@
-"""Seconds of one call on one device, by the kernels that run it.
+"""Seconds of one call on one device, from models of its kernels.
 
-Every function takes the shapes of this rank's shards, so that a shard which is too small to fill the device has its own, lower rate.
-Backward of a product is two products: dX = dY W^T and dW = X^T dY, the latter into the precision in which gradients are added up.
+Every function takes the shapes of this rank's shards, so a small shard has its own, lower rate.
+Backward of a product is two products: dX = dY W^T and dW = X^T dY. The latter is written in the
+dtype in which gradients accumulate.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _ROUTING_KERNELS = 8  # small ones of `sort_by_expert` and `inverse_order`: sort
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """Seconds of a call.  `weight_s` is the part of `backward_s` that makes the gradient of a parameter; the numbers count kernels."""
+    """Seconds of a call. `weight_s` is the part of `backward_s` that computes the gradient of a
+    parameter. `forward_kernels` and `backward_kernels` count kernels.
+    """
 
     forward_s: float
     backward_s: float
@@ -48,8 +51,10 @@ FREE = KernelTime(0.0, 0.0, 0.0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`batch` products (m, k) @ (k, n).  `left_grad`, `right_grad`: which factors get gradients; `parameter` is the factor (0, 1) that is a
-    parameter, or -1; `fp8`: whether the product may run in fp8."""
+    """`batch` matrix products (m, k) @ (k, n). `left_grad` and `right_grad`: which factors get
+    gradients. `parameter`: index of the factor that is a parameter, or -1. `fp8`: whether the
+    product may run in fp8.
+    """
 
     m: int
     n: int
@@ -63,9 +68,11 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class LocalAttention:
-    """softmax(Q K^T) V on one rank: local sizes, of which `queries` and `keys` are those of the whole sequence over `context_ranks` ranks.
+    """softmax(Q K^T) V on one rank, in local sizes. `queries` and `keys` are whole-sequence
+    lengths, divided among `context_ranks` ranks.
 
-    `blocks` is in how many kernels a rank computes its part: one for each rank of a ring.
+    `blocks` is the number of kernels in which a rank computes its part: one for each rank of a
+    ring.
     """
 
     batch: int
@@ -84,9 +91,11 @@ class LocalAttention:
 def product_of(
     dims: OpDims, shapes: list[Shape], grads: list[bool], parameters: list[bool], fp8: bool
 ) -> Product | None:
-    """The product that a contraction of two factors is, from its letters and this rank's shapes; None for more factors.
+    """The matrix product that a contraction of two factors is, from its letters and this rank's
+    shapes; None if it is not one.
 
-    Letters of both factors that the result has are a batch, those that it lacks are summed; a result's other letters are rows and columns.
+    Letters of both factors and the result are batch dims; letters of both factors alone are summed.
+    The result's other letters are rows and columns.
     """
     factors = [i for i in range(len(dims.inputs)) if i not in dims.additive]
     if len(factors) != 2 or len(dims.outputs) != 1:
@@ -114,8 +123,9 @@ def product_of(
 def _roles(
     left: Letters, right: Letters, result: Letters
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Places of the dims that a product sums (in its left factor), that are a batch (there), its rows (there), its columns (in the
-    right)."""
+    """Indices of the dims that a product sums, of its batch dims and of its rows, all in the left
+    factor, and of its columns, in the right factor.
+    """
     a, b = ({letter: place for place, letter in enumerate(of)} for of in (left, right))
     both, out = a.keys() & b.keys(), set(result)
     rows, columns = ([place for x, place in of.items() if x not in both] for of in (a, b))
@@ -124,12 +134,12 @@ def _roles(
 
 @lru_cache(maxsize=16)
 def kernels_of(device: Device, precision: str, software: Software) -> Kernels:
-    """The kernels, which remember what they have priced."""
+    """The kernel models of a device under a precision and software. They cache their prices."""
     return Kernels(device, precision, software)
 
 
 class Kernels:
-    """The kernels of a device under a precision and a software."""
+    """Kernel models of one device under one precision and software."""
 
     def __init__(self, device: Device, precision: str, software: Software) -> None:
         self.device, self.precision, self.software = device, precision, software
@@ -155,7 +165,7 @@ class Kernels:
     # ----------------------------------------------------------------------------------------------------------- matrix products
 
     def product(self, p: Product) -> KernelTime:
-        """A matrix product forward, and the products of its backward."""
+        """Kernel time of a matrix product and of the products of its backward."""
         if p not in self._known:
             self._known[p] = (
                 self._fp8_product(p)
@@ -185,13 +195,17 @@ class Kernels:
         )
 
     def _accumulation_s(self, numel: int) -> float:
-        """A kernel that adds a gradient to what other micro-batches gave, if the product does not."""
+        """Seconds of the kernel that adds a gradient to those of earlier micro-batches; 0 if the
+        product itself accumulates.
+        """
         if self.software.fused_accumulation:
             return 0.0
         return memory_time_s((self.itemsize + 2 * self.gradient_itemsize) * numel, self.device)
 
     def _fp8_product(self, p: Product) -> KernelTime:
-        """A linear layer in fp8, whichever factor is the weight.  One that needs only one gradient casts and makes that."""
+        """Kernel time of a linear layer in fp8; either factor may be the weight. If only one
+        gradient is needed, only that one is cast and computed.
+        """
         rows, outputs = (p.m, p.n) if p.parameter == 1 else (p.n, p.m)
         scaling, device = self.software.fp8_scaling, self.device
         input_grad, weight_grad = (
@@ -230,11 +244,14 @@ class Kernels:
     def experts(
         self, tokens: int, choices: int, hidden: int, experts: int, wide: int, width: int
     ) -> KernelTime:
-        """Routed experts on one rank: `choices` rows of `hidden` elements, evenly over `experts`, through matrices (hidden, wide) and
-        (width, hidden), added up for each of `tokens`.
+        """Kernel time of routed experts on one rank.
 
-        The kernels between the products are those of `autopar_kernels.routed_experts`: gather rows, activate (and gate), put rows back in
-        order, weight, add up; backward runs each the other way round.  fp8 casts rows and weights for the products.
+        `choices` rows of `hidden` elements are spread evenly over `experts`. They pass matrices
+        (hidden, wide) and (width, hidden), and are summed for each of `tokens`.
+
+        The kernels between the products are those of `autopar_kernels.routed_experts`. They gather
+        rows, activate and gate, put rows back in order, weight and sum; backward reverses each. In
+        fp8, rows and weights are cast for the products.
         """
         key = "experts", tokens, choices, hidden, experts, wide, width
         if key in self._known:
@@ -282,7 +299,9 @@ class Kernels:
     def _between_products(
         self, tokens: int, choices: int, hidden: int, wide: int, width: int
     ) -> tuple[tuple[float, int], tuple[float, int]]:
-        """(seconds, kernels), forward and backward, of what routed experts do besides the products."""
+        """(seconds, kernels) of routed experts without their products, for forward and for
+        backward.
+        """
         inner, outer, result = (
             self.itemsize * x for x in (choices * hidden, choices * width, tokens * hidden)
         )
@@ -311,7 +330,9 @@ class Kernels:
         return there, back
 
     def grouped(self, rows: int, groups: int, n: int, k: int, differentiable: bool) -> KernelTime:
-        """One grouped product, (rows, k) by `groups` matrices (k, n), the rows evenly over them, and the two of its backward."""
+        """Kernel time of one grouped product and the two products of its backward: (rows, k) by
+        `groups` matrices (k, n), with rows spread evenly.
+        """
         counts = [rows // groups + (g < rows % groups) for g in range(groups)]
         forward_s = grouped_matmul_time_s(counts, n, k, self.device, self.precision)
         if not differentiable:
@@ -331,7 +352,9 @@ class Kernels:
     def roofline(
         self, flops: float, forward_bytes: float, backward_bytes: float, products: float
     ) -> KernelTime:
-        """A contraction without a kernel model of its own; backward has `products` times its FLOPs."""
+        """Kernel time of a contraction without a model of its own, by the roofline. Backward has
+        `products` times its FLOPs.
+        """
         forward_s = matmul_time_s(flops, forward_bytes, self.device, self.precision)
         backward_s = (
             matmul_time_s(int(flops * products), backward_bytes, self.device, self.precision)
@@ -345,10 +368,12 @@ class Kernels:
     def attention(
         self, a: LocalAttention, flops: int, forward_bytes: int, backward_bytes: int
     ) -> KernelTime:
-        """Attention by the flash kernel of the device; with dropout its ops one by one, as it then runs; by FLOPs and bytes, backward 2.5
-        times forward, where nobody has measured a kernel.
+        """Kernel time of attention.
 
-        Context ranks have an equal part of one sequence's work: what imbalance and transfers add is priced in `context_method.py`.
+        A measured flash kernel of the device is used if there is one. Otherwise FLOPs and bytes
+        decide, and backward takes 2.5 times forward. With dropout, attention runs op by op and is
+        priced so. Context ranks share one sequence's work equally here; `context_method.py` prices
+        imbalance and transfers.
         """
         key = a, flops, forward_bytes, backward_bytes
         if key not in self._known:
@@ -404,7 +429,9 @@ class Kernels:
     def stream(
         self, forward_bytes: float, backward_bytes: float, differentiable: bool, kernels: int = 1
     ) -> KernelTime:
-        """Kernels that read and write so many bytes; with no kernel of its own, a part of a chain that others launch."""
+        """Time of `kernels` memory-bound kernels that move these bytes. With `kernels=0` it is a
+        part of a chain that another call launches.
+        """
 
         def seconds(size_bytes: float) -> float:
             return memory_time_s(size_bytes, self.device) + (kernels - 1) * self.device.launch_s

@@ -1,4 +1,6 @@
-"""One block class on one device under one setting, before anything is priced: shapes, bytes, what is fused, what runs again."""
+"""One block class on one device under one setting, before pricing: shapes, bytes, fused kernels,
+and what is recomputed.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ from autopar.ops.values import ops, result_names
 class LocalClass:
     """One block class on one device.
 
-    Propagation decides all axes but tp.  On those axes, `choices` has the choices of the ops and `fixed` the layouts of the values.
-    `shapes` has the sizes of the values over all ranks.  `bytes` has their sizes on one rank of those axes, before tp cuts them.
-    `common` has the inputs that reach all segments as they were made, with the (segment, output) that makes each.
-    `as_made` has the keys of such inputs that are kept as they arrive.  `shares` is what fused kernels share.
-    `unwritten` has the values that live inside one fused kernel.  `narrow` has the calls that multiply by a parameter in fp8.
+    Propagation decides all axes but tp. On those axes, `choices` has the choices of the ops and
+    `fixed` the layouts of the values. `shapes` has the sizes of the values over all ranks. `bytes`
+    has the sizes of values on one rank of those axes, before tp divides them. `common` maps inputs
+    that reach all segments unconverted to the (segment, output) that makes each. `as_made` has the
+    keys of such inputs that are kept as they arrive. `shares` has the memory traffic of fused ops.
+    `unwritten` has the values that live inside one fused kernel. `narrow` has the calls that
+    multiply by a parameter in fp8.
     """
 
     facts: ClassFacts
@@ -64,7 +68,7 @@ class LocalClass:
 def local_class(
     model: ModelFacts, index: int, setting: Setting, choices: AxisChoices
 ) -> LocalClass:
-    """The class `index`; `choices` are those of propagation for all classes."""
+    """The class at `index` under `setting`. `choices` are the propagated choices of all classes."""
     facts, software, pricing = model.classes[index], setting.software, Pricing(setting)
     fixed = _fixed_layouts(facts, choices[index])
     common = _common(model, facts, setting, choices, fixed)
@@ -90,7 +94,7 @@ def local_class(
 
 
 def sharding_key(layouts: Mapping[str, Layout]) -> str:
-    """'/dp/tp': the axes that shard a value, in the key of what is saved of it."""
+    """The axes that shard a value, such as '/dp/tp'. It is part of the key of a saved tensor."""
     return "".join(f"/{axis}" for axis, layout in layouts.items() if layout.is_shard)
 
 
@@ -114,8 +118,12 @@ def _common(
     choices: AxisChoices,
     fixed: dict[str, dict[str, Layout]],
 ) -> dict[str, tuple[int, int]]:
-    """Of the inputs that all segments read (`ClassPlace.common`) those that reach each as they were made.  What an edge converts is a
-    copy for each reader; over tp the solver might have it convert what has a gradient, and makes the rest whole from the start."""
+    """The inputs common to all segments (`ClassPlace.common`) that reach each segment in the layout
+    in which they were made.
+
+    A converted input is a separate copy for each reader, so it is not common. Over tp the solver
+    may convert a value with a gradient; values without a gradient are replicated from the start.
+    """
     found = {}
     for name, (segment, k) in facts.place.common.items():
         made = choices[model.segments[segment]].get(f"output{k}", {})
@@ -126,7 +134,7 @@ def _common(
 
 
 def _unwritten(facts: ClassFacts, shares: dict[str, FusedShare]) -> frozenset[str]:
-    """Values that live inside one fused kernel: nobody keeps them."""
+    """Values that live inside one fused kernel, so that they are never written to memory."""
     return frozenset(
         name
         for node in ops(facts.graph)

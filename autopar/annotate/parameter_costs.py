@@ -1,4 +1,6 @@
-"""What the parameters of one block class cost: to gather, to reduce, to update and to hold, under any ZeRO stage."""
+"""Costs of the parameters of one block class under any ZeRO stage: to gather, reduce, update and
+hold them.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ from autopar.ir.sharding import RP, Layout, R, S
 from autopar.ops.values import operand_names, ops
 
 Levels = Sequence[tuple[int, int]]
-"""Groups of such (size, stride), one after the other."""
+"""Nested groups of ranks as (size, stride), in the order in which a collective uses them."""
 
 
 class Elements(NamedTuple):
-    """Trained elements on one device: how many, whether their gradients are partial over tp, the axes whose ranks hold the same ones
-    and each own a part, and whether products in fp8 multiply by them."""
+    """A number of trained elements on one device. `is_partial`: their gradients are partial over
+    tp. `copies`: axes whose ranks hold the same elements and each own a part. `multiplied`: fp8
+    products multiply by them.
+    """
 
     numel: int
     is_partial: bool
@@ -36,9 +40,13 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What trained elements send, do and hold, whatever else runs, so whatever the micro-batch: seconds to `gather` them, to reduce
-    their gradients (`reduce`), what copies of a shard share out included, to add up parts over `copies`, of gradients that are
-    `partial` over tp; to `update` them and to `fetch` them from the host; bytes as in `Strategy`."""
+    """Costs of trained elements that do not depend on the micro-batch or other ops.
+
+    Seconds: `gather_s` to gather them; `reduce_s` to reduce their gradients, including the part
+    among copies of a shard; `copies_s` to sum gradients over `copies`; `partial_s` to sum gradients
+    that are partial over tp; `update_s` to update them; `fetch_s` to fetch them from the host. The
+    bytes mean the same as in `Strategy`.
+    """
 
     gather_s: float
     reduce_s: float
@@ -53,7 +61,7 @@ class Trained:
 
 
 class Costs(TypedDict):
-    """What trained elements take and hold, as fields of `Strategy`."""
+    """Costs of trained elements, as keyword arguments of `Strategy`."""
 
     forward_s: float
     backward_s: float
@@ -68,13 +76,19 @@ class Costs(TypedDict):
 
 
 TrainedByClass = dict[tuple[int, Setting], dict[Elements, Trained]]
-"""Class and setting (of which what `Trained` depends on) -> what trained elements do."""
+"""The costs of trained elements by (class index, reduced setting), then by elements; see
+`_of_trained`.
+"""
 CostsOf = Callable[[Elements, tuple[float, float], bool], Costs]
-"""Of elements, beside seconds of forward and of backward; and whether backward finds them gathered."""
+"""A function from elements, (forward, backward) seconds of compute to overlap with, and whether
+backward finds them gathered, to their costs.
+"""
 
 
 class ParameterCosts:
-    """Prices the parameters of one class, beside its `calls`.  `trained` outlives the class."""
+    """Prices the parameters of one class. `calls` are the class's calls; `trained` is a cache that
+    outlives the class.
+    """
 
     def __init__(self, local: LocalClass, calls: CallPricer, trained: TrainedByClass) -> None:
         self.local, self.calls, self._trained_by_class = local, calls, trained
@@ -93,7 +107,7 @@ class ParameterCosts:
         self._priced: dict[tuple, list[AnnotatedOp]] = {}
 
     def under(self, setting: Setting) -> list[AnnotatedOp]:
-        """The parameters, which ZeRO and recomputation change."""
+        """The priced parameters under `setting`; ZeRO and recomputation change them."""
         again = setting.recomputes(self.local.facts.block)
         key = setting.zero, setting.shard, setting.offload, again, setting.mesh
         if key not in self._priced:
@@ -101,13 +115,15 @@ class ParameterCosts:
         return self._priced[key]
 
     def least_bytes(self, name: str) -> int:
-        """Bytes of a parameter on one rank of tp where it is stored smallest."""
+        """Bytes of a parameter on one tp rank, in the smallest layout that may store it."""
         size = self.local.bytes[name]
         return min(self.local.pricing.sharded(size, layout) for layout in self.stored[name])
 
     @cached_property
     def scalars_of(self) -> dict[str, int]:
-        """Trained scalars of each parameter on one rank of tp and ep, under its smallest strategy; none of one that is not trained."""
+        """Trained scalars of each parameter on one rank of tp and ep, in its smallest layout; 0 if
+        it is not trained.
+        """
         facts, itemsize = self.local.facts, self.local.pricing.itemsize
         return {
             name: self.least_bytes(name) // itemsize(facts.tensors[name])
@@ -118,7 +134,9 @@ class ParameterCosts:
 
     @cached_property
     def gathered(self) -> list[int]:
-        """The same of the parameters that the class does not borrow, which travel with its segments."""
+        """Trained scalars of each parameter that the class does not borrow. These are gathered with
+        its segments.
+        """
         borrowed = self.local.facts.borrowed
         return [scalars for name, scalars in self.scalars_of.items() if name not in borrowed]
 
@@ -141,8 +159,10 @@ class ParameterCosts:
         return [R, RP, *shards] if facts.grads[name] else [R, *shards]
 
     def _stays_sharded(self, name: str) -> bool:
-        """Whether the pin of sequence parallelism, which is about Megatron's layout, has tp shard a parameter: the matrices that a block
-        multiplies by, but for those that hardly weigh (the router of experts)."""
+        """Whether the sequence-parallelism pin (Megatron's layout) keeps a parameter sharded over
+        tp. It applies to the matrices of a block's products, except for very small ones such as
+        a router.
+        """
         facts, tensor = self.local.facts, self.local.facts.tensors[name]
         if self.local.setting.sequence_parallel is None or tensor.dim() != 2:
             return False
@@ -153,7 +173,9 @@ class ParameterCosts:
     # ------------------------------------------------------------------------------------------------------- what they cost
 
     def _price(self, setting: Setting, again: bool) -> list[AnnotatedOp]:
-        """Each travels over dp beside its share, by size, of what the block computes."""
+        """The priced parameters. The communication of each over dp overlaps with a share of the
+        block's compute, in proportion to its size.
+        """
         facts, compute_s = self.local.facts, (0.0, 0.0)
         if setting.software.dp_overlap and self.local.pricing.overlaps:
             compute_s = self.calls.least_s(again)
@@ -223,7 +245,9 @@ class ParameterCosts:
     def _costs(
         self, setting: Setting, of: Trained, beside: tuple[float, float], stays: bool
     ) -> Costs:
-        """What trained elements take and hold beside so many seconds of forward and of backward; `stays`: backward finds them gathered."""
+        """Costs of trained elements whose communication overlaps with `beside` seconds of (forward,
+        backward) compute. `stays`: backward finds them gathered.
+        """
         exposed_s = self.local.pricing.exposed_s
         # gathered for each pass; a pipeline gathers once a step
         again = setting.zero == 3 and setting.mesh.pp == 1
@@ -294,7 +318,9 @@ class ParameterCosts:
         )
 
     def _update_s(self, setting: Setting, owned: int) -> tuple[float, float]:
-        """Seconds to update the elements that a rank owns, and to fetch them from the host."""
+        """(seconds to update the elements that a rank owns, seconds to fetch them from the
+        host).
+        """
         if setting.offload == "none":
             fused = setting.software.fused_optimizer
             return optimizer_time_s(owned, self._unlaunched, setting.precision, fused), 0.0
@@ -317,8 +343,9 @@ class ParameterCosts:
         size_bytes: int,
         bucket_bytes: int,
     ) -> float:
-        """Seconds of `numel` elements' share of a collective: the parameters of a block travel together, gradients below stage 3 in
-        buckets too."""
+        """The share of `numel` elements in the seconds of a collective. The parameters of a block
+        travel together; below ZeRO-3 gradients also travel in buckets.
+        """
         if not levels or not size_bytes:
             return 0.0
         block = size_bytes * self.numel // (numel * self.local.pricing.tp)
@@ -330,8 +357,12 @@ class ParameterCosts:
     def _travel_s(
         self, collective: str, size_bytes: int, levels: tuple[tuple[int, int], ...], interfaces: int
     ) -> float:
-        """Seconds of a collective over groups, one after the other, through so many interfaces of a node (0: all).  What the first has
-        scattered is all that the next one has, and so on; a gather goes the other way."""
+        """Seconds of a collective over nested groups, with `interfaces` network interfaces of a
+        node (0: all of them).
+
+        For a reduction, each group gets only what the group before has scattered. A gather runs in
+        the opposite order.
+        """
         key = collective, size_bytes, levels, interfaces
         if key not in self._travels:
             topology = self.local.pricing.topology
@@ -346,8 +377,11 @@ class ParameterCosts:
 
 
 def _copies_bytes(setting: Setting, elements: Elements, gradient: int) -> tuple[int, int]:
-    """(copies of a trained parameter besides its state, its `gradient`): in fp8, and what FSDP cannot give back in a pipeline, where
-    torch gathers once and reduces once a step: the gathered parameter, and in place of its gradient's share the whole in fp32."""
+    """(bytes of copies of a trained parameter besides its state, bytes of its gradient).
+
+    fp8 weight copies count as copies. FSDP in a pipeline gathers once and reduces once a step, so
+    the gathered parameter stays, and its whole fp32 gradient replaces the `gradient` share.
+    """
     found = 2 * elements.numel if setting.software.fp8_weight_copies and elements.multiplied else 0
     if setting.zero == 3 and setting.mesh.pp > 1:
         found += activation_itemsize(setting.precision) * elements.numel
@@ -356,7 +390,7 @@ def _copies_bytes(setting: Setting, elements: Elements, gradient: int) -> tuple[
 
 
 def _of_trained(setting: Setting) -> Setting:
-    """Of a setting what `Trained` depends on."""
+    """The setting reduced to the fields on which `Trained` depends."""
     return replace(
         setting,
         micro_batch=1,

@@ -1,8 +1,10 @@
-"""Data, context and expert parallelism by propagation, before the solver decides tensor parallelism.
+"""Chooses data, context and expert parallelism by propagation, before the solver decides tensor
+parallelism.
 
-On dp and ep the batch is sharded wherever it goes, on cp the positions of sequences are, and on ep experts are too.  A replicated value
-has a partial gradient (R/P) on these axes, parameters included: every rank computes the same value and owns a part of its gradient,
-and the engine adds the parts of parameters once per step.
+dp and ep shard the batch dim of every value that has one. cp shards positions of sequences. ep also
+shards experts. On these axes a replicated value, such as a parameter, has a partial gradient (R/P):
+every rank computes the same value and a part of its gradient. The engine sums the parts of
+parameters once per step.
 """
 
 from __future__ import annotations
@@ -44,19 +46,25 @@ Choices = dict[str, AxisChoice]
 _WEIGHT = {"identity": 0, "mask": 0, "slice": 0.01, "pad": 0.01, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "all_reduce": 2,
            "reshuffle": 2}  # fmt: skip
 _ELEMENTS_PER_MOVE = 60
-"""Elements that a device reads or writes while one crosses the network: HBM3's 3.35 TB/s against InfiniBand NDR's 50 GB/s."""
+"""Elements that a device reads or writes in the time in which one crosses the network: HBM3's 3.35
+TB/s over InfiniBand NDR's 50 GB/s.
+"""
 _FLOPS_PER_MOVE = 16_000
-"""FLOPs, at 400 TFLOP/s, while one bf16 element crosses the same network."""
+"""FLOPs that a device computes, at 400 TFLOP/s, in the time in which one bf16 element crosses that
+network.
+"""
 
 
 class Propagation:
-    """One axis of `parts` ranks over a model; `input_layout` and `candidates` are what distinguishes the axes."""
+    """Propagation of one axis of `parts` ranks through a model. Subclasses define `input_layout`
+    and `candidates`.
+    """
 
     def __init__(self, traced: TracedModel, reach: Reach, parts: int) -> None:
         self.traced, self.reach, self.parts = traced, reach, parts
 
     def run(self) -> list[Choices]:
-        """The choice of every op of each class on this axis."""
+        """The choice of every op on this axis, for each class."""
         choices: list[Choices] = [{} for _ in self.traced.classes]
         produced: dict[tuple[int, int], Layout] = {}
         vals = self.traced.graph_inputs
@@ -75,7 +83,9 @@ class Propagation:
         return choices
 
     def input_layout(self, val: torch.Tensor | None) -> Layout:
-        """How a model input (None: not a tensor of the user's) is given to the ranks."""
+        """The layout in which ranks receive a model input. `val` is None if the input is not a
+        user's tensor.
+        """
         raise NotImplementedError
 
     def candidates(
@@ -86,11 +96,11 @@ class Propagation:
         input_grads: list[bool],
         output_grads: list[bool],
     ) -> list[OpStrategy]:
-        """The ways in which an op may be sharded."""
+        """The strategies that shard an op on this axis."""
         raise NotImplementedError
 
     def work(self, dims: OpDims, elements: float) -> float:
-        """What running the whole op costs, in elements moved."""
+        """The cost of running the whole op on one rank, in equivalents of elements moved."""
         return 0.0
 
     def _class(self, index: int, block: BlockClass, given: list[Layout]) -> Choices:
@@ -129,7 +139,7 @@ class Propagation:
     def options(
         self, index: int, node: Node, input_grads: list[bool], output_grads: list[bool]
     ) -> list[OpStrategy]:
-        """How an op may run: whole, or as `candidates` says."""
+        """All strategies of an op on this axis: unsharded, or one of `candidates`."""
         whole = (
             replicated_partial(input_grads, output_grads)
             if any(output_grads)
@@ -147,7 +157,7 @@ class Propagation:
 
 
 class BatchPropagation(Propagation):
-    """dp and ep; on ep, ops that can shard experts do."""
+    """Propagation of dp or ep. On ep, ops that can shard experts do so."""
 
     def __init__(
         self, traced: TracedModel, reach: Reach, parts: int, experts: bool = False
@@ -156,7 +166,7 @@ class BatchPropagation(Propagation):
         self.experts = experts
 
     def input_layout(self, val: torch.Tensor | None) -> Layout:
-        """Sharded by rows, if it has rows."""
+        """Sharded by rows if the input has a batch dim, otherwise replicated."""
         return S(0) if has_batch(val) else R
 
     def candidates(
@@ -167,7 +177,9 @@ class BatchPropagation(Propagation):
         input_grads: list[bool],
         output_grads: list[bool],
     ) -> list[OpStrategy]:
-        """Those that shard experts if there are any, on ep; else those that shard the batch."""
+        """The strategies that shard experts, if this is ep and the op has experts; otherwise those
+        that shard the batch.
+        """
         joints = [
             name
             for name, joint in dims.joint.items()
@@ -181,7 +193,9 @@ class BatchPropagation(Propagation):
 
 @dataclass(frozen=True, slots=True)
 class ContextSetting:
-    """What context parallelism of a model depends on: ranks, balance, and the method of each attention op by (class, op)."""
+    """What the propagation of cp depends on: number of ranks, zigzag load balancing, and the method
+    of each attention op as (class, op, method).
+    """
 
     cp: int
     zigzag: bool
@@ -189,7 +203,7 @@ class ContextSetting:
 
 
 class ContextPropagation(Propagation):
-    """cp.  `marks` are the dims that are positions of sequences."""
+    """Propagation of cp. `marks` are the dims that are positions of sequences."""
 
     def __init__(
         self, traced: TracedModel, reach: Reach, context: ContextSetting, marks: Marks
@@ -199,11 +213,13 @@ class ContextPropagation(Propagation):
         self.methods = {(index, name): method for index, name, method in context.methods}
 
     def input_layout(self, val: torch.Tensor | None) -> Layout:
-        """Whole: the first op that needs a part takes it."""
+        """Replicated: the first op that needs a part slices it."""
         return R
 
     def work(self, dims: OpDims, elements: float) -> float:
-        """Traffic and FLOPs of the whole op."""
+        """The cost of running the whole op on one rank, from its memory traffic and FLOPs, in
+        equivalents of elements moved.
+        """
         flops = dims.total_flops()
         return elements / _ELEMENTS_PER_MOVE + concrete(flops) / _FLOPS_PER_MOVE
 
@@ -215,7 +231,9 @@ class ContextPropagation(Propagation):
         input_grads: list[bool],
         output_grads: list[bool],
     ) -> list[OpStrategy]:
-        """The method that was chosen of attention; else those that shard positions."""
+        """For attention, the strategy of the chosen method; otherwise the strategies that shard
+        positions.
+        """
         method = self.methods.get((index, node.name))
         if method in dims.joint:
             return [shard_jointly(dims, method, Pattern(zigzag=self.zigzag), input_grads)]
@@ -232,7 +250,9 @@ class ContextPropagation(Propagation):
         return found
 
     def _marked(self, index: int, node: Node, dims: OpDims) -> list[tuple[str, Pattern]]:
-        """Letters of the op that are positions, with the pattern that their dims ask for."""
+        """Letters of the op that are positions of sequences, with the pattern that their dims
+        require.
+        """
         found: dict[tuple[str, Pattern], None] = {}
         places = list(
             zip(
@@ -261,7 +281,9 @@ def propagate(
     context: ContextSetting | None,
     marks: Marks,
 ) -> list[dict[str, dict[str, AxisChoice]]]:
-    """For each class and op the choice on each of the axes dp, ep and cp that has more than one rank.  `marks`: sequence dims."""
+    """The choices on each of dp, ep and cp with more than one rank: for each class, op -> axis ->
+    choice. `marks` are the dims that are positions of sequences.
+    """
     axes: dict[str, list[Choices]] = {}
     if dp > 1:
         axes["dp"] = BatchPropagation(traced, reach, dp).run()
@@ -280,7 +302,9 @@ def propagate(
 def moved(
     have: list[Layout], want: tuple[Layout, ...], sizes: Sequence[float], grads: list[bool]
 ) -> float:
-    """Elements moved to convert the operands, forward and, where a gradient flows, backward."""
+    """Elements communicated to convert the operands from `have` to `want`: forward and, where a
+    gradient flows, backward.
+    """
     total = 0.0
     for src, dst, size, grad in zip(have, want, sizes, grads, strict=True):
         forward, backward = transition(src, dst)
@@ -291,7 +315,9 @@ def moved(
 def _parameter_shards(
     graph: Graph, chosen: dict[str, OpStrategy], parameters: set[str]
 ) -> dict[str, Layout]:
-    """Parameters that all their readers want sharded alike are stored so."""
+    """The parameters that may be stored sharded, because all readers want the same shard, with that
+    layout.
+    """
     wanted: dict[str, set[Layout]] = {}
     for node in ops(graph):
         for name, want in zip(operand_names(node), chosen[node.name].inputs, strict=True):

@@ -1,14 +1,17 @@
-"""What backward runs again under a selective recompute mode, and what is kept instead of what autograd would keep.
+"""Selective recomputation: what backward runs again, and which tensors are kept instead.
 
-    selective   the attention core (`ops/recomputed.py`): its ops run again, what others keep stays
-    op          a layer is checkpointed, but the results of its dear ops are kept: attention, every second product by a parameter, sums
-                over tp.  That is torchtitan's `selective_ac_option = "op"` (a policy for torch's `create_selective_checkpoint_contexts`
-                that saves `mm`, fused attention and reduce-scatters, but not every second `mm`).  Its models have no biases; here a
-                product with a bias counts like one without.
+- selective: the attention core (`ops/recomputed.py`) runs again; what other ops keep stays.
+- op: a layer is checkpointed, but results of expensive ops are kept: attention, every second
+  product by a parameter, sums over tp.
 
-What runs again in mode `op` follows from the dataflow.  A compiler goes back from every value that backward reads to what is kept, and runs
-only what lies between.  Eager mode calls the layer once more, up to the last op that autograd keeps something for (early stop of
-torch.utils.checkpoint), skips the ops whose results are kept, and keeps those results whether backward reads them or not.
+Mode `op` is torchtitan's `selective_ac_option = "op"`: a policy for torch's
+`create_selective_checkpoint_contexts` that saves `mm`, fused attention and reduce-scatters, but not
+every second `mm`. Its models have no biases. Here a product with a bias counts like one without.
+
+What mode `op` runs again follows from the dataflow. A compiler runs only the ops between kept
+values and the values that backward reads. Eager mode calls the layer again up to the last op with
+saved tensors (early stop of torch.utils.checkpoint). It skips the ops whose results are kept, and
+keeps those results even if backward does not read them.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ from autopar.ops.values import operand_names, ops, result_names
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """`ops` run again.  `kept`: what an op keeps, where it is not what autograd keeps for it.  `values`: those whose changes of layout are
-    made again; sums over an axis are not, whose results are kept (`sums`)."""
+    """What backward runs again. `ops` run again. `kept` has the saved tensors of ops that differ
+    from what autograd keeps. `values` are those whose layout changes run again. If `sums`,
+    results of sums over an axis are kept, so these sums do not run again.
+    """
 
     ops: frozenset[str] = frozenset()
     kept: dict[str, SavedByOp] = field(default_factory=dict)
@@ -40,7 +45,9 @@ NOTHING = Rerun()
 def rerun_of(
     mode: str, graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str], compiled: bool
 ) -> Rerun:
-    """What runs again in a class graph; `saved` and `roots` are those of `observe_saved`."""
+    """What backward runs again in a class graph under a recompute mode. `saved` and `roots` come
+    from `observe_saved`.
+    """
     return (
         _core_again(graph, saved, roots)
         if mode == "selective"
@@ -49,7 +56,7 @@ def rerun_of(
 
 
 def _core_again(graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str]) -> Rerun:
-    """The core keeps what comes from outside."""
+    """Recomputation of the attention core, which keeps only its inputs from outside."""
     core = attention_core(graph)
     inside = {
         roots[name]
@@ -102,7 +109,9 @@ def _layer_again(
 def _between(
     nodes: Iterable[Node], saved: dict[str, SavedByOp], roots: dict[str, str], dear: frozenset[str]
 ) -> tuple[set[str], set[str]]:
-    """(ops, values they and backward read) on the way from what is kept to what backward reads."""
+    """Ops to run again under a compiler, and the values that they and backward read. `dear` are the
+    ops whose results are kept.
+    """
     producers = {name: node for node in nodes for name in result_names(node)}
     again: set[str] = set()
     needed: set[str] = set()
@@ -132,7 +141,9 @@ def _between(
 def _until_last(
     nodes: Iterable[Node], saved: dict[str, SavedByOp], dear: frozenset[str]
 ) -> tuple[set[str], set[str]]:
-    """(ops, values they read) of a second call, which ends with the last tensor that autograd asks for."""
+    """Ops to run again in eager mode, and the values that they read. The second call ends at the
+    last op with saved tensors.
+    """
     listed = list(nodes)
     asking = [
         place

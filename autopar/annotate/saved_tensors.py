@@ -1,4 +1,6 @@
-"""Which tensors autograd keeps for backward: observed by running each op on the meta device under saved-tensor hooks."""
+"""Finds the tensors that autograd keeps for backward, by running each op on the meta device under
+saved-tensor hooks.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,22 @@ PROBE_ROWS = 2
 
 @dataclass(frozen=True, slots=True)
 class SavedByOp:
-    """What one op keeps: values of the graph by name (`root` is the value whose storage it is), and bytes of its own per batch row."""
+    """What autograd keeps for one op: values of the graph by name, each replaced by the value that
+    owns its storage, and bytes of private tensors per batch row.
+    """
 
     values: tuple[str, ...]
     extra_bytes_per_row: float
 
 
 def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
-    """(op name -> what it keeps, value name -> the value whose storage it shares).
+    """(what each op keeps, by op name; the value that owns the storage of each value).
 
-    Parameters are left out: they are resident anyway.  Fused attention is stated, not observed, since the meta device has no fused
-    kernel: it keeps queries, keys, values, its result, and one fp32 log-sum-exp a query (Dao et al. 2022, algorithm 2).
-    Attention with dropout runs unfused (`rewrite/lowerings/dropout.py`): it keeps scaled queries, keys, values,
-    probabilities before and after, a bool of each.
+    Parameters are left out, since they are resident anyway. Fused attention is stated, not
+    observed, because the meta device has no fused kernel. It keeps queries, keys, values, its
+    result, and one fp32 log-sum-exp per query (Dao et al. 2022, algorithm 2). Attention with
+    dropout runs unfused (`rewrite/lowerings/dropout.py`). It keeps scaled queries, keys, values,
+    probabilities before and after dropout, and a bool for each probability.
     """
     env: dict[Node, Any] = {}
     owner: dict[int, str] = {}
@@ -69,7 +74,7 @@ def observe_saved(graph: Graph) -> tuple[dict[str, SavedByOp], dict[str, str]]:
 
 
 def _called(node: Node, env: dict[Node, Any]) -> tuple[Any, list[torch.Tensor]]:
-    """(what a call returns on the meta device, the tensors that autograd keeps for it)."""
+    """(result of a call on the meta device, tensors that autograd keeps for it)."""
     if not callable(node.target):
         raise ValueError(f"{node.name} calls {node.target!r}, which is no function")
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
@@ -90,9 +95,11 @@ def _called(node: Node, env: dict[Node, Any]) -> tuple[Any, list[torch.Tensor]]:
 def rerun_ops(
     graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str], early_stop: bool
 ) -> frozenset[str]:
-    """The ops that recomputation of a whole graph runs again: all, or with `early_stop` those before the last tensor that backward needs.
+    """Names of the ops that run again if the whole graph is recomputed: all, or with `early_stop`
+    those before the last tensor that backward needs.
 
-    `torch.utils.checkpoint` with use_reentrant=False stops there: an op saves its operands before it computes, its results after.
+    `torch.utils.checkpoint` with use_reentrant=False stops there. An op saves its operands before
+    it computes, and its results after.
     """
     calls = ops(graph)
     if not early_stop:
@@ -118,7 +125,9 @@ def _fused_attention(node: Node) -> bool:
 
 
 def _positions_outside_heads(result: torch.Tensor) -> torch.Tensor:
-    """Fused attention writes (b, s, n, d) and returns a (b, n, s, d) view of it, on CPUs and GPUs: joining the heads is a view, no copy."""
+    """An empty tensor like the result of fused attention, in its memory layout: a (b, n, s, d) view
+    of (b, s, n, d). Joining the heads is then a view and not a copy.
+    """
     b, n, s, d = result.shape
     return torch.empty(
         (b, s, n, d), dtype=result.dtype, device=result.device, requires_grad=result.requires_grad
@@ -137,12 +146,12 @@ def _probe(node: Node) -> torch.Tensor:
 
 
 def _rows(size: int | torch.SymInt) -> int:
-    """A size where the batch has `PROBE_ROWS` rows."""
+    """A size as an integer, for a batch of `PROBE_ROWS` rows."""
     return int(_probed(size)) if is_symbolic(size) else int(size)
 
 
 def _probed(number: Any) -> Any:
-    """The expression of a symbolic number where the batch has `PROBE_ROWS` rows."""
+    """The value of a symbolic number for a batch of `PROBE_ROWS` rows."""
     expr = number.node.expr
     return expr.subs({s: PROBE_ROWS for s in expr.free_symbols})
 

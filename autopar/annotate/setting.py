@@ -1,4 +1,4 @@
-"""What a candidate fixes, as annotation sees it, and the software that runs it."""
+"""The choices of a candidate that prices depend on, with the software that runs it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ _DEFAULT = Software()
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a candidate fixes: mesh, sequences per micro-batch and rank, micro-batches, ZeRO stage, recompute, precision, cluster, and
-    what is in host memory (only where the cluster knows its host).  On devices of several kinds it is about one of them: `cluster` is that
-    group, and `between` joins it to the other ranks of the pipeline."""
+    """The choices of a candidate that prices depend on. `micro_batch` is in sequences per rank.
+
+    `offload` names what lies in host memory; it needs a cluster that describes its host. On a
+    cluster of several kinds of devices a setting is about one kind: `cluster` is that group, and
+    `between` is the link to the other pipeline ranks.
+    """
 
     mesh: MeshShape
     micro_batch: int
@@ -53,11 +56,13 @@ class Setting:
 
     @property
     def moves_by_segment(self) -> bool:
-        """Whether parameters come to the device whenever a segment that reads them runs forward."""
+        """Whether the parameters of a segment are on the device only while the segment runs:
+        gathered by segment, or offloaded.
+        """
         return self.gathers_by_segment or self.offload == "parameters"
 
     def recomputes(self, block: BlockClass) -> bool:
-        """Whether the segments of a class keep their inputs alone."""
+        """Whether segments of a class keep only their inputs, and recompute everything else."""
         if self.recompute == "full":
             return block.is_layer
         return is_periodic(self.recompute) and bool(block.picked)
@@ -69,4 +74,4 @@ def is_periodic(recompute: str) -> bool:
 
 
 AxisChoices = list[dict[str, dict[str, AxisChoice]]]
-"""For each class and op the choices on the axes that propagation decides."""
+"""For each class: op -> axis -> its choice, on the axes that propagation decides."""

@@ -1,4 +1,4 @@
-"""Times and bytes on one device: the prices of values, moves and conversions."""
+"""Prices on one device of values, layout primitives and layout conversions: seconds and bytes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from autopar.ops.dims import Call, OpDims, at_batch
 from autopar.ops.random import drops
 
 PARTS = ("slice", "pad")
-"""Local moves that touch one rank's part of a value; the others touch all of it."""
+"""Local primitives that touch only one rank's part of a value; the others touch the whole value."""
 
 
 Conversions = dict[tuple[Layout, Layout], Conversion]
-"""The price of each change of layout (from, to)."""
+"""The price of each layout change, by (from, to)."""
 
 
 class Pricing:
-    """Times and bytes on one device under a setting."""
+    """Seconds and bytes on one device under one setting."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -41,11 +41,15 @@ class Pricing:
         self._conversions: dict[tuple[int, bool, Layout, Layout], Conversion] = {}
 
     def number(self, size: int | torch.SymInt) -> int:
-        """A size over all data-parallel ranks of one micro-batch."""
+        """A symbolic size as a number, for the rows of one micro-batch over all data-parallel
+        ranks.
+        """
         return at_batch(size, self.setting.micro_batch * self.setting.mesh.dp)
 
     def size_bytes(self, tensor: torch.Tensor, layouts: dict[str, Layout]) -> int:
-        """Bytes of a value on one rank of the axes that propagation decides, before tp."""
+        """Bytes of a value on one rank of the axes that propagation decides, before tp divides
+        them.
+        """
         key = id(tensor), *layouts.items()  # of a graph that outlives this
         if key not in self._sizes:
             total = self.itemsize(tensor)
@@ -59,7 +63,9 @@ class Pricing:
         return self._sizes[key]
 
     def local_shape(self, shape: Shape, layouts: dict[str, Layout]) -> Shape:
-        """The largest shard of a tensor, by the layouts on its axes; `shape` is over all ranks."""
+        """The shape of the largest shard of a tensor under the layouts on its axes. `shape` is over
+        all ranks.
+        """
         sizes = list(shape)
         for axis, layout in layouts.items():
             if layout.is_shard:
@@ -69,7 +75,9 @@ class Pricing:
     def context_attention(
         self, node: Node, dims: OpDims, zigzag: bool, mask: tuple[bool, int | None]
     ) -> ContextAttention:
-        """An attention op on one rank, heads sharded over tp; `mask` is (causal, sliding window)."""
+        """The costs of an attention op on one rank, with heads sharded over tp. `mask` is (causal,
+        sliding window).
+        """
         call, mesh = Call(node), self.setting.mesh
         rows = {axis: S(0) for axis in BATCH_AXES}
         sizes = [
@@ -113,11 +121,12 @@ class Pricing:
     def expert_parallel_s(
         self, index_bytes: int, hidden: int, experts: int, hidden_itemsize: int
     ) -> tuple[float, float]:
-        """Seconds (forward, backward) of what expert parallelism exchanges: how many rows, rows to the experts, their results; gradients of
-        the latter two (`rewrite/lowerings/expert_parallel.py`).
+        """Seconds (forward, backward) of the exchanges of expert parallelism.
 
-        `index_bytes` are those of this rank's (T, K) int64 choices, each of which sends a row of `hidden` elements.  Routing is taken to be
-        even.
+        Forward exchanges row counts, rows to the experts, and their results; backward exchanges the
+        gradients of the latter two (`rewrite/lowerings/expert_parallel.py`). `index_bytes` is the
+        size of this rank's (T, K) int64 choices, each of which sends a row of `hidden` elements.
+        Routing is assumed to be even.
         """
         ranks = self.setting.mesh.ep
         rows_s = self.move_s(
@@ -126,7 +135,7 @@ class Pricing:
         return self.move_s("all_to_all", 8 * experts * ranks, "ep") + 2 * rows_s, 2 * rows_s
 
     def itemsize(self, tensor: torch.Tensor) -> int:
-        """Bytes of an element, which has the precision of the setting if it is a floating-point number."""
+        """Bytes of an element. A floating-point tensor has the precision of the setting."""
         return (
             activation_itemsize(self.setting.precision)
             if tensor.is_floating_point()
@@ -134,11 +143,11 @@ class Pricing:
         )
 
     def sharded(self, size_bytes: int, layout: Layout) -> int:
-        """Bytes of a value on one rank of tp."""
+        """Bytes of a value on one tp rank."""
         return ceil(size_bytes / self.tp) if layout.is_shard else size_bytes
 
     def move_s(self, primitive: str, size_bytes: int, axis: str = "tp") -> float:
-        """Time of one transition primitive over an axis on a value of `size_bytes`."""
+        """Seconds of one layout primitive over an axis, for a value of `size_bytes`."""
         if primitive == "identity":
             return 0.0
         key = primitive, size_bytes, axis
@@ -156,13 +165,15 @@ class Pricing:
         return self._moves[key]
 
     def exposed_s(self, compute_s: float, transfer_s: float) -> float:
-        """What a transfer beside `compute_s` seconds of kernels adds to them."""
+        """Seconds that a transfer adds to `compute_s` seconds of kernels that overlap with it."""
         if not self.overlaps or not compute_s:
             return transfer_s
         return overlapped_s(compute_s, transfer_s, self.setting.software.fitted) - compute_s
 
     def overlapped(self, conversion: Conversion, forward_s: float, backward_s: float) -> Conversion:
-        """A change of layout beside so many seconds of kernels."""
+        """The price of a layout change that overlaps with `forward_s` and `backward_s` seconds of
+        kernels.
+        """
         if not (
             (forward_s and conversion.forward_comm_s) or (backward_s and conversion.backward_comm_s)
         ):
@@ -180,7 +191,7 @@ class Pricing:
     def conversions(
         self, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool
     ) -> Conversions:
-        """Prices of all possible changes of layout from `have` to `want`."""
+        """Prices of all possible layout changes from `have` to `want`."""
         return {
             (src, dst): self._conversion(size_bytes, grad, src, dst)
             for src in have
@@ -212,8 +223,10 @@ def attention_of(
     blocks: int = 1,
     heads_split: int = 1,
 ) -> LocalAttention:
-    """The attention that a call runs on one rank, from the shapes of its queries, keys and values: local but for positions, which are those
-    of the whole sequence.  `mask` is (causal, sliding window); `heads_split`: by how much Ulysses divides the heads."""
+    """The local attention that a call runs, from the shapes of queries, keys and values on this
+    rank. Their position dims have whole-sequence length. `mask` is (causal, sliding window);
+    `heads_split` is by how much Ulysses divides the heads.
+    """
     query, key, value = shapes
     # torch's masks of other shapes begin at the first key; the model's end at the last
     causal = mask[0] and query[-2] == key[-2]

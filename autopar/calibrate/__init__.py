@@ -1,1 +1,1 @@
-"""Measure the machine that this runs on and write it down as a cluster file."""
+"""Measures this machine and writes it as a cluster file."""

@@ -1,4 +1,4 @@
-"""From what the ranks measured to a ClusterSpec."""
+"""Turns the measurements of all ranks into a ClusterSpec."""
 
 from __future__ import annotations
 
@@ -39,11 +39,18 @@ def calibrate(
     effort: Effort | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ClusterSpec:
-    """This machine as `nproc` devices of one node: CPU processes over gloo, or its GPUs over NCCL.
+    """This machine, measured, as a cluster of one node with `nproc` devices: CPU processes over
+    gloo, or its GPUs over NCCL.
 
-    `device_type` 'cpu' or 'cuda' (default: what is there); `nproc` defaults to 4 processes, or all GPUs.  All devices work at once while
-    one is measured, since that is how a plan runs: on CPU they share the cores.  About a minute.  Raises AutoparError for a device or a
-    number of them that is not there.
+    All devices work at once during a measurement, as they do when a plan runs; CPU processes share
+    the cores. It takes about a minute. Raises AutoparError for devices that the machine does not
+    have.
+
+    Args:
+        nproc: number of devices. Default: 4 processes, or all GPUs.
+        device_type: 'cpu' or 'cuda'. Default: 'cuda' if there is a GPU.
+        effort: what to measure, and how often.
+        progress: called with a line of text at each step.
     """
     gpus = torch.cuda.device_count()
     device_type = device_type or ("cuda" if gpus else "cpu")
@@ -82,7 +89,9 @@ def calibrate(
 def assemble(
     device_type: str, kernels: Sequence[Kernels], transfers: dict[str, dict[int, list[Points]]]
 ) -> ClusterSpec:
-    """The cluster of one node that these ranks are; `transfers` has for each transfer and group size the points of every rank."""
+    """The cluster of one node that consists of these ranks. `transfers` maps a transfer and group
+    size to the points of every rank.
+    """
     first, nproc, cpu = kernels[0], len(kernels), device_type == "cpu"
     memory = merged([found.memory for found in kernels])
     operation_s = statistics.median(found.operation_s for found in kernels)
@@ -90,7 +99,9 @@ def assemble(
     launch_s = max(operation_s, memory[0][1]) if cpu else memory[0][1]
 
     def in_a_step(points: Curve) -> Curve:
-        """A point has in it what the smallest operation takes: in its place, what an operation costs."""
+        """Points whose times contain the cost of the smallest operation, with that replaced by the
+        cost of an operation within a step.
+        """
         least_s = memory[0][1]
         return tuple((size, max(seconds - least_s, 0.0) + launch_s) for size, seconds in points)
 
@@ -142,8 +153,11 @@ def assemble(
 
 
 def merged(ranks: Sequence[Points]) -> Curve:
-    """One curve from the points of several ranks: the median of each.  Where a larger size seems faster, which only noise can do, both get
-    their mean (isotonic regression by pooling adjacent violators, Barlow et al. 1972)."""
+    """One curve from the points of several ranks: the median at each size.
+
+    If noise makes a larger size seem faster, both points get their mean (isotonic regression by
+    pooling adjacent violators, Barlow et al. 1972).
+    """
     pools: list[tuple[float, int]] = []  # (mean seconds, points)
     for place in range(len(ranks[0])):
         seconds, count = statistics.median(found[place][1] for found in ranks), 1

@@ -1,13 +1,16 @@
-"""What one rank measures, while all others do the same: kernels as eager training runs them, and collectives as the engine runs them.
+"""Measurements of one rank while all others do the same: kernels as eager training runs them, and
+collectives as the engine runs them.
 
-Kernels find their operands as those of a step do, which are more than a cache holds: in memory.  On CPU the clock is the host's.  On CUDA
-events on the stream are the clock; work that is under way when kernels are issued lets the host run ahead, so that the events see
-kernels and the gaps between them.  What an operation costs besides is asked of small models (`operations.py`).
+Operands of kernels come from memory, as in a training step, because together they exceed the
+caches. On CPU the host's clock is used. On CUDA, events on the stream are used. Kernels are issued
+while the device is busy, so that the host runs ahead and events see only kernels and the gaps
+between them. Other costs of an operation are measured with small models (`operations.py`).
 
-Collectives are the primitives of `rewrite/collectives/primitives.py`, with the copies that they make. Groups of one size tile the ranks
-and run at once, as those of a mesh axis do. Each collective follows some work, as in a step, and is what that takes longer than the work
-alone: the ranks do not arrive together, and on CPU one that waits may have lost its core. Back to back, in lockstep, they are faster than
-that.
+Collectives are the primitives of `rewrite/collectives/primitives.py`, including the copies that
+they make. Groups of one size tile the ranks and run at once, as the groups of a mesh axis do. Each
+collective follows some compute, as in a step. Its time is that of both, less that of the compute
+alone. Ranks then do not arrive together, and on CPU a waiting rank may have lost its core.
+Back-to-back collectives in lockstep would be faster than those of a step.
 """
 
 from __future__ import annotations
@@ -48,13 +51,17 @@ ROWS = 4  # of a tensor whose second dim a collective gathers or scatters, as it
 Points = list[tuple[float, float]]
 Work = Callable[[], object]
 Sized = tuple[float, Work]
-"""Work, behind its size in bytes."""
+"""(size in bytes, work of that size)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to measure.  Sizes are sides of square matrices, and bytes of one tensor; a point is timed `rounds` times for `point_s`
-    seconds each; a product that takes over `longest_s` seconds is the last of its curve."""
+    """How much to measure.
+
+    `sides` are sides of square matrices; `tensors` and `messages` are bytes of one tensor. A point
+    is timed `rounds` times, for `point_s` seconds each. A product that takes over `longest_s`
+    seconds is the last of its curve.
+    """
 
     sides: tuple[int, ...]
     tensors: tuple[int, ...]
@@ -77,7 +84,9 @@ CUDA_EFFORT = Effort(
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a rank found out about its device.  `operation_s` is what an operation costs the host, its kernel aside."""
+    """Measurements of one rank's device. `operation_s` is the host's time for an operation, without
+    its kernel.
+    """
 
     name: str
     memory_bytes: int
@@ -89,8 +98,10 @@ class Kernels:
 
 
 def measure_kernels(rank: int, device_type: str, effort: Effort, operations: float) -> Kernels:
-    """The kernels of this rank's device, and what one of so many `operations` of a small model's layer costs the host.  All ranks of the
-    (gloo) world call it at once."""
+    """The measured kernels of this rank's device, and the host's time for one operation. All ranks
+    of the (gloo) world must call it at once. `operations` is the number of operations that plans
+    count in one layer of each small model.
+    """
     device = _device(rank, device_type)
     clock = _Clock(device, effort)
     memory = _memory_curve(clock)
@@ -102,7 +113,9 @@ def measure_kernels(rank: int, device_type: str, effort: Effort, operations: flo
 def measure_transfers(
     rank: int, ranks: int, size: int, device_type: str, effort: Effort
 ) -> dict[str, Points]:
-    """The collectives among `size` neighbours, over NCCL on CUDA.  All `ranks` of the world call it."""
+    """The measured collectives among groups of `size` neighbours, over NCCL on CUDA. All `ranks` of
+    the world must call it.
+    """
     device = _device(rank, device_type)
     clock, group = _Clock(device, effort), _group(rank, ranks, size, device)
     return {
@@ -119,7 +132,9 @@ def _device(rank: int, device_type: str) -> torch.device:
 
 
 def _identity(device: torch.device) -> tuple[str, int, int, str]:
-    """Name, bytes of memory, compute units and generation of a device.  Bytes of a CPU are the host's."""
+    """Name, memory bytes, compute units and generation of a device. For a CPU, the memory is the
+    host's.
+    """
     if device.type == "cpu":
         import os
 
@@ -135,18 +150,18 @@ _GENERATIONS = {
     (9, 0): "hopper",
     **dict.fromkeys(((10, 0), (10, 3)), "blackwell"),
 }
-"""By compute capability."""
+"""GPU generation by compute capability."""
 
 
 class _Clock:
-    """Times work that all ranks do at once."""
+    """Times work that all ranks run at the same time."""
 
     def __init__(self, device: torch.device, effort: Effort) -> None:
         self.device, self.effort = device, effort
         self.blocker = torch.ones(4096, 4096, device=device) if device.type == "cuda" else None
 
     def slowest_s(self, work: Work) -> float:
-        """Seconds of doing `work` once, the longest of all ranks, after a warm-up."""
+        """Seconds to run `work` once after a warm-up: the maximum over ranks."""
         self.run(work, 1, False)
         slowest = torch.tensor(self.run(work, 1, False)[0], dtype=torch.float64)
         if dist.is_initialized():
@@ -154,7 +169,9 @@ class _Clock:
         return max(float(slowest), 1e-7)
 
     def run(self, work: Work, times: int, ahead: bool) -> tuple[float, float]:
-        """(seconds on the device, seconds of the host) of doing `work` so often.  `ahead`: issue it while the device is still busy."""
+        """(seconds on the device, seconds on the host) to run `work` `times` times. `ahead`: issue
+        it while the device is still busy.
+        """
         if dist.is_initialized():
             dist.barrier()
         if self.device.type == "cpu":
@@ -178,14 +195,15 @@ class _Clock:
         return begin.elapsed_time(end) / 1e3, host_s
 
     def host_s(self, work: Work) -> float:
-        """Seconds that `work` takes the host."""
+        """Host seconds to run `work` once."""
         times = max(1, int(self.effort.point_s / self.slowest_s(work)))
         return self.run(work, times, False)[1] / times
 
     def curve(self, works: list[tuple[float, Work, int]], ahead: bool) -> Points:
-        """(size, seconds) of each (size, work, operations in it).
+        """(size, seconds) for each entry (size, work, number of operations in it) of `works`.
 
-        The rounds go over all sizes in turn, so that a disturbance does not hit one point alone; a point is the median of its rounds.
+        Each round visits all sizes in turn, so that a disturbance does not affect one point alone.
+        A point is the median of its rounds.
         """
         queued = max(operations for *_, operations in works)
         most = MOST // queued if ahead and self.device.type == "cuda" else MOST
@@ -206,7 +224,9 @@ class _Clock:
 def _in_turn(
     operation: Callable[[Tensor, Tensor], Tensor], make: Callable[[], Tensor], operations: int
 ) -> Work:
-    """So many operations on tensors that take turns, as their results do."""
+    """Work of `operations` operations that cycle through several operand and result tensors, so
+    that operands are not in a cache.
+    """
     tensors = [make()]
     count = min(POOL_TENSORS, POOL_BYTES // tensors[0].nbytes)
     tensors += [make() for _ in range(max(1, count - 1))]
@@ -221,7 +241,9 @@ def _in_turn(
 
 
 def _memory_curve(clock: _Clock) -> Points:
-    """Seconds of an element-wise kernel by the bytes of its two operands and its result."""
+    """Seconds of an element-wise kernel, by the bytes of its two operands and its result
+    together.
+    """
     works = []
     for size in clock.effort.tensors:
         make = partial(torch.ones, max(size // 4, 1), device=clock.device)
@@ -230,7 +252,9 @@ def _memory_curve(clock: _Clock) -> Points:
 
 
 def _matmul_curve(clock: _Clock, dtype: str) -> Points:
-    """Seconds of a product of square matrices by its FLOPs; empty where the device has no such product."""
+    """Seconds of a product of square matrices, by its FLOPs. Empty if the device does not support
+    the dtype.
+    """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
@@ -255,13 +279,13 @@ def _matmul_curve(clock: _Clock, dtype: str) -> Points:
 
 
 def _group(rank: int, ranks: int, size: int, device: torch.device) -> AxisGroup:
-    """This rank's group of `size` neighbours.  All ranks make all groups."""
+    """This rank's group of `size` neighbours. Every rank must create all groups."""
     groups = _groups(ranks, size, device)
     return AxisGroup("measured", size, rank % size, groups[rank // size].group_name)
 
 
 def _groups(ranks: int, size: int, device: torch.device) -> list[dist.ProcessGroup]:
-    """Whole groups of neighbours; ranks that are left over are in none."""
+    """Process groups of `size` neighbours. Ranks left over are in none."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     starts = range(0, ranks - size + 1, size)
     return [dist.new_group(list(range(at, at + size)), backend=backend) for at in starts]
@@ -271,7 +295,9 @@ _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def _collective(name: str, size_bytes: int, group: AxisGroup, device: torch.device) -> Sized:
-    """A collective on fp32 tensors of about `size_bytes` over all ranks, whose dims divide over them."""
+    """A collective as (size in bytes, work), on fp32 tensors of about `size_bytes` over all ranks,
+    with dims that the group size divides.
+    """
     if name == "all_to_all":  # from shards of the second dim to shards of the third
         side = max(round((size_bytes / (4 * ROWS)) ** 0.5 / group.size), 1) * group.size
         shard = torch.ones(ROWS, side // group.size, side, device=device)
@@ -307,7 +333,9 @@ def _transfer_curve(clock: _Clock, prepare: Callable[[int], Sized]) -> Points:
 
 
 def measure_messages(rank: int, ranks: int, device_type: str, effort: Effort) -> Points:
-    """Seconds of a message: half of a round trip, in all pairs of neighbours at once.  The last rank of an odd number looks on."""
+    """Seconds of a message by its bytes: half of a round trip, in all pairs of neighbours at once.
+    With an odd number of ranks, the last one is idle.
+    """
     device = _device(rank, device_type)
     pairs = _groups(ranks, 2, device)
     group = pairs[rank // 2] if rank // 2 < len(pairs) else None

@@ -1,7 +1,9 @@
-"""What an operation costs within a step, its kernel aside: Python, torch's dispatcher, autograd, the allocator, caches that went cold.
+"""Measures what an operation costs within a step besides its kernel: Python, torch's dispatcher,
+autograd, the allocator, cold caches.
 
-One operation time and again is the best case of all that, several times better than what a step sees.  So it is asked of models whose
-kernels take next to nothing: what a layer more takes, forward and backward, over the number of operations that plans count in a layer.
+One operation repeated is several times faster than operations within a step. Therefore small models
+are timed whose kernels take almost no time. The cost is the extra time of one more layer, forward
+and backward, divided by the number of operations that plans count in a layer.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _KINDS = ("llama", "gpt")
 _SHALLOW, _DEEP = 2, 6
 _SEQ = 16
 _TOO_FAST_TO_TELL = 1e30
-"""FLOP/s and B/s of a device on which only operations take time."""
+"""FLOP/s and bytes/s of an imaginary device on which only operations take time, not kernels."""
 
 
 def _model(kind: str, layers: int) -> str:
@@ -34,7 +36,9 @@ def _model(kind: str, layers: int) -> str:
 
 
 def count_operations(device_type: str) -> float:
-    """Operations of one layer of each kind together, as plans count them: kernels, and on CUDA views too, which take the host's time."""
+    """The number of operations in one layer of each small model together, as plans count them:
+    kernels, and on CUDA also views, which take host time.
+    """
     device = ClusterSpec.parse("cpu:1" if device_type == "cpu" else "h100:1").device
     rates = {dtype: _TOO_FAST_TO_TELL for dtype in device.flops}
     device = replace(
@@ -66,7 +70,9 @@ def count_operations(device_type: str) -> float:
 def layers_s(
     clock: Callable[[Callable[[], object]], float], rounds: int, device: torch.device
 ) -> float:
-    """Seconds, by `clock`, of one layer of each kind forward and backward, together; the models take turns."""
+    """Seconds, by `clock`, of one layer of each small model together, forward and backward. The
+    models take turns.
+    """
     models = [(kind, layers) for kind in _KINDS for layers in (_SHALLOW, _DEEP)]
     works = [_training(*model, device) for model in models]
     # the first is the warm-up
@@ -77,7 +83,7 @@ def layers_s(
 
 
 def _training(kind: str, layers: int, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of a small model."""
+    """A function that runs forward and backward of a small model."""
     spec = parse_model(_model(kind, layers))
     model, batch = spec.build(str(device)), spec.example_inputs(1, _SEQ, str(device))
 

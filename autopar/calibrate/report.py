@@ -1,4 +1,4 @@
-"""What `autopar calibrate` found, as a table."""
+"""The table that `autopar calibrate` prints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def calibration_table(spec: ClusterSpec, path: str) -> Group:
-    """Ends and best rates of the measured curves of a calibrated cluster, which was written to `path`."""
+    """A table with the end points and best rates of the measured curves of a cluster, which was
+    written to `path`.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
@@ -44,7 +46,7 @@ def calibration_table(spec: ClusterSpec, path: str) -> Group:
 
 
 def _size(size: float, unit: str) -> str:
-    """1048576 B -> 1.05 MB."""
+    """A size with a decimal prefix: 1048576 B -> `1.05 MB`."""
     for scale, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= scale:
             return f"{size / scale:.3g} {letter}{unit}"

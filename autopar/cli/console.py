@@ -1,4 +1,4 @@
-"""The process of the console script: exit codes, interrupts, closed pipes and full disks."""
+"""The entry point of the console script: exit codes, interrupts, closed pipes and full disks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from autopar.cli.plan_commands import cli
 from autopar.garbage import seldom_collected
 
 LOST_OUTPUT = 74
-"""Exit code where an output or another file cannot be written: EX_IOERR of sysexits.h."""
+"""Exit code if output or another file cannot be written: EX_IOERR of sysexits.h."""
 
 
 def main() -> None:
-    """The console script.  Ctrl-C and a closed pipe end it quietly; an output that cannot be written ends it with one line."""
+    """Run the console script. Ctrl-C and a closed pipe end it without a message; output that cannot
+    be written ends it with one line.
+    """
     if sys.stderr is None:  # closed by who started this
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
     with seldom_collected():  # nor at its end, which it does not reach
@@ -27,7 +29,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    """The exit code of the command that the arguments ask for, once its output is written."""
+    """Run the command that the arguments name, write its output, and return its exit code."""
     if sys.stdout is None:
         click.echo(
             "Error: standard output is closed, so that the answer would be lost; give it a file or a terminal",
@@ -65,12 +67,14 @@ def _command() -> int:
 
 
 def _drop_output() -> None:
-    """What is left to say goes nowhere."""
+    """Redirect the rest of the output to the null device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(code: int) -> NoReturn:
-    """End the process as `sys.exit` does, but for taking apart what torch loaded and a search left, which takes more than a second."""
+    """End the process like `sys.exit`, but without destroying the objects of torch and of a search,
+    which would take more than a second.
+    """
     atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError):  # of standard error: nobody is left to be told

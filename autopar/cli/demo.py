@@ -1,4 +1,6 @@
-"""`autopar demo`: a plan for 64 GPUs, then a real run on 4 CPU processes beside the same training on one device."""
+"""`autopar demo`: a plan for 64 GPUs, then a real run on 4 CPU processes, compared with the same
+training on one device.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 
 TEXT_FILES = ("argparse.py", "ast.py", "asyncio/base_events.py", "datetime.py", "decimal.py", "difflib.py", "inspect.py", "pathlib.py",
               "pickle.py", "random.py", "statistics.py", "subprocess.py", "tarfile.py", "threading.py", "typing.py")  # fmt: skip
-"""Source files of Python's standard library, read as bytes.  Those that this Python lacks are left out."""
+"""Source files of Python's standard library that serve as training text, read as bytes. Files that
+this Python lacks are left out.
+"""
 
 LEARNING_RATE, MOMENTUM, SEED = 0.02, 0.9, 0
 Progress = Callable[[str], AbstractContextManager[Callable[[str], None]]]
@@ -36,8 +40,11 @@ Progress = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """Training under a plan beside training on one device.  `worst_error` is the largest update-relative difference of a parameter.
-    `replanned` says that tp=2 was asked for because the search by itself chose a mesh of one axis."""
+    """The results of training under a plan and on one device.
+
+    `worst_error` is the largest update-relative difference of a parameter, in the parameter
+    `worst_tensor`. `replanned`: tp=2 was pinned because the search alone chose a mesh of one axis.
+    """
 
     plan: Plan
     replanned: bool
@@ -50,12 +57,12 @@ class TrainResult:
 
     @property
     def tolerance(self) -> float:
-        """The largest relative difference of a loss that counts as rounding."""
+        """The largest relative difference of a loss that counts as rounding error."""
         return TOLERANCE["fp32"][0]
 
     @property
     def agrees(self) -> bool:
-        """Whether losses and parameters are those of one device."""
+        """Whether losses and parameters equal those of one device, within the tolerance."""
         close = all(
             abs(a - b) <= self.tolerance * abs(b)
             for a, b in zip(self.losses, self.reference_losses, strict=True)
@@ -64,7 +71,7 @@ class TrainResult:
 
 
 def run(show: Callable[[Any], None], progress: Progress) -> bool:
-    """The whole demo; True if the parallel run agrees with one device."""
+    """Run the whole demo. Returns True if the parallel run agrees with one device."""
     show(
         "1. Llama-3-8B on 8 nodes of 8 H100 (global batch 512, sequences of 8192).  No GPU is needed: the model is on the meta device.\n"
     )
@@ -94,7 +101,9 @@ def train_both(
     rows: int = 8,
     tell: Callable[[str], None] = lambda text: None,
 ) -> TrainResult:
-    """Train `model` (256 tokens or more: the text is bytes) on one device and under a plan for cpu:nproc; `rows` sequences a step."""
+    """Train `model` on one device and under a plan for cpu:nproc, with `rows` sequences of `seq`
+    bytes a step. The text is bytes, so the model needs a vocabulary of at least 256.
+    """
     spec = parse_model(model)
     batches = text_batches(steps, rows, seq)
     tell(f"planning {model} for cpu:{nproc}")
@@ -121,7 +130,9 @@ def train_both(
 
 
 def _plan(spec: ModelSpec, nproc: int, rows: int, seq: int) -> tuple[Plan, bool]:
-    """Autopar's own choice; if that uses one axis only, its choice for tp=2, to show both."""
+    """(plan, whether tp=2 was pinned). The plan is autopar's choice; if that uses one axis only,
+    tp=2 is pinned to show two axes.
+    """
     inputs = spec.example_inputs(rows, seq)
     model = spec.build("meta")
     plan = make_plan(model, f"cpu:{nproc}", inputs, global_batch=rows, runnable=True)
@@ -133,8 +144,11 @@ def _plan(spec: ModelSpec, nproc: int, rows: int, seq: int) -> tuple[Plan, bool]
 
 
 def text_batches(steps: int, rows: int, seq: int) -> list[dict[str, Tensor]]:
-    """`steps` batches of rows x seq bytes of Python's standard library, the same on every call; the labels of each row's first bytes
-    (a different number in each row) are -100, so that ranks hold different numbers of valid targets."""
+    """`steps` batches of rows x seq bytes of Python's standard library, the same on every call.
+
+    The labels of each row's first bytes are -100. Their number differs between rows, so that ranks
+    hold different numbers of valid targets.
+    """
     folder = Path(os.__file__).parent
     text = b"".join(
         (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()
@@ -154,7 +168,9 @@ def text_batches(steps: int, rows: int, seq: int) -> list[dict[str, Tensor]]:
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """SGD with momentum: unlike Adam's, its update is proportional to the gradient, so that a wrong gradient shows in full."""
+    """SGD with momentum. Its update is proportional to the gradient, unlike Adam's, so it shows a
+    wrong gradient in full.
+    """
     return torch.optim.SGD(parameters, LEARNING_RATE, momentum=MOMENTUM)
 
 
@@ -166,7 +182,9 @@ def _build(spec: ModelSpec) -> torch.nn.Module:
 def train_alone(
     spec: ModelSpec, batches: list[dict[str, Tensor]]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    """(parameters before, after, losses) of plain PyTorch on one device and one thread."""
+    """(initial parameters, trained parameters, losses) of plain PyTorch on one device and one
+    thread.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -187,7 +205,9 @@ def train_alone(
 def _rank(
     rank: int, spec: ModelSpec, plan_text: str, batches: list[dict[str, Tensor]]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """One process: the losses and the whole parameters after training."""
+    """Train as one process of the parallel run. Returns the losses and the whole parameters after
+    training.
+    """
     plan = Plan.from_json(plan_text)
     engine = parallelize(
         _build(spec), plan.cluster_name, batches[0], optimizer=optimizer, plan=plan
@@ -197,7 +217,7 @@ def _rank(
 
 
 def demo_table(result: TrainResult) -> Group:
-    """The losses of a parallel run beside those of one device, and whether they agree."""
+    """A table of the losses of the parallel run and of one device, and whether they agree."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Examples and exit codes that `--help` of each command shows."""
+"""Examples and exit codes for the `--help` text of each command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXAMPLES = {
     "demo": ("autopar demo",),
     "completion": ("autopar completion bash >> ~/.bashrc",),
 }
-"""Command lines by command."""
+"""Example command lines, by command."""
 
 ONE_IF = {
     "explain": "--replay or --audit disagrees with the plan",
@@ -46,7 +46,7 @@ ONE_IF = {
     "verify": "a run is not exact",
     "demo": "the parallel run disagrees with one device",
 }
-"""What exit code 1 of a command means.  The others do not use it."""
+"""The meaning of exit code 1, by command. Commands not listed do not use it."""
 
 EXIT_CODES = (
     ("0", "done"),
@@ -55,4 +55,4 @@ EXIT_CODES = (
     ("130", "interrupted"),
     ("141", "the reader of a pipe closed it"),
 )
-"""Exit codes of every command."""
+"""Exit codes that all commands share, with their meanings."""

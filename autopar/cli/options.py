@@ -15,10 +15,10 @@ from autopar.ir.plan_checks import PRECISIONS
 
 
 class Command(click.Command):
-    """A command that refuses an option given twice, of which click would take the last without a word."""
+    """A command that refuses an option given twice; click would silently use the last value."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, and refuse an option that is given twice."""
+        """The parsed arguments. Fails if an option is given twice."""
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option, count in Counter(given).items():
             if (
@@ -50,7 +50,7 @@ class Command(click.Command):
 
 
 class Numbers(click.ParamType):
-    """Positive numbers between commas, each once."""
+    """A parameter type: positive numbers separated by commas, without duplicates."""
 
     name = "N,N,..."
 
@@ -60,7 +60,7 @@ class Numbers(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple:
-        """The numbers of a text."""
+        """The numbers in a text, as a tuple."""
         if isinstance(value, tuple):
             return value
         try:
@@ -81,12 +81,12 @@ POSITIVE = click.IntRange(min=1, max=MOST)
 
 
 class _Positive(click.FloatRange):
-    """A number above 0, which may be infinite."""
+    """A parameter type: a number above 0, or infinity."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """The number that a text is; infinity is one, NaN is not."""
+        """The number in a text. Infinity is accepted, NaN is not."""
         found = super().convert(value, param, ctx)
         return found if found == found else self.fail(f"{shown(value)} is no number", param, ctx)
 
@@ -112,7 +112,7 @@ runnable = click.option("--runnable", is_flag=True, help="Only what the engine r
 
 
 def search(command: Callable) -> Callable:
-    """The options of every command that searches for plans."""
+    """Add the options that every plan-searching command has."""
     for option in (micro_batch_mean, runnable, limit, precision):
         command = option(command)
     return command

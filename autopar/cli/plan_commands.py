@@ -1,6 +1,7 @@
-"""The command line.  JSON and tables go to stdout, progress and errors to stderr; a user's mistake is one message and exit code 2.
+"""Commands that plan. JSON and tables go to stdout, progress and errors to stderr. A user's mistake
+gives one message and exit code 2.
 
-Nothing here imports torch before a command runs, so that `autopar --help` is quick.
+Nothing here imports torch before a command runs, so that `autopar --help` starts quickly.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ if TYPE_CHECKING:
 
 
 class _Mistake(click.ClickException):
-    """An AutoparError as click shows it."""
+    """An AutoparError in the form that click prints, with exit code 2."""
 
     exit_code = 2
 
 
 class _Commands(click.Group):
-    """Turns an AutoparError of any command into one message, and shortens what click's own messages repeat."""
+    """A command group that turns an AutoparError into one message and shortens long values in
+    click's own messages.
+    """
 
     command_class = options.Command
 
@@ -59,7 +62,7 @@ class _Commands(click.Group):
 
 @contextmanager
 def _brief() -> Iterator[None]:
-    """Within the block, messages of click lose the middle of long values."""
+    """A context in which messages of click's exceptions are shortened."""
     try:
         yield
     except click.ClickException as error:
@@ -79,7 +82,9 @@ def cli() -> None:
 
 
 PINS_HELP = f"\b\nPins:\n{indent(pins_help(), '  ')}"
-"""The end of the help of commands that take pins, whose lines click is not to fill."""
+"""The list of pins at the end of a command's help. The first character tells click not to rewrap
+it.
+"""
 
 
 @cli.command(epilog=PINS_HELP)
@@ -191,7 +196,9 @@ def explain(
 
 
 def _refuse(error: NoPlanFits, planned: Planner, pins: dict[str, Any], as_json: bool) -> NoReturn:
-    """Say what would fit."""
+    """Raise AutoparError with the changes that would make a plan fit; with `as_json`, also print
+    them.
+    """
     from autopar.planning.remedies import remedies_data
 
     if error.least_bytes is None:
@@ -216,7 +223,7 @@ _NOT_WITH_A_PLAN = {
     "replay": "--replay (autopar replay is for saved plans)",
     "audit": "--audit (autopar audit is for saved plans)",
 }
-"""What a saved plan says itself, by option."""
+"""Options that may not accompany a saved plan, because the plan records them."""
 
 
 def _show_fusion(plan: Plan, asked: bool) -> None:
@@ -259,7 +266,9 @@ def _show_plan(
     chosen: Any = None,
     checks: Sequence[Any] = (),
 ) -> None:
-    """A plan; `chosen` is what it was chosen for, if it was chosen now, and `checks` its replay and its audit."""
+    """Print a plan. `findings` are its lints; `chosen` says what objective it was chosen for, if it
+    was made now; `checks` are its replay and audit.
+    """
     from autopar.explaining.plan_report import plan_data, plan_table
     from autopar.planning.objectives import chosen_data, chosen_table
 
@@ -278,7 +287,9 @@ def _show_plan(
 
 
 def _saved_plan(command: Any) -> Any:
-    """A command about a saved plan of MODEL on CLUSTER."""
+    """A decorator that gives a command the arguments and options of a saved plan of MODEL on
+    CLUSTER.
+    """
     for option in (
         options.as_json,
         options.precision,
@@ -533,7 +544,9 @@ def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
 
 
 def _note_stale(path: str, plan: Any) -> None:
-    """Say on stderr that a saved plan's predictions are stale, where they are: JSON has no place for it."""
+    """Print a note on stderr if a saved plan's predictions come from another cost model. JSON
+    output has no place for it.
+    """
     from autopar.text.plan_words import staleness
 
     if note := staleness(plan):

@@ -1,4 +1,6 @@
-"""Commands that run, measure or score something: verify, predict, calibrate and demo.  `cli/plan_commands.py` has those that plan."""
+"""Commands that run, measure or score: verify, predict, calibrate, demo and completion. Commands
+that plan are in `cli/plan_commands.py`.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,7 @@ def verify(
 )
 @options.as_json
 def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) -> None:
-    """Predict the training runs of a CSV file, which others measured, and score the predictions."""
+    """Predict the measured training runs of a CSV file, and score the predictions."""
     if loso and ablate:
         raise AutoparError("--loso and --ablate are two reports: ask for one at a time")
     if loso or ablate:
@@ -134,7 +136,7 @@ def _none_predicted(path: str, problems: Sequence[Problem]) -> str:
 
 
 def _complete_runs(path: str) -> list[Run]:
-    """The runs that count in scores.  AutoparError if there is none."""
+    """The runs of a CSV file that count in scores. Raises AutoparError if there is none."""
     from autopar.predict.runs import read_runs
 
     runs, problems = read_runs(path)
@@ -198,10 +200,11 @@ def _ablate(path: str, as_json: bool) -> None:
 )
 @options.as_json
 def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool) -> None:
-    """Measure this machine and write a cluster file: matrix products, memory bandwidth, launches and collectives.
+    """Measure this machine and write a cluster file: matrix products, memory bandwidth, launches
+    and collectives.
 
-    CPU processes talk over gloo, GPUs over NCCL.  The file is a CLUSTER of the other commands.  Takes a minute on an idle machine; what
-    else runs meanwhile is measured too.
+    CPU processes talk over gloo, GPUs over NCCL. Other commands take the file as CLUSTER. This
+    takes about a minute. Leave the machine idle, since other load distorts the figures.
     """
     if not output.lower().endswith((".yaml", ".yml")):
         raise AutoparError(
@@ -238,7 +241,9 @@ def demo(ctx: click.Context) -> None:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script that lets SHELL complete commands and options; its start-up file runs it."""
+    """Print the script that lets SHELL complete commands and options. Run it from the shell's
+    start-up file.
+    """
     from click.shell_completion import get_completion_class
 
     kind = get_completion_class(shell)

@@ -1,6 +1,8 @@
-"""The planner of the command line: one model, traced once for each length of its sequences, planned under pins and on clusters.
+"""The planner of the command line. It traces one model once per sequence length, and plans it under
+different pins and clusters.
 
-torch is loaded when the first `Planner` is made, after the cluster was read: a wrong cluster is answered at once.
+torch is loaded when the first `Planner` is made, after the cluster was read, so an error in the
+cluster is reported at once.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a command wants planned.  `seq` None: what the model was designed for; `price`: dollars a device and hour."""
+    """The request of a command. `seq=None` means the sequence length of the model's own design;
+    `price` is in dollars per device-hour.
+    """
 
     model: str
     cluster: str
@@ -39,7 +43,9 @@ class Asked:
 
 
 class Planner:
-    """Plans what is asked for, unless a call says otherwise.  `tell(text)` hears what goes on."""
+    """Plans for a request, of which single calls may override fields. `tell(text)` is called with
+    progress messages.
+    """
 
     def __init__(self, asked: Asked, tell: Callable[[str], None]) -> None:
         self.cluster = priced_cluster(asked.cluster, asked.price)
@@ -61,7 +67,7 @@ class Planner:
         self._traced: dict[int, TracedModel] = {}
 
     def traced(self, seq: int | None = None) -> TracedModel:
-        """The traced model on sequences of `seq` tokens."""
+        """The traced model on sequences of `seq` tokens. Default: the length of the request."""
         seq = seq or self.seq
         if seq not in self._traced:
             from autopar import api
@@ -81,7 +87,7 @@ class Planner:
         seq: int | None = None,
         time_limit_s: float | None = None,
     ) -> Plan:
-        """A plan under pins.  Raises AutoparError as `api.plan_traced` does."""
+        """The best plan under pins. Raises AutoparError like `api.plan_traced`."""
         from autopar import api
 
         request = replace(
@@ -95,13 +101,13 @@ class Planner:
         )
 
     def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
-        """A plan for a request, found in at most `time_limit_s` seconds."""
+        """A plan for the request `ask`, found in at most `time_limit_s` seconds."""
         return self.plan(
             ask.pin, ask.cluster, ask.global_batch, ask.seq, min(time_limit_s, self.time_limit_s)
         )
 
     def remedies(self, error: NoPlanFits, pin: Mapping[str, Any]) -> Remedies:
-        """What would fit where planning under the pins raised `error`."""
+        """The nearest requests that fit, after planning under the pins `pin` raised `error`."""
         from autopar.planning.remedies import Ask, remedies
 
         return remedies(
@@ -112,28 +118,30 @@ class Planner:
         )
 
     def collectives(self, plan: Plan) -> dict:
-        """The collectives of each block of a plan."""
+        """The collectives of each block of a plan, with counts."""
         from autopar.explaining.collective_counts import block_collectives
         from autopar.planning.model_facts import as_planned
 
         return block_collectives(as_planned(self.traced(), plan), plan)
 
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
-        """The replay of a plan that was made under pins."""
+        """The replay of a plan that was made under the pins `pin`."""
         from autopar.recheck.replay import replay
 
         self.tell("replaying")
         return replay(plan, self.traced(), self._made_for(plan, pin, cluster))
 
     def audit(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Audit:
-        """The audit of a plan that was made under pins."""
+        """The audit of a plan that was made under the pins `pin`."""
         from autopar.recheck.audit import audit
 
         self.tell("auditing")
         return audit(plan, self.traced(), self._made_for(plan, pin, cluster))
 
     def check(self, plan: Plan) -> Plan:
-        """A saved plan that is for what is asked for.  Raises AutoparError for any other, which another command may be about."""
+        """`plan` itself. Raises AutoparError if the saved plan belongs to another request than this
+        one.
+        """
         if plan.global_batch != self.request.global_batch:
             raise AutoparError(
                 f"the saved plan is for {plan.global_batch} sequences a step; ask with --global-batch {plan.global_batch}"
@@ -153,7 +161,9 @@ class Planner:
         return plan
 
     def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None) -> PlanRequest:
-        """What a plan was made for.  AutoparError if that is another model or cluster."""
+        """The request for which a plan was made. Raises AutoparError if it is for another model or
+        cluster.
+        """
         from autopar import api
         from autopar.planning.model_facts import as_planned
 
@@ -162,7 +172,7 @@ class Planner:
         return replace(self.request, pin=Pins.of(pin), cluster=at)
 
     def lints(self, plan: Plan, cluster: Cluster | None = None) -> list[Finding]:
-        """The findings on a plan for a cluster."""
+        """The lint findings on a plan for a cluster."""
         from autopar.explaining.lints import lint
         from autopar.planning.model_facts import as_planned
 
@@ -170,6 +180,8 @@ class Planner:
 
 
 def priced_cluster(text: str, price: float | None) -> Cluster:
-    """The cluster that a text names, at another price if one is given."""
+    """The cluster that a text names, with `price` in dollars per device-hour unless that is
+    None.
+    """
     spec = ClusterSpec.parse(text)
     return spec if price is None else spec.with_price(price)

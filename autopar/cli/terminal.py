@@ -1,4 +1,4 @@
-"""What the command line shows: results on stdout, progress on stderr."""
+"""Output of the command line: results on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ PROGRESS_AFTER_S = 2.0
 
 
 def show(renderable: Any, width: int | None = None) -> None:
-    """Print a rich renderable (or text) to stdout; as wide as the report wants (`width`) when stdout is no terminal."""
+    """Print a rich renderable or text to stdout. If stdout is not a terminal, lines are `width`
+    columns wide.
+    """
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False, soft_wrap=isinstance(renderable, str))
@@ -29,7 +31,9 @@ def show(renderable: Any, width: int | None = None) -> None:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Yields tell(text): what goes on, on stderr, if it goes on for more than two seconds: a spinner on a terminal, else one line."""
+    """A context that yields `tell(text)`. After two seconds it shows the latest text on stderr:
+    with a spinner on a terminal, otherwise as one line.
+    """
     from rich.console import Console
 
     console, started, lock = (

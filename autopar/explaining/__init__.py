@@ -1,4 +1,4 @@
-"""Explanations for people: what was chosen, why, and what the alternatives would cost."""
+"""Explanations of plans for users: the choices, the reasons, and the cost of alternatives."""
 
 from autopar.explaining.plan_report import explain, plan_data, plan_table
 

@@ -1,4 +1,4 @@
-"""What a program communicates: the collectives of each block, counted in the rewritten program itself."""
+"""Counts the collectives of each block in the rewritten program."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from autopar.rewrite.program import Program, assemble
 from autopar.rewrite.root import module_name
 
 Counts = dict[str, dict[str, int]]
-"""{'forward' | 'backward': {'all_reduce over tp': how many}}."""
+"""Counts by direction and collective: {'forward' | 'backward': {'all_reduce over tp': count}}."""
 
 _PRIMITIVE = {function: name for name, function in NODE_FUNCTIONS.items()}
 
 
 def _of_loss(node: Node) -> tuple[dict[str, int], dict[str, int]]:
-    """The largest logit, the sum of exponentials, the target's logit."""
+    """The collectives (forward, backward) inside vocabulary-parallel cross-entropy: all-reduces of
+    the largest logit, the sum of exponentials and the target's logit.
+    """
     return {f"all_reduce over {node.args[2]}": 3}, {}
 
 
@@ -38,7 +40,9 @@ def _of_statistics(node: Node) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _of_attention(node: Node) -> tuple[dict[str, int], dict[str, int]]:
-    """Queries, keys, values and the result change from positions to heads and back, or keys and values go round the ring."""
+    """The collectives (forward, backward) inside context-parallel attention: a ring pass of keys
+    and values, or all-to-alls of queries, keys, values and result.
+    """
     axis, method = node.args[3:5]
     known = {"ring": {f"ring over {axis}": 1}, "ulysses": {f"all_to_all over {axis}": 4}}
     inside = known.get(str(method), {})
@@ -46,7 +50,9 @@ def _of_attention(node: Node) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _of_experts(node: Node) -> tuple[dict[str, int], dict[str, int]]:
-    """How many tokens, the tokens, and their results; gradients of the latter two."""
+    """The collectives (forward, backward) inside expert parallelism: all-to-alls of row counts,
+    rows and results, and of the gradients of the latter two.
+    """
     axis = node.args[-2]
     return {f"all_to_all over {axis}": 3}, {f"all_to_all over {axis}": 2}
 
@@ -57,11 +63,15 @@ _INSIDE = {
     context_attention: _of_attention,
     expert_parallel: _of_experts,
 }
-"""Functions of a program that communicate on their own -> what they do (forward, backward)."""
+"""Functions of a program that communicate internally, with a function that counts their collectives
+(forward, backward).
+"""
 
 
 def block_collectives(traced: TracedModel, plan: Plan) -> dict[str, Counts]:
-    """Collectives that one segment of each block class runs per micro-batch, by block name.  Recompute runs the forward ones twice."""
+    """Collectives of one segment of each block class per micro-batch, by block name. If the block
+    is recomputed, the forward ones run twice.
+    """
     program, found = assemble(traced, plan, 0, torch.device("meta"), whole=True), {}
     for segment in traced.segments:
         block = traced.classes[segment.class_index]
@@ -71,7 +81,9 @@ def block_collectives(traced: TracedModel, plan: Plan) -> dict[str, Counts]:
 
 
 def program_collectives(traced: TracedModel, plan: Plan) -> dict[str, int]:
-    """Collectives of the whole program per micro-batch, forward and backward, by kind; gradient reduction is not among them."""
+    """Collectives of the whole program per micro-batch, forward and backward, by kind. Gradient
+    reduction is not included.
+    """
     program = assemble(traced, plan, 0, torch.device("meta"), whole=True)
     total: Counter[str] = Counter()
     for segment in traced.segments:
@@ -91,7 +103,9 @@ def _of_segment(program: Program, segment: str, block: BlockClass) -> Counts:
 
 
 def _count(graph: Graph, grads: dict[str, bool]) -> Counts:
-    """Count the transitions of a graph.  Those on values without gradient (`grads` by name; unknown ones have one) run forward only."""
+    """The layout changes of a graph, counted. `grads` says by name which values have a gradient
+    (default: yes); without one, a change runs in forward only.
+    """
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     flowing: dict[Node, bool] = {}

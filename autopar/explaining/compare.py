@@ -31,7 +31,7 @@ _LABEL_WIDTH, _PLAN_WIDTH, _EDGES = 24, 16, 2
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A named plan; if it cannot quite be compared, `note` says why."""
+    """A named plan. `note` is a reason why it is not quite comparable, or ''."""
 
     name: str
     plan: Plan
@@ -40,14 +40,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Impossible:
-    """A named layout that has no plan, with the reason."""
+    """A named choice of pins that has no plan, with the reason."""
 
     name: str
     reason: str
 
 
 def check_compared(pins: Sequence[Mapping[str, Any]], saved: Sequence[str]) -> None:
-    """Raise AutoparError if there is nothing to compare with, for a pin that does not exist, and for a plan that is named twice."""
+    """Raise AutoparError if there is nothing to compare, if a pin is unknown, or if a plan is named
+    twice.
+    """
     if not pins and not saved:
         raise AutoparError(
             "compare needs at least one --pin or --plan, for example --pin tp=8 --pin tp=4,zero=1"
@@ -67,9 +69,10 @@ def compare(
     pins: Sequence[Mapping[str, Any]],
     saved: Sequence[tuple[str, Plan]],
 ) -> list[Entry | Impossible]:
-    """The best plan, the best under each of `pins`, and the `saved` plans by name.
+    """The best plan, the best plan under each of `pins`, and the `saved` plans by name.
 
-    A layout that is impossible has its reason; AutoparError is raised where nothing fits even without pins.
+    Impossible pins give an entry with the reason. Raises AutoparError if no plan fits even without
+    pins.
     """
     best = plan_on({}, cluster)
     entries: list[Entry | Impossible] = [Entry("best", best)]
@@ -86,7 +89,9 @@ def compare(
 
 
 def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry | Impossible:
-    """A saved plan beside the best, if both are for one task."""
+    """The entry of a saved plan; `Impossible` if it is for another model or batch than the best
+    plan.
+    """
     if plan.model_hash != best.model_hash:
         reason = (
             f"for {plan.model_name}, of structure {plan.model_hash[:12]}, and this model's is {best.model_hash[:12]}: "
@@ -104,7 +109,7 @@ def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry | Impossible:
 
 
 def compare_data(entries: Sequence[Entry | Impossible], cluster: Cluster) -> list[dict[str, Any]]:
-    """The entries as plain data; plans as plan files have them."""
+    """The entries as plain data. Plans have the format of plan files."""
     best_s = next(e.plan.predicted.step_time_s for e in entries if isinstance(e, Entry))
     return [
         {
@@ -124,7 +129,9 @@ def compare_data(entries: Sequence[Entry | Impossible], cluster: Cluster) -> lis
 
 @dataclass(frozen=True, slots=True)
 class CompareTable:
-    """The comparison as a rich renderable: a column for each plan, as many beside one another as the terminal is wide."""
+    """The comparison as a rich renderable: a column for each plan, as many side by side as fit the
+    terminal.
+    """
 
     entries: Sequence[Entry | Impossible]
     cluster: Cluster
@@ -161,7 +168,9 @@ class CompareTable:
                 yield Text(f"{entry.name} is to be read with care: {entry.note}.", style="yellow")
 
     def _rows(self, plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
-        """(what, its value for each plan); what no plan has is left out."""
+        """Table rows as (name, value for each plan). Rows that are empty for every plan are left
+        out.
+        """
         alike = len(self.cluster.groups) == 1
         best_s = plans[0].predicted.step_time_s
         fullest = [fullest_rank(plan, self.cluster) for plan in plans]
@@ -202,7 +211,9 @@ class CompareTable:
 
 
 def _part_rows(plans: Sequence[Plan]) -> Iterator[tuple[str, list[str]]]:
-    """(part of a step, its time in each plan); a pipeline has other parts than one rank."""
+    """(part of a step, its time in each plan). A pipeline has other parts than a plan without
+    one.
+    """
     order = {part: place for place, part in enumerate(TIME_WORDS)}
     breakdowns = [plan.predicted.breakdown for plan in plans]
     parts = dict.fromkeys(part for each in breakdowns for part, seconds in each.items() if seconds)

@@ -1,4 +1,4 @@
-"""The parts of two plans' times and memory, side by side."""
+"""The parts of the times and memory of two plans, side by side."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from autopar.ir.plan import Plan
 
 _OF_STAGES = ("forward", "backward", "recompute", "conversion", "edge")
-"""Parts of a step without pipeline that a pipeline's breakdown has as `stages`."""
+"""Parts of a step without a pipeline that the breakdown of a pipeline combines as `stages`."""
 
 
 def time_parts(one: Plan, other: Plan) -> list[tuple[str, float, float]]:
-    """(part, seconds of one, seconds of the other): the parts of either, each column adding up to its step.
+    """(part, seconds of `one`, seconds of `other`) for the parts of either. Each column adds up to
+    the step time.
 
-    Where only one of them is a pipeline, what its breakdown has as one part is one part of both.
+    If only one plan is a pipeline, the parts that its breakdown combines are combined for both.
     """
     first, second = one.predicted.breakdown, other.predicted.breakdown
     if ("stages" in first) != ("stages" in second):
@@ -29,6 +30,6 @@ def _with_stages(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def memory_parts(one: Plan, other: Plan) -> list[tuple[str, int, int]]:
-    """(part, bytes of one, bytes of the other) on the fullest device of each."""
+    """(part, bytes of `one`, bytes of `other`), each on the plan's fullest device."""
     first, second = one.predicted.memory, other.predicted.memory
     return [(part, first.get(part, 0), second.get(part, 0)) for part in {**first, **second}]

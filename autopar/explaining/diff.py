@@ -1,4 +1,4 @@
-"""What differs between two plans."""
+"""The differences between two plans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ _WORDS["host_bytes"] = "host memory"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that two plans have otherwise.  `part` groups them; a unit ends `what` where the values have one (seconds, bytes)."""
+    """One field in which two plans differ. `part` groups fields; the name `what` ends in the unit
+    of the values, if they have one (_s, _bytes).
+    """
 
     part: str
     what: str
@@ -45,14 +47,14 @@ class Difference:
 
     @property
     def words(self) -> str:
-        """What differs, in words."""
+        """The name of the field in words."""
         bare = self.what.removesuffix("_s").removesuffix("_bytes")
         return _WORDS.get(self.what) or (
             self.what if self.part in ("choices", "ops") else bare.replace("_", " ")
         )
 
     def value(self, value: Any) -> str:
-        """A value in the unit that a reader wants."""
+        """A value as text, in a readable unit."""
         if value is None or value in ("", ()):
             return "-"
         if isinstance(value, tuple):
@@ -73,16 +75,19 @@ class Difference:
 
     @property
     def change(self) -> str:
-        """` (+7.3 %)` for numbers of the prediction that change by that much."""
+        """The relative change of a predicted number as text, such as ` (+7.3 %)`; '' if it is below
+        0.05 %.
+        """
         if self.part != "prediction" or not self.ours or abs(self.theirs / self.ours - 1) < 5e-4:
             return ""
         return f" ({100 * (self.theirs / self.ours - 1):+.1f} %)"
 
 
 def diff(one: Plan, other: Plan) -> tuple[Difference, ...]:
-    """Everything in which two plans differ, first what they are for, then what they decide, then what they predict; () if they are equal.
+    """All differences of two plans: first model and cluster, then choices, then predictions. () if
+    the plans are equal.
 
-    How the search went (its time, and what became of each candidate) is no part of what a plan says.
+    Statistics of the search (its time, the outcome of each candidate) are not compared.
     """
     return (
         *_identity(one, other),
@@ -138,11 +143,13 @@ def _stages(one: Plan, other: Plan) -> Iterator[Difference]:
 
 
 _Pair = tuple[str, BlockPlan | None, BlockPlan | None]
-"""Blocks of two plans that have one name."""
+"""A block name with the block of either plan, or None."""
 
 
 def _blocks(one: Plan, other: Plan) -> Iterator[Difference]:
-    """Blocks by name; where layers of one structure recompute differently, by name and mode."""
+    """Differences of blocks, matched by name; by name and recompute mode if layers of one structure
+    recompute differently.
+    """
     ours, theirs = _by_name(one), _by_name(other)
     for name in {**ours, **theirs}:
         mine, yours = ours.get(name, []), theirs.get(name, [])
@@ -181,7 +188,9 @@ def _segments_words(segments: Sequence[str]) -> str:
 
 
 def _ops(one: BlockPlan, other: BlockPlan) -> Iterator[Difference]:
-    """The ops of a block that run otherwise, over the axes that both plans have; an axis of one alone is told by the mesh."""
+    """Ops of a block whose strategies differ, over axes that both plans have. An axis of only one
+    plan already differs in the mesh.
+    """
     for op, axes in one.ops.items():
         for axis, ours in axes.items():
             theirs = other.ops.get(op, {}).get(axis)
@@ -217,7 +226,9 @@ def _prediction(one: Plan, other: Plan) -> Iterator[Difference]:
 
 
 def diff_table(names: tuple[str, str], plans: tuple[Plan, Plan]) -> Group:
-    """The differences between two named plans; of ops, those that a reader looks for."""
+    """A table of the differences of two named plans. Of the ops, only those worth showing are
+    listed.
+    """
     from rich.console import Group
     from rich.text import Text
 

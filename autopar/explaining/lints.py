@@ -1,7 +1,8 @@
-"""What looks wrong with a plan: findings with numbers and a remedy.
+"""Lints: warnings about a plan, with numbers and a remedy.
 
-A lint is a function of a plan, its cluster and (some) the traced model that yields findings.  A finding is no error: the planner has chosen
-the plan knowing all of this, and the remedy may cost more than it brings; `why-not` and `compare` tell.
+A lint is a function of a plan, its cluster and in some cases the traced model. It yields findings.
+A finding is not an error: the planner knew all of this when it chose the plan, and the remedy may
+cost more than it gains. `why-not` and `compare` show that.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from autopar.text.layout_words import describe, is_attention
 from autopar.text.units import gib, ms, percent
 
 BUBBLE = 0.10
-"""Share of a step that a pipeline may idle before it is a finding."""
+"""Fraction of a step that a pipeline may idle without a finding."""
 HEADROOM = 0.03
-"""Share of the memory that should stay free: what a prediction leaves below it, fragmentation may take."""
+"""Fraction of memory that should stay free, because fragmentation may exceed the prediction."""
 FILLED = 0.90
-"""Share of the rate of a large micro-batch's products that those of the plan should reach."""
+"""Fraction of the matmul rate of a large micro-batch that the plan's products should reach."""
 _LARGE_TOKENS = 2**20
-"""Tokens of a micro-batch so large that products gain nothing from more."""
+"""Tokens of a micro-batch that is large enough for products to run at their best rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found, in words and as numbers (SI units), and what would remove it."""
+    """A warning about a plan: text, numbers in SI units, and a change that would remove it."""
 
     lint: str
     text: str
@@ -76,7 +77,7 @@ def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> lis
 def _named(
     findings: Iterable[Finding], group: ClusterSpec, groups: Sequence[ClusterSpec]
 ) -> Iterator[Finding]:
-    """Findings on the devices of a group, which they name where there are several."""
+    """The findings on a group of devices. If there are several groups, the text names the group."""
     yield from (
         findings
         if len(groups) == 1
@@ -85,7 +86,7 @@ def _named(
 
 
 def _across_nodes(plan: Plan, group: ClusterSpec) -> Iterator[Finding]:
-    """Tensor parallelism that leaves the node, on the devices of a group."""
+    """A finding if tensor-parallel groups span nodes, on the devices of a group."""
     tp, topology = plan.mesh.tp, group.topology
     here, nodes = group_shape(tp, plan.mesh.stride("tp"), topology)
     if nodes == 1:
@@ -118,7 +119,9 @@ def _across_nodes(plan: Plan, group: ClusterSpec) -> Iterator[Finding]:
 
 
 def _bubble(plan: Plan) -> Iterator[Finding]:
-    """A pipeline that idles.  The bubble's seconds hardly follow the number of micro-batches m, all else grows with it."""
+    """A finding if a pipeline idles too long. The bubble's seconds hardly depend on the number of
+    micro-batches; all other time is proportional to it.
+    """
     bubble_s, step_s = plan.predicted.breakdown.get("bubble", 0.0), plan.predicted.step_time_s
     if bubble_s <= BUBBLE * step_s:
         return
@@ -139,7 +142,7 @@ def _bubble(plan: Plan) -> Iterator[Finding]:
 
 
 def _headroom(plan: Plan, cluster: Cluster) -> Iterator[Finding]:
-    """Memory that is all but full."""
+    """A finding if memory is almost full."""
     peak, capacity = fullest_rank(plan, cluster)
     if peak < (1 - HEADROOM) * capacity:
         return
@@ -153,7 +156,7 @@ def _headroom(plan: Plan, cluster: Cluster) -> Iterator[Finding]:
 
 
 def _planned(plan: Plan, traced: TracedModel) -> Iterator[tuple[BlockPlan, BlockClass, int]]:
-    """(plan, class, number of segments) of every block whose class the model has."""
+    """(block plan, block class, number of segments) for every block whose class the model has."""
     classes = {block.name: block for block in traced.classes}
     for own in plan.blocks:
         if own.name in classes:
@@ -161,7 +164,9 @@ def _planned(plan: Plan, traced: TracedModel) -> Iterator[tuple[BlockPlan, Block
 
 
 def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
-    """Dims that an axis does not divide: every rank takes as long as the one with the largest shard."""
+    """Findings on dims whose size an axis does not divide. Every rank then takes as long as the
+    rank with the largest shard.
+    """
     found: dict[tuple[int, str], dict[str, None]] = {}
     for own, block, _ in _planned(plan, traced):
         tensors = value_tensors(block.graph)
@@ -190,7 +195,7 @@ def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
 
 
 def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
-    """Attention that is not split by heads, since tp does not divide them."""
+    """Findings on attention that is not sharded by heads, because tp does not divide them."""
     tp = plan.mesh.tp
     for own, block, count in _planned(plan, traced):
         tensors = value_tensors(block.graph)
@@ -211,7 +216,9 @@ def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
 
 
 def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
-    """A parameter that several ranks of a pipeline hold, because layers of different stages share it."""
+    """Findings on parameters that several pipeline ranks hold, because layers of different stages
+    share them.
+    """
     rank_of = {
         name: number % plan.mesh.pp for number, stage in enumerate(plan.stages) for name in stage
     }
@@ -233,7 +240,9 @@ def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
 
 
 def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> Iterator[Finding]:
-    """A micro-batch whose matrix products do not fill the device, by the cost model's own rate for their shapes."""
+    """A finding if the micro-batch is too small for its matrix products to fill the device, by the
+    rates of the cost model.
+    """
     large = max(_LARGE_TOKENS // tokens_per_row(traced), plan.micro_batch)
     rate, best = _rate(plan, cluster, traced, plan.micro_batch), _rate(plan, cluster, traced, large)
     if rate >= FILLED * best:
@@ -261,7 +270,9 @@ def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> It
 def _host_bound(
     plan: Plan, cluster: Cluster, group: ClusterSpec, traced: TracedModel
 ) -> Iterator[Finding]:
-    """A step whose kernels the host takes longer to issue, one by one, than the devices of a group are predicted to take in all."""
+    """A finding if the host takes longer to issue the kernels of a step than the devices of a group
+    are predicted to compute.
+    """
     device = group.device
     if device.generation == "cpu":  # an operation there waits for itself, which is priced
         return
@@ -304,7 +315,9 @@ def _host_bound(
 
 
 def _rate(plan: Plan, cluster: ClusterSpec, traced: TracedModel, micro_batch: int) -> float:
-    """FLOP/s at which a device computes the products by parameters of a forward, with a micro-batch of so many sequences a rank."""
+    """FLOP/s of a device in the products by parameters of a forward, with `micro_batch` sequences
+    per rank.
+    """
     kernels = kernels_of(cluster.device, plan.precision, Software())
     flops, seconds = 0.0, 0.0
     for own, block, count in _planned(plan, traced):
@@ -315,7 +328,9 @@ def _rate(plan: Plan, cluster: ClusterSpec, traced: TracedModel, micro_batch: in
 
 
 def _products(plan: Plan, own: BlockPlan, block: BlockClass, rows: int) -> Iterator[Product]:
-    """The products by parameters that one rank computes in one segment, where the batch of all ranks has so many rows."""
+    """The products by parameters that one rank computes in one segment. `rows` is the batch of all
+    ranks.
+    """
     tensors, grads = value_tensors(block.graph), value_grads(block.graph)
     weights = {node.name for node in block.graph.nodes if node.op == "get_attr"}
     for node in ops(block.graph):

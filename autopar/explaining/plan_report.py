@@ -1,6 +1,7 @@
-"""The report on a plan: what was chosen, what it should cost, what is proved, and what the alternatives would cost.
+"""The report on a plan: its choices, predicted cost, proof, and the cost of alternatives.
 
-Seconds become milliseconds and bytes GiB here and nowhere else.  `plan_data` is the plan's own JSON: what `--json` prints is a plan file.
+Seconds become milliseconds and bytes become GiB only here. `plan_data` is the JSON of the plan, so
+the output of `--json` is a plan file.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data; `Plan.from_json(json.dumps(plan_data(plan)))` is an equal plan."""
+    """The plan as plain data; `Plan.from_json(json.dumps(plan_data(plan)))` gives an equal plan."""
     return json.loads(plan.to_json())
 
 
 def explain(plan: Plan, counts: BlockCounts | None = None) -> str:
-    """The report as plain text; arguments as of `plan_table`."""
+    """The report as plain text. For the arguments see `plan_table`."""
     from rich.console import Console
 
     out = io.StringIO()
@@ -64,8 +65,8 @@ def plan_table(
 ) -> Group:
     """The report as a rich renderable.
 
-    `counts` are the collectives of each block (`explain.collectives.block_collectives`), `cluster` is what the plan is for (None: what its
-    name says), `findings` are those of `explain.lints`.
+    `counts` are the collectives of each block (`collective_counts.block_collectives`). `cluster` is
+    the plan's cluster (None: what its name parses to). `findings` are lint findings.
     """
     from rich.console import Group
     from rich.text import Text
@@ -116,7 +117,7 @@ def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:
 
 
 def summary_rows(plan: Plan, cluster: Cluster | None = None) -> list[tuple[str, str]]:
-    """(what, value) of the choices and predictions that identify a plan."""
+    """Table rows (name, value) of the choices and predictions that identify a plan."""
     cluster = cluster or named_cluster(plan)
     return [*_choice_rows(plan, cluster), *_prediction_rows(plan, cluster)]
 
@@ -167,7 +168,9 @@ def _summary(plan: Plan, cluster: Cluster | None) -> Table:
 
 
 def _ranks(plan: Plan, cluster: Cluster | None) -> Table:
-    """What each rank of a pipeline has, where their devices are of several kinds."""
+    """A table of the pipeline ranks with their devices, for a cluster with several kinds of
+    devices.
+    """
     each, rows = plan.mesh.num_devices // plan.mesh.pp, []
     groups = groups_by_rank(plan, cluster) if cluster else [None] * plan.mesh.pp
     for rank, (name, stage, held, group) in enumerate(
@@ -211,7 +214,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def outcome_counts(certificate: Certificate) -> dict[str, int]:
-    """How many candidates had each outcome."""
+    """The number of candidates for each outcome of the search."""
     counts: dict[str, int] = {}
     for entry in certificate.meshes:
         counts[entry["outcome"]] = counts.get(entry["outcome"], 0) + 1
@@ -235,7 +238,9 @@ def _certificate(certificate: Certificate) -> Table:
 
 
 def _runners_up(plan: Plan) -> list[Table]:
-    """The next candidates: solved ones by their time, pruned ones by the bound that ruled them out; the best of each mesh."""
+    """Tables of the next-best candidates, one for each mesh: solved ones with their time, pruned
+    ones with the bound that excluded them.
+    """
     known: dict[tuple, tuple[float, str, dict]] = {}
     for entry in plan.certificate.meshes:
         solved = entry["outcome"] == "solved"

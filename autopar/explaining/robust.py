@@ -1,8 +1,10 @@
-"""How much a plan loses if the cost model is off: rates, bandwidths and memory, each alone or together.
+"""How much slower than the best a plan becomes if the cost model is wrong: in rates, bandwidths or
+memory, separately or together.
 
-The *regret* of a plan under a scenario is by what share it takes longer there than the best plan found there.  A plan is priced there by
-pinning its choices (`choices.pins_of`); what pins do not fix, the layouts of ops and what layers recompute where they differ in it, is then
-chosen anew, and it is said where that happens: the regret of the very plan is that or more.
+The *regret* of a plan under a scenario is its step time there relative to that of the best plan
+there, minus 1. To price a plan under a scenario, its choices are pinned (`pins_of`). Pins do not
+fix layouts of ops, nor recomputation that differs between layers. These are optimized again, and
+the report says so. The regret of the unchanged plan is then at least the reported one.
 """
 
 from __future__ import annotations
@@ -29,16 +31,18 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 OFF = 0.20
-"""By what share predictions are off unless the user says otherwise."""
+"""The default relative error of predictions."""
 MOST_NEAR = 24
-"""Candidates of a certificate that are priced at most, the most promising first."""
+"""The largest number of candidates of a certificate that are priced, the most promising first."""
 _NOTHING = 5e-4
-"""Regret that is printed as none."""
+"""Regret below which "none" is printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What the truth is, as a multiple of what the cost model takes it for: a factor by its name, a key of `FACTORS` or 'memory need'."""
+    """True values as multiples of what the cost model assumes, by the name of a factor: a key of
+    `FACTORS`, or 'memory need'.
+    """
 
     factors: Mapping[str, float]
 
@@ -49,11 +53,13 @@ class Scenario:
 
     @property
     def need(self) -> float:
-        """How much more memory plans need than predicted."""
+        """The factor by which plans need more memory than predicted."""
         return self.factors.get("memory need", 1.0)
 
     def cluster(self, cluster: ClusterSpec) -> ClusterSpec:
-        """The cluster for which the cost model predicts what is true: devices have less memory where plans need more."""
+        """A cluster on which the cost model's predictions equal the true values. If plans need more
+        memory, its devices have less.
+        """
         for name, factor in self.factors.items():
             cluster = FACTORS[name](cluster, factor) if name in FACTORS else cluster
         if self.need == 1.0:
@@ -65,18 +71,20 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A plan, with what its choices come to under each scenario: a plan, or None where they do not fit."""
+    """A plan, with its choices priced under each scenario: a plan, or None if they do not fit."""
 
     plan: Plan
     there: tuple[Plan | None, ...]
 
     def time_s(self, number: int) -> float:
-        """Seconds of a step under a scenario; infinite where it does not fit."""
+        """Seconds of a step under scenario `number`; infinite if the plan does not fit."""
         there = self.there[number]
         return inf if there is None else there.predicted.step_time_s
 
     def adapts(self, number: int) -> bool:
-        """Whether layouts of ops, recomputation or stages were chosen anew under a scenario."""
+        """Whether layouts of ops, recomputation or stages were optimized again under scenario
+        `number`.
+        """
         there = self.there[number]
         return there is not None and (there.blocks, there.stages) != (
             self.plan.blocks,
@@ -86,9 +94,12 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Robustness:
-    """The chosen plan first among `priced`, then those nearly as good; `best` is the best plan found under each scenario without pins.
+    """The result of a robustness analysis.
 
-    `near` is by what share a plan may be slower to be among them (None: not asked for); `left_out` candidates were not priced.
+    `priced` has the chosen plan first, then those nearly as good. `best` is the best plan found
+    under each scenario without extra pins. `near` is by what fraction a plan in `priced` may be
+    slower than the chosen one (None: only the chosen one). `left_out` counts candidates that were
+    not priced.
     """
 
     cluster: ClusterSpec
@@ -101,32 +112,36 @@ class Robustness:
 
     @property
     def chosen(self) -> Priced:
-        """The plan that is best as things are."""
+        """The best plan if predictions are right."""
         return self.priced[0]
 
     def best_s(self, number: int) -> float:
-        """The fastest step found under a scenario, by whatever way."""
+        """Seconds of the fastest step known under scenario `number`, from `best` and `priced`."""
         known = [plan.predicted.step_time_s for plan in (self.best[number],) if plan is not None]
         return min([*known, *(one.time_s(number) for one in self.priced)])
 
     def regret(self, one: Priced, number: int) -> float:
-        """By what share a plan takes longer than the best found under a scenario; infinite if it does not fit there."""
+        """The regret of a plan under scenario `number`; infinite if it does not fit there."""
         time_s = one.time_s(number)
         return time_s / self.best_s(number) - 1 if isfinite(time_s) else inf
 
     def worst(self, one: Priced) -> tuple[float, Scenario]:
-        """The greatest regret of a plan where it fits, and the first scenario that has it."""
+        """(greatest regret of a plan over the scenarios where it fits, the first scenario with that
+        regret).
+        """
         fitting = [number for number, there in enumerate(one.there) if there is not None]
         number = max(fitting, key=lambda number: self.regret(one, number))
         return self.regret(one, number), self.scenarios[number]
 
     def misfits(self, one: Priced) -> list[int]:
-        """Scenarios under which a plan does not fit."""
+        """Indices of the scenarios under which a plan does not fit."""
         return [number for number, there in enumerate(one.there) if there is None]
 
     @property
     def most_robust(self) -> Priced:
-        """The plan that fits under most scenarios, and of these loses least in its worst."""
+        """The plan that fails to fit under the fewest scenarios and, among those, has the least
+        worst regret.
+        """
         return min(
             self.priced,
             key=lambda one: (
@@ -140,9 +155,10 @@ class Robustness:
 def scenarios_of(
     cluster: Cluster, off: float = OFF, together: bool = False
 ) -> tuple[Scenario, ...]:
-    """Each factor lower and higher by `off`, alone; `together`: all of them at once, in every combination, too.
+    """Scenarios: each factor alone lowered and raised by `off`. With `together`, also every
+    combination of all factors.
 
-    Links that the cluster does not have are left out.
+    Factors of links that the cluster lacks are left out.
     """
     if not 0 < off < 1:
         raise AutoparError(
@@ -170,8 +186,12 @@ def robustness(
     near: float | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Robustness:
-    """Plan now and under every scenario, and price the chosen plan there; with `near` (a share) also those plans of the chosen one's
-    certificate that take at most so much longer.  AutoparError is raised where nothing fits as things are."""
+    """The robustness of the best plan under `pin`: it is planned as predicted and priced under
+    every scenario.
+
+    With `near` (a fraction), plans of its certificate that are at most that much slower are priced
+    too. Raises AutoparError if no plan fits as predicted.
+    """
     tell("planning")
     chosen = plan_on(pin, cluster)
     spec = cluster.one_kind
@@ -202,7 +222,9 @@ class _Pricing:
     scenarios: Sequence[Scenario]
 
     def plan(self, pin: Mapping[str, Any], cluster: ClusterSpec) -> Plan | None:
-        """A plan, or None if none was found that fits.  NoPlanFits is raised where time was too short to find any."""
+        """The best plan, or None if none fits. Raises NoPlanFits if the time limit ended the search
+        before any plan was found.
+        """
         try:
             return self.plan_on(pin, cluster)
         except NoPlanFits as error:
@@ -214,7 +236,9 @@ class _Pricing:
         return Priced(plan, tuple(self._there(plan, scenario) for scenario in self.scenarios))
 
     def _there(self, plan: Plan, scenario: Scenario) -> Plan | None:
-        """Memory is checked for the very plan; under other rates its choices are pinned."""
+        """The plan priced under a scenario, or None if it does not fit. Memory is checked for the
+        unchanged plan; its choices are pinned under other rates.
+        """
         if scenario.need * max(plan.predicted.peak_memory_bytes) > self.cluster.device.memory_bytes:
             return None
         rates = [name for name in scenario.factors if name in FACTORS]
@@ -227,7 +251,9 @@ class _Pricing:
     def near(
         self, chosen: Plan, share: float, tell: Callable[[str], None]
     ) -> tuple[list[Plan], int]:
-        """The candidates of a certificate that take at most `share` longer, the fastest first, and how many were not priced."""
+        """(candidates of the certificate at most `share` slower than the chosen plan, fastest
+        first; number of candidates not priced).
+        """
         limit_s = (1 + share) * chosen.predicted.step_time_s
         entries = sorted(
             _hopeful(chosen, limit_s), key=lambda entry: entry["time_s"] or entry["bound_s"]
@@ -242,7 +268,9 @@ class _Pricing:
 
 
 def _hopeful(chosen: Plan, limit_s: float) -> Iterator[dict]:
-    """Candidates besides the chosen one that may take at most so long."""
+    """Entries of the certificate, without the chosen plan, whose time or lower bound is at most
+    `limit_s`.
+    """
     for entry in chosen.certificate.meshes:
         least_s = entry["time_s"] if entry["time_s"] is not None else entry["bound_s"]
         if (
@@ -254,7 +282,9 @@ def _hopeful(chosen: Plan, limit_s: float) -> Iterator[dict]:
 
 
 def _pins_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Pins of a candidate of a certificate.  Of pipelines that were not solved the schedule is not known, and left free."""
+    """The pins of a candidate in a certificate. The schedule of a pipeline that was not solved is
+    unknown and stays free.
+    """
     pins = (
         entry["mesh"]
         | {key: entry[key] for key in ("micro_batch", "zero")}
@@ -274,7 +304,7 @@ def _has(cluster: ClusterSpec, name: str) -> bool:
 
 
 def _faster(curves: Mapping[Any, Any], factor: float) -> dict:
-    """Measured curves, (size, seconds) by whatever keys, of something that is `factor` times as fast."""
+    """Measured curves of something `factor` times as fast. Curves may be nested in mappings."""
     return {
         key: _faster(value, factor) if isinstance(value, Mapping) else _faster_curve(value, factor)
         for key, value in curves.items()
@@ -323,7 +353,9 @@ def _with_inter(cluster: ClusterSpec, factor: float) -> ClusterSpec:
 
 
 def _link(link: Link, factor: float) -> Link:
-    """Latencies stay, but for those that a measured curve contains."""
+    """A link with `factor` times the bandwidth. Latencies stay, except those contained in a
+    measured curve.
+    """
     return replace(
         link, bandwidth_Bps=link.bandwidth_Bps * factor, curves=_faster(link.curves, factor)
     )
@@ -335,11 +367,15 @@ FACTORS: dict[str, Callable[[ClusterSpec, float], ClusterSpec]] = {
     "bandwidth in nodes": _with_intra,
     "bandwidth between nodes": _with_inter,
 }
-"""What may be off: its name, and a function of the cluster and a factor that gives the cluster with the quantity scaled."""
+"""What may be mispredicted: its name, and a function from a cluster and a factor to the cluster
+with that quantity scaled.
+"""
 
 
 def robust_data(found: Robustness) -> dict[str, Any]:
-    """The answer as plain data.  Regrets are shares, None where a plan does not fit; plans as plan files have them."""
+    """The result as plain data. Regrets are fractions, None if a plan does not fit. Plans have the
+    format of plan files.
+    """
     return {
         "off": found.off,
         "chosen": plan_data(found.chosen.plan),
@@ -380,7 +416,7 @@ def _scenario_data(found: Robustness, number: int) -> dict[str, Any]:
 
 
 def robust_table(found: Robustness) -> Group:
-    """The answer as a rich renderable."""
+    """The result as a rich renderable."""
     from rich.console import Group
     from rich.text import Text
 
@@ -454,7 +490,7 @@ def _verdict(found: Robustness, one: Priced) -> str:
 
 
 def _near_parts(found: Robustness) -> Iterator[Any]:
-    """The plans that are nearly as good, and the most robust of them."""
+    """The part of the report on plans nearly as good, and on the most robust of them."""
     from rich.text import Text
 
     rows = []

@@ -1,4 +1,6 @@
-"""One plan for each of several clusters, sequences and batches: a table, its Pareto front, and where the chosen plan changes."""
+"""Plans for many combinations of devices, sequence length, batch and bandwidth: a table, its Pareto
+front, and where the plan changes.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,18 @@ if TYPE_CHECKING:
 BREAK_EVEN_RATIO = 1.05
 """A bandwidth at which the plan changes is bracketed by two whose ratio is at most this."""
 PROVEN = 1e-3
-"""A plan with at most this gap counts as the best of its point."""
+"""A plan with at most this gap counts as proved best."""
 TIE = 0.01
-"""A plan that takes at most this share longer than the best is as good: no change of plan is worth reporting for less."""
+"""A plan at most this fraction slower than the best counts as equally good, so a change of plan is
+not reported for less.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Where a plan is made.  `seq` None is what the model was designed for; `inter_Bps` is the line rate between nodes for each device,
-    None that of the cluster."""
+    """One combination to plan for. `seq=None` is the model's designed length. `inter_Bps` is the
+    line rate between nodes per device; None is the cluster's own.
+    """
 
     devices: int
     seq: int | None
@@ -43,7 +48,7 @@ class Point:
         return ", ".join(self.words(axis) for axis in _HEADS if getattr(self, axis) is not None)
 
     def words(self, axis: str) -> str:
-        """`64 GPUs`, `25 GB/s`: the value of one field."""
+        """One field as text with its unit: `64 GPUs`, `25 GB/s`."""
         return (
             f"{self.value(axis)} {_HEADS[axis]}"
             if axis in ("devices", "inter_Bps")
@@ -51,14 +56,16 @@ class Point:
         )
 
     def value(self, axis: str) -> str:
-        """The value of one field, in the unit that its heading names."""
+        """One field as text, in the unit of its column heading."""
         value = getattr(self, axis)
         return f"{value / 1e9:.4g}" if axis == "inter_Bps" else str(value)
 
 
 _HEADS = {"devices": "GPUs", "seq": "seq", "global_batch": "batch", "inter_Bps": "GB/s"}
 PlanAt = Callable[[Cluster, int | None, int, Mapping[str, Any]], Plan]
-"""Plans one model on a cluster, with a number of tokens per sequence (None: the model's), for a global batch, under pins."""
+"""The type of a function that plans one model: cluster, tokens per sequence (None: the model's
+own), global batch, pins.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,33 +78,35 @@ class Row:
 
     @property
     def device_hours(self) -> float:
-        """Hours of a device for a million tokens."""
+        """Device-hours per million tokens."""
         return device_hours_per_million_tokens(self.plan)
 
     @property
     def cost(self) -> float:
-        """Dollars for a million tokens, or hours of a device where the price is not known: in proportion."""
+        """Dollars per million tokens; device-hours if the price is unknown, which is
+        proportional.
+        """
         return self.device_hours * (self.cluster.price_per_device_hour or 1.0)
 
     @property
     def rate(self) -> float:
-        """Tokens per second and device."""
+        """Tokens per second per device."""
         return self.plan.predicted.tokens_per_s / self.plan.mesh.num_devices
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest device."""
+        """Bytes of the fullest device."""
         return max(self.plan.predicted.peak_memory_bytes, default=0)
 
     @property
     def merits(self) -> tuple[float, float, float]:
-        """What the Pareto front is over, the less the better."""
+        """The objectives of the Pareto front, all minimized: step time, cost, memory."""
         return self.plan.predicted.step_time_s, self.cost, self.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Unplanned:
-    """A point without plan, and why."""
+    """A point that has no plan, with the reason."""
 
     point: Point
     cluster: Cluster
@@ -106,7 +115,9 @@ class Unplanned:
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Up to `below_Bps` the plan `below` is the best or as good (`TIE`); at the point of `above` it is not, and that of `above` is best."""
+    """A change of plan: `below` is best or within `TIE` up to the bandwidth `below_Bps`. At the
+    higher bandwidth of `above` it is not, and the plan of `above` is best.
+    """
 
     below: Plan
     below_Bps: float
@@ -115,7 +126,7 @@ class BreakEven:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """`axes` are the fields of a point that the user varied."""
+    """The result of a sweep. `axes` are the fields of a point that the user varied."""
 
     axes: tuple[str, ...]
     rows: tuple[Row | Unplanned, ...]
@@ -123,11 +134,11 @@ class Sweep:
 
     @property
     def planned(self) -> list[Row]:
-        """The points that have plans."""
+        """The rows that have plans."""
         return [row for row in self.rows if isinstance(row, Row)]
 
     def efficiency(self, row: Row) -> float:
-        """The rate of a point as a share of the rate of the first point that has a plan."""
+        """The tokens per second per device of a row, relative to the first row that has a plan."""
         return row.rate / next(first.rate for first in self.rows if isinstance(first, Row))
 
 
@@ -138,8 +149,12 @@ def points_of(
     batches: Sequence[int],
     inter_Bps: Sequence[float],
 ) -> list[Point]:
-    """Every combination of the values, the last axis fastest; an empty axis is what cluster and model have.  AutoparError for devices that
-    do not fill nodes and for a bandwidth between nodes where there is one."""
+    """Every combination of the values, the last axis fastest. An empty axis keeps the value of the
+    cluster or model.
+
+    Raises AutoparError for a number of devices that does not fill nodes, and for a bandwidth
+    between nodes if there is only one node.
+    """
     wanted = (
         devices or (cluster.num_devices,),
         seqs or (None,),
@@ -153,7 +168,7 @@ def points_of(
 
 
 def cluster_at(cluster: Cluster, point: Point) -> Cluster:
-    """The cluster of a point."""
+    """The cluster with the devices and bandwidth of a point."""
     sized = cluster.with_devices(point.devices)
     return sized if point.inter_Bps is None else sized.with_inter_bandwidth(point.inter_Bps)
 
@@ -161,7 +176,9 @@ def cluster_at(cluster: Cluster, point: Point) -> Cluster:
 def sweep(
     plan_at: PlanAt, cluster: Cluster, points: Sequence[Point], tell: Callable[[str], None]
 ) -> Sweep:
-    """Plan at every point, and find the bandwidths at which the plan changes.  A point without plan has its reason."""
+    """The plans at every point, and the bandwidths at which the plan changes. A point without a
+    plan has the reason.
+    """
 
     def planned(point: Point) -> Row | Unplanned:
         tell(f"planning for {point}")
@@ -172,7 +189,7 @@ def sweep(
             return Unplanned(point, at, str(error))
 
     def as_good(plan: Plan, row: Row) -> bool:
-        """Whether a plan, priced at the point of `row`, is as good as the best there."""
+        """Whether a plan, priced at the point of `row`, is within `TIE` of the best plan there."""
         if choices_of(plan) == choices_of(row.plan):
             return True
         try:
@@ -200,10 +217,12 @@ def _break_evens(
     as_good: Callable[[Plan, Row], bool],
     rows: Sequence[Row],
 ) -> Iterator[BreakEven]:
-    """Follow the plan of the lowest bandwidth upwards until it is no longer as good as the best, then the plan that is best there.
+    """The bandwidths at which the best plan changes.
 
-    `rows` differ in bandwidth alone, which ascends.  Geometric means halve the interval in which a plan ceases to be good.  A plan that
-    is not good only between two of `rows` is missed.
+    `rows` differ only in bandwidth, ascending. The plan of the lowest bandwidth is followed upwards
+    until it is no longer within `TIE` of the best; then the plan that is best there is followed.
+    Bisection by geometric means locates each change. A plan that is bad only between two of `rows`
+    is missed.
     """
     current = low = rows[0]
     for high in rows[1:]:
@@ -226,7 +245,7 @@ def _break_evens(
 
 
 def pareto(rows: Sequence[Row | Unplanned]) -> list[bool]:
-    """For each row whether none is better in one of step time, cost and memory, and as good in the others."""
+    """For each row, whether it is Pareto-optimal in step time, cost and memory."""
     known = [row.merits for row in rows if isinstance(row, Row)]
 
     def dominated(own: tuple[float, float, float]) -> bool:
@@ -238,7 +257,9 @@ def pareto(rows: Sequence[Row | Unplanned]) -> list[bool]:
 
 
 def sweep_data(found: Sweep) -> dict[str, Any]:
-    """The sweep as plain data; plans as plan files have them, but without the candidates of their certificates, which are long."""
+    """The sweep as plain data. Plans have the format of plan files, but without the long list of
+    candidates in their certificates.
+    """
     rows = [
         _point_data(row.point)
         | {"cluster": row.cluster.name, "pareto": best}
@@ -339,7 +360,7 @@ def _point_table(found: Sweep, varied: Sequence[str], unit: str) -> Table:
 
 
 def _caveats(found: Sweep, varied: Sequence[str]) -> Iterator[str]:
-    """What the search did not prove."""
+    """Sentences about what the search did not prove."""
     open_ = [row for row in found.planned if row.plan.certificate.gap > PROVEN]
     if open_:
         gaps = (f"{_where(row, varied)}: {gap_words(row.plan.certificate.gap)}" for row in open_)

@@ -1,4 +1,4 @@
-"""Why not this choice: what it would cost, part by part, or the constraint that forbids it."""
+"""Why a choice was not made: its cost by part, or the constraint that forbids it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _MATTERS = 0.05
-"""Share of the whole difference below which a part is in the table alone."""
+"""A part that changes by less than this fraction of the total difference is shown only in the
+table.
+"""
 _UNPROVEN = 1e-5
-"""Gap from which an answer says that the pinned plan is not proven to be the best."""
+"""The gap from which the answer says that the pinned plan is not proved best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class WhyNot:
 
     @property
     def same(self) -> bool:
-        """Whether the pins are what the chosen plan does anyway."""
+        """Whether the chosen plan already makes the pinned choice and no other."""
         if self.pinned is None:
             return False
         decided = ("choices", "stages", "blocks", "ops")
@@ -61,21 +63,21 @@ class WhyNot:
 
     @property
     def difference_s(self) -> float | None:
-        """Seconds that a step takes longer under the pins."""
+        """Seconds by which a step is longer under the pins; None if there is no plan under them."""
         if self.pinned is None:
             return None
         return self.pinned.predicted.step_time_s - self.chosen.predicted.step_time_s
 
     @property
     def verdict(self) -> str:
-        """The answer in a word or three."""
+        """The answer in a few words: chosen, slower, faster, does not fit, or impossible."""
         if self.difference_s is None:
             return "does not fit" if self.capacity_bytes else "impossible"
         return "chosen" if self.same else "faster" if self.difference_s < 0 else "slower"
 
 
 def check_asked(pin: Mapping[str, Any]) -> None:
-    """Raise AutoparError for no pin and for one that does not exist."""
+    """Raise AutoparError if there is no pin, or an unknown one."""
     if not pin:
         raise AutoparError("why-not needs the choice to ask about: for example --pin tp=8")
     check_pin_names(pin)
@@ -84,8 +86,10 @@ def check_asked(pin: Mapping[str, Any]) -> None:
 def why_not(
     plan_on: PlanOn, cluster: Cluster, pin: Mapping[str, Any], chosen: Plan | None = None
 ) -> WhyNot:
-    """Plan without the pins, unless what was `chosen` is known, and with them.  An impossible choice is an answer; AutoparError is raised
-    where nothing fits even without pins."""
+    """The answer for `pin`: plans without the pins (unless `chosen` is passed) and with them.
+
+    An impossible choice is an answer. Raises AutoparError if no plan fits even without pins.
+    """
     is_given = chosen is not None
     chosen = plan_on({}, cluster) if chosen is None else chosen
     differs = first_difference(pin, chosen)
@@ -108,7 +112,7 @@ def why_not(
 
 
 def why_not_data(answer: WhyNot) -> dict[str, Any]:
-    """The answer as plain data: seconds and bytes; plans as plan files have them."""
+    """The answer as plain data, in seconds and bytes. Plans have the format of plan files."""
     data = {
         "pin": answer.pin,
         "answer": answer.verdict,
@@ -159,7 +163,9 @@ def why_not_table(answer: WhyNot) -> Group:
 
 
 def _compared(answer: WhyNot, pinned: Plan) -> Iterator[Any]:
-    """The plan under the pins beside the chosen one: in words, by part of the time and by part of the memory."""
+    """The report on the pinned plan next to the chosen one: in words, time by part, and memory by
+    part.
+    """
     from rich.text import Text
 
     chosen = answer.chosen
@@ -182,7 +188,7 @@ def _compared(answer: WhyNot, pinned: Plan) -> Iterator[Any]:
 
 
 def _unproven_words(answer: WhyNot, pinned: Plan) -> str:
-    """What the pinned plan may not be the best of, if the search ended before that was known."""
+    """A sentence that the pinned plan is not proved best under the pins; '' if it is."""
     certificate = pinned.certificate
     if certificate.gap < _UNPROVEN:
         return ""
@@ -194,7 +200,7 @@ def _unproven_words(answer: WhyNot, pinned: Plan) -> str:
 
 
 def _forbidden(answer: WhyNot) -> list[Any]:
-    """The constraint that binds, and the least memory by part."""
+    """The report on the constraint that forbids the choice, with the least memory by part."""
     from rich.text import Text
 
     name, first = pin_text(answer.pin), _first_words(answer)
@@ -232,7 +238,9 @@ def _memory_words(plan: Plan) -> str:
 
 
 def _difference_words(answer: WhyNot, pinned: Plan) -> str:
-    """How much slower, and which parts it is: those that make up most of the change, with what is saved."""
+    """A sentence on how much slower the pinned plan is, naming the parts that account for most of
+    the change.
+    """
     before_s, after_s = answer.chosen.predicted.step_time_s, pinned.predicted.step_time_s
     total_s, ratio = after_s - before_s, after_s / before_s
     changes = sorted(
@@ -265,7 +273,7 @@ def _first_words(answer: WhyNot) -> str:
 
 
 def _others_words(answer: WhyNot, pinned: Plan) -> str:
-    """What had to change besides the pins."""
+    """A sentence on the choices that changed besides the pins."""
     before, after = choices_of(answer.chosen), choices_of(pinned)
     changed = [
         f"{key} {before[key]} -> {after[key]}"

@@ -1,1 +1,1 @@
-"""Plain data that crosses the layers of the compiler.  Nothing here imports torch."""
+"""Plain data that passes between the layers of the compiler. Nothing here imports torch."""

@@ -1,10 +1,13 @@
-"""The costed graph that `annotate` hands to `solve`: plain numbers for one mesh, one micro-batch size and one axis to decide.
+"""The annotated model, which `annotate` passes to `solve`: plain numbers for one mesh, one
+micro-batch size and one axis to decide.
 
-A model is a row of *segments*.  Segments of one structure share a *block class*; `AnnotatedModel.classes` holds each class once with
-the number of its segments.  All segments of one class run the same strategies: that is the modelled space.
+A model is a sequence of *segments*. Segments of one structure share a *block class*.
+`AnnotatedModel.classes` holds each class once, with the number of its segments. All segments of a
+class run the same strategies; this defines the search space.
 
-Inside a class everything is an `AnnotatedOp` that turns input values into output values.  Segment inputs, parameters and the
-segment's results are ops too (kinds `input`, `parameter`, `output`), so a solver needs no special case for them.
+Inside a class everything is an `AnnotatedOp` that turns input values into output values. Segment
+inputs, parameters and segment results are ops too (kinds `input`, `parameter`, `output`), so a
+solver needs no special case for them.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from autopar.ir.sharding import Layout
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that autograd keeps from forward to backward.  Equal keys within a class are one tensor, counted once.
+    """A tensor that autograd keeps from forward to backward. Equal keys within a class are one
+    tensor, counted once.
 
-    A key is the name of the value, then how it is held: `up`, `up/dp/tp` (a shard), `up/tp:fp8`, `gelu:own` (of the op `gelu` alone).
+    A key is the name of the value, followed by the form in which it is kept: `up`, `up/dp/tp` (a
+    shard), `up/tp:fp8`, or `gelu:own` (a private tensor of the op `gelu`).
     """
 
     key: str
@@ -26,7 +31,9 @@ class Saved:
 
     @property
     def value(self) -> str:
-        """The value whose tensor it is; that of `:own` is an op's, and no value of the graph."""
+        """The name of the graph value that is kept. For a private tensor of an op, the whole
+        key.
+        """
         return (
             self.key if self.key.endswith(":own") else self.key.partition("/")[0].partition(":")[0]
         )
@@ -45,16 +52,29 @@ def _check_parts(cost: Strategy | Conversion, *parts: tuple[str, str]) -> None:
 class Strategy:
     """One way to run an op over the axis, with its cost on one device.
 
-    `forward_s` and `backward_s` are per micro-batch; `step_s` is once per step (gradient reduction, optimizer);
-    `static_bytes` is resident all the time (parameter, gradient, optimizer state).
-
-    What follows the saved tensors is about those seconds and adds none.  `..._comm_s` is the part of each that is communication which
-    nothing inside the op hides.  `backward_weight_s` is the part of `backward_s` that computes a parameter's gradient, which a transfer of
-    the input's gradient can hide behind (`rewrite/overlap.py`), `rerun_s` the part that runs the forward again.  `..._dispatch_s` is how
-    long the host takes to issue the kernels: it runs ahead of the device, so that a stretch of ops lasts as long as the slower of the two
-    sums, not the sum of the slower ones.  `gradient_bytes` and `optimizer_bytes` are the parts of `static_bytes` that are no parameter;
-    `host_bytes` are in the host's memory, and no part of them.  `late` are the tensors that the gradient of a parameter is computed
-    from: of those saved, and gradients of results.
+    Attributes:
+        name: the name of the strategy.
+        inputs: the layout of each operand.
+        outputs: the layout of each result.
+        forward_s: seconds of forward per micro-batch.
+        backward_s: seconds of backward per micro-batch.
+        step_s: seconds once per step: gradient reduction and optimizer.
+        static_bytes: bytes that are always resident: parameter, gradient, optimizer state.
+        saved: tensors that autograd keeps.
+        forward_comm_s: the part of `forward_s` that is communication not hidden inside the op.
+        backward_comm_s: the same part of `backward_s`.
+        step_comm_s: the same part of `step_s`.
+        backward_weight_s: the part of `backward_s` that computes a parameter's gradient.
+            Communication of the input's gradient can overlap with it (`rewrite/overlap.py`).
+        rerun_s: the part of `backward_s` that runs the forward again.
+        forward_dispatch_s: seconds in which the host issues the kernels of forward. The host runs
+            ahead of the device, so a sequence of ops takes the longer of two sums: host time, or
+            device time.
+        backward_dispatch_s: the same for backward.
+        gradient_bytes: the part of `static_bytes` that is gradients.
+        optimizer_bytes: the part of `static_bytes` that is optimizer state.
+        host_bytes: bytes in host memory, not part of `static_bytes`.
+        late: saved tensors and gradients of results from which a parameter's gradient is computed.
     """
 
     name: str
@@ -96,11 +116,13 @@ class Strategy:
             )
 
     def rerun(self) -> Strategy:
-        """The same where backward runs the forward again."""
+        """This strategy if backward runs the forward again."""
         return self.keeping(self.saved, again=True)
 
     def keeping(self, saved: tuple[Saved, ...], again: bool) -> Strategy:
-        """The same where forward keeps `saved` instead, and backward runs the forward once more or not."""
+        """This strategy if forward keeps `saved` instead. `again`: whether backward also runs the
+        forward again.
+        """
         if not again:
             return replace(self, saved=saved)
         return replace(
@@ -115,9 +137,11 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedOp:
-    """An op, the values it reads and writes (keys of `BlockClass.values`), and its strategies.
+    """An op, the values that it reads and writes (keys of `AnnotatedBlock.values`), and its
+    strategies.
 
-    `over_dp`: what it reads travels over dp before, which is in the seconds of every strategy.
+    `over_dp`: its inputs are communicated over dp first, which the seconds of every strategy
+    include.
     """
 
     name: str
@@ -130,7 +154,9 @@ class AnnotatedOp:
 
     @property
     def follows_dp(self) -> bool:
-        """Whether what it takes differs between meshes that differ in dp alone, where all other calls take the same."""
+        """Whether its cost differs between meshes that differ only in dp. Most calls cost the same
+        on all of these.
+        """
         return self.kind == "parameter" or self.over_dp
 
     def __post_init__(self) -> None:
@@ -144,7 +170,7 @@ class AnnotatedOp:
                 )
 
     def strategy(self, name: str) -> Strategy:
-        """The strategy of a name.  KeyError if there is none."""
+        """The strategy called `name`. Raises KeyError if there is none."""
         for s in self.strategies:
             if s.name == name:
                 return s
@@ -155,8 +181,11 @@ class AnnotatedOp:
 
 @dataclass(slots=True)  # not frozen, as strategies are not
 class Conversion:
-    """Cost on one device, per micro-batch, of changing a value's layout; backward included.  `..._comm_s` is the part of each that is
-    communication: all of a collective, nothing of a local move.  `rerun_s` is the part of `backward_s` that runs the forward again."""
+    """Cost on one device, per micro-batch, of changing the layout of a value, forward and backward.
+
+    `forward_comm_s` and `backward_comm_s` are the communication in each: all of a collective,
+    nothing of a local change. `rerun_s` is the part of `backward_s` that runs the forward again.
+    """
 
     forward_s: float
     backward_s: float
@@ -179,7 +208,7 @@ class Conversion:
             )
 
     def rerun(self) -> Conversion:
-        """The same where backward runs the forward again."""
+        """This conversion if backward runs the forward again."""
         backward_s, backward_comm_s = (
             self.backward_s + self.forward_s,
             self.backward_comm_s + self.forward_comm_s,
@@ -191,8 +220,9 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedValue:
-    """A tensor inside a class.  `conversions` prices every pair of different layouts that its producer and consumers can ask for;
-    a pair that is not listed is impossible."""
+    """A tensor inside a class. `conversions` has the price of every pair of different layouts that
+    its producer and consumers can request. A pair that is missing is impossible.
+    """
 
     name: str
     size_bytes: (
@@ -203,12 +233,14 @@ class AnnotatedValue:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedBlock:
-    """One block class: `ops` in topological order, `count` segments of it in the model.
+    """One block class: `ops` in topological order, and `count` segments in the model.
 
-    With `recompute` only the class' inputs stay saved between forward and backward, which begins by running the forward again (that is in
-    the `backward_s` of strategies and conversions).  Inputs that are one value for all segments are kept once, by the last segment: here
-    they take no `input_bytes`.  `is_layer`: it is one of several classes of one structure, so that its segments are blocks however few.
-    `workspace_bytes` is what backward of a segment needs at its fullest moment besides what forward keeps.
+    With `recompute`, only the inputs of the class stay saved between forward and backward. Backward
+    begins by running the forward again; its seconds are included in the `backward_s` of strategies
+    and conversions. `common_bytes` has the inputs that are one value for all segments. The last
+    segment keeps them once, so they are not in `input_bytes`. `is_layer`: it is one of several
+    classes of one structure, so its segments count as blocks even if they are few.
+    `workspace_bytes` is what backward of a segment needs at its peak besides what forward keeps.
     """
 
     name: str
@@ -227,7 +259,7 @@ class AnnotatedBlock:
     is_layer: bool = False
 
     def message_bytes(self, name: str, layout: Layout) -> int:
-        """Bytes of an input where another rank sends it."""
+        """Bytes of an input when another rank sends it."""
         return self.common_bytes.get(name, self.input_bytes[name])[layout]
 
     def __post_init__(self) -> None:
@@ -241,9 +273,10 @@ class AnnotatedBlock:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryEdge:
-    """`count` times, output `source_output` of a segment of class `source` feeds input `target_input` of a segment of class `target`.
+    """An edge between segments: output `source_output` of class `source` feeds input `target_input`
+    of class `target`, `count` times.
 
-    The layout may change on the way, at the price that `conversions` lists (made once per edge).
+    `conversions` has the prices of changing the layout along the edge, once per edge.
     """
 
     source: int
@@ -256,7 +289,9 @@ class BoundaryEdge:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSetting:
-    """How stages run.  A message between neighbouring stages takes `hop_latency_s` and `hop_s_per_byte` for each byte."""
+    """How stages run. A message between neighbouring stages takes `hop_latency_s`, plus
+    `hop_s_per_byte` for each byte.
+    """
 
     ranks: int
     stages_per_rank: int
@@ -268,9 +303,12 @@ class PipelineSetting:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A tensor that several segments read as a parameter: (segment, parameter op) of those whose class pays for it, mostly one, and of
-    those that have another pay, whose strategies hold nothing and do nothing once a step.  A rank that has only some of these is charged
-    what the first that pays is."""
+    """A tensor that several segments read as a parameter, as two lists of (segment, parameter op).
+
+    `paying`: readers whose class counts its costs, usually one. `reading`: readers whose strategies
+    cost nothing. A rank with only readers of the second kind is charged the costs of the first
+    paying one.
+    """
 
     paying: tuple[tuple[int, str], ...]
     reading: tuple[tuple[int, str], ...]
@@ -278,12 +316,23 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedModel:
-    """Everything a solver needs to know about a model on one mesh with one micro-batch size.
+    """Everything that a solver needs to know about a model, on one mesh with one micro-batch size.
 
-    `ties` lists groups of (class index, parameter op name) that hold one tensor in some of their segments: they must get one layout.
-    `shared` says which segments do, and who pays.  `fixed_s` and `fixed_bytes` are what no decision changes.  `last` is the class of the
-    last segment if no other has it: what it keeps is gone before backward reaches the others.  `segments` has the class of each segment,
-    first to last; `reads` has, for each input of each segment, the segment and output that it reads (-1: an input of the model).
+    Attributes:
+        classes: the block classes.
+        edges: the edges between segments, grouped by class.
+        ties: groups of (class index, parameter op) that hold one tensor in some segments. Each
+            group must get one layout.
+        num_microbatches: micro-batches of a step.
+        fixed_s: seconds of a step that no decision changes.
+        fixed_bytes: bytes that no decision changes.
+        pipeline: how stages run, or None without a pipeline.
+        last: the class of the last segment if no other segment has it. What it keeps is freed
+            before backward reaches the others.
+        segments: the class of each segment, first to last.
+        reads: for each input of each segment, the (segment, output) that it reads; -1 means an
+            input of the model.
+        shared: which segments hold a tied tensor, and which of them pay for it.
     """
 
     classes: tuple[AnnotatedBlock, ...]
@@ -300,7 +349,7 @@ class AnnotatedModel:
 
     @property
     def pipeline_setting(self) -> PipelineSetting:
-        """How stages run.  Raises ValueError for a model without a pipeline."""
+        """The setting of the pipeline. Raises ValueError for a model without a pipeline."""
         if self.pipeline is None:
             raise ValueError("pipeline is None: the model has no pipeline")
         return self.pipeline

@@ -1,4 +1,4 @@
-"""Sizes that follow the batch: torch.SymInt expressions of one symbol, the number of rows."""
+"""Sizes that depend on the batch: torch.SymInt expressions in one symbol, the number of rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def multiple_of_batch(size: Any) -> int:
-    """K if a size is k times the batch, else 0."""
+    """k if `size` is k times the number of rows, otherwise 0."""
     expr = getattr(getattr(size, "node", None), "expr", None)
     if expr is None or expr.is_number:
         return 0

@@ -1,4 +1,4 @@
-"""Calls of ops in a graph, by the names in their schema."""
+"""Access to the arguments of op calls in a graph by their schema names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def called_function(node: Node) -> Callable[..., Any]:
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
-    """The argument of a call by its schema name, passed by position or keyword; else the schema's default, else `default`."""
+    """The argument of a call by its schema name, passed by position or keyword; otherwise the
+    schema's default, or `default`.
+    """
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         raise TypeError(f"{node.name} calls {node.target}, which is no op with a schema")
@@ -33,22 +35,28 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
 
 
 def argument_names(node: Node) -> list[str]:
-    """The names of the arguments of the op that a node calls, by its schema; none if it calls none."""
+    """The schema's argument names of the op that a node calls; [] if it calls none."""
     schema = getattr(node.target, "_schema", None)
     return [] if schema is None else [spec.name for spec in schema.arguments]
 
 
 def sparse_argument(node: Node) -> tuple[str, bool]:
-    """The name of the argument by which a lookup asks for a sparse gradient of its table ('' if it has none), and whether it asks."""
+    """(name, value) of the argument by which a look-up requests a sparse gradient of its table;
+    ('', False) if it has none.
+    """
     names = [name for name in argument_names(node) if name in ("sparse", "sparse_grad")]
     return (names[0], bool(argument(node, names[0]))) if names else ("", False)
 
 
 def op_name(node: Node) -> str:
-    """The schema name of the op that a node calls, such as 'aten::gelu', whatever its overload; '' if it calls none."""
+    """The schema name of the op that a node calls, such as 'aten::gelu', without the overload; ''
+    if it calls none.
+    """
     return getattr(getattr(node.target, "_schema", None), "name", "")
 
 
 def is_attention(node: Node) -> bool:
-    """Whether a node is the attention that rules and lowerings know."""
+    """Whether a node calls scaled_dot_product_attention, the attention op that rules and lowerings
+    support.
+    """
     return op_name(node) == "aten::scaled_dot_product_attention"

@@ -1,4 +1,4 @@
-"""The machine a plan is for: what the devices are and how they are connected."""
+"""Clusters: kinds of devices, how many, and the networks between them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ _EXAMPLE = (
 )
 
 MOST_GROUPS = 3
-"""Groups of a cluster: a pipeline may go through them in any order, and every order is searched."""
+"""The largest number of groups of a cluster. A pipeline may visit groups in any order, and every
+order is searched.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +112,26 @@ class ClusterSpec:
 
     @property
     def num_devices(self) -> int:
-        """How many devices all nodes have."""
+        """Number of devices on all nodes."""
         return self.topology.num_devices
 
     @property
     def one_kind(self) -> ClusterSpec:
-        """This cluster, whose devices are of one kind."""
+        """This cluster itself. `MixedCluster` raises an error here, so callers use it to require
+        one kind of devices.
+        """
         return self
 
     @property
     def groups(self) -> tuple[ClusterSpec, ...]:
-        """The parts that have one kind of devices each, which is this cluster itself.  `MixedCluster` has several."""
+        """The parts of the cluster with one kind of devices each: here, only this cluster.
+        `MixedCluster` has several.
+        """
         return (self,)
 
     @property
     def device_type(self) -> str:
-        """What torch calls the devices."""
+        """The devices' torch device type: 'cuda' or 'cpu'."""
         return "cpu" if "cpu" in (self.device.name.lower(), self.device.generation) else "cuda"
 
     def __str__(self) -> str:
@@ -247,17 +253,19 @@ class ClusterSpec:
 
     @staticmethod
     def from_yaml(path: str | Path) -> ClusterSpec | MixedCluster:
-        """Read a cluster file.  Its keys are the arguments of `make`; device, nodes and devices_per_node are required.
+        """Read a cluster file. Its keys are the arguments of `make`; device, nodes and
+        devices_per_node are required.
 
-        `device` is a name of the catalogue, or a mapping with the fields of `Device`.
-        A cluster of several kinds of devices has `groups`, a list of such mappings.  `between` has the fields of the link from a device
-        of one group to a device of another; by default it is the slower of their networks.
+        `device` is a name of the catalogue, or a mapping with the fields of `Device`. A cluster of
+        several kinds of devices has `groups`, a list of such mappings. `between` has the fields of
+        the link from a device of one group to a device of another; by default it is the slower of
+        their networks.
 
         Args:
-            path: the file.  `autopar calibrate` writes one, with measured curves.
+            path: the file. `autopar calibrate` writes one, with measured curves.
 
         Raises:
-            AutoparError: the file cannot be read.  The message names the file and the defect.
+            AutoparError: the file cannot be read. The message names the file and the defect.
         """
         import yaml
 
@@ -289,11 +297,13 @@ class ClusterSpec:
         return MixedCluster.of(groups, between, data.get("name", Path(path).stem))
 
     def to_yaml(self, path: str | Path | None = None) -> str:
-        """The cluster as YAML text, also written to `path` if given; `from_yaml` gives back an equal cluster."""
+        """The cluster as YAML text, also written to `path` if given. `from_yaml` returns an equal
+        cluster.
+        """
         return written_yaml(self.as_data(), path)
 
     def as_data(self) -> dict[str, Any]:
-        """The cluster as a cluster file has it."""
+        """The cluster as plain data, in the format of a cluster file."""
         known = DEVICES.get(self.device.name) == self.device
         t = self.topology
         data: dict[str, Any] = {
@@ -315,19 +325,21 @@ class ClusterSpec:
         return data
 
     def spec_hash(self) -> str:
-        """sha256 over all content but the price, as hex: clusters for which the same plans hold have equal hashes."""
+        """The sha256 of the cluster without its price, as hex. Clusters with equal hashes can use
+        the same plans.
+        """
         return sha256(
             json.dumps(asdict(replace(self, price_per_device_hour=None)), sort_keys=True).encode()
         ).hexdigest()
 
     def with_price(self, price_per_device_hour: float) -> ClusterSpec:
-        """The same cluster at another price."""
+        """The same cluster with another price, in dollars per device-hour."""
         return replace(self, price_per_device_hour=price_per_device_hour)
 
     def with_devices(self, devices: int) -> ClusterSpec:
-        """As many devices in nodes of the same kind, or in a part of one node.
+        """A cluster with `devices` devices of this kind: whole nodes, or a part of one node.
 
-        Raises AutoparError if they neither fill whole nodes nor are a divisor of one node.
+        Raises AutoparError if the number neither fills whole nodes nor divides one node.
         """
         per_node, preset = self.topology.devices_per_node, NODES.get(self.name.partition(":")[0])
         if devices == self.num_devices:
@@ -354,7 +366,9 @@ class ClusterSpec:
         return replace(self, name=f"{self.name} with {devices} devices", topology=part)
 
     def with_memory(self, memory_bytes: int) -> ClusterSpec:
-        """The same cluster of devices that have `memory_bytes` each.  AutoparError if that is not more than what is reserved on one."""
+        """The same cluster with `memory_bytes` of memory per device. Raises AutoparError if the
+        reserved memory leaves nothing of that.
+        """
         try:
             device = replace(self.device, memory_bytes=memory_bytes)
         except ValueError as error:
@@ -364,7 +378,9 @@ class ClusterSpec:
         )
 
     def with_inter_bandwidth(self, device_Bps: float) -> ClusterSpec:
-        """The same cluster with `device_Bps` bytes/s of line rate between nodes, per direction, for each device."""
+        """The same cluster with `device_Bps` bytes/s of line rate between nodes, per device and
+        direction.
+        """
         t = self.topology
         if t.nodes == 1:
             raise AutoparError(
@@ -380,7 +396,7 @@ class ClusterSpec:
 
 
 def _from_data(what: str, data: dict) -> ClusterSpec:
-    """A cluster from what a file says.  AutoparError naming `what` and the defect."""
+    """A cluster from the data of a file. Raises AutoparError with `what` and the defect."""
     check_keys(what, data, _KEYS, _REQUIRED_KEYS)
     try:
         data = {key: number(key, value) for key, value in data.items()}
@@ -393,7 +409,9 @@ def _from_data(what: str, data: dict) -> ClusterSpec:
 
 
 def _one_node(kind: str, count: int) -> ClusterSpec:
-    """`count` devices of one node.  AutoparError if the fast link does not reach that far."""
+    """A cluster of `count` devices on one node. Raises AutoparError if a node of this kind has
+    fewer.
+    """
     home = home_of(kind)
     if home is not None and count > home.devices_per_node:
         nodes = -(-count // home.devices_per_node)
@@ -408,7 +426,7 @@ def _one_node(kind: str, count: int) -> ClusterSpec:
 
 
 def _files_near(path: Path) -> str:
-    """Words for the cluster files beside a path that does not exist."""
+    """Words for an error message that name the cluster files in the folder of a missing path."""
     folder = path.parent
     found = (
         sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml"))
@@ -420,9 +438,10 @@ def _files_near(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MixedCluster:
-    """Groups of devices, numbered one group after the other; `between` is what a device of one group has to one of another.
+    """Groups of devices of different kinds, numbered one group after the other. `between` is the
+    link from a device of one group to one of another.
 
-    What asks for the one device, network or host of a cluster is answered with an AutoparError: nothing takes those of one group for all.
+    Attributes such as `device` and `topology`, which differ between groups, raise AutoparError.
     """
 
     name: str
@@ -453,7 +472,9 @@ class MixedCluster:
     def of(
         groups: Sequence[Cluster], between: Link | None = None, name: str | None = None
     ) -> MixedCluster:
-        """Groups joined by `between`, by default the slower of what their devices have between nodes."""
+        """Groups joined by `between`; by default, the slowest link that any group has between
+        nodes.
+        """
         groups = tuple(groups)
         slowest = min(
             (_device_link(group) for group in groups),
@@ -469,17 +490,17 @@ class MixedCluster:
 
     @property
     def num_devices(self) -> int:
-        """How many devices all groups have."""
+        """Number of devices in all groups."""
         return sum(group.num_devices for group in self.groups)
 
     @property
     def device_type(self) -> str:
-        """'cuda' or 'cpu', which is one for all groups."""
+        """'cuda' or 'cpu'; all groups have the same."""
         return self.groups[0].device_type  # one for all
 
     @property
     def price_per_device_hour(self) -> float | None:
-        """Dollars for a device and hour, on average; None unless all are known."""
+        """The average price in dollars per device-hour; None unless every group has one."""
         prices = [
             price for group in self.groups if (price := group.price_per_device_hour) is not None
         ]
@@ -492,22 +513,22 @@ class MixedCluster:
 
     @property
     def one_kind(self) -> NoReturn:
-        """Raise AutoparError: the devices are of several kinds."""
+        """Raises AutoparError: the devices are of several kinds."""
         self._refuse("device")
 
     @property
     def device(self) -> NoReturn:
-        """Raise AutoparError: there are several kinds."""
+        """Raises AutoparError: each group has its own device."""
         self._refuse("device")
 
     @property
     def topology(self) -> NoReturn:
-        """Raise AutoparError: each group has its own."""
+        """Raises AutoparError: each group has its own network."""
         self._refuse("network")
 
     @property
     def host(self) -> NoReturn:
-        """Raise AutoparError: each group has its own."""
+        """Raises AutoparError: each group has its own host."""
         self._refuse("host")
 
     def _refuse(self, what: str) -> NoReturn:
@@ -520,12 +541,14 @@ class MixedCluster:
         return f"{self.name}: {' + '.join(f'{group.num_devices} {group.device.name}' for group in self.groups)}"
 
     def spec_hash(self) -> str:
-        """sha256 over all content but prices, as `ClusterSpec.spec_hash`."""
+        """The sha256 of the cluster without prices, as hex."""
         content = [self.name, [group.spec_hash() for group in self.groups], asdict(self.between)]
         return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self, path: str | Path | None = None) -> str:
-        """The cluster as YAML text, also written to `path` if given; `ClusterSpec.from_yaml` gives back an equal cluster."""
+        """The cluster as YAML text, also written to `path` if given. `ClusterSpec.from_yaml`
+        returns an equal cluster.
+        """
         between = {key: value for key, value in asdict(self.between).items() if value}
         return written_yaml(
             {
@@ -537,13 +560,15 @@ class MixedCluster:
         )
 
     def with_price(self, price_per_device_hour: float) -> MixedCluster:
-        """The same cluster at one price for all devices."""
+        """The same cluster with one price for all devices, in dollars per device-hour."""
         return replace(
             self, groups=tuple(group.with_price(price_per_device_hour) for group in self.groups)
         )
 
     def with_devices(self, devices: int) -> MixedCluster:
-        """The same cluster; AutoparError for another number of devices, since it would have to be said of which kind."""
+        """The same cluster. Raises AutoparError for another number of devices, since their kind
+        would be unclear.
+        """
         if devices != self.num_devices:
             raise AutoparError(
                 f"cluster {self.name} has {self.num_devices} devices of several kinds, and {devices} are asked for: name a cluster of as "
@@ -552,16 +577,16 @@ class MixedCluster:
         return self
 
     def with_memory(self, memory_bytes: int) -> NoReturn:
-        """Raise AutoparError: each group has its own."""
+        """Raises AutoparError: each group has its own memory."""
         self._refuse("memory")
 
     def with_inter_bandwidth(self, device_Bps: float) -> NoReturn:
-        """Raise AutoparError: each group has its own."""
+        """Raises AutoparError: each group has its own network."""
         self._refuse("network")
 
 
 def _device_link(group: Cluster) -> Link:
-    """What one device has between nodes while all devices of its node send."""
+    """The link that one device has between nodes while all devices of its node send."""
     topology = group.topology
     share = topology.group_inter_Bps(1) / topology.inter.achieved_Bps
     return replace(topology.inter, bandwidth_Bps=topology.inter.bandwidth_Bps * share, curves={})

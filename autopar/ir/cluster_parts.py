@@ -1,4 +1,4 @@
-"""Devices, links and hosts from what a user gives."""
+"""Builds devices, links and hosts from user input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _DEVICE_KEYS = tuple(f.name for f in fields(Device))
 def default_links(
     device_name: str, fitted: FittedConstants = FITTED
 ) -> tuple[Link | None, Link | None]:
-    """The links in and between the nodes that devices of this name are sold in; None where no node is known."""
+    """The links (inside, between) of the node preset that has these devices; None for each one that
+    is unknown.
+    """
     home = home_of(device_name)
     if home is not None:
         topology = home.topology(1, fitted)
@@ -27,7 +29,7 @@ def default_links(
 
 
 def link_of(side: str, default: Link | None, given: dict[str, Any]) -> Link:
-    """The default link with what the user gave put in its place."""
+    """The default link with the user's fields in `given` replaced. `side` is 'intra' or 'inter'."""
     given = {key: value for key, value in given.items() if value is not None}
     missing = next(
         (key for key in ("bandwidth_Bps", "latency_s") if default is None and key not in given),
@@ -47,7 +49,9 @@ def link_of(side: str, default: Link | None, given: dict[str, Any]) -> Link:
 
 
 def device_from(what: str, data: dict) -> Device:
-    """A device from a mapping; efficiencies and compute_units default to 1, launch_s and reserved_bytes to 0."""
+    """A device from a mapping. Efficiencies and compute_units default to 1; launch_s and
+    reserved_bytes default to 0.
+    """
     check_keys(what, data, _DEVICE_KEYS, ("name", "flops", "memory_bytes", "memory_bandwidth_Bps"))
     defaults = {
         "launch_s": 0.0,
@@ -67,7 +71,9 @@ def device_from(what: str, data: dict) -> Device:
 
 
 def link_from(what: str, data: Any) -> Link:
-    """A link from a mapping.  AutoparError for a key too many or too few, or a wrong value."""
+    """A link from a mapping. Raises AutoparError for an unknown or missing key, or a wrong
+    value.
+    """
     if not isinstance(data, dict):
         raise AutoparError(
             f"{what} is {shown(data)}; it needs a mapping such as {{bandwidth_Bps: 25e9, latency_s: 5e-6}}"
@@ -85,7 +91,7 @@ def link_from(what: str, data: Any) -> Link:
 
 
 def host_from(data: Mapping[str, Any]) -> Host:
-    """A host from a mapping.  Raises ValueError for a key too many or too few."""
+    """A host from a mapping. Raises ValueError for an unknown or missing key."""
     known = [f.name for f in fields(Host)]
     for key in data:
         if key not in known:
@@ -100,7 +106,7 @@ def host_from(data: Mapping[str, Any]) -> Host:
 
 
 def _with_source(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, with numbers read from text; the source is the user unless `data` names one."""
+    """The mapping with numbers parsed from text. `source` defaults to the user."""
     return {
         "source": "given by the user",
         **{key: number(key, value) for key, value in data.items()},
@@ -108,7 +114,9 @@ def _with_source(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written(fields_: dict) -> dict:
-    """The fields of a device or link as a file has them: without measurements that nobody made."""
+    """The fields of a device or link in the format of a cluster file, without unset
+    measurements.
+    """
     return {
         key: value
         for key, value in fields_.items()
@@ -117,7 +125,7 @@ def written(fields_: dict) -> dict:
 
 
 def check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[str, ...]) -> None:
-    """AutoparError for a key that is not known, and for one that is missing."""
+    """Raise AutoparError for an unknown or a missing key."""
     for key in data:
         if key not in known:
             raise AutoparError(f"{what}: unknown key {shown(key)}; {nearest(key, list(known))}")
@@ -129,7 +137,9 @@ def check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[st
 
 
 def number(key: str, value: Any) -> Any:
-    """`value`, except that a text such as 45e9, which YAML 1.1 does not take for a number, becomes one where a float belongs."""
+    """`value`, with text such as 45e9 converted to a float if `key` needs one. YAML 1.1 reads such
+    numbers as text.
+    """
     if isinstance(value, str) and key.endswith(
         ("_Bps", "_s", "_efficiency", "_hour", "oversubscription")
     ):

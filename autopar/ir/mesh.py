@@ -1,4 +1,4 @@
-"""The device mesh: named axes, outermost first."""
+"""The device mesh: named axes with sizes, and how ranks are numbered."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from math import prod
 from autopar.errors import AutoparError, shown
 
 DEGREES = ("pp", "dp", "cp", "tp", "ep")
-"""What a user pins: the parallel degrees.  `ep` is carved out of `dp`: experts are sharded over ep of the dp ranks."""
+"""The parallel degrees that a user can pin. `ep` is part of `dp`: experts are sharded over ep of
+the dp ranks.
+"""
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
-"""Axes of the mesh, outermost first.  Unless a mesh says otherwise ranks are numbered row-major, so that tp neighbours are adjacent ranks.
-The data-parallel ranks are the product of the axes dp and ep."""
+"""Axes of the mesh, outermost first. By default ranks are numbered row-major, so tp neighbours are
+adjacent ranks. There are dp / ep ranks on the axis dp, so the data-parallel ranks are those of
+dp and ep together.
+"""
 
 MOST = 10**8
-"""Devices, or sequences of a step."""
+"""The largest number of devices, and of sequences in a step."""
 
 LAYOUT_AXES = ("dp", "ep", "cp", "tp")
 """Axes over which tensors have layouts."""
@@ -28,8 +32,9 @@ BATCH_AXES = ("dp", "ep")
 """Axes over which the batch is sharded."""
 
 COPIES = "copies"
-"""Where ZeRO shares out within groups of data-parallel ranks, the axis from group to group: the outer part of dp, of which `dp` then is the
-inner part."""
+"""The name of an axis that exists if ZeRO shards within groups of data-parallel ranks: from group
+to group. It is then the outer part of dp, and `dp` is the inner part.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +96,19 @@ class MeshShape:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """For each pp coordinate, the number of its group of devices.  All are 0 if there is one kind of devices."""
+        """The index of the group of devices for each pp coordinate. All are 0 if there is one kind
+        of devices.
+        """
         return groups_of(self.deal) if self.deal else (0,) * self.pp
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of `AXES`."""
+        """The sizes of `AXES`."""
         return tuple(self.size(axis) for axis in AXES)
 
     @property
     def num_devices(self) -> int:
-        """The product of all sizes."""
+        """Number of devices: the product of all sizes."""
         return prod(self.sizes)
 
     @property
@@ -110,12 +117,12 @@ class MeshShape:
         return tuple(axis for axis in LAYOUT_AXES if self.size(axis) > 1)
 
     def size(self, axis: str) -> int:
-        """Ranks along a mesh axis."""
+        """Number of ranks along a mesh axis."""
         return self.dp // self.ep if axis == "dp" else getattr(self, axis)
 
     @property
     def placed(self) -> tuple[str, ...]:
-        """The axes as they lie on the ranks, outermost first."""
+        """The axes in the order in which ranks are numbered, outermost first."""
         return _placed(self.order)
 
     def stride(self, axis: str) -> int:
@@ -123,21 +130,29 @@ class MeshShape:
         return prod(map(self.size, self.placed[self.placed.index(axis) + 1 :]))
 
     def sharing_dp(self, shard: int) -> int:
-        """Neighbours along the axis dp that share out a tensor where `shard` ranks of dp x cp do, all of ep and cp among them (0: all)."""
+        """The number of ranks on the axis dp within a ZeRO group of `shard` data-parallel ranks,
+        which also contains all ranks of ep and cp. `shard=0` means one group of all.
+        """
         return shard // (self.ep * self.cp) if shard else self.size("dp")
 
     def can_share(self, shard: int) -> bool:
-        """Whether dp x cp can be parted into groups of `shard` ranks, at least 2, each with all ranks of ep and cp."""
+        """Whether the ranks of dp x cp can be divided into ZeRO groups of `shard` ranks: at least
+        2, with all ranks of ep and cp in each.
+        """
         return shard > 1 and self.dp * self.cp % shard == 0 and shard % (self.ep * self.cp) == 0
 
     def copies(self, shard: int) -> tuple[int, int]:
-        """(number of groups of `shard` data-parallel ranks, distance in ranks between neighbours in two of them)."""
+        """(number of ZeRO groups of `shard` data-parallel ranks, distance in ranks between
+        corresponding ranks of neighbouring groups).
+        """
         inside = self.sharing_dp(shard)
         return self.size("dp") // inside, self.stride("dp") * inside
 
     def levels(self, axes: Iterable[str], shard: int = 0) -> tuple[tuple[int, int], ...]:
-        """(size, stride) of the groups over `axes`, those of `AXES` first: one where ranks of all lie evenly, else one after the other.
-        Of dp those inside a group of `shard` data-parallel ranks."""
+        """(size, stride) of nested groups that together cover `axes`. Axes whose ranks are evenly
+        spaced are combined into one group. Of dp, only the ranks inside a ZeRO group of `shard`
+        data-parallel ranks count.
+        """
         found: list[tuple[int, int]] = []
         sizes = {axis: self.sharing_dp(shard) if axis == "dp" else self.size(axis) for axis in axes}
         for axis in (axis for axis in AXES if sizes.get(axis, 1) > 1):
@@ -148,11 +163,13 @@ class MeshShape:
         return tuple(found)
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Position of `rank` along `axis`."""
+        """The coordinate of `rank` along `axis`."""
         return rank // self.stride(axis) % self.size(axis)
 
     def as_dict(self) -> dict[str, int | str]:
-        """The degrees, the order and, if there is one, the deal by name: pins that leave nothing else."""
+        """The degrees, the order and, if there is one, the deal, by name: the pins that fix this
+        mesh.
+        """
         found = {degree: getattr(self, degree) for degree in DEGREES} | {"order": self.order}
         return found | ({"deal": self.deal} if self.deal else {})
 
@@ -161,7 +178,9 @@ class MeshShape:
 
 
 def _placed(order: str) -> tuple[str, ...]:
-    """All axes in the order that a text gives, each that it leaves out just outside its inner neighbour in `AXES`."""
+    """All axes in the order that a text gives. An axis that it omits goes just outside its inner
+    neighbour in `AXES`.
+    """
     if not isinstance(order, str):
         raise AutoparError(
             f"order={shown(order)} must be a text such as dp-pp-tp: mesh axes, outermost first"
@@ -199,13 +218,14 @@ def _dealt(deal: str) -> tuple[int, ...]:
 
 
 def deal_text(groups: Iterable[int]) -> str:
-    """(1, 1, 0) -> `1x2-0x1`."""
+    """The text of a deal: (1, 1, 0) -> `1x2-0x1`."""
     return "-".join(f"{group}x{len(list(run))}" for group, run in groupby(groups))
 
 
 def mesh_words(mesh: Mapping[str, int | str]) -> str:
-    """`pp=2 dp=4 (dp-pp)`: of `MeshShape.as_dict`, or of what is left of it, the degrees above 1, the order where it is another than that
-    of `AXES`, and the deal."""
+    """A mesh as text, such as `pp=2 dp=4 (dp-pp)`: degrees above 1, the order if it is not the
+    default, and the deal. `mesh` is a (partial) `MeshShape.as_dict`.
+    """
     named = [f"{degree}={mesh[degree]}" for degree in DEGREES if int(mesh.get(degree, 1)) > 1]
     where = [mesh.get("order"), mesh.get("deal") and f"groups {mesh['deal']}"]
     return " ".join(named + [f"({words})" for words in where if words]) or "1 device"

@@ -1,4 +1,6 @@
-"""The Plan: what autopar decided, why, and what it expects.  JSON in, JSON out."""
+"""The Plan: the choices of autopar, their proof, and the predictions. It is read from and written
+to JSON.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ class Plan(PlanFields):
     """
 
     def to_json(self) -> str:
-        """The plan as JSON text; `from_json` gives back an equal plan."""
+        """The plan as JSON text. `from_json` returns an equal plan."""
         data = asdict(self) | {"mesh": self.mesh.as_dict()}
         data["blocks"] = [_block_to_data(b) for b in self.blocks]
         return json.dumps(
@@ -67,9 +69,10 @@ class Plan(PlanFields):
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
-        """Parse a plan; what `explain --json` adds to one (lints, objective, replay, audit) is left out.
+        """Parse a plan. Extra keys of `explain --json` (lints, objective, replay, audit) are
+        ignored.
 
-        Raises AutoparError naming `origin` and the defect when the text is not one.
+        Raises AutoparError with `origin` and the defect if the text is not a plan.
         """
         if not isinstance(text, str):
             raise AutoparError(f"{origin} is not a plan: the text to read is {shown(text)}")
@@ -108,17 +111,17 @@ class Plan(PlanFields):
         return replace(plan, notes=(*plan.notes, EDITED)) if edited else plan
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to `path` as JSON.  Raises AutoparError if that cannot be written."""
+        """Write the plan to `path` as JSON. Raises AutoparError if that fails."""
         write_text(path, self.to_json() + "\n", "plan")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan from `path`.  Raises AutoparError if there is none or it is damaged."""
+        """Read a plan from `path`. Raises AutoparError if the file is missing or damaged."""
         return Plan.from_json(read_text(path, "plan"), origin=str(path))
 
 
 def _digest(data: dict) -> str:
-    """A hash of what a plan says, by which an edit is noticed."""
+    """A hash of a plan's data, which reveals later edits of the file."""
     return sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 

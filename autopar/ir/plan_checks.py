@@ -1,6 +1,7 @@
-"""What must hold of a plan whatever its model: kinds of values, their ranges, and that its parts belong to each other.
+"""Checks of a plan that need no model: types, ranges, and agreement of its parts.
 
-A plan is a text file, and people edit such.  An edit that leaves a plan is fine; one that does not is answered with the field it is in.
+Users may edit a plan file. An edit that keeps the plan valid is accepted. Otherwise the error names
+the wrong field.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ T = TypeVar("T", bound="DataclassInstance")
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 SELECTIVE_MODES = ("selective", "op")
-"""Modes that run parts of a layer again (`ops/recomputed.py`)."""
+"""Recompute modes that run parts of a layer again (`ops/recomputed.py`)."""
 BLOCK_MODES = ("none", *SELECTIVE_MODES, "full")
 PLAN_MODES = (*BLOCK_MODES, "mixed")
 EVERY = re.compile(r"every-[1-9][0-9]{0,8}")
 _KINDS = {"str": (str,), "int": (int,), "float": (int, float), "tuple[str, ...]": (tuple,), "dict[str, float]": (dict,),
           "dict[str, int]": (dict,)}  # fmt: skip
 _CANDIDATE = {"mesh": dict, "micro_batch": int, "zero": int, "recompute": str, "outcome": str}
-"""What an entry of `Certificate.meshes` has at least."""
+"""Keys, with types, that each entry of `Certificate.meshes` must have."""
 _COUNTS = {"micro_batch": 1, "num_microbatches": 1, "global_batch": 1, "zero": 0, "shard": 0}
-"""Numbers of a plan and the least that each may be."""
+"""Integer fields of a plan, with their smallest valid values."""
 CLOSE = 1e-6
-"""How far the parts of a prediction may be from their sum, relative to it."""
+"""Relative tolerance between the parts of a prediction and their sum."""
 
 
 def made(kind: type[T], data: Any, what: str) -> T:
-    """A dataclass from a mapping of its fields.  ValueError naming the field that is missing or not known."""
+    """A dataclass of type `kind` from a mapping of its fields. Raises ValueError, naming the field,
+    if one is missing or unknown.
+    """
     if not isinstance(data, dict):
         raise ValueError(f"{what} is {shown(data)}, not a mapping of its fields")
     known = {of.name: of for of in fields(kind)}
@@ -62,14 +65,16 @@ def made(kind: type[T], data: Any, what: str) -> T:
 
 
 def listed_in(value: Any, name: str) -> list | tuple:
-    """The list, or ValueError for anything else."""
+    """`value` if it is a list. Raises ValueError otherwise."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{name} is {shown(value)}, not a list")
     return value
 
 
 def check_consistent(plan: PlanFields) -> None:
-    """ValueError (or AutoparError) naming the field of a plan that is wrong, or does not belong to the others."""
+    """Raise ValueError or AutoparError, naming the field, if a field is wrong or contradicts
+    another.
+    """
     _check_kinds(plan)
     _check_choices(plan)
     _check_mesh(plan)
@@ -99,7 +104,7 @@ def _check_kinds(plan: PlanFields) -> None:
 
 
 def _check_choices(plan: PlanFields) -> None:
-    """The choices that are one word or number each."""
+    """Check the fields that hold a single word or number."""
     if plan.precision not in PRECISIONS:
         raise ValueError(f"precision is {shown(plan.precision)}; {', '.join(PRECISIONS)} are known")
     if plan.zero > 3:
@@ -131,7 +136,7 @@ def _check_choices(plan: PlanFields) -> None:
 
 
 def _check_mesh(plan: PlanFields) -> None:
-    """Devices, axes of the layouts, stages and schedule are those of the mesh."""
+    """Check that devices, axes of layouts, stages and schedule agree with the mesh."""
     mesh = plan.mesh
     if mesh.num_devices > MOST:
         raise ValueError(
@@ -164,7 +169,7 @@ def _check_mesh(plan: PlanFields) -> None:
 
 
 def _check_segments(plan: PlanFields) -> None:
-    """Every segment is in one block and in one stage."""
+    """Check that every segment is in exactly one block and one stage."""
     if bare := [block.name for block in plan.blocks if not block.segments]:
         raise ValueError(f"block {shown(bare[0])} has no segments")
     if not all(plan.stages):
@@ -183,7 +188,7 @@ def _check_segments(plan: PlanFields) -> None:
 
 
 def _check_numbers(plan: PlanFields) -> None:
-    """Predictions and proofs are numbers of which none is negative."""
+    """Check that predictions and certificate are finite, non-negative numbers."""
     for name, value in _numbers(plan):
         if isinstance(value, bool) or not isinstance(value, int | float) or not finite(value):
             raise ValueError(f"{name} is {shown(value)}, which is no number")
@@ -221,7 +226,7 @@ def _numbers(plan: PlanFields) -> Iterator[tuple[str, Any]]:
 
 
 def _check_certificate(plan: PlanFields) -> None:
-    """The candidates and the ledger have what reports read of them."""
+    """Check that candidates and ledger have the fields that reports read."""
     proof = plan.certificate
     if proof.status not in ("optimal", "feasible"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a plan says, as data: choices, prediction and certificate."""
+"""The fields of a plan: choices, prediction and certificate."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import Layout
 
 EDITED = "edited since it was planned: times, memory and the certificate are those of the plan before the edit"
-"""Note of a plan whose file does not say what was saved, and that is a plan all the same."""
+"""The note on a plan whose file was edited after it was saved, and is still a valid plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class AxisChoice:
-    """How one op runs over one mesh axis."""
+    """How one op runs over one mesh axis: the strategy's name, and the layouts of operands and
+    results.
+    """
 
     strategy: str
     inputs: tuple[Layout, ...]
@@ -25,7 +27,9 @@ class AxisChoice:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """Choices for one block class: op name -> axis -> choice, for the axes larger than 1."""
+    """Choices for one block class. `ops` maps op name -> axis -> choice, for axes with more than
+    one rank.
+    """
 
     name: str
     segments: tuple[str, ...]
@@ -86,7 +90,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class PlanFields:
-    """The fields of a `Plan`, which describes each."""
+    """The fields of a `Plan`. The docstring of `Plan` describes each."""
 
     mesh: MeshShape
     micro_batch: int  # sequences per data-parallel rank per micro-batch
@@ -117,5 +121,5 @@ class PlanFields:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the pipeline computes gradients of weights apart from those of inputs."""
+        """Whether the pipeline computes gradients of weights separately from those of inputs."""
         return splits_backward(self.schedule)

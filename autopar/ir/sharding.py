@@ -1,17 +1,19 @@
-"""How a tensor lies over one axis of the device mesh, forward and backward.
+"""Layouts: how a tensor and its gradient are distributed over one axis of the device mesh.
 
-A `Placement` is one of PyTorch's three: `R` (Replicate), `S(d)` (Shard of tensor dim d), `P` (Partial, a pending sum).  A shard has a
-`Pattern` that says which elements of the dim each rank holds: one contiguous chunk, or chunks of several sections.
-A `Layout` pairs the placement of a value with the placement of its gradient, because the two are different facts:
+A `Placement` is one of PyTorch's three: `R` (Replicate), `S(d)` (Shard of tensor dim d), `P`
+(Partial, a pending sum). A shard has a `Pattern` that says which elements of the dim each rank
+holds: one contiguous chunk, or chunks of several sections. A `Layout` pairs the placement of a
+value with the placement of its gradient, since the two may differ:
 
     layout   value        gradient    where it occurs
     R        replicated   replicated  a residual stream computed alike on every rank
-    R/P      replicated   partial     the input of a column-parallel linear: every rank sees all of x and owns a part of dx
+    R/P      replicated   partial     the input of a column-parallel linear: every rank has all of x and a part of dx
     S(d)     sharded      sharded     activations and weights split over the axis
     P        partial      replicated  the output of a row-parallel linear
 
-Changing the layout of a value therefore moves data twice: `transition(src, dst)` names the primitive that runs forward and the
-one that runs backward.  Every collective that autopar inserts comes out of that one function.
+Changing the layout of a value therefore moves data twice. `transition(src, dst)` names the
+primitive of forward and that of backward. Every collective that autopar inserts comes from this
+function.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ from autopar.errors import AutoparError, shown
 
 
 class _Interned(type):
-    """A class of values of which there are few and equal ones are one object: a solver compares and hashes layouts by the hundred
-    thousand, which is then comparing and hashing addresses.  Patterns are made in compiled programs too, where no metaclass is asked:
-    they keep comparing by value."""
+    """A metaclass whose equal instances are one object, so that comparing and hashing them uses
+    addresses. A solver does that hundreds of thousands of times.
+
+    Patterns are also created in compiled programs, which bypass the metaclass. They are still
+    compared by value.
+    """
 
     def __init__(cls, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -54,12 +59,16 @@ class _Value(metaclass=_Interned):
 class Pattern(_Value):
     """Which elements of a dim each of p ranks holds.
 
-    The dim is cut into `sections` of these relative sizes, and every section into p chunks, of which rank i holds the i-th: so are the
-    fused queries, keys and values of an attention layer sharded.  With `rows` the dim is (batch, rest) flattened, and the pattern is
-    that of each batch row: so are tokens flattened whose sequence is sharded.  With `zigzag` a section has 2p chunks, of which rank i
-    holds the i-th and the i-th from the end: so is causal attention balanced.
+    The dim is cut into `sections` of these relative sizes. Every section is cut into p chunks, and
+    rank i holds the i-th chunk of each. An example is a sharded dim of fused queries, keys and
+    values.
 
-    A pattern that is not contiguous wants every chunk to be of one size.
+    With `rows` the dim is (batch, rest) flattened, and the pattern applies to each batch row. An
+    example is flattened tokens whose sequence is sharded. With `zigzag` a section has 2p chunks,
+    and rank i holds the i-th from the start and the i-th from the end. This balances causal
+    attention.
+
+    A pattern that is not contiguous requires chunks of equal size.
     """
 
     sections: tuple[int, ...] = (1,)
@@ -78,11 +87,13 @@ class Pattern(_Value):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether each part is one piece."""
+        """Whether every rank holds one contiguous chunk."""
         return self == CONTIGUOUS
 
     def divides(self, size: int, parts: int) -> bool:
-        """Whether `size` elements (of one batch row, with `rows`) fall into equal chunks for `parts` ranks."""
+        """Whether `size` elements (of one batch row, with `rows`) can be cut into equal chunks for
+        `parts` ranks.
+        """
         return size % (sum(self.sections) * parts * (2 if self.zigzag else 1)) == 0
 
     def __str__(self) -> str:
@@ -95,7 +106,7 @@ CONTIGUOUS = Pattern()
 
 
 def sectioned(sizes: tuple[int, ...]) -> Pattern:
-    """The pattern of a dim made of sections of these sizes; empty sections do not count."""
+    """The pattern of a dim that consists of sections of these sizes. Empty sections are ignored."""
     sizes = tuple(size for size in sizes if size) or (1,)
     common = gcd(*sizes)
     return Pattern(tuple(size // common for size in sizes))
@@ -151,12 +162,12 @@ class Layout(_Value):
 
     @property
     def pattern(self) -> Pattern:
-        """Which elements of the sharded dim a rank holds."""
+        """The pattern of the sharded dim."""
         return self.value.pattern
 
     @property
     def is_shard(self) -> bool:
-        """Whether the value is split along a dim."""
+        """Whether the value is sharded."""
         return self.value.kind == "S"
 
 
@@ -167,7 +178,7 @@ P = Layout(PARTIAL, REPLICATE)
 
 @cache
 def S(dim: int, pattern: Pattern = CONTIGUOUS) -> Layout:
-    """The layout of a value that is split over tensor dim `dim`."""
+    """The layout of a value that is sharded along tensor dim `dim`."""
     return Layout(Placement("S", dim, pattern), Placement("S", dim, pattern))
 
 
@@ -177,7 +188,7 @@ _SHARD = re.compile(r"S\(([0-9]{1,3})(?:, ([^)]+))?\)")
 
 @cache
 def parse_pattern(text: str) -> Pattern:
-    """Inverse of `str(pattern)`: such as '', '2:1:1', 'rows zigzag'."""
+    """The pattern of a text such as '', '2:1:1', 'rows zigzag': the inverse of `str(pattern)`."""
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise AutoparError(
@@ -195,7 +206,9 @@ def parse_pattern(text: str) -> Pattern:
 
 @cache
 def parse_layout(text: str) -> Layout:
-    """Inverse of `str(layout)`: one of `R`, `R/P`, `P`, `S(3)`, `S(2, 2:1:1)`, `S(0, rows zigzag)`."""
+    """The layout of a text such as `R`, `R/P`, `P`, `S(3)`, `S(2, 2:1:1)`, `S(0, rows zigzag)`: the
+    inverse of `str(layout)`.
+    """
     named = {"R": R, "R/P": RP, "P": P}
     if text in named:
         return named[text]
@@ -224,10 +237,10 @@ COLLECTIVES = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "resh
 
 @cache
 def primitive(src: Placement, dst: Placement) -> str:
-    """The data movement that turns a tensor placed `src` into the same tensor placed `dst`.
+    """The name of the data movement that changes the placement of a tensor from `src` to `dst`.
 
-    `slice` keeps this rank's shard, `pad` embeds it in zeros, `mask` keeps the tensor on the axis' first rank and zeroes it elsewhere,
-    `reshuffle` goes from one pattern of a dim to another.
+    `slice` keeps this rank's shard. `pad` embeds it in zeros. `mask` keeps the tensor on the first
+    rank of the axis and zeroes it on the others. `reshuffle` changes the pattern of a sharded dim.
     """
     if src == dst:
         return "identity"
@@ -238,7 +251,7 @@ def primitive(src: Placement, dst: Placement) -> str:
 
 @cache
 def transition(src: Layout, dst: Layout) -> tuple[str, str]:
-    """Primitives (forward, backward) that turn a value laid out `src` into `dst`.
+    """Primitives (forward, backward) that change the layout of a value from `src` to `dst`.
 
     >>> transition(RP, R), transition(R, RP), transition(P, R), transition(S(1), RP)
     (('identity', 'mask'), ('identity', 'all_reduce'), ('all_reduce', 'identity'), ('all_gather', 'reduce_scatter'))
@@ -249,11 +262,13 @@ def transition(src: Layout, dst: Layout) -> tuple[str, str]:
 def conversion_path(
     have: dict[str, Layout], want: dict[str, Layout], axes: tuple[str, ...]
 ) -> list[tuple[str, Layout]]:
-    """Changes of layout on one axis each that turn `have` into `want`; `axes` are named outermost first.
+    """Layout changes on one axis each that turn the layouts `have` into `want`. `axes` are listed
+    outermost first.
 
-    Axes that split one dim nest: an inner axis splits what the outer ones left.  So before an outer axis changes its split of a dim, an
-    inner axis that splits the same dim leaves it: at once for the layout that it wants, if no other axis is in the way there, else for R,
-    to be split again afterwards.
+    Axes that shard one dim nest: an inner axis shards what the outer ones leave. Before an outer
+    axis changes its shard of a dim, an inner axis that shards the same dim must give it up. It
+    changes to the layout that it wants if no other axis blocks that; otherwise it changes to R and
+    is sharded again afterwards.
 
     >>> path = conversion_path({"cp": S(2), "tp": S(2)}, {"cp": RP, "tp": S(1)}, ("cp", "tp"))
     >>> [(axis, str(layout)) for axis, layout in path]
@@ -267,7 +282,7 @@ def conversion_path(
             current[axis] = layout
 
     def changing(which: tuple[str, ...]) -> set[int]:
-        """The dims whose split these axes have still to change."""
+        """The dims whose sharding on these axes still has to change."""
         return {
             layout[axis].dim
             for axis in which
@@ -291,13 +306,14 @@ def conversion_path(
 
 
 def local_extent(size: int, parts: int, index: int, pattern: Pattern = CONTIGUOUS) -> int:
-    """How many of `size` elements rank `index` of `parts` holds."""
+    """The number of `size` elements that rank `index` of `parts` holds."""
     return shard_extent(size, parts, index)[1] if pattern.is_contiguous else size // parts
 
 
 def shard_extent(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, length) of shard `index` when `size` elements are split over `parts` ranks the way torch.chunk and DTensor do:
-    every shard has ceil(size / parts) elements until they run out."""
+    """(start, length) of shard `index` when `size` elements are split over `parts` ranks as in
+    torch.chunk and DTensor: every shard has ceil(size / parts) elements until none are left.
+    """
     step = ceil(size / parts)
     start = min(step * index, size)
     return start, min(step, size - start)

@@ -1,4 +1,4 @@
-"""YAML files of users, read within limits."""
+"""Reads and writes users' YAML files, within size limits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from autopar.errors import shown
 from autopar.files import write_text
 
 MOST_VALUES = 1_000_000
-"""Values of a cluster file; `autopar calibrate` writes a few thousand."""
+"""The largest number of values in a cluster file. `autopar calibrate` writes a few thousand."""
 
 
 def read_yaml(text: str) -> Any:
-    """The data of a YAML text; yaml.YAMLError if it is none, or has a key twice in one mapping, of which YAML would keep the last."""
+    """The data of a YAML text. Raises yaml.YAMLError if it is not valid, or if a mapping has a key
+    twice, of which YAML would keep the last.
+    """
     import yaml
 
     try:
@@ -33,7 +35,9 @@ def read_yaml(text: str) -> Any:
 
 
 def _check_size(root: Any) -> None:
-    """yaml.YAMLError where aliases of aliases make a text stand for more than `MOST_VALUES`, or for an endless one."""
+    """Raise yaml.YAMLError if aliases expand the text to more than `MOST_VALUES` values, or
+    endlessly.
+    """
     import yaml
 
     sizes: dict[int, int] = {}
@@ -56,7 +60,7 @@ def _check_size(root: Any) -> None:
 
 
 def _check_keys(root: Any) -> None:
-    """yaml.YAMLError where a mapping has a key twice."""
+    """Raise yaml.YAMLError if a mapping has a key twice."""
     import yaml
 
     waiting, seen = [root], set()
@@ -85,7 +89,7 @@ def _check_keys(root: Any) -> None:
 
 
 def written_yaml(data: dict[str, Any], path: str | Path | None) -> str:
-    """A cluster file, also written to `path` if given."""
+    """The YAML text of a cluster file, also written to `path` if given."""
     import yaml
 
     text = yaml.safe_dump(

@@ -1,4 +1,6 @@
-"""What the planner needs to know of a model before it is built: `ModelSpec`, and the spec of our own reference models."""
+"""`ModelSpec`, which describes a model before it is built, and the spec of the reference models in
+this package.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,11 @@ SHRUNK_MLA = MLADims(query_rank=24, kv_rank=16, plain_dim=8, rotary_dim=8, value
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model that can be built at any time on any device, and its published sizes.
+    """A model that can be built at any time on any device, with its published sizes.
 
-    `max_seq` is the sequence length the model was designed for.  `vocab`, `max_seq` and `num_layers` are 0 where the model does not
-    say (a `module:function`).  Subclasses say how to make, feed and shrink their kind.
+    `max_seq` is the sequence length that the model was designed for. `vocab`, `max_seq` and
+    `num_layers` are 0 if unknown (a `module:function`). Subclasses define how to build, feed and
+    shrink their kind of model.
     """
 
     name: str
@@ -51,9 +54,9 @@ class ModelSpec:
     def build(
         self, device: torch.device | str = "meta", dtype: torch.dtype | None = None
     ) -> nn.Module:
-        """A new module in training mode, its floating-point parameters in `dtype` (None: fp32).
+        """A new module in training mode, with floating-point parameters in `dtype` (None: fp32).
 
-        Off the meta device its weights are random, from torch's current seed.
+        On a device other than meta, its weights are random, from torch's current seed.
         """
         with torch.device(device):
             model = self._make()
@@ -76,45 +79,51 @@ class ModelSpec:
             raise AutoparError(f"{self.name}: batch={batch} and seq={seq} must be at least 1.")
 
     def shrunk(self) -> ModelSpec:
-        """The same architecture, small enough to train a few steps on a CPU in seconds, with every dropout off."""
+        """The same architecture without dropout, small enough to train a few steps on a CPU in
+        seconds.
+        """
         raise NotImplementedError
 
     def shallow(self) -> ModelSpec:
-        """The same architecture with as few layers as show what more of them do, `period` layers at a time; itself if that is not known.
+        """The same architecture with the fewest layers that represent all of them; itself if that
+        is unknown.
 
-        Layers of more depth are a multiple of `period` and follow in the module list at `layers_path`.
+        More layers can be added `period` at a time, in the module list at `layers_path`.
         """
         return self
 
     @property
     def layers_path(self) -> str:
-        """The path of the module list that holds the layers; '' where it is not known."""
+        """The path of the module list that holds the layers; '' if unknown."""
         return ""
 
     @property
     def period(self) -> int:
-        """After how many layers the structure of layers repeats."""
+        """The number of layers after which the structure of layers repeats."""
         return 1
 
     def num_parameters(self) -> int:
-        """Number of scalars in the parameters; tied parameters count once."""
+        """Number of scalars in the parameters. Tied parameters count once."""
         return sum(parameter.numel() for parameter in self.build("meta").parameters())
 
     def model_flops_per_token(self, seq: int) -> float:
-        """Model FLOPs of forward and backward per token of a sequence of `seq` tokens, the numerator of MFU: 6 N + 12 L H Q T.
+        """Model FLOPs of forward and backward per token of a sequence of `seq` tokens, the
+        numerator of MFU: 6 N + 12 L H Q T.
 
-        PaLM's convention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), equal to eq. 3 of Narayanan et al. 2021
-        (arXiv:2104.04473) without its recomputation.  N is the number of weights that multiply a token: matrices of linear layers and
-        of the language-model head (once more if tied), top_k of the experts; no embedding look-ups, norms or biases.  The attention
-        term (L layers, H heads of Q dims, T = `seq`) counts all T keys: it is *not* halved for causal masks.  Recomputation,
-        padding and experts that compute zeros are not model FLOPs.
+        This is PaLM's convention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). It equals
+        eq. 3 of Narayanan et al. 2021 (arXiv:2104.04473) without its recomputation. N is the number
+        of weights that multiply a token: matrices of linear layers and of the language-model head
+        (once more if tied), and top_k of the experts. Embedding look-ups, norms and biases do not
+        count. The attention term (L layers, H heads of Q dims, T = `seq`) counts all T keys: it is
+        *not* halved for causal masks. Recomputation, padding and experts that compute zeros are not
+        model FLOPs.
         """
         layers, width = self._attention_size()
         weights = matmul_weights(self.build("meta"), self._expert_share()) + self._shared_weights()
         return 6.0 * weights + 12.0 * layers * width * seq
 
     def _attention_size(self) -> tuple[int, float]:
-        """(layers with attention, heads * head dim)."""
+        """(number of layers with attention, heads * head dim)."""
         raise NotImplementedError
 
     def _expert_share(self) -> float:
@@ -122,12 +131,16 @@ class ModelSpec:
         return 1.0
 
     def _shared_weights(self) -> int:
-        """Weights of linear layers that multiply a token once more than they are there."""
+        """Number of linear-layer weights to count once more, because they multiply a token
+        twice.
+        """
         return 0
 
 
 def matmul_weights(model: nn.Module, expert_share: float = 1.0) -> float:
-    """Weights of `model` that multiply each token: parameters of 2 dims and more outside embeddings; 3-D ones are stacked experts."""
+    """Number of weights of `model` that multiply each token: parameters with at least 2 dims
+    outside embeddings. Stacked experts (3 dims) count by `expert_share`.
+    """
     total = 0.0
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -139,7 +152,9 @@ def matmul_weights(model: nn.Module, expert_share: float = 1.0) -> float:
 
 
 def shrunk_heads(heads: int, kv_heads: int) -> tuple[int, int]:
-    """At most 8 heads with the same ratio of heads to kv_heads where that leaves as many as 2 kv heads (so that both can be sharded)."""
+    """(heads, kv heads) reduced to at most 8 heads. The ratio is kept if at least 2 kv heads
+    remain, so that both can be sharded.
+    """
     if heads <= SHRUNK_HEADS:
         return heads, kv_heads
     ratio = heads // kv_heads
@@ -152,24 +167,28 @@ def shrunk_heads(heads: int, kv_heads: int) -> tuple[int, int]:
 
 
 def shrunk_vocab(vocab: int) -> int:
-    """At most 512, with the remainder by 8 kept: an uneven vocabulary stays uneven."""
+    """The vocabulary reduced to at most 512, with its remainder modulo 8 kept, so that an uneven
+    vocabulary stays uneven.
+    """
     return min(vocab, SHRUNK_VOCAB - -vocab % 8)
 
 
 def shrunk_width(width: int, hidden: int, small_hidden: int) -> int:
-    """A feed-forward width in the same proportion to the hidden size, a multiple of 8, at most 8 times the hidden size."""
+    """A feed-forward width in the original ratio to the hidden size: a multiple of 8, at most 8
+    times the hidden size.
+    """
     return max(8, min(round(width / hidden * small_hidden / 8), small_hidden) * 8)
 
 
 @dataclass(frozen=True, slots=True)
 class NativeSpec(ModelSpec):
-    """The spec of a reference model of this package; make one with `NativeSpec.of`."""
+    """The spec of a reference model of this package. Create it with `NativeSpec.of`."""
 
     config: NativeConfig
 
     @classmethod
     def of(cls, name: str, config: NativeConfig) -> NativeSpec:
-        """The spec of a model of these dimensions."""
+        """The spec of a reference model with the dimensions of `config`."""
         return cls(name, config.vocab, config.max_seq, config.layers, config)
 
     def _make(self) -> nn.Module:
@@ -184,7 +203,9 @@ class NativeSpec(ModelSpec):
             )
 
     def shallow(self) -> NativeSpec:
-        """Layers that differ from those that follow, two periods, and a last layer (`trace/deepen.py` compares the periods)."""
+        """See `ModelSpec.shallow`. Has the layers that differ from later ones, two periods, and a
+        last layer; `trace/deepen.py` compares the periods.
+        """
         config = self.config
         # the first balance loss joins no other
         different = getattr(config, "first_dense", 0) + bool(getattr(config, "router_aux_coef", 0))
@@ -196,12 +217,12 @@ class NativeSpec(ModelSpec):
 
     @property
     def layers_path(self) -> str:
-        """As `ModelSpec.layers_path`."""
+        """See `ModelSpec.layers_path`."""
         return "blocks" if isinstance(self.config, GPTConfig) else "layers"
 
     @property
     def period(self) -> int:
-        """As `ModelSpec.period`."""
+        """See `ModelSpec.period`."""
         return getattr(self.config, "window_every", 1) if self.config.window else 1
 
     def _attention_size(self) -> tuple[int, float]:
@@ -220,7 +241,7 @@ class NativeSpec(ModelSpec):
         return getattr(self.config, "mtp", 0) * self.config.vocab * self.config.hidden  # the head
 
     def shrunk(self) -> ModelSpec:
-        """As `ModelSpec.shrunk`."""
+        """See `ModelSpec.shrunk`."""
         config = self.config
         kv_heads = getattr(config, "kv_heads", config.heads)
         heads, small_kv_heads = shrunk_heads(config.heads, kv_heads)

@@ -1,6 +1,8 @@
-"""What the reference models share: initialised layers, causal attention, rotary positions, the shifted loss, validation.
+"""Parts that the reference models share: initialized layers, causal masks, rotary positions, the
+shifted loss, validation.
 
-Shape letters: b batch, s sequence, h hidden, n heads, d head dim, v vocabulary, e experts, f feed-forward width, t = b*s tokens.
+Shape letters: b batch, s sequence, h hidden, n heads, d head dim, v vocabulary, e experts, f
+feed-forward width, t = b*s tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ IGNORE_INDEX = -100  # torch.nn.functional.cross_entropy's default
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose weights start as N(0, std) and whose bias starts at 0."""
+    """nn.Linear with weights initialized from N(0, std) and bias from 0."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, std: float = INIT_STD
@@ -25,26 +27,27 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Draw the weights, and zero the bias."""
+        """Initialize the weights randomly and the bias with 0."""
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding whose rows start as N(0, INIT_STD)."""
+    """nn.Embedding with rows initialized from N(0, INIT_STD)."""
 
     def reset_parameters(self) -> None:
-        """Draw the rows."""
+        """Initialize the rows randomly."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
 def rotary_tables(seq: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, each (s, d), in the dtype and on the device of `like`.
 
-    Angles are computed in fp32, or in fp64 when `like` is fp64.  The two halves of d repeat the same angles: the convention of
-    Hugging Face's `rotate_half`, not the interleaved pairs of Su et al. 2021 (arXiv:2104.09864, eq. 34); the two differ by a
-    permutation of the rows of the q and k projections.
+    Angles are computed in fp32, or in fp64 if `like` is fp64. The two halves of d repeat the same
+    angles, as in Hugging Face's `rotate_half`. Su et al. 2021 (arXiv:2104.09864, eq. 34) use
+    interleaved pairs instead; the two differ by a permutation of the rows of the q and k
+    projections.
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, head_dim, 2, dtype=dtype, device=like.device) / head_dim
@@ -55,13 +58,15 @@ def rotary_tables(seq: int, head_dim: int, theta: float, like: Tensor) -> tuple[
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to x (b, n, s, d) with tables (s, d)."""
+    """x (b, n, s, d) with rotary positions applied, from tables (s, d)."""
     first, second = x.chunk(2, dim=3)
     return x * cos + torch.cat((-second, first), dim=3) * sin
 
 
 def causal_mask(seq: int, window: int, like: Tensor) -> Tensor:
-    """(s, s) bool, True where query i sees key j: j <= i, and i - j < window if there is a window (0: none)."""
+    """The causal mask: (s, s) bool, True if query i sees key j, i.e. j <= i and, if `window` > 0, i
+    - j < window.
+    """
     positions = torch.arange(seq, device=like.device)
     distance = positions.unsqueeze(1) - positions.unsqueeze(0)
     visible = distance >= 0
@@ -69,11 +74,12 @@ def causal_mask(seq: int, window: int, like: Tensor) -> Tensor:
 
 
 def alibi_bias(heads: int, seq: int, like: Tensor) -> Tensor:
-    """(n, 1, s): what ALiBi adds to the scores of key j, slope * j, in the dtype of `like`.
+    """ALiBi's bias for the scores of key j, slope * j: shape (n, 1, s), in the dtype of `like`.
 
-    Press et al. 2022 (arXiv:2108.12409), section 3: slopes are 2^(-8 i / n) for i = 1..n; where n is no power of two, those of the
-    power of two below, then every other slope of the one above (their code).  They subtract slope * (i - j); the difference, slope * i, is
-    the same for all keys of a query, so that softmax removes it.
+    Press et al. 2022 (arXiv:2108.12409), section 3: slopes are 2^(-8 i / n) for i = 1..n. If n is
+    not a power of two, their code takes the slopes of the next lower power of two, then every other
+    slope of the next higher one. They subtract slope * (i - j). The difference, slope * i, is the
+    same for all keys of a query, so softmax removes it.
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     known = 2 ** (heads.bit_length() - 1)
@@ -88,20 +94,25 @@ def alibi_bias(heads: int, seq: int, like: Tensor) -> Tensor:
 def shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy of logits (b, s, v) at position t against labels (b, s) at t+1, a scalar.
 
-    Labels of -100 do not count.  The labels are shifted, not the logits: the last position meets a padded -100, so the large
-    tensor keeps its shape (and its sharding).  Half precision is raised to fp32 first.
+    Labels of -100 do not count. The labels are shifted instead of the logits, and the last position
+    gets a padded -100. The large tensor thus keeps its shape and sharding. Half precision is
+    converted to fp32 first.
     """
     return token_loss(logits, shifted_targets(labels))
 
 
 def shifted_targets(labels: Tensor) -> Tensor:
-    """(b, s) -> (b*s): at each position the next one's label, -100 at the last."""
+    """Targets (b*s) from labels (b, s): at each position the next position's label, -100 at the
+    last.
+    """
     shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
     return shifted.reshape(labels.shape[0] * labels.shape[1])
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of logits (b, s, v) against targets (b*s), a scalar; -100 does not count."""
+    """Mean cross-entropy of logits (b, s, v) against targets (b*s), a scalar. Targets of -100 do
+    not count.
+    """
     batch, seq, vocab = logits.shape
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
@@ -109,13 +120,15 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 MOST_LAYERS = 10_000
-"""Of a model that is built layer by layer."""
+"""The largest number of layers of a model that is built layer by layer."""
 # bytes of a product of two sizes are still a 64-bit number, which torch counts them in
 MOST_SIZE = 10**8
 
 
 def check_positive(model: str, **sizes: int) -> None:
-    """Raise AutoparError unless every size is an integer of 1 to `MOST_SIZE`."""
+    """Raise AutoparError unless every size is an integer from 1 to `MOST_SIZE`, or `MOST_LAYERS`
+    for layers.
+    """
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
             raise AutoparError(f"{model}: {name}={shown(size)} is not an integer.")
@@ -127,7 +140,7 @@ def check_positive(model: str, **sizes: int) -> None:
 
 
 def check_fields(model: str, config: object, names: str) -> None:
-    """As `check_positive`, of the fields of a configuration that `names` lists."""
+    """`check_positive` for the fields of a configuration that `names` lists."""
     check_positive(model, **{name: getattr(config, name) for name in names.split()})
 
 
@@ -139,9 +152,10 @@ def check_heads(
     even_head_dim: bool = False,
     head_dim: int | None = None,
 ) -> None:
-    """Raise AutoparError unless heads divides hidden, kv_heads divides heads, and (for rotary positions) the head dim is even.
+    """Raise AutoparError unless heads divides hidden, kv_heads divides heads, and the head dim is
+    even if `even_head_dim` (for rotary positions).
 
-    A given `head_dim` frees heads from dividing hidden.
+    With an explicit `head_dim`, heads need not divide hidden.
     """
     if head_dim is not None:
         if even_head_dim and head_dim % 2:

@@ -1,4 +1,4 @@
-"""Named configurations.  Each group cites where its dimensions were published."""
+"""Named model configurations. Each group cites where its dimensions were published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`module:function`: a model made by a user's own function."""
+"""Models from a user's own function, named `module:function`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .hf import hf_example_inputs, is_hf_model, prepare_hf
 class FunctionSpec(ModelSpec):
     """A model that `function` of `module` returns, alone or with a dict of example inputs.
 
-    The function is called anew for each `build`, inside `torch.device(device)`.
+    The function is called for each `build`, inside `torch.device(device)`.
     """
 
     module: str
@@ -31,7 +31,7 @@ class FunctionSpec(ModelSpec):
 
     @classmethod
     def of(cls, text: str) -> FunctionSpec:
-        """Parse `module:function` and import it, but do not call it."""
+        """The spec of a text `module:function`. The function is imported but not called."""
         module, _, function = text.partition(":")
         spec = cls(name=text, vocab=0, max_seq=0, num_layers=0, module=module, function=function)
         spec._resolve()
@@ -96,7 +96,9 @@ class FunctionSpec(ModelSpec):
     def build(
         self, device: torch.device | str = "meta", dtype: torch.dtype | None = None
     ) -> nn.Module:
-        """As `ModelSpec.build`, with the parameter dtype of the user's function if `dtype` is None."""
+        """See `ModelSpec.build`. With `dtype=None`, parameters keep the dtype of the user's
+        function.
+        """
         with torch.device(device):
             model = self._make()
         has_values = not any(parameter.is_meta for parameter in model.parameters())
@@ -109,9 +111,11 @@ class FunctionSpec(ModelSpec):
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str = "meta"
     ) -> dict[str, Tensor]:
-        """The function's own example inputs with `batch` rows (repeated or cut); `seq` applies only to a Hugging Face model without them.
+        """The function's own example inputs with `batch` rows, repeated or cut. `seq` applies only
+        to a Hugging Face model without example inputs.
 
-        A row is an index of dim 0; a tensor whose dim 0 differs from the first input's is passed on as it is.
+        A row is an index of dim 0. A tensor whose dim 0 differs from that of the first input is
+        returned unchanged.
         """
         self._check_inputs(batch, seq)
         model, inputs = self._call()
@@ -134,11 +138,13 @@ class FunctionSpec(ModelSpec):
         return result
 
     def shrunk(self) -> ModelSpec:
-        """Itself: only the user's function knows how to make a smaller one."""
+        """The spec itself, since only the user's function can make a smaller model."""
         return self
 
     def model_flops_per_token(self, seq: int) -> float:
-        """Three times the forward FLOPs that torch's FlopCounterMode counts on the example inputs, per element of the first input."""
+        """Three times the forward FLOPs of the example inputs, by torch's FlopCounterMode, per
+        element of the first input.
+        """
         inputs = self.example_inputs(1, seq)
         counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)
         with counter, torch.no_grad():

@@ -1,10 +1,12 @@
-"""GPT-2/GPT-3 in plain PyTorch (Radford et al. 2019; Brown et al. 2020, arXiv:2005.14165): pre-norm, learned positions, GELU.
+"""GPT-2/GPT-3 in plain PyTorch (Radford et al. 2019; Brown et al. 2020, arXiv:2005.14165):
+pre-norm, learned positions, GELU.
 
-Options make its relatives: ALiBi or no positions (BLOOM), attention and MLP in parallel (GPT-J), sliding windows, squared ReLU
-(So et al. 2021, arXiv:2109.08668), and attention written out, as it ran before fused kernels: scores and probabilities go through memory.
+Options give related models: ALiBi or no positions (BLOOM), attention and MLP in parallel (GPT-J),
+sliding windows, and squared ReLU (So et al. 2021, arXiv:2109.08668). Attention can also run
+unfused, as before fused kernels: scores and probabilities are then written to memory.
 
-The fused qkv weight is ordered by head first, (n, 3, d) rows as in Megatron-LM, so that a shard of whole heads is contiguous;
-Hugging Face's GPT-2 orders it (3, n, d).
+The fused qkv weight has rows in the order (n, 3, d), as in Megatron-LM, so that a shard of whole
+heads is contiguous. Hugging Face's GPT-2 has (3, n, d).
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ ACTIVATIONS = ("gelu", "relu2")
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """Dimensions of a GPT model.  `ffn` of None is 4 * hidden; `max_seq` is the number of learned positions.
+    """Dimensions of a GPT model. `ffn=None` means 4 * hidden; `max_seq` is the number of learned
+    positions.
 
-    `positions` is one of `POSITIONS`, `activation` of `ACTIVATIONS`.  With `window` > 0 a query sees that many keys at most, itself
-    included.  A `parallel_block` is x + attention(norm(x)) + mlp(norm(x)), with one norm.  `fused_attention` of False writes attention
-    out as two products and a softmax.
+    `positions` is one of `POSITIONS`, `activation` one of `ACTIVATIONS`. With `window` > 0 a query
+    sees at most that many keys, including itself. A `parallel_block` is x + attention(norm(x)) +
+    mlp(norm(x)), with one norm. `fused_attention=False` computes attention as two products and a
+    softmax.
     """
 
     vocab: int
@@ -74,12 +78,14 @@ class GPTConfig:
 
     @property
     def masked(self) -> bool:
-        """Whether attention needs a mask: a causal one is built into the fused op."""
+        """Whether attention needs an explicit mask. The fused op has the plain causal mask built
+        in.
+        """
         return self.positions == "alibi" or self.window > 0 or not self.fused_attention
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """The head dim."""
         return self.hidden // self.heads
 
     def module(self) -> GPT:
@@ -93,15 +99,17 @@ def _dropout(probability: float) -> nn.Module:
 
 
 def _residual(config: GPTConfig, width: int) -> Linear:
-    """A layer whose result is added to the residual: its weights start the smaller the more layers add to it."""
+    """A linear layer whose result is added to the residual stream. Its initial weights are smaller
+    in deeper models.
+    """
     return Linear(width, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers))
 
 
 class GPTAttention(nn.Module):
     """Causal multi-head attention with a fused qkv projection.
 
-    `visible` (s, s) is True where a query sees a key, `bias` (n, 1, s) is added to the scores; both are None where the fused op's
-    own causal mask is enough.
+    `visible` (s, s) is True where a query sees a key. `bias` (n, 1, s) is added to the scores. Both
+    are None if the causal mask of the fused op suffices.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -115,7 +123,7 @@ class GPTAttention(nn.Module):
     def forward(
         self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """(b, s, h) -> (b, s, h)."""
+        """(b, s, h) -> (b, s, h). `visible` and `bias` are described at the class."""
         batch, seq, hidden = x.shape
         qkv = self.qkv(x).view(batch, seq, self.heads, 3, self.head_dim)
         q, k, v = (qkv.select(3, index).transpose(1, 2) for index in range(3))
@@ -143,7 +151,9 @@ class GPTAttention(nn.Module):
 
 
 class GPTMLP(nn.Module):
-    """GELU in GPT-2's tanh form, or squared ReLU, between two linear layers."""
+    """The feed-forward layer: GELU in GPT-2's tanh form, or squared ReLU, between two linear
+    layers.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -152,13 +162,15 @@ class GPTMLP(nn.Module):
         self.up, self.down = Linear(config.hidden, width, bias=True), _residual(config, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """down(gelu(up(x))): (b, s, h) -> (b, s, h)."""
+        """down(activation(up(x))): (b, s, h) -> (b, s, h)."""
         x = self.up(x)
         return self.down(F.relu(x).square() if self.squared_relu else F.gelu(x, approximate="tanh"))
 
 
 class GPTBlock(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)).  Both of norm(x) if parallel."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). A parallel block adds both for the
+    same norm(x).
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -174,7 +186,7 @@ class GPTBlock(nn.Module):
     def forward(
         self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """(b, s, h) -> (b, s, h)."""
+        """(b, s, h) -> (b, s, h). `visible` and `bias` are those of `GPTAttention`."""
         normed = self.attention_norm(x)
         x = x + self.attention_dropout(self.attention(normed, visible, bias))
         normed = normed if self.mlp_norm is None else self.mlp_norm(x)
@@ -182,7 +194,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only language model."""
+    """A decoder-only GPT language model."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -198,7 +210,9 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """input_ids (b, s) int64 -> logits (b, s, v), or the mean loss (scalar) given labels (b, s)."""
+        """input_ids (b, s) int64 -> logits (b, s, v); with labels (b, s), the mean loss
+        (scalar).
+        """
         config, seq = self.config, input_ids.shape[1]
         if self.positions is not None and seq > config.max_seq:
             raise AutoparError(

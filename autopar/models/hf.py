@@ -1,9 +1,11 @@
-"""Hugging Face models: built from a config.json, prepared for capture, fed.  transformers is imported only when one is met.
+"""Hugging Face models: built from a config.json, prepared for capture, and fed. transformers is
+imported only when needed.
 
-Capture wants attention as one `scaled_dot_product_attention(is_causal=True)` without an s x s mask.  transformers builds the mask under
-torch.export, because it may not look at values there; `prepare_hf` registers an attention function and a mask function of our own
-(transformers' AttentionInterface and AttentionMaskInterface) that know a plain causal mask from its construction.  Routed experts become
-one op (`hf_experts`).
+Capture needs attention as one `scaled_dot_product_attention(is_causal=True)` without an s x s mask.
+Under torch.export transformers builds the mask, because it cannot look at values there.
+`prepare_hf` therefore registers an attention function and a mask function of this package (through
+transformers' AttentionInterface and AttentionMaskInterface). They recognize a plain causal mask by
+its construction. Routed experts become one op (`hf_experts`).
 """
 
 from __future__ import annotations
@@ -40,25 +42,33 @@ def _transformers() -> Any:
 
 
 def _untyped(model: nn.Module) -> Any:
-    """The same model, whose attributes are those of a class of transformers, which type checkers do not know."""
+    """The same model, typed Any: type checkers do not know the attributes of transformers'
+    classes.
+    """
     return model
 
 
 def is_hf_model(model: nn.Module) -> bool:
-    """Whether `model` is a transformers PreTrainedModel; never imports transformers."""
+    """Whether `model` is a transformers PreTrainedModel. Does not import transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def prepare_hf(model: nn.Module) -> nn.Module:
-    """Make a transformers model ready for capture *in place*, and return it.
+    """Prepare a transformers model for capture *in place*, and return it.
 
-    Sets `use_cache=False` on its configs and, where the architecture has SDPA behind transformers' AttentionInterface, selects our
-    attention and mask functions; others keep their own attention (a mask may then be built in the graph, which is slower, never
-    wrong).  An attention chosen by the user, other than the default `sdpa`, is kept.  Experts compute by `autopar::routed_experts` where it
-    has their activation (`hf_experts.prepare_experts`).  `position_ids` of one row for the whole batch
-    are taken to be 0, 1, 2, ... (no packed sequences), as are those the model makes itself; rows per sample are honoured.
-    Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd: the same derivative.
+    - `use_cache=False` is set on its configs.
+    - If the architecture supports SDPA through transformers' AttentionInterface, this package's
+      attention and mask functions are selected. Others keep their own attention; a mask is then
+      built in the graph, which is slower but correct. An attention that the user chose, other than
+      the default `sdpa`, is kept.
+    - Experts run as `autopar::routed_experts` if that has their activation
+      (`hf_experts.prepare_experts`).
+    - `position_ids` of one row for the whole batch are assumed to be 0, 1, 2, ... (no packed
+      sequences), as are those that the model makes itself. `position_ids` per sample are used as
+      they are.
+    - Bloom's GELU has a hand-written backward that torch.export would drop. Autograd computes the
+      same derivative instead.
     """
     transformers, of_transformers = _transformers(), _untyped(model)
     for module in map(_untyped, model.modules()):
@@ -88,7 +98,9 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (b, n, s, d), key and value (b, kv_heads, s, d) -> (b, s, n, d).  The rarer cases go to transformers' own function."""
+    """Attention of query (b, n, s, d), key and value (b, kv_heads, s, d) -> (b, s, n, d). Rare
+    cases call transformers' own function.
+    """
     rare = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
     if rare or query.shape[2] != key.shape[2]:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -110,7 +122,9 @@ def _attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """transformers' sdpa mask, or None where the mask is plain causal and `is_causal=True` says the same."""
+    """transformers' sdpa mask, or None if the mask is plain causal, so that `is_causal=True`
+    suffices.
+    """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = kwargs.get("mask_function", causal_mask_function)
@@ -139,7 +153,9 @@ def _closure(function: Callable) -> dict[str, Any]:
 
 
 def _peel_packing(function: Callable) -> Callable:
-    """Drop the packed-sequence parts that transformers adds under tracing when the positions are one row shared by the batch."""
+    """A mask function without the parts for packed sequences that transformers adds under tracing,
+    if the batch shares one row of positions.
+    """
     numbering = [part for part in _parts(function) if _name(part) == _REMAPPED]
     positions = [_closure(part)["position_ids"] for part in numbering]
     # expanded over the batch, not given per sample
@@ -152,11 +168,13 @@ _JOINED, _PACKED, _REMAPPED = (
     "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",
 )
-"""Mask functions of transformers that join others, that part packed sequences, and that number positions within each."""
+"""Names of transformers' mask functions: those that combine others, that separate packed sequences,
+and that number positions within each sequence.
+"""
 
 
 def _parts(function: Callable) -> Iterator[Callable]:
-    """A mask function and, of one that joins others, all of them."""
+    """A mask function and, if it combines others, all of those."""
     yield function
     for part in _closure(function).get("mask_functions", ()) if _name(function) in _JOINED else ():
         yield from _parts(part)
@@ -175,7 +193,9 @@ def _without_packing(function: Callable) -> Callable:
 
 
 def _is_causal(function: Callable, kv_length: int) -> bool:
-    """Whether a mask function is the causal one, or a causal window that is at least as long as the sequence."""
+    """Whether a mask function is the causal one, or a causal window at least as long as the
+    sequence.
+    """
     if _name(function) == "and_masks":
         parts = _closure(function).get("mask_functions", ())
         return bool(parts) and all(
@@ -194,10 +214,12 @@ def _is_wide_window(function: Callable, kv_length: int) -> bool:
 def hf_example_inputs(
     model: nn.Module, batch: int, seq: int, device: torch.device | str = "meta"
 ) -> dict[str, Tensor]:
-    """Example inputs of a transformers model, as its config tells: random tokens or pixels (seed 0), or only shapes on meta.
+    """Example inputs of a transformers model, from its config: random tokens or pixels (seed 0), or
+    only shapes on meta.
 
-    Text models get `input_ids` (batch, seq) and `labels`, of that shape for language models, (batch,) for sequence classifiers; image
-    classifiers get `pixel_values` (batch, channels, height, width) and `labels` (batch,).  Raises AutoparError for other models.
+    Text models get `input_ids` (batch, seq) and `labels`. Labels have the shape of input_ids for
+    language models, and (batch,) for sequence classifiers. Image classifiers get `pixel_values`
+    (batch, channels, height, width) and `labels` (batch,). Raises AutoparError for other models.
     """
     kind, main, config = type(model).__name__, model.main_input_name, _untyped(model).config
     is_meta = torch.device(device).type == "meta"
@@ -231,21 +253,23 @@ def hf_example_inputs(
 
 @dataclass(frozen=True, slots=True)
 class HFSpec(ModelSpec):
-    """A transformers language model or image classifier built from `config_dict`, the contents of a config.json.
+    """A transformers language model or image classifier built from `config_dict`, the contents of a
+    config.json.
 
-    Pretrained weights are not read.  Built from the config as published, the model keeps its dropout, which `shrunk` sets to 0.
+    Pretrained weights are not loaded. The model keeps the dropout of its config; `shrunk` sets it
+    to 0.
     """
 
     config_dict: dict[str, Any] = field(hash=False)
 
     @classmethod
     def of(cls, path: str) -> HFSpec:
-        """Read a config.json, or the one in a directory."""
+        """The spec of a config.json, given the file or its directory."""
         return cls.from_dict(f"hf:{path}", _read_config(path))
 
     @classmethod
     def from_dict(cls, name: str, config_dict: dict[str, Any]) -> HFSpec:
-        """The spec of these contents of a config.json."""
+        """The spec of the contents of a config.json."""
         text = _config(name, config_dict).get_text_config()
         sizes = {}
         for field_name, attributes in _SIZES.items():
@@ -267,12 +291,12 @@ class HFSpec(ModelSpec):
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str = "meta"
     ) -> dict[str, Tensor]:
-        """As `hf_example_inputs`."""
+        """See `hf_example_inputs`."""
         self._check_inputs(batch, seq)
         return hf_example_inputs(self.build("meta"), batch, seq, device)
 
     def shrunk(self) -> ModelSpec:
-        """As `ModelSpec.shrunk`."""
+        """See `ModelSpec.shrunk`."""
         small = shrunk_config_dict(_config(self.name, self.config_dict).to_dict())
         return HFSpec.from_dict(f"{self.name} (shrunk)", small)
 
@@ -349,7 +373,9 @@ def _config(name: str, config_dict: dict[str, Any]) -> Any:
 
 
 def _check_sizes(name: str, config: Any) -> None:
-    """AutoparError for a size with which transformers builds an empty model, or one that never ends."""
+    """Raise AutoparError for a size with which transformers would build an empty model, or run for
+    an unreasonable time.
+    """
     names = "hidden_size num_attention_heads num_key_value_heads intermediate_size vocab_size"
     for size in (*names.split(), "num_hidden_layers"):
         value = getattr(config, size, None)
@@ -364,8 +390,9 @@ def _check_sizes(name: str, config: Any) -> None:
 
 
 def _auto_class(config: Any) -> str | None:
-    """The name of transformers' auto class for `config`: its language model (the kind that the config asks for first), else its image
-    classifier; None if it has neither."""
+    """The name of transformers' auto class for `config`: its language model (the kind that the
+    config suggests first), else its image classifier; None if it has neither.
+    """
     order = ["AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"]
     if getattr(config, "is_encoder_decoder", False):
         order = ["AutoModelForSeq2SeqLM", "AutoModelForCausalLM", "AutoModelForMaskedLM"]

@@ -1,4 +1,6 @@
-"""Gated delta rules of Hugging Face models, as in Qwen3-Next, captured as eager PyTorch computes them."""
+"""Capture of gated delta rules in Hugging Face models such as Qwen3-Next, computed as in eager
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ _RULE, _ASKS = "torch_chunk_gated_delta_rule", "is_torchdynamo_exporting"
 
 @contextlib.contextmanager
 def triangular_solves(model: nn.Module) -> Iterator[None]:
-    """Within the block, torch.export sees the triangular solves that eager PyTorch runs.
+    """A context in which torch.export captures the triangular solves that eager PyTorch runs.
 
-    For export transformers writes each solve out row by row, since some targets lack the op.  That
-    is 64 updates in place a layer: capture takes minutes, and the graph has thousands of ops.
+    For export, transformers replaces each solve by row updates, since some targets lack the op.
+    That is 64 in-place updates per layer: capture takes minutes, and the graph has thousands of
+    ops.
     """
     files = {sys.modules[type(module).__module__] for module in model.modules()}
     changed = {

@@ -1,8 +1,10 @@
-"""Experts of Hugging Face models as one op: transformers' ExpertsInterface with `autopar::routed_experts` behind it.
+"""Experts of Hugging Face models as one op: transformers' ExpertsInterface calls
+`autopar::routed_experts`.
 
-transformers' own functions sort all tokens, index and multiply: captured, they are ops of which none can be sharded.  What an experts
-module computes between its two products is found out by trying: its gate (or activation) is run on numbers, and compared with those
-that the op has.  Modules that compute something else keep transformers' function.
+transformers' own functions sort all tokens, index and multiply. Captured, they consist of ops that
+cannot be sharded. The activation between the two products is identified by trial: the module's gate
+or activation runs on sample numbers and is compared with those of the op. Modules with another
+activation keep transformers' function.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ from torch import Tensor, nn
 
 EXPERTS_NAME = "autopar_experts"
 REPLACED = ("grouped_mm", "batched_mm", "eager", None)
-"""transformers' implementations that all compute the same function; `eager`, the only one by data-dependent shapes, cannot be captured."""
+"""transformers' implementations that compute the same function and may be replaced. `eager` cannot
+be captured, since its shapes depend on data.
+"""
 
 _ACTIVATION = "_autopar_activation"
 
 
 def prepare_experts(model: nn.Module) -> None:
-    """Select our experts function in the configs of the model's experts modules, in place; one chosen by the user is kept."""
+    """Select this package's experts function in the configs of the model's experts modules, in
+    place. An implementation that the user chose is kept.
+    """
     configs: list[Any] = []
     for module in filter(_is_experts, model.modules()):
         config: Any = module.config
@@ -41,7 +47,9 @@ def prepare_experts(model: nn.Module) -> None:
 def routed_experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """hidden_states (t, h), top_k_index and top_k_weights (t, k) -> (t, h), for transformers' ExpertsInterface."""
+    """The experts function for transformers' ExpertsInterface: hidden_states (t, h), top_k_index
+    and top_k_weights (t, k) -> (t, h).
+    """
     activation = getattr(module, _ACTIVATION, None)
     if activation is None or module._is_expert_parallel:
         from transformers.integrations.moe import grouped_mm_experts_forward
@@ -63,15 +71,18 @@ def routed_experts_forward(
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether the module's class went through transformers' `use_experts_implementation`, which sets these."""
+    """Whether the module's class was decorated with transformers' `use_experts_implementation`,
+    which sets these attributes.
+    """
     names = ("_apply_gate", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
     return all(hasattr(module, name) for name in names)
 
 
 def _find_activation(module: Any) -> str | None:
-    """The activation of `autopar_kernels.routed_experts` that the module applies, or None.
+    """The activation of `autopar_kernels.routed_experts` that equals the module's, or None.
 
-    The module's is run on 1,024 fp64 numbers of sizes from 1 to 10^4, on both sides of zero and of any limit.
+    The module's activation runs on 1,024 fp64 numbers with scales from 1 to 10^4, of both signs and
+    on both sides of any limit.
     """
     function = module._apply_gate if module.has_gate else getattr(module, "act_fn", None)
     if function is None or module.has_post_expert_norm:

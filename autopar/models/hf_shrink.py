@@ -1,4 +1,6 @@
-"""Shrink a Hugging Face config: same architecture, small, without dropout.  Works on the names that the common families use."""
+"""Shrinks a Hugging Face config: same architecture, small, without dropout. It handles the field
+names of the common families.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def shrunk_config_dict(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ints(config: dict[str, Any], names: str) -> list[str]:
-    """Those of the names whose value is a whole number."""
+    """The names whose value in the config is an integer."""
     return [name for name in names.split() if type(config.get(name)) is int]
 
 
@@ -60,8 +62,10 @@ def _shrink(config: dict[str, Any]) -> None:
 
 
 def _shrink_experts(config: dict[str, Any]) -> None:
-    """At least top-k experts.  Group-limited routing (DeepSeek-V3: a token's experts are all in its `topk_group` best of `n_group` groups,
-    judged by the best two experts of each) keeps at most two groups, with experts enough for the top k in those that a token may use."""
+    """Shrink the number of experts in place, to no fewer than top-k. With group-limited routing
+    (DeepSeek-V3: a token's experts must be in its best `topk_group` of `n_group` groups), at
+    most two groups are kept, with enough experts for the top k.
+    """
     chosen = config.get("num_experts_per_tok") or 1
     groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
     small_groups = min(groups, 2)
@@ -131,7 +135,9 @@ def _silence(config: dict[str, Any]) -> None:
 
 
 def _reset_rope(config: dict[str, Any]) -> None:
-    """Rescaled rotary frequencies that list a factor for each head dim no longer fit: fall back to plain ones."""
+    """Replace rescaled rotary frequencies with a factor per head dim by plain ones, in place, since
+    the head dim changes.
+    """
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
         if isinstance(rope, dict) and any(isinstance(value, list) for value in rope.values()):

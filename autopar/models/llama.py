@@ -1,7 +1,9 @@
-"""Llama in plain PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU (Touvron et al. 2023, arXiv:2302.13971, 2307.09288).
+"""Llama in plain PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU (Touvron et
+al. 2023, arXiv:2302.13971, 2307.09288).
 
-Numerically equal to transformers' LlamaForCausalLM with the same weights (tests/models/test_llama_matches_hf.py), except that
-Llama 3.1's rescaling of long-context rotary frequencies is left out: it changes no shape and no cost.
+It is numerically equal to transformers' LlamaForCausalLM with the same weights
+(tests/models/test_llama_matches_hf.py). One exception is Llama 3.1's rescaling of rotary
+frequencies for long contexts, which is left out: it changes no shape and no cost.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from .common import (
 class LlamaConfig:
     """Dimensions of a Llama model; `kv_heads` < `heads` is grouped-query attention.
 
-    `head_width` of None makes heads of hidden / heads channels.  With `window` > 0 a query of layers 0, `window_every`, 2 `window_every`
-    ... sees that many keys at most, itself included; other layers see all.
+    `head_width=None` means a head dim of hidden / heads. With `window` > 0, a query sees at most
+    that many keys, including itself, in layers 0, `window_every`, 2 `window_every`, and so on. In
+    other layers it sees all.
     """
 
     vocab: int
@@ -54,7 +57,7 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """The head dim."""
         return self.head_width or self.hidden // self.heads
 
     def module(self) -> Llama:
@@ -65,7 +68,9 @@ class LlamaConfig:
 def check_attention_extras(
     model: str, head_width: int | None, window: int, window_every: int
 ) -> None:
-    """Raise AutoparError unless a given head width, a given window and its period are integers >= 1."""
+    """Raise AutoparError unless the head width, the window and its period, if set, are integers >=
+    1.
+    """
     if head_width is not None:
         check_positive(model, head_width=head_width)
     if window:
@@ -76,7 +81,7 @@ def check_attention_extras(
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions.
 
-    `visible` (s, s), True where a query sees a key, takes the place of the causal mask.
+    `visible` (s, s), True where a query sees a key, replaces the causal mask.
     """
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int | None = None) -> None:
@@ -88,7 +93,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(heads * self.head_dim, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
-        """(b, s, h) -> (b, s, h)."""
+        """(b, s, h) -> (b, s, h). cos and sin are rotary tables (s, d)."""
         batch, seq, _ = x.shape
         projections = (
             (self.q_proj, self.heads),
@@ -108,7 +113,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """A feed-forward layer with a gate."""
+    """A feed-forward layer with a SiLU gate."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
@@ -122,7 +127,7 @@ class SwiGLU(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """One layer."""
+    """One Llama layer."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -138,7 +143,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Decoder-only language model."""
+    """A decoder-only Llama language model."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -151,7 +156,9 @@ class Llama(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """input_ids (b, s) int64 -> logits (b, s, v), or the mean loss (scalar) given labels (b, s)."""
+        """input_ids (b, s) int64 -> logits (b, s, v); with labels (b, s), the mean loss
+        (scalar).
+        """
         config, x = self.config, self.embed(input_ids)
         cos, sin = rotary_tables(input_ids.shape[1], config.head_dim, config.rope_theta, like=x)
         visible = causal_mask(x.shape[1], config.window, like=x) if config.window else None

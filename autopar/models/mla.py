@@ -15,10 +15,11 @@ from .common import Linear, check_positive, rotate
 
 @dataclass(frozen=True, slots=True)
 class MLADims:
-    """Sizes of latent attention; the defaults are DeepSeek-V3's (arXiv:2412.19437, section 4.2).
+    """Sizes of latent attention. The defaults are DeepSeek-V3's (arXiv:2412.19437, section 4.2).
 
-    Queries come from a latent of `query_rank` channels, keys and values from one of `kv_rank`; a head's query and key have `plain_dim`
-    channels without positions and `rotary_dim` with, its value has `value_dim`.
+    Queries come from a latent of `query_rank` channels; keys and values come from one of `kv_rank`.
+    A head's query and key have `plain_dim` channels without positions and `rotary_dim` with
+    positions. Its value has `value_dim` channels.
     """
 
     query_rank: int = 1536
@@ -36,14 +37,14 @@ class MLADims:
 
     @property
     def query_dim(self) -> int:
-        """Channels of one head's query, and of its key."""
+        """Channels of one head's query, and of one head's key."""
         return self.plain_dim + self.rotary_dim
 
 
 class LatentAttention(nn.Module):
     """Causal attention whose keys and values are projected from a small latent.
 
-    The rotary part of the key is one head, shared by all.
+    The rotary part of the key is one head that all query heads share.
     """
 
     def __init__(self, hidden: int, heads: int, dims: MLADims, norm_eps: float) -> None:
@@ -60,7 +61,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(heads * dims.value_dim, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
-        """(b, s, h) -> (b, s, h)."""
+        """(b, s, h) -> (b, s, h). cos and sin are rotary tables (s, rotary_dim)."""
         batch, seq, _ = x.shape
         dims, heads = self.dims, self.heads
         q = self.q_up(self.q_norm(self.q_down(x)))

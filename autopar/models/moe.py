@@ -1,8 +1,10 @@
-"""Mixtral-like mixture of experts in plain PyTorch (Jiang et al. 2024, arXiv:2401.04088): a Llama whose MLPs are top-k routed experts.
+"""A Mixtral-like mixture of experts in plain PyTorch (Jiang et al. 2024, arXiv:2401.04088): a Llama
+whose MLPs are top-k routed experts.
 
-The experts are one op, `autopar::routed_experts`: only the top k multiply a token, and nothing is dropped unless a capacity is set.  An
-optional shared expert sees every token, and the first layers may be dense (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066, section 3.2).
-Extra modules may predict later tokens (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+The experts are one op, `autopar::routed_experts`. Only the top k experts multiply a token, and no
+token is dropped unless a capacity is set. An optional shared expert processes every token, and the
+first layers may be dense (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066, section 3.2). Extra
+modules may predict later tokens (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 """
 
 from __future__ import annotations
@@ -33,12 +35,15 @@ from .mla import LatentAttention, MLADims
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """Dimensions of a mixture-of-experts model; `ffn` is the width of one expert, `router_aux_coef` scales the balance loss.
+    """Dimensions of a mixture-of-experts model. `ffn` is the width of one expert; `router_aux_coef`
+    scales the balance loss.
 
-    `shared_ffn` is the width of the shared expert, 0 for none.  With `capacity_factor` c > 0 each expert takes at most
-    ceil(c * tokens * top_k / experts) choices, in token order; 0 drops none.  The first `first_dense` layers have a dense MLP of width
-    `dense_ffn`.  `head_width`, `window` and `window_every` are LlamaConfig's; `mla` replaces grouped-query attention, and then `kv_heads`
-    must be `heads`.  `mtp` modules in a row predict the token after the next, and so on; their mean loss counts `mtp_coef` times.
+    `shared_ffn` is the width of the shared expert, 0 for none. With `capacity_factor` c > 0 each
+    expert takes at most ceil(c * tokens * top_k / experts) choices, in token order; 0 means no
+    limit. The first `first_dense` layers have a dense MLP of width `dense_ffn`. `head_width`,
+    `window` and `window_every` are as in LlamaConfig. `mla` replaces grouped-query attention;
+    `kv_heads` must then equal `heads`. `mtp` modules in sequence predict the token after the next,
+    and so on; their mean loss is weighted by `mtp_coef`.
     """
 
     vocab: int
@@ -98,12 +103,12 @@ class MoEConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head's query."""
+        """Channels of one head's query."""
         return self.mla.query_dim if self.mla else self.head_width or self.hidden // self.heads
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that have positions."""
+        """Channels of a head that carry rotary positions."""
         return self.mla.rotary_dim if self.mla else self.head_dim
 
     def module(self) -> MoE:
@@ -123,12 +128,14 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights."""
+        """Initialize the weights randomly."""
         for weight in (self.gate_up_proj, self.down_proj):
             nn.init.normal_(weight, std=INIT_STD)
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Tokens (t, h), their experts (t, k) and routing weights (t, k) -> (t, h)."""
+        """The combined result (t, h) of experts on tokens x (t, h). `index` and `weights` (t, k)
+        are the chosen experts and routing weights.
+        """
         return torch.ops.autopar.routed_experts(
             x,
             index,
@@ -144,11 +151,12 @@ class Experts(nn.Module):
 
 
 class RoutedMLP(nn.Module):
-    """Top-k router, experts, and the shared expert if there is one.
+    """A top-k router, experts, and the shared expert if there is one.
 
-    The weights of the chosen experts are renormalised to sum to 1 (Mixtral, section 2.1).  The balance loss is Switch
-    Transformer's eq. 4 extended to k choices, e * sum_i f_i * P_i, where f_i is expert i's share of all choices and P_i its mean
-    router probability; it is 1 at perfect balance, is over all tokens of the batch given, and is not linear in the batch.
+    The weights of the chosen experts are renormalized to sum to 1 (Mixtral, section 2.1). The
+    balance loss is Switch Transformer's eq. 4 extended to k choices: e * sum_i f_i * P_i. f_i is
+    expert i's share of all choices, and P_i its mean router probability. It is 1 at perfect
+    balance. It runs over all tokens of the batch and is not linear in the batch.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -159,7 +167,7 @@ class RoutedMLP(nn.Module):
         self.shared = SwiGLU(config.hidden, config.shared_ffn) if config.shared_ffn else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(b, s, h) -> (b, s, h), balance loss (scalar)."""
+        """(b, s, h) -> (result (b, s, h), balance loss (scalar))."""
         batch, seq, hidden = x.shape
         tokens = x.reshape(batch * seq, hidden)
         logits = self.router(tokens)
@@ -175,7 +183,7 @@ class RoutedMLP(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """One layer, with routed experts or dense."""
+    """One layer with routed experts, or with a dense MLP."""
 
     def __init__(self, config: MoEConfig, dense: bool = False) -> None:
         super().__init__()
@@ -193,7 +201,9 @@ class MoEBlock(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x + attention(norm(x)), then x + mlp(norm(x)): (b, s, h) -> (b, s, h), balance loss (scalar, or None if dense)."""
+        """x + attention(norm(x)), then x + mlp(norm(x)): (b, s, h) -> ((b, s, h), balance loss
+        (scalar, or None if dense)).
+        """
         x = x + self.attention(self.attention_norm(x), cos, sin, visible)
         found = self.mlp(self.mlp_norm(x))
         mixed, balance = (found, None) if self.dense else found
@@ -201,11 +211,13 @@ class MoEBlock(nn.Module):
 
 
 class LaterToken(nn.Module):
-    """One module of multi-token prediction (DeepSeek-V3, section 2.2, equations 21-23): what predicts one token later than `x` does.
+    """One module of multi-token prediction (DeepSeek-V3, section 2.2, equations 21-23). It predicts
+    one token later than `x` does.
 
-    A projection of two normed halves, the state that the module before has at the previous position and the embedding of the token that
-    `x` predicts, then one layer.  Positions are those of the embedded token, so that its
-    prediction has the targets of the main model; the first has no state before it (zeros) and predicts all the same.
+    It normalizes two inputs and projects them to one: the previous module's state at the previous
+    position, and the embedding of the token that `x` predicts. One layer follows. Positions are
+    those of the embedded token, so its prediction has the targets of the main model. The first
+    position has zeros as the previous state.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -219,17 +231,17 @@ class LaterToken(nn.Module):
     def forward(
         self, x: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(b, s, h) twice -> (b, s, h), balance loss."""
+        """x and embedded, (b, s, h) each -> (state (b, s, h), balance loss)."""
         earlier = F.pad(x, (0, 0, 1, 0))[:, :-1]
         both = torch.cat((self.state_norm(earlier), self.token_norm(embedded)), dim=2)
         return self.layer(self.proj(both), cos, sin, visible)
 
 
 class MoE(nn.Module):
-    """Language model with routed experts.
+    """A language model with routed experts.
 
-    The loss is the mean cross-entropy, plus `mtp_coef` times the mean of that of the modules that predict later tokens, plus
-    `router_aux_coef` times the sum of the layers' balance losses.
+    The loss is the mean cross-entropy, plus `mtp_coef` times the mean cross-entropy of the modules
+    that predict later tokens, plus `router_aux_coef` times the sum of the layers' balance losses.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -246,7 +258,7 @@ class MoE(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """input_ids (b, s) int64 -> logits (b, s, v), or the loss (scalar) given labels (b, s)."""
+        """input_ids (b, s) int64 -> logits (b, s, v); with labels (b, s), the loss (scalar)."""
         config = self.config
         x, balance = self.body(self.embed(input_ids))
         logits = self.head(self.norm(x))
@@ -264,7 +276,7 @@ class MoE(nn.Module):
         return loss + config.router_aux_coef * balance if config.router_aux_coef else loss
 
     def body(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
-        """The layers: (b, s, h) -> (b, s, h), sum of their balance losses."""
+        """Run all layers: (b, s, h) -> ((b, s, h), sum of the balance losses)."""
         cos, sin, visible = self._positions(x)
         balance: Tensor | float = 0.0
         for index, layer in enumerate(self.layers):
@@ -274,7 +286,7 @@ class MoE(nn.Module):
         return x, balance
 
     def _positions(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """cos and sin of the rotary angles, and the mask of a window."""
+        """(cos, sin, window mask or None): rotary tables and the mask for layers with a window."""
         config, seq = self.config, x.shape[1]
         tables = rotary_tables(seq, config.rotary_dim, config.rope_theta, like=x)
         return *tables, causal_mask(seq, config.window, like=x) if config.window else None

@@ -1,4 +1,4 @@
-"""`parse_model`: the MODEL argument of the command line -> `ModelSpec`."""
+"""Parses the MODEL argument of the command line to a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ModelSpec", "NativeSpec", "parse_model"]
 
 
 def _fields(text: str) -> dict[str, str]:
-    """The text's key -> the config's field, of words `key` or `key=field`."""
+    """A mapping from a key in the text to a config field, from words `key` or `key=field`."""
     pairs = (word.partition("=") for word in text.split())
     return {key: field or key for key, _, field in pairs}
 
@@ -40,12 +40,17 @@ _REQUIRED = ("layers", "hidden", "heads", "vocab")
 
 
 def parse_model(text: str) -> ModelSpec:
-    """The model that `text` names.
+    """The spec of the model that `text` names.
 
-    One of: a named configuration (`llama3-8b`); dimensions (`gpt:layers=96,hidden=12288,heads=96,vocab=51200`, families gpt, llama and
-    moe; optional are ffn, seq, window, tied=true|false, for gpt positions=learned|alibi|none and parallel_block, for the others kv_heads,
-    head_dim and window_every, for moe experts, top_k, shared_ffn, first_dense, dense_ffn and mtp); a Hugging Face config (`hf:path`,
-    config.json or its directory); `module:function`.  Raises AutoparError for anything else.
+    Raises AutoparError if the text has none of these forms:
+
+    - A named configuration: `llama3-8b`.
+    - Dimensions: `gpt:layers=96,hidden=12288,heads=96,vocab=51200`. Families are gpt, llama and
+      moe. Optional keys are ffn, seq, window, tied=true|false; for gpt positions=learned|alibi|none
+      and parallel_block; for the others kv_heads, head_dim and window_every; for moe experts,
+      top_k, shared_ffn, first_dense, dense_ffn and mtp.
+    - A Hugging Face config: `hf:path`, where path is a config.json or its directory.
+    - A user's function: `module:function`.
     """
     if not isinstance(text, str):
         raise AutoparError(f"a model is named by a text such as 'llama3-8b', not by {shown(text)}")

@@ -1,1 +1,3 @@
-"""What autopar knows of each op: the letters of its dims, its strategies, what drops and what runs again."""
+"""Facts about each op: the letters of its dims, its strategies, which ops drop, and which are
+recomputed.
+"""

@@ -1,6 +1,8 @@
-"""Rules of ops over (batch, channels, space): convolutions, norms over channels, pooling, resampling.
+"""Rules of ops over (batch, channels, space): convolutions, norms over channels, pooling,
+resampling.
 
-Batch and channels shard, space does not.  Shards are even, because these ops refuse tensors without channels.
+Batch and channels can be sharded, space cannot. Shards must be even, because these ops refuse
+tensors without channels.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ from autopar.ops.dims import Call, OpDims
 from autopar.ops.kinds import Rule, keep_dims, last_dims, whole, words
 
 LOCAL_GROUPS = "local_groups"
-"""The lowering for ops that are told how many groups their channels form: a rank that holds some of the groups is told so."""
+"""The lowering for ops with an argument for the number of channel groups. A rank with some of the
+groups passes its own number.
+"""
 
 
 def _convolution(call: Call) -> OpDims:
-    """Output channels are parallel and input channels are summed; with groups both shard together, whole groups at a time."""
+    """The rule of convolutions: output channels are parallel and input channels are summed. With
+    groups, both are sharded together, in whole groups.
+    """
     x, weight = call.tensors[:2]
     space = weight.dim() - 2
     batch = ("n",) if x.dim() == weight.dim() else ()
@@ -62,7 +68,7 @@ def _convolution(call: Call) -> OpDims:
 
 
 def _group_norm(call: Call) -> OpDims:
-    """Whole groups of channels."""
+    """The rule of group_norm: channels are sharded in whole groups."""
     x, *affine = call.tensors
     group = "g"
     letters = ("n", group, *(f"!s{k}" for k in range(x.dim() - 2)))
@@ -78,7 +84,9 @@ def _group_norm(call: Call) -> OpDims:
 
 
 def _instance_norm(call: Call) -> OpDims:
-    """Statistics of one sample and channel; running statistics would mix samples."""
+    """The rule of instance_norm: its statistics are per sample and channel, so both can be sharded.
+    Running statistics would mix samples; the op then stays whole.
+    """
     if call.arg("running_mean") is not None:
         return whole(call)
     x, *per_channel = call.tensors

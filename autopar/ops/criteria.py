@@ -1,7 +1,7 @@
-"""Rules of losses: element by element over a prediction and a target, or a class index a token.
+"""Rules of losses: element-wise over a prediction and a target, or with one class index per token.
 
-A sum over elements is partial where the elements are sharded.  A mean over the batch has become a sum divided by a count in
-`trace/normalize.py`; any other mean is small and stays whole.
+A sum over sharded elements is partial. `trace/normalize.py` replaces a mean over the batch by a sum
+divided by a count. Any other mean is small and stays whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def _elementwise_loss(call: Call) -> OpDims:
 
 
 def _class_loss(call: Call) -> OpDims:
-    """nll_loss: (tokens, classes, ..) log-probabilities and (tokens, ..) indices; the classes are fixed."""
+    """The rule of nll_loss: log-probabilities (tokens, classes, ..) and indices (tokens, ..).
+    Classes cannot be sharded.
+    """
     source, target, *weight = call.tensors
     reduction = call.arg("reduction", _MEAN)
     if reduction == _MEAN or source.dim() < 2 or target.dim() != source.dim() - 1:
@@ -56,7 +58,9 @@ def _class_loss(call: Call) -> OpDims:
 
 
 def _row_loss(call: Call) -> OpDims:
-    """A loss for each row, which is dim 0 of all tensors that have as many; weights have none."""
+    """The rule of a loss per row. Rows are dim 0 of every tensor that has that many; weights have
+    no rows.
+    """
     if call.arg("reduction", _MEAN) != 0 or call.results[0].dim() != 1:
         return whole(call)
     rows, weight = call.results[0].shape[0], call.arg("weight")

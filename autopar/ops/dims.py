@@ -1,4 +1,6 @@
-"""Dimension algebra: what one letter a dim says about how an op may be sharded."""
+"""Dimension algebra: each dim of an op's tensors has a letter, and the letters determine how the op
+can be sharded.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +17,45 @@ from autopar.ir.calls import argument
 from autopar.ir.sharding import CONTIGUOUS, Pattern, sectioned
 
 Letters = tuple[str, ...]
-"""One entry a dim.  An entry is a letter; `b*s` for the dims b and s flattened into one; or `x|8:4:4` for sections of these sizes that
-are sharded alike under the letter x."""
+"""One entry per dim. An entry is a letter; `b*s` for dims b and s flattened into one; or `x|8:4:4`
+for sections of these sizes that are sharded alike under the letter x.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One ATen call, seen by a rule: arguments by schema name, tensor operands in order, results."""
+    """One ATen call as a rule sees it: arguments by schema name, tensor operands in order,
+    results.
+    """
 
     node: Node
 
     def arg(self, name: str, default: Any = None) -> Any:
-        """Argument by its schema name; the schema's default if it was not passed."""
+        """The argument with this schema name, or the schema's default if it was not passed."""
         return argument(self.node, name, default)
 
     @property
     def operands(self) -> list[Node]:
-        """The tensor arguments, in the order of the call; a tensor passed twice appears twice."""
+        """The nodes of the tensor arguments, in call order. A tensor passed twice appears twice."""
         return operands(self.node)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The values of the operands."""
+        """The fake tensors of the operands."""
         return [n.meta["val"] for n in self.operands]
 
     @property
     def results(self) -> list[torch.Tensor]:
-        """The tensors that the call returns."""
+        """The fake tensors that the call returns."""
         return results(self.node)
 
     def dim(self, name: str = "dim", default: Any = None, rank: int | None = None) -> int:
-        """A dim argument as a non-negative number."""
+        """A dim argument as a non-negative index. `rank` defaults to that of the first operand."""
         rank = self.tensors[0].dim() if rank is None else rank
         return self.arg(name, default) % max(rank, 1)
 
     def dims(self, name: str = "dim") -> list[int]:
-        """A list of dims as non-negative numbers; all dims if the argument is absent or empty."""
+        """A list-of-dims argument as non-negative indices; all dims if it is absent or empty."""
         rank, dims = self.tensors[0].dim(), self.arg(name)
         if dims is None or dims == []:
             return list(range(rank))
@@ -58,7 +63,7 @@ class Call:
 
 
 def operands(node: Node) -> list[Node]:
-    """Tensor-valued argument nodes of a call in order, with repetition."""
+    """The nodes of the tensor arguments of a call in order, with repetitions."""
     found: list[Node] = []
     torch.fx.map_arg(
         (node.args, node.kwargs),
@@ -68,7 +73,7 @@ def operands(node: Node) -> list[Node]:
 
 
 def results(node: Node) -> list[torch.Tensor]:
-    """The tensors that a node returns."""
+    """The fake tensors that a node returns."""
     val = node.meta.get("val")
     return [
         v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)
@@ -81,7 +86,9 @@ def letters_of(entry: str) -> list[str]:
 
 
 def locate(term: Letters, letter: str) -> tuple[int, Pattern] | None:
-    """(dim, pattern) at which a tensor holds a letter.  A letter behind the batch in a flattened dim is sharded row by row."""
+    """(dim, pattern) at which a tensor holds a letter; None if it does not. A letter after the
+    batch in a flattened dim is sharded per batch row.
+    """
     for dim, entry in enumerate(term):
         if letter == entry:
             return dim, CONTIGUOUS
@@ -98,14 +105,16 @@ def locate(term: Letters, letter: str) -> tuple[int, Pattern] | None:
 
 
 def located(term: Letters, letter: str) -> tuple[int, Pattern]:
-    """`locate` of a letter that the tensor holds; otherwise ValueError."""
+    """`locate` for a letter that the tensor must hold. Raises ValueError if it does not."""
     if (place := locate(term, letter)) is None:
         raise ValueError(f"no dim of {term} holds the letter {letter!r}")
     return place
 
 
 def compose(own: Pattern, wanted: Pattern) -> Pattern | None:
-    """The pattern of a dim which holds a letter in pattern `own` when the letter itself is sharded as `wanted`; None if there is none."""
+    """The pattern of a dim that holds a letter in pattern `own`, if the letter is sharded in
+    pattern `wanted`; None if there is no such pattern.
+    """
     if own.is_contiguous:
         return wanted
     if own.rows and not wanted.rows:
@@ -114,7 +123,9 @@ def compose(own: Pattern, wanted: Pattern) -> Pattern | None:
 
 
 def wanted_of(own: Pattern, pattern: Pattern) -> Pattern | None:
-    """Inverse of `compose`: how the letter is sharded if its dim is sharded as `pattern`."""
+    """The pattern in which a letter is sharded if its dim has pattern `pattern`: the inverse of
+    `compose`. None if there is none.
+    """
     if own.is_contiguous:
         return pattern
     if own.rows and pattern.rows:
@@ -124,10 +135,11 @@ def wanted_of(own: Pattern, pattern: Pattern) -> Pattern | None:
 
 @dataclass(frozen=True, slots=True)
 class JointSharding:
-    """A strategy that shards different dims of different operands at once, and needs a lowering of its own.
+    """A strategy that shards different dims of different operands together, with its own lowering.
 
-    `axis` is the kind of mesh axis that it is for ('cp', 'ep', 'tp'); `inputs` and `outputs` give the sharded dim of each tensor, or
-    -1; `size` is what must not be smaller than the axis, `even` whether the axis must divide it.
+    `axis` is the kind of mesh axis that it is for ('cp', 'ep', 'tp'). `inputs` and `outputs` give
+    the sharded dim of each tensor, or -1. `size` must be at least the size of the axis; if `even`,
+    the axis must divide it.
     """
 
     axis: str
@@ -139,15 +151,26 @@ class JointSharding:
 
 @dataclass(frozen=True, slots=True)
 class OpDims:
-    """The dims of an op's operands and results, by letter.
+    """The dims of an op's operands and results, by letter. A letter that starts with '!' cannot be
+    sharded.
 
-    A letter that starts with '!' cannot be sharded.  `summed` letters occur in operands only and are added up: sharding one gives a
-    Partial result.  `additive` operands join that sum as they are (a bias), so they must be Partial too.  `linear` lists the groups of
-    operands in which the op is jointly linear.  `even` letters must divide evenly, `contiguous` letters take no pattern.  `special` maps
-    a letter to the lowering that sharding it needs; `replicated_result` are special letters whose lowering leaves the result
-    replicated; `joint` names strategies that are no single letter.
-    `contraction` says that the op multiplies matrices; `flops` is its count over the whole tensors (2 x the product of the letters'
-    sizes unless given), `movement_free` that it is a view, which moves no bytes.
+    Attributes:
+        inputs: the letters of each operand.
+        outputs: the letters of each result.
+        sizes: the size of each letter.
+        summed: letters that occur only in operands, over which the op sums. Sharding one gives a
+            Partial result.
+        additive: indices of operands that are added to that sum, such as a bias. They must be
+            Partial too.
+        linear: groups of operands in which the op is jointly linear.
+        even: letters that must be divided evenly.
+        contiguous: letters that can only be sharded contiguously.
+        special: letter -> the lowering that sharding it needs.
+        replicated_result: special letters whose lowering leaves the result replicated.
+        joint: strategies that shard several dims together, by name.
+        contraction: whether the op multiplies matrices.
+        flops: its FLOPs over whole tensors; by default 2 x the product of the letters' sizes.
+        movement_free: whether it is a view, which moves no bytes.
     """
 
     inputs: tuple[Letters, ...]
@@ -166,7 +189,7 @@ class OpDims:
     movement_free: bool = False
 
     def total_flops(self) -> Any:
-        """FLOPs of the whole op, symbolic in the batch; 0 if it multiplies no matrices."""
+        """FLOPs of the whole op, symbolic in the batch. 0 if it multiplies no matrices."""
         if not self.contraction:
             return 0
         if self.flops is not None:
@@ -178,7 +201,7 @@ class OpDims:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """Letters that may be sharded, in order of appearance."""
+        """The letters that can be sharded, in order of appearance."""
         seen = dict.fromkeys(
             letter
             for dims in (*self.inputs, *self.outputs)
@@ -199,9 +222,10 @@ def einsum(
 ) -> Callable[[Call], OpDims]:
     """A rule from an equation such as `b.. i, o i, +o -> b.. o`.
 
-    `b..` stands for any number of leading dims; `+` marks an additive operand; trailing operands that the call omits are dropped.
-    Letters that do not reach the result are summed.  `fixed` letters cannot be sharded; with `ordered` shards must be contiguous, for
-    ops that look at where an element is.
+    `b..` stands for any number of leading dims. `+` marks an additive operand. Trailing operands
+    may be absent in a call. Letters that are missing in the result are summed. `fixed` letters
+    cannot be sharded. With `ordered`, shards must be contiguous, for ops that depend on the
+    position of an element.
     """
     left, right = equation.split("->")
     terms = [term.split() for term in left.split(",")]
@@ -244,7 +268,9 @@ def einsum(
 
 
 def _expand(term: list[str], rank: int) -> Letters:
-    """Replace `b..` by as many letters `b0 b1 ...` as the rank leaves over."""
+    """The letters of a term for a tensor with `rank` dims: `b..` becomes `b0 b1 ...` for the
+    leading dims.
+    """
     extra = rank - sum(not t.endswith("..") for t in term)
     out: list[str] = []
     for letter in term:
@@ -260,7 +286,7 @@ def is_symbolic(size: Any) -> bool:
 
 
 def at_batch(size: Any, rows: int) -> int:
-    """A size where the batch has so many rows."""
+    """A symbolic size as a number, for a batch of `rows` rows."""
     if not is_symbolic(size):
         return int(size)
     expr = size.node.expr
@@ -274,7 +300,9 @@ def at_batch(size: Any, rows: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _polynomial(expr: sympy.Expr) -> tuple[tuple[int, int], ...] | None:
-    """(power, factor) of the terms of a polynomial in the batch, which nearly all sizes are; None for anything else."""
+    """(power, factor) of each term of a polynomial in the batch size. None if the expression is not
+    one, which is rare.
+    """
     batch = next(iter(expr.free_symbols))
     found = expr.as_poly(batch)
     if (
@@ -287,5 +315,5 @@ def _polynomial(expr: sympy.Expr) -> tuple[tuple[int, int], ...] | None:
 
 
 def has_batch(val: Any) -> bool:
-    """Whether a model input has the batch in dim 0."""
+    """Whether dim 0 of a model input is the batch."""
     return val is not None and val.dim() > 0 and is_symbolic(val.shape[0])

@@ -1,4 +1,4 @@
-"""Rules of ops that work element by element, with broadcasting."""
+"""Rules of element-wise ops with broadcasting."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from autopar.ops.kinds import Rule, keep_dims, pointwise, whole, words
 
 
 def _additive(call: Call) -> OpDims:
-    """Addition and subtraction: jointly linear in both tensors; with one tensor and a number they are affine, hence not linear."""
+    """The rule of addition and subtraction: jointly linear in two tensors. With one tensor and a
+    number they are affine, so not linear.
+    """
     return pointwise(all_linear=len(call.tensors) == 2)(call)
 
 
 def _where(call: Call) -> OpDims:
-    """Linear in both branches together; a branch that is a number must be 0."""
+    """The rule of where: jointly linear in both branches. A branch that is a number must be 0 for
+    that.
+    """
     if len(call.tensors) == 3:
         return pointwise(linear=((1, 2),))(call)
     numbers = [a for a in (call.arg("self"), call.arg("other")) if isinstance(a, (int, float))]
@@ -25,7 +29,7 @@ def _masked_fill(call: Call) -> OpDims:
 
 
 def _prelu(call: Call) -> OpDims:
-    """One slope, or one for each channel in dim 1."""
+    """The rule of prelu: one slope, or one per channel in dim 1."""
     x, slope = call.tensors
     letters = tuple(f"d{k}" for k in range(x.dim()))
     shared = slope.numel() == 1

@@ -1,8 +1,9 @@
-"""A user's rule as a line of text, such as `b.. i, o i, +o -> b.. o`.
+"""Parses a user's rule from one line of text, such as `b.. i, o i, +o -> b.. o`.
 
-One term a tensor operand, one letter (or word) a dim.  `b..` stands for any number of leading dims.  A letter in several places is the
-same dim; one that does not reach the result is summed away by the op; `!d` is a dim that cannot be sharded; `+` before a term marks an
-operand that is added to a sum (a bias).  Trailing operands may be absent in a call.
+Each tensor operand has one term; each dim has one letter or word. `b..` stands for any number of
+leading dims. A letter in several places is the same dim. The op sums over a letter that is missing
+in the result. `!d` is a dim that cannot be sharded. `+` before a term marks an operand that is
+added to a sum (a bias). Trailing operands may be absent in a call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _LETTER = re.compile(r"!?[A-Za-z_]\w*(\.\.)?")
 
 
 def equation_rule(name: str, text: str) -> Rule:
-    """The rule that `text` states for the op `name`.  Raises AutoparError if it has an error, now or when a call does not fit it."""
+    """The rule that `text` states for the op `name`. Raises AutoparError if the text is invalid;
+    the rule raises it if a call does not match.
+    """
     operands, results = _parse(name, text)
     rule = einsum(text, ordered=True)
 

@@ -1,4 +1,6 @@
-"""The rule of `autopar::routed_experts` (autopar_kernels): tokens, the experts' width, and experts themselves may be sharded."""
+"""The rule of `autopar::routed_experts` (autopar_kernels): tokens, the experts' width, and experts
+can be sharded.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from autopar.ops.dims import Call, JointSharding, OpDims
 
 
 def routed_experts(call: Call) -> OpDims:
-    """The op on x (t, h), index (t, k), weights (t, k), up (e, w, h), up_bias (e, w), down (e, h, f), down_bias (e, h) -> (t, h).
+    """The dims of routed_experts: x (t, h), index (t, k), weights (t, k), up (e, w, h), up_bias (e,
+    w), down (e, h, f), down_bias (e, h) -> (t, h).
 
-    The width f is that of `down`; `up` has it once, or twice: gate and up as sections, or alternating.  A sharded width makes the result
-    partial.  Experts are sharded together with tokens, which travel (`rewrite/lowerings/expert_parallel.py`).  FLOPs are those of the top k
-    without dropped choices, 2 T K (F' H + F H).
+    The width f is that of `down`. `up` has it once or, for gate and up, twice: as sections or
+    alternating. Sharding the width makes the result partial. Experts are sharded together with
+    tokens, which are exchanged (`rewrite/lowerings/expert_parallel.py`). FLOPs are those of the top
+    k without dropped choices, 2 T K (F' H + F H).
     """
     flip, kind = call.arg("transposed"), call.arg("activation").partition(":")[0]
     present = [name for name in _NAMES if call.arg(name) is not None]

@@ -1,4 +1,4 @@
-"""Kinds of rules that many ops share: element by element, some dims fixed, everything whole."""
+"""Kinds of rules that many ops share: element-wise, some dims fixed, nothing sharded."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ Rule = Callable[[Call], OpDims]
 
 
 def words(text: str) -> list[str]:
-    """Names of ops that a table lists with spaces between."""
+    """The op names in a text, separated by spaces."""
     return text.split()
 
 
 def same(a: object, b: object) -> bool:
-    """Whether two sizes are equal, symbolic ones as expressions."""
+    """Whether two sizes are equal. Symbolic sizes are compared as expressions."""
     return str(a) == str(b)
 
 
 def pointwise(linear: tuple[tuple[int, ...], ...] = (), all_linear: bool = False) -> Rule:
-    """Broadcasting element by element; `all_linear`: linear in all tensor operands together."""
+    """A rule for element-wise ops with broadcasting. `linear` lists groups of operands in which the
+    op is jointly linear; `all_linear` means all tensor operands together.
+    """
 
     def rule(call: Call) -> OpDims:
         out = call.results[0].shape
@@ -54,9 +56,11 @@ def pointwise(linear: tuple[tuple[int, ...], ...] = (), all_linear: bool = False
 def keep_dims(
     fixed: Callable[[Call], list[int]], linear: bool = False, free: bool = False, even: bool = False
 ) -> Rule:
-    """Result has the first operand's dims; the dims that `fixed` names cannot be sharded.  Further operands are replicated.
+    """A rule for ops whose result has the dims of the first operand. The dims that `fixed(call)`
+    returns cannot be sharded; further operands are replicated.
 
-    `free`: a view.  `even`: the other dims shard evenly or not at all, for ops that refuse empty tensors.
+    `free`: the op is a view. `even`: the other dims must be sharded evenly, for ops that refuse
+    empty tensors.
     """
 
     def rule(call: Call) -> OpDims:
@@ -83,16 +87,18 @@ def keep_dims(
 
 
 def whole(call: Call) -> OpDims:
-    """Every rank computes the whole op: for constants, which are cheap and free to slice, and ops that mix all elements."""
+    """The rule of ops that cannot be sharded: ops that mix all elements, and constants, which are
+    cheap to compute and free to slice.
+    """
     inputs = tuple(tuple(f"!{k}" for k in range(t.dim())) for t in call.tensors)
     return OpDims(inputs, tuple(tuple(f"!r{k}" for k in range(t.dim())) for t in call.results), {})
 
 
 def last_dims(count: int) -> Callable[[Call], list[int]]:
-    """The last `count` dims of the first operand."""
+    """A function that returns the last `count` dims of a call's first operand."""
     return lambda call: list(range(max(call.tensors[0].dim() - count, 0), call.tensors[0].dim()))
 
 
 def along(name: str = "dim", default: int | None = None) -> Callable[[Call], list[int]]:
-    """The one dim that an argument names."""
+    """A function that returns the dim that the argument `name` of a call gives, as a list."""
     return lambda call: [call.dim(name, default)]

@@ -1,4 +1,4 @@
-"""Which choices of a plan are strategies of an op."""
+"""Checks that a plan's choices are strategies of its ops."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from autopar.ops.values import operand_names, result_names
 def check_legal(
     node: Node, choices: Mapping[str, AxisChoice], grads: Mapping[str, bool], block: str
 ) -> None:
-    """Refuse a choice that is none of the op's strategies: running it would compute something else.
+    """Raise AutoparError if a choice is not one of the op's strategies, because running it would
+    compute something else.
 
-    `choices` are those of the op `node` of `block` by axis, `grads` says of each value whether a gradient flows through it.
+    `choices` are the choices of the op `node` in `block`, by axis. `grads` says for each value
+    whether a gradient flows through it.
     """
     inputs, outputs = (
         [grads[n] for n in operand_names(node)],

@@ -1,7 +1,8 @@
-"""Rules of ops that read or write at positions that a tensor of indices gives.
+"""Rules of ops that read or write at positions given by a tensor of indices.
 
-The indexed dim of the table is fixed, since any index may be in any shard; everything else is parallel: the table's other dims and
-the dims of the indices.  Where entries are added up (scatter_add, index_add), sharding them gives a partial sum.
+The indexed dim of the table cannot be sharded, since an index may refer to any shard. The table's
+other dims and the dims of the indices are parallel. If entries are added (scatter_add, index_add),
+sharding them gives a partial sum.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from autopar.ops.kinds import Rule, same, whole
 
 
 def _embedding(call: Call) -> OpDims:
-    """A table sharded by rows takes the vocab-parallel lowering, if it has a fixed number; gradients scaled by whole-batch frequency keep
-    everything whole."""
+    """The rule of embedding. A table sharded by rows uses the vocab-parallel lowering if its number
+    of rows is fixed. If gradients are scaled by frequency in the whole batch, nothing can be
+    sharded.
+    """
     fixed = "v" if is_symbolic(call.tensors[0].shape[0]) else ""
     if call.arg("scale_grad_by_freq", False):
         return whole(call)
@@ -24,9 +27,11 @@ def _embedding(call: Call) -> OpDims:
 
 
 def _placed(call: Call) -> tuple[list[int], Letters, Letters, dict]:
-    """For x[indices]: the indexed dims of x, x's letters, the result's letters, and sizes.
+    """For x[indices]: the indexed dims of x, the letters of x, the letters of the result, and the
+    sizes of letters.
 
-    Adjacent indexed dims are replaced where they stand, others by leading dims, as NumPy has it; `e0 e1 ..` are the indices' dims.
+    As in NumPy, adjacent indexed dims are replaced in place, others by leading dims. `e0 e1 ..` are
+    the dims of the indices.
     """
     source, indices = call.tensors[0], call.arg("indices")
     at = [k for k, index in enumerate(indices) if index is not None]
@@ -49,7 +54,7 @@ def _broadcast(tensors: list[torch.Tensor]) -> list:
 
 
 def _aligned(tensor: torch.Tensor, letters: Letters, sizes: dict) -> Letters:
-    """Letters of a tensor that broadcasts to `letters`; stretched dims are fixed."""
+    """The letters of a tensor that broadcasts to `letters`. Stretched dims cannot be sharded."""
     offset = len(letters) - tensor.dim()
     return tuple(
         letters[offset + k] if same(s, sizes[letters[offset + k]]) else f"!{k}"
@@ -74,7 +79,9 @@ def _index(call: Call) -> OpDims:
 
 
 def _masked_put(call: Call) -> OpDims:
-    """One mask, over dims that are then fixed: value e goes to the e-th place that it chooses."""
+    """The rule of index_put with one boolean mask, whose dims cannot be sharded: value e goes to
+    the e-th selected place.
+    """
     indices, target = call.arg("indices"), call.tensors[0]
     masks = [(k, index.meta["val"]) for k, index in enumerate(indices) if index is not None]
     if len(masks) != 1:
@@ -89,7 +96,9 @@ def _masked_put(call: Call) -> OpDims:
 
 
 def _index_put(call: Call) -> OpDims:
-    """Dims that are not indexed are parallel; entries are added up only if `accumulate`, and then as a partial sum."""
+    """The rule of index_put. Dims without an index are parallel. Entries can be sharded only with
+    `accumulate`, which gives a partial sum.
+    """
     if _boolean(call):
         return _masked_put(call)
     at, letters, out, sizes = _placed(call)
@@ -129,7 +138,9 @@ def _index_select(call: Call) -> OpDims:
 
 
 def _write(adding: bool, linear: bool = True) -> Rule:
-    """index_add and index_copy: entry e of the source goes to row index[e]."""
+    """A rule for index_add and index_copy: entry e of the source goes to row index[e] of the
+    target.
+    """
 
     def rule(call: Call) -> OpDims:
         target, index, source = call.tensors[0], call.tensors[1], call.tensors[-1]
@@ -153,7 +164,9 @@ def _write(adding: bool, linear: bool = True) -> Rule:
 
 
 def _gather(call: Call) -> OpDims:
-    """Index and result have the same shape; where it is smaller than the source's, the dim is fixed."""
+    """The rule of gather: index and result have the same shape. A dim cannot be sharded where that
+    is smaller than the source.
+    """
     source, index = call.tensors
     if not source.dim() or not index.dim():
         return whole(call)
@@ -168,7 +181,9 @@ def _gather(call: Call) -> OpDims:
 
 
 def _take_along_dim(call: Call) -> OpDims:
-    """The rule of `gather`, which broadcasts; without a dim it flattens the source."""
+    """The rule of take_along_dim: like `gather` with broadcasting. Without a dim it flattens the
+    source.
+    """
     source, index = call.tensors
     if call.arg("dim") is None:
         return whole(call)
@@ -188,7 +203,9 @@ def _take_along_dim(call: Call) -> OpDims:
 
 
 def _scatter(adding: bool) -> Rule:
-    """self, index and src (or a number): dims in which all have the same size are parallel, except the one that is written along."""
+    """A rule for scatter ops with self, index and src (or a number). Dims of equal size in all of
+    them are parallel, except the dim that is written along.
+    """
 
     def rule(call: Call) -> OpDims:
         target, index, *src = call.tensors
@@ -221,7 +238,9 @@ def _scatter(adding: bool) -> Rule:
 
 
 def _slice_scatter(call: Call) -> OpDims:
-    """A slice of self is replaced by src; select_scatter's src lacks the dim."""
+    """The rule of slice_scatter and select_scatter: src replaces a slice of self. For
+    select_scatter, src lacks the dim.
+    """
     target, src = call.tensors
     dim = call.dim(default=0)
     letters = tuple(f"!{k}" if k == dim else f"d{k}" for k in range(target.dim()))
@@ -235,7 +254,9 @@ def _slice_scatter(call: Call) -> OpDims:
 
 
 def _diagonal_scatter(call: Call) -> OpDims:
-    """A diagonal of two dims of self is replaced by src, whose last dim it is."""
+    """The rule of diagonal_scatter: src replaces a diagonal of two dims of self. Its last dim is
+    that diagonal.
+    """
     target, src = call.tensors
     frozen = {call.dim("dim1", 0), call.dim("dim2", 1)}
     letters = tuple(f"!{k}" if k in frozen else f"d{k}" for k in range(target.dim()))

@@ -11,7 +11,9 @@ from autopar.ops.kinds import Rule, same
 
 
 def biased(bias_at: Letters, left: Letters, right: Letters) -> Rule:
-    """A product with a bias, beta * bias + alpha * (left @ right), with a bias that broadcasts to `bias_at`, the result."""
+    """A rule for beta * bias + alpha * (left @ right), where the bias broadcasts to the result,
+    whose letters are `bias_at`.
+    """
 
     def rule(call: Call) -> OpDims:
         bias, a, b = call.tensors
@@ -35,7 +37,9 @@ def biased(bias_at: Letters, left: Letters, right: Letters) -> Rule:
 
 
 def _einsum(call: Call) -> OpDims:
-    """The equation's letters are the rule's letters; letters that stand twice in one operand (a diagonal) are fixed."""
+    """The rule of einsum, with the letters of its equation. A letter that appears twice in one
+    operand (a diagonal) cannot be sharded.
+    """
     terms, arrow, out = call.arg("equation").replace(" ", "").partition("->")
     if not arrow:
         letters = [x for x in terms.replace("...", "") if x != ","]
@@ -79,7 +83,9 @@ def _einsum(call: Call) -> OpDims:
 
 
 def batch_letters(out: Tensor, operand: Tensor | None = None) -> Letters:
-    """The letters of the dims before the last two, of a result or of an operand that broadcasts to it; `!b` for a stretched dim."""
+    """The letters of the dims before the last two of a result, or of an operand that broadcasts to
+    it. A stretched dim is `!b`.
+    """
     letters = tuple(f"b{k}" for k in range(out.dim() - 2))
     if operand is None:
         return letters
@@ -88,7 +94,9 @@ def batch_letters(out: Tensor, operand: Tensor | None = None) -> Letters:
 
 
 def _solve_triangular(call: Call) -> OpDims:
-    """X of A X = B, or of X A = B: each column of B (each row) has a solution by itself, and each matrix of a batch."""
+    """The rule of solve_triangular, X from A X = B or X A = B. Each column (row) of B is
+    independent, and so is each matrix of a batch.
+    """
     system, known = call.tensors
     out, left = call.results[0], call.arg("left", True)
     batch, free = batch_letters(out), out.shape[-1 if left else -2]

@@ -1,4 +1,4 @@
-"""Which calls draw random numbers."""
+"""Identifies calls that draw random numbers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from autopar.ops.dims import Call
 
 
 def drops(node: Node) -> bool:
-    """Whether a call is dropout that drops: alone or inside attention."""
+    """Whether a call is active dropout, alone or inside attention."""
     if op_name(node) == "aten::dropout":
         return bool(Call(node).arg("train")) and Call(node).arg("p") > 0
     return is_attention(node) and Call(node).arg("dropout_p", 0.0) > 0
 
 
 def draws_otherwise(node: Node) -> bool:
-    """Whether a call may draw random numbers by other ways than dropout, from PyTorch's global generator."""
+    """Whether a call may draw random numbers from PyTorch's global generator in ways other than
+    dropout.
+    """
     tags = getattr(node.target, "tags", ())
     return (
         torch.Tag.nondeterministic_seeded in tags

@@ -1,7 +1,8 @@
-"""How far a dim reaches: the dims that are the same data by the letters of ops, through the whole model.
+"""Follows dims through the whole model: which dims of values are the same data, by the letters of
+ops.
 
-Context parallelism shards what is connected to the positions of attention; a fused projection is sharded in the sections that the split
-behind it asks for.
+Context parallelism shards every dim that is connected to the positions of attention. A fused
+projection is sharded in the sections of the split that follows it.
 """
 
 from __future__ import annotations
@@ -30,15 +31,20 @@ from autopar.ops.rules import op_dims
 from autopar.ops.values import operand_names, ops, output_nodes, result_names, value_name
 
 Mark = tuple[int, str, int, Pattern]
-"""A dim of a value of a class, in a pattern: (class, value, dim, pattern)."""
+"""A marked dim of a value: (class index, value, dim, pattern)."""
 
 Marks = list[dict[str, frozenset[tuple[int, Pattern]]]]
-"""For each class and value the (dim, pattern) pairs that are marked."""
+"""The marked (dim, pattern) pairs of each value, for each class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The dims of a model, and which ops and segment edges connect them."""
+    """The dims of a model and the connections between them.
+
+    `dims` has the dims of each op, by class. `terms` lists, for each value, the ops that touch it
+    and the letters of their tensors. `edges` connects values of different classes that are one
+    tensor.
+    """
 
     dims: list[dict[str, OpDims | None]]
     # class -> value -> ops that touch it
@@ -46,7 +52,7 @@ class Reach:
     edges: dict[tuple[int, str], set[tuple[int, str]]]
 
     def spread(self, seeds: set[Mark]) -> Marks:
-        """For each class and value the (dim, pattern) pairs that are connected to the seeds."""
+        """For each class and value, the (dim, pattern) pairs that are connected to the seeds."""
         seen, stack = set(seeds), list(seeds)
         while stack:
             index, value, dim, pattern = stack.pop()
@@ -83,7 +89,7 @@ def _neighbours(
 
 
 def reach_of(traced: TracedModel) -> Reach:
-    """Index a traced model."""
+    """The dims of a traced model and their connections."""
     dims, terms = [], []
     for block in traced.classes:
         found: dict[str, OpDims | None] = {node.name: op_dims(node) for node in ops(block.graph)}
@@ -107,7 +113,9 @@ def reach_of(traced: TracedModel) -> Reach:
 
 
 def _edges(traced: TracedModel) -> dict[tuple[int, str], set[tuple[int, str]]]:
-    """What is one value: outputs and the inputs that read them, and parameters of several classes."""
+    """Values of different classes that are one tensor: an output and the inputs that read it, and a
+    parameter of several classes.
+    """
     edges: dict[tuple[int, str], set[tuple[int, str]]] = defaultdict(set)
     readers: dict[Source, list[tuple[int, str]]] = defaultdict(list)
     for segment in traced.segments:
@@ -135,7 +143,7 @@ def _edges(traced: TracedModel) -> dict[tuple[int, str], set[tuple[int, str]]]:
 
 
 def parameter_readers(traced: TracedModel) -> dict[str, list[tuple[int, str]]]:
-    """(segment, node) of the slots in which segments read each parameter, first to last."""
+    """For each parameter, the (segment, node) pairs that read it, first to last."""
     nodes = [
         {n.target: n.name for n in block.graph.nodes if n.op == "get_attr"}
         for block in traced.classes
@@ -150,7 +158,9 @@ def parameter_readers(traced: TracedModel) -> dict[str, list[tuple[int, str]]]:
 
 
 def pattern_marks(reach: Reach) -> Marks:
-    """Where values can be sharded in patterns: spread from the splits and flattened dims that introduce them."""
+    """The values that can be sharded in a pattern, with their dims: everything connected to a split
+    or a flattened dim.
+    """
     seeds: set[Mark] = set()
     for index, terms in enumerate(reach.terms):
         for value, touching in terms.items():
@@ -168,7 +178,7 @@ def pattern_marks(reach: Reach) -> Marks:
 def letter_patterns(
     dims: OpDims, node: Node, marks: dict[str, frozenset[tuple[int, Pattern]]]
 ) -> dict[str, frozenset[Pattern]]:
-    """The patterns, besides contiguous, in which the neighbours of an op ask for its letters."""
+    """For each letter of an op, the patterns besides contiguous that its neighbours can use."""
     found: dict[str, set[Pattern]] = defaultdict(set)
     for value, term in zip(
         (*operand_names(node), *result_names(node)), (*dims.inputs, *dims.outputs), strict=True
@@ -182,7 +192,9 @@ def letter_patterns(
 
 
 def sequence_marks(traced: TracedModel, reach: Reach) -> Marks:
-    """The dims that are positions of sequences: those of attention's queries and keys, dim 1 of integer inputs, and what they reach."""
+    """The dims that are positions of sequences: those of attention's queries and keys, dim 1 of
+    integer inputs, and all dims connected to them.
+    """
     seeds: set[Mark] = set()
     for index, block in enumerate(traced.classes):
         for node in ops(block.graph):

@@ -1,10 +1,12 @@
-"""What of a layer selective recomputation runs again, and what it keeps.
+"""Selective recomputation: which ops of a layer run again, and which results are kept.
 
-Mode `selective` runs the attention core again, which keeps much and costs little; mode `op` all but the dear ops.
+Mode `selective` runs the attention core again, which keeps much memory and costs little time. Mode
+`op` runs all ops again except expensive ones.
 
-The core is what lies between queries, keys and values and the context they give: scores, softmax, dropout, context (Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models", MLSys 2023, section 5).  In a graph that is every fused attention, and
-every op on a path from one product of two activations to another that passes no parameter.
+The core lies between queries, keys, values and the resulting context: scores, softmax, dropout,
+context (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys
+2023, section 5). In a graph that is every fused attention op. It is also every op on a path from
+one product of two activations to another without a parameter.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def attention_core(graph: Graph) -> frozenset[str]:
 
 
 def dear_ops(graph: Graph) -> frozenset[str]:
-    """The ops whose results mode `op` keeps: attention, and the first, third, ... product by a parameter."""
+    """Names of the expensive ops whose results mode `op` keeps: attention, and the first, third,
+    fifth, ... product by a parameter.
+    """
     made = parameters_of(graph)
     products = [
         node for node in ops(graph) if op_name(node) in _LINEAR and made & set(node.all_input_nodes)
@@ -55,7 +59,7 @@ def dear_ops(graph: Graph) -> frozenset[str]:
 
 
 def parameters_of(graph: Graph) -> set[Node]:
-    """Parameters, and what is made of them alone."""
+    """Nodes of parameters, and of values computed from parameters alone."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr" or (

@@ -1,4 +1,6 @@
-"""Rules of ops that combine the elements along dims: reductions, scans, normalizations, and those that move elements along a dim."""
+"""Rules of ops that combine or move elements along dims: reductions, scans, normalizations,
+padding, repetition.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def _reduction(summing: bool, linear: bool = True) -> Rule:
 
 
 def _selection(call: Call) -> OpDims:
-    """kthvalue, median and mode: along one dim, or over everything."""
+    """The rule of kthvalue, median and mode: along one dim, or over all elements."""
     source = call.tensors[0]
     if len(call.results) == 1:
         return whole(call)
@@ -45,7 +47,9 @@ def _selection(call: Call) -> OpDims:
 
 
 def _diff(call: Call) -> OpDims:
-    """`prepend` and `append` are joined to the tensor along the dim, so they are sharded like it."""
+    """The rule of diff. `prepend` and `append` are joined to the tensor along the dim, so they are
+    sharded like it.
+    """
     dim = call.dim(default=-1)
     inputs = tuple(
         tuple(f"!{i}{k}" if k == dim else f"d{k}" for k in range(t.dim()))
@@ -56,7 +60,7 @@ def _diff(call: Call) -> OpDims:
 
 
 def _cosine_similarity(call: Call) -> OpDims:
-    """Of two tensors that broadcast, along one dim, which is gone."""
+    """The rule of cosine_similarity: two tensors that broadcast, reduced along one dim."""
     rank = max(t.dim() for t in call.tensors)
     along_dim = call.arg("dim", 1) % rank
     shape: list = [1] * rank
@@ -76,12 +80,14 @@ def _cosine_similarity(call: Call) -> OpDims:
 
 
 def trailing(name: str) -> Callable[[Call], list[int]]:
-    """The last len(arg) dims, as layer_norm's normalized_shape names them."""
+    """A function that returns the last len(argument `name`) dims of a call's first operand, as for
+    layer_norm's normalized_shape.
+    """
     return lambda call: last_dims(len(call.arg(name)))(call)
 
 
 def _pad(call: Call) -> OpDims:
-    """Only the dims that grow or shrink are fixed."""
+    """The rule of pad: only padded or cropped dims cannot be sharded."""
     pad, rank = call.arg("pad"), call.tensors[0].dim()
     fixed = [rank - 1 - k for k in range(len(pad) // 2) if pad[2 * k : 2 * k + 2] != [0, 0]]
     value = call.arg("value", 0)
@@ -89,7 +95,9 @@ def _pad(call: Call) -> OpDims:
 
 
 def _listed(name: str) -> Callable[[Call], list[int]]:
-    """The dims that a list argument names; an absent list means that the op flattens the tensor."""
+    """A function that returns the dims in the list argument `name`; all dims if it is absent, since
+    the op then flattens.
+    """
 
     def fixed(call: Call) -> list[int]:
         rank, dims = call.tensors[0].dim(), call.arg(name)
@@ -99,7 +107,9 @@ def _listed(name: str) -> Callable[[Call], list[int]]:
 
 
 def _repetition(name: str) -> Rule:
-    """Repeating and tiling: the dims that are repeated are fixed; leading dims may be new."""
+    """A rule for repeat and tile: repeated dims cannot be sharded. There may be new leading
+    dims.
+    """
 
     def rule(call: Call) -> OpDims:
         source, rank = call.tensors[0], call.results[0].dim()
@@ -124,7 +134,9 @@ def _repetition(name: str) -> Rule:
 
 
 def _repeat_interleave(call: Call) -> OpDims:
-    """Elements repeat in place, so that a shard's repetition is the repetition's shard, where shards are equal."""
+    """The rule of repeat_interleave. Elements are repeated in place, so if shards are equal,
+    repeating a shard gives the shard of the result.
+    """
     source, dim = call.tensors[0], call.arg("dim")
     if len(call.tensors) > 1 or not source.dim() or (dim is None and source.dim() > 1):
         return whole(call)
@@ -141,12 +153,12 @@ def _repeat_interleave(call: Call) -> OpDims:
 
 
 def _unfold(call: Call) -> OpDims:
-    """Windows along one dim, laid out in a new last dim."""
+    """The rule of unfold: windows along one dim become a new last dim."""
     return keep_dims(along("dimension"), linear=True, free=True)(call)
 
 
 def _diagonal(call: Call) -> OpDims:
-    """The diagonal of two dims becomes the last dim."""
+    """The rule of diagonal: the diagonal of two dims becomes the last dim."""
     source = call.tensors[0]
     gone = {call.dim("dim1"), call.dim("dim2")}
     letters = tuple(f"!{k}" if k in gone else f"d{k}" for k in range(source.dim()))

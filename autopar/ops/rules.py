@@ -1,7 +1,8 @@
-"""The op rules: one line an op.
+"""The op rules: a table with one line per op.
 
-A rule maps a `Call` to an `OpDims`.  To add an op, add a line to the table; a user's own op goes through `register_rule`.
-Ops without a rule run replicated, which is always correct, and `explain` lists them.
+A rule maps a `Call` to an `OpDims`. To add an op, add a line to the table. A user's own op uses
+`register_rule`. Ops without a rule run replicated, which is always correct, and `explain` lists
+them.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ _RULES: dict[str, Rule] = {}
 
 
 def register_rule(target: object, rule: str | Rule) -> None:
-    """Teach autopar to shard an op.
+    """Add a rule, so that autopar can shard the op.
 
-    `target` is an op (what `torch.library.custom_op` returns, `torch.ops.mylib.scale`) or its name, `"mylib::scale"`; `rule` an equation
-    (`"b.. i, o i -> b.. o"`, see `ops/equations.py`) or a function from `Call` to `OpDims`.
+    Raises AutoparError if there is no such op, or if the equation is invalid.
 
-    Raises AutoparError if there is no such op or the equation has an error.
+    Args:
+        target: the op (the result of `torch.library.custom_op`, or `torch.ops.mylib.scale`) or its
+            name, `"mylib::scale"`.
+        rule: an equation (`"b.. i, o i -> b.. o"`, see `ops/equations.py`), or a function from
+            `Call` to `OpDims`.
     """
     name = _op_name(target)
     _RULES[name] = equation_rule(name, rule) if isinstance(rule, str) else rule
@@ -64,12 +68,12 @@ def _op_name(target: object) -> str:
 
 
 def rule_for(node: torch.fx.Node) -> Rule | None:
-    """The rule of a call, or None."""
+    """The rule for the op that a node calls, or None."""
     return _RULES.get(op_name(node))
 
 
 def op_dims(node: torch.fx.Node) -> OpDims | None:
-    """The dimension algebra of a call, or None if the op has no rule."""
+    """The dims of a call by its rule, or None if the op has no rule."""
     rule = rule_for(node)
     return rule(Call(node)) if rule is not None else None
 
@@ -117,7 +121,9 @@ def _reshape(call: Call) -> OpDims:
 
 
 def _expand(call: Call) -> OpDims:
-    """Dims that grow from 1 are new letters of the result: sharding one sums the operand's gradient."""
+    """The rule of expand. A dim that grows from 1 gets a new letter in the result; sharding it sums
+    the operand's gradient.
+    """
     source, out = call.tensors[0].shape, call.results[0].shape
     letters = tuple(f"d{k}" for k in range(len(out)))
     offset = len(out) - len(source)
@@ -146,14 +152,18 @@ def _select(call: Call) -> OpDims:
 
 
 def _sections(sizes: list) -> tuple[str, str, int] | None:
-    """(entry of the joined dim, letter of the parts' dim, size of the letter) for parts of static sizes, which are then sharded alike."""
+    """(entry of the joined dim, letter of the dim in the parts, size of the letter) for parts of
+    fixed sizes, which are sharded alike. None if the sizes do not allow that.
+    """
     if any(is_symbolic(size) for size in sizes) or not all(sizes) or len(sizes) < 2:
         return None
     return "x|" + ":".join(str(int(size)) for size in sizes), "x", gcd(*map(int, sizes))
 
 
 def _split(call: Call) -> OpDims:
-    """Parts along the dim are sharded alike, if the whole is sharded in their sections."""
+    """The rule of split: the parts are sharded alike if the whole is sharded in the parts'
+    sections.
+    """
     source, dim = call.tensors[0], call.dim(default=0)
     joined, part, size = _sections([t.shape[dim] for t in call.results]) or ("!x", "!r", 1)
     letters = [f"d{k}" for k in range(source.dim())]
@@ -172,7 +182,7 @@ def _split(call: Call) -> OpDims:
 
 
 def _concatenate(call: Call) -> OpDims:
-    """As `_split`, backwards."""
+    """The rule of cat, the reverse of `_split`: a whole in sections that are sharded alike."""
     rank = call.tensors[0].dim()
     dim = call.dim(default=0)
     everything = frozenset(range(len(call.tensors)))
@@ -239,10 +249,12 @@ def _matmul(call: Call) -> OpDims:
 
 
 def _attention(call: Call) -> OpDims:
-    """Batch, heads and query positions shard; keys and channels do not.  With grouped heads, the key heads' letter covers whole groups.
+    """The rule of attention. Batch, heads and query positions can be sharded; keys and channels
+    cannot. With grouped heads, the letter of the key heads covers whole groups.
 
-    Query positions (`s`, keys whole) and the joint strategies are context parallelism, see `rewrite/lowerings/context_attention.py`;
-    `grouped_heads` shards query heads alone, for more ranks than there are key heads.
+    Sharding query positions (`s`, keys whole) and the joint strategies are context parallelism, see
+    `rewrite/lowerings/context_attention.py`. `grouped_heads` shards query heads alone, for more
+    ranks than key heads.
     """
     q, k = call.tensors[:2]
     lead = tuple(f"b{i}" for i in range(q.dim() - 3))
@@ -299,7 +311,7 @@ def _attention_joints(call: Call, grouped: bool) -> dict[str, JointSharding]:
     heads, positions = q.shape[1], int(min(q.shape[-2], k.shape[-2]))
 
     def dim_of(size: int | torch.SymInt, dim: int) -> tuple[int, ...]:
-        """The dim of each mask that has the size of dim `dim` of the scores, or -1."""
+        """For each mask, the dim that has the size of dim `dim` of the scores, or -1."""
         return tuple(
             m.dim() + dim
             if m.dim() >= -dim and same(m.shape[dim], size) and not same(size, 1)
@@ -318,7 +330,9 @@ def _attention_joints(call: Call, grouped: bool) -> dict[str, JointSharding]:
 
 
 def _attention_flops(call: Call) -> Any:
-    """Two products of (queries x keys x channels) a head; a causal mask halves them."""
+    """FLOPs of attention: two products of (queries x keys x channels) per head. A causal mask
+    halves them.
+    """
     q, k, v = call.tensors[:3]
     total = 2 * k.shape[-2] * (q.shape[-1] + v.shape[-1])
     for size in q.shape[:-1]:
@@ -327,7 +341,9 @@ def _attention_flops(call: Call) -> Any:
 
 
 def _cross_entropy(call: Call) -> OpDims:
-    """Sum or none over tokens; a sharded class dim takes the vocab-parallel lowering."""
+    """The rule of cross_entropy, with a sum over tokens or none. A sharded class dim uses the
+    vocab-parallel lowering.
+    """
     logits, target = call.tensors[:2]
     reduction, smoothing = call.arg("reduction", 1), call.arg("label_smoothing", 0.0)
     plain = (

@@ -1,4 +1,4 @@
-"""From an op's dimension algebra to its strategies on one mesh axis."""
+"""Derives an op's strategies on one mesh axis from its dims."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from autopar.ops.dims import Letters, OpDims, compose, is_symbolic, locate
 
 @dataclass(frozen=True, slots=True)
 class OpStrategy:
-    """Layouts of an op's operands and results on one axis.  `letter` is the sharded letter or joint strategy, or '' if there is none;
-    `lowering` names the special lowering that running it takes, or ''."""
+    """The layouts of an op's operands and results on one axis. `letter` is the sharded letter or
+    joint strategy, or ''. `lowering` is the special lowering that it needs, or ''.
+    """
 
     name: str
     inputs: tuple[Layout, ...]
@@ -23,14 +24,15 @@ class OpStrategy:
 
 
 def replicated(num_inputs: int, num_outputs: int) -> OpStrategy:
-    """Every rank computes the whole op.  Legal for any op."""
+    """The strategy in which every rank computes the whole op. It is legal for any op."""
     return OpStrategy("R", (R,) * num_inputs, (R,) * num_outputs)
 
 
 def replicated_partial(input_grads: list[bool], output_grads: list[bool]) -> OpStrategy:
-    """Every rank computes the whole op on replicated values while gradients stay partial sums.
+    """The strategy in which every rank computes the whole op on replicated values, while gradients
+    stay partial sums.
 
-    Legal for any op, since backward is linear in the incoming gradient.
+    It is legal for any op, since backward is linear in the incoming gradient.
     """
     return OpStrategy(
         "R/P",
@@ -48,12 +50,17 @@ def strategies(
     patterns: Mapping[str, frozenset[Pattern]] | None = None,
     taken: Mapping[str, int] | None = None,
 ) -> list[OpStrategy]:
-    """Strategies for an axis of `parts` ranks.
+    """All strategies of an op for an axis of `parts` ranks.
 
-    `kind` 'batch' (dp, ep) shards the letters whose size depends on the batch, 'tp' the others, and flattened tokens row by row.
-    `input_grads` and `output_grads` say which operands and results carry gradients: for the others R and R/P are one.  `patterns` are
-    the patterns, besides contiguous, that a letter's neighbours ask for (`reach.letter_patterns`); `taken` is by how much outer axes
-    have already divided a letter.
+    Args:
+        dims: the dims of the op.
+        parts: number of ranks on the axis.
+        input_grads: whether each operand carries a gradient; without one, R and R/P are the same.
+        output_grads: the same for results.
+        kind: 'batch' (dp, ep) shards letters whose size depends on the batch. 'tp' shards the
+            others, and flattened tokens per batch row.
+        patterns: patterns besides contiguous for each letter (`reach.letter_patterns`).
+        taken: the number of parts into which outer axes have already divided each letter.
     """
     found = [replicated(len(dims.inputs), len(dims.outputs))]
     if any(output_grads):
@@ -85,7 +92,9 @@ def strategies(
 
 
 def fits(dims: OpDims, letter: str, pattern: Pattern, parts: int, least: int) -> bool:
-    """Whether the letter can be split into `parts` in this pattern.  A contiguous split may be uneven, but has `least` elements."""
+    """Whether the letter can be split into `parts` in this pattern. A contiguous split may be
+    uneven, but needs `least` elements.
+    """
     size: Any = dims.sizes[letter]
     if is_symbolic(size):  # flattened tokens: what counts is the tokens of one batch row
         expr = size.node.expr
@@ -102,7 +111,9 @@ def fits(dims: OpDims, letter: str, pattern: Pattern, parts: int, least: int) ->
 def shard_letter(
     dims: OpDims, letter: str, pattern: Pattern, input_grads: list[bool]
 ) -> OpStrategy | None:
-    """The strategy that shards one letter in a pattern; None if an operand or result cannot hold it so."""
+    """The strategy that shards one letter in a pattern; None if an operand or result does not allow
+    that.
+    """
     if not pattern.is_contiguous and (letter in dims.contiguous or letter in dims.even):
         return None
     # lowerings know positions in natural or zigzag order
@@ -144,7 +155,7 @@ def _result(dims: OpDims, term: Letters, letter: str, pattern: Pattern) -> Layou
 
 
 def shard_jointly(dims: OpDims, name: str, pattern: Pattern, input_grads: list[bool]) -> OpStrategy:
-    """The joint strategy `name`, with every sharded dim in one pattern."""
+    """The joint strategy `name`, with the same pattern on every sharded dim."""
     joint = dims.joint[name]
     inputs = tuple(
         S(d, pattern) if d >= 0 else RP if grad else R
@@ -160,17 +171,19 @@ def shard_jointly(dims: OpDims, name: str, pattern: Pattern, input_grads: list[b
 
 
 def strategy_name(letter: str, pattern: Pattern) -> str:
-    """How a strategy is called in plans: its letter, or joint strategy, and the pattern if it has one."""
+    """The name of a strategy in plans: its letter or joint strategy, followed by the pattern if
+    that is not contiguous.
+    """
     return letter if pattern.is_contiguous else f"{letter} {pattern}"
 
 
 def letter_of(name: str) -> str:
-    """The letter, or joint strategy, of a strategy's name."""
+    """The letter or joint strategy in a strategy's name."""
     return name.partition(" ")[0]
 
 
 def lowering_of(dims: OpDims | None, name: str) -> str:
-    """The special lowering that running the strategy of this name takes, or ''."""
+    """The special lowering that the strategy with this name needs, or ''."""
     letter = letter_of(name)
     return "" if dims is None else letter if letter in dims.joint else dims.special.get(letter, "")
 
@@ -178,7 +191,9 @@ def lowering_of(dims: OpDims | None, name: str) -> str:
 def named_strategy(
     dims: OpDims, name: str, input_grads: list[bool], output_grads: list[bool]
 ) -> OpStrategy | None:
-    """The strategy of a given name, whether or not the axis' size allows it; None if the op has none."""
+    """The strategy with this name, whether or not it fits the size of the axis; None if the op has
+    no such strategy.
+    """
     letter, _, text = name.partition(" ")
     if letter in dims.joint:
         return shard_jointly(dims, letter, parse_pattern(text), input_grads)

@@ -31,7 +31,9 @@ def fake_tensor(node: Node) -> torch.Tensor:
 
 
 def is_getitem(node: Node) -> bool:
-    """Whether the node takes one result out of a tuple; such nodes are names, not ops."""
+    """Whether the node selects one result of a tuple. Such a node only names a value; it is not an
+    op.
+    """
     return node.op == "call_function" and node.target is operator.getitem
 
 
@@ -44,14 +46,16 @@ def result_index(node: Node) -> int:
 
 
 def value_name(node: Node) -> str:
-    """The value that a tensor node stands for: `name`, or `name.i` for result i of an op with several results."""
+    """The name of the value of a tensor node: `name`, or `name.i` for result i of an op with
+    several results.
+    """
     if is_getitem(node):
         return f"{node.all_input_nodes[0].name}.{node.args[1]}"
     return node.name
 
 
 def result_names(node: Node) -> tuple[str, ...]:
-    """Names of the values an op writes, in order."""
+    """Names of the values that an op writes, in order."""
     if isinstance(node.meta.get("val"), (list, tuple)):
         return tuple(
             f"{node.name}.{i}"
@@ -62,12 +66,12 @@ def result_names(node: Node) -> tuple[str, ...]:
 
 
 def operand_names(node: Node) -> tuple[str, ...]:
-    """Names of the values an op reads, in order, with repetition."""
+    """Names of the values that an op reads, in order, with repetitions."""
     return tuple(value_name(n) for n in operands(node))
 
 
 def value_tensors(graph: Graph) -> dict[str, torch.Tensor]:
-    """The fake tensor of every value."""
+    """The fake tensor of every value, by name."""
     found: dict[str, Any] = {}
     for node in graph.nodes:
         if node.op == "output" or is_getitem(node):
@@ -77,7 +81,7 @@ def value_tensors(graph: Graph) -> dict[str, torch.Tensor]:
 
 
 def value_grads(graph: Graph) -> dict[str, bool]:
-    """Whether a gradient flows through each value."""
+    """Whether a gradient flows through each value, by name."""
     found: dict[str, bool] = {}
     for node in graph.nodes:
         if node.op == "output" or is_getitem(node):
@@ -88,7 +92,7 @@ def value_grads(graph: Graph) -> dict[str, bool]:
 
 
 def ops(graph: Graph) -> list[Node]:
-    """The nodes that compute: calls that are not getitem."""
+    """The nodes of a graph that compute: calls other than getitem."""
     return [n for n in graph.nodes if n.op == "call_function" and not is_getitem(n)]
 
 

@@ -1,4 +1,6 @@
-"""Shape factorization: which dims of a reshaped tensor are the same data, so that sharding one shards the other."""
+"""Relates the dims of a reshaped tensor: which dims before and after are the same data, so that
+sharding one shards the other.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _BATCH = (
 
 
 def concrete(size: Any) -> int:
-    """A size as a number, the batch replaced by a large prime, so that products can be compared."""
+    """A size as a number, with the batch replaced by a large prime, so that products of sizes can
+    be compared.
+    """
     if not is_symbolic(size):
         return int(size)
     expr = size.node.expr
@@ -22,19 +26,19 @@ def concrete(size: Any) -> int:
 
 
 def is_batch(size: Any) -> bool:
-    """Whether a size is the batch itself."""
+    """Whether a size is the batch size itself."""
     return is_symbolic(size) and size.node.expr.is_Symbol
 
 
 class Factors:
-    """Letters of a reshape from shape `before` to shape `after`.
+    """The letters of a reshape from shape `before` to shape `after`.
 
-    `left` and `right` are the letters of the dims, `sizes` those of the letters, `even` the letters that must divide evenly,
-    `contiguous` those that take no pattern.
+    `left` and `right` are the letters of the dims, and `sizes` the sizes of the letters. `even`
+    letters must be divided evenly; `contiguous` letters take no pattern.
 
-    Dims are grouped into the shortest runs of equal products.  In a run the outermost dims hold whole slabs of the data, so they share
-    one letter of size gcd.  Dims behind the batch that are flattened with it keep letters of their own (`b*s`); other inner dims
-    cannot be sharded.
+    Dims are grouped into the shortest runs with equal products. The outermost dims of a run split
+    the data into contiguous blocks, so they share one letter of size gcd. Dims that are flattened
+    together with the batch keep letters of their own (`b*s`). Other inner dims cannot be sharded.
 
     >>> Factors((2, 12, 8), (2, 3, 4, 8)).right
     ('v0', 'v1', '!1', 'v2')
@@ -77,7 +81,9 @@ class Factors:
         return letter
 
     def _flatten(self, side: list[str], shape: tuple, dims: list[int], fixed: str) -> str:
-        """Letters for the batch and the dim behind it; returns the entry of the dim that they are flattened into."""
+        """Assign letters to the batch and to the dims that are flattened with it, on one side.
+        Returns the entry of the flattened dim.
+        """
         side[dims[0]], side[dims[1]] = self._new(shape[dims[0]]), self._new(shape[dims[1]])
         self.contiguous.add(side[dims[0]])
         if len(dims) > 2:
@@ -108,7 +114,7 @@ class Factors:
 
 
 def _runs(before: tuple, after: tuple) -> Iterator[tuple[list[int], list[int]]]:
-    """Pairs of dims of the two shapes, as short as possible, with equal products."""
+    """Pairs of runs of dims of the two shapes, as short as possible, with equal products."""
     i = j = 0
     while i < len(before) or j < len(after):
         left: list[int] = []

@@ -1,4 +1,4 @@
-"""How much work a batch is: its tokens, and the FLOPs that its model needs."""
+"""The work of a batch: its tokens, and the FLOPs of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.ops.values import ops
 
 
 def positions(vals: Iterable[torch.Tensor]) -> int:
-    """Positions of one sequence: the second dim of the first integer input, or 1."""
+    """Positions per sequence: the second dim of the first integer input, or 1."""
     for val in vals:
         if val.dim() >= 2 and not val.is_floating_point() and not is_symbolic(val.shape[1]):
             return int(val.shape[1])
@@ -23,19 +23,23 @@ def positions(vals: Iterable[torch.Tensor]) -> int:
 
 
 def tokens_per_row(traced: TracedModel) -> int:
-    """Positions of one sequence of a traced model."""
+    """Positions per sequence of a traced model."""
     return positions(traced.input_vals)
 
 
 def model_flops(traced: TracedModel, rows: int) -> float:
-    """FLOPs of forward and backward of one step without recompute: three times the matrix products of the forward (two of them
-    backward), causal attention counted by half; the convention of PaLM (Chowdhery et al. 2022, appendix B) but for the causal half."""
+    """FLOPs of forward and backward of one step without recomputation, for a batch of `rows` rows.
+    This is three times the matrix products of the forward. Causal attention counts half, unlike
+    in PaLM's convention (Chowdhery et al. 2022, appendix B), which is otherwise the same.
+    """
     return 3.0 * sum(count * at_batch(flops, rows) for flops, count in _products(traced))
 
 
 @per_model(16)
 def _products(traced: TracedModel) -> list[tuple[Any, int]]:
-    """(FLOPs, symbolic in the batch, how often) of every op that multiplies matrices."""
+    """(FLOPs, symbolic in the batch; number of calls per forward) of each op that multiplies
+    matrices.
+    """
     counts = Counter(segment.class_index for segment in traced.segments)
     dims = [
         (op_dims(node), counts[index])

@@ -1,1 +1,1 @@
-"""From a request to a plan, or to the reason why there is none."""
+"""Planning: from a request to a plan, or to the reason why there is none."""

@@ -1,4 +1,4 @@
-"""What is searched: the request, its pins, and the candidates that they leave."""
+"""The search space: all candidates that a request and its pins allow."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ from autopar.solve.costs.candidate import MIXED, MODES, Candidate
 MAX_MICRO_BATCH = 64
 MAX_STAGES_PER_RANK = 8
 PP_INSIDE_DP = "dp-pp"
-"""The other placement that is searched: `MeshShape.order` without the axes inside."""
+"""`MeshShape.order` of the second searched placement, without the innermost axes."""
 LONG_SEQUENCE, LONG_SHARE = 16_384, 4096
-"""Positions from which context parallelism is searched without being pinned, and of shorter sequences those that it leaves each rank at
-least: with fewer, messages outweigh the attention that hides them, while the activations fit one device."""
+"""(positions from which context parallelism is searched without a pin; positions that each rank
+must keep for shorter sequences). With fewer positions, messages take longer than the attention
+that hides them, and the activations fit one device anyway.
+"""
 
 
 def schedules_for(
@@ -50,8 +52,9 @@ def schedules_for(
     blocks: int,
     split_backward: bool = True,
 ) -> tuple[tuple[str, int], ...]:
-    """(schedule, stages a rank) of every pipeline that the pins leave and torch can run;
-    `split_backward`: whether a schedule may split backwards."""
+    """(schedule, stages per rank) for every pipeline that the pins allow and torch can run.
+    `split_backward`: whether schedules with a split backward are allowed.
+    """
     most = blocks // mesh.pp
     several = (pin.vpp,) if pin.vpp else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
     found = []
@@ -68,14 +71,14 @@ def schedules_for(
 
 
 def tp_limit(cluster: Cluster) -> int:
-    """Largest tensor-parallel degree searched: four NVLink domains."""
+    """The largest tensor-parallel degree searched: four NVLink domains."""
     return min(
         min(group.num_devices, 4 * group.topology.devices_per_node) for group in cluster.groups
     )
 
 
 def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
-    """Every mesh that the pins leave and the global batch can be split over."""
+    """Every mesh that the pins allow and that can split the global batch."""
     pin, found = request.pin, list[MeshShape]()
     positions, experts = tokens_per_row(traced), num_experts(traced)
     most = 1 if request.runnable and shared_updates(traced) else len(traced.layers)
@@ -106,7 +109,7 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 
 
 def _ranks_for(request: PlanRequest, most: int) -> list[int]:
-    """How many ranks pipelines may have."""
+    """The numbers of pipeline ranks to search."""
     # a pipeline has those of its stages on the device for all of a step
     if request.pin.offload == "parameters":
         return [1]
@@ -122,7 +125,7 @@ def _ranks_for(request: PlanRequest, most: int) -> list[int]:
 
 
 def _placed(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
-    """A mesh in every way that its ranks may lie."""
+    """The mesh with every searched placement of its ranks."""
     if request.is_mixed:
         return deals_of(request, mesh)
     # both orders of every mesh would double the search
@@ -132,7 +135,9 @@ def _placed(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
 
 
 def deals_of(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
-    """A pipeline that goes through the groups of devices one after the other, in every order, or as it is pinned."""
+    """A pipeline over all groups of devices, one after the other: every order of groups, or the
+    pinned one.
+    """
     groups, each = request.cluster.groups, mesh.num_devices // mesh.pp
     found: dict[tuple[tuple[Device, Topology], ...], MeshShape] = {}
     pinned = "" if request.pin.deal is None else deal_text(groups_of(request.pin.deal))
@@ -146,15 +151,21 @@ def deals_of(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
 
 
 def placements_of(mesh: MeshShape, topology: Topology) -> list[MeshShape]:
-    """The mesh as its axes are placed if no pin says how: tp innermost, around it cp and ep, then dp, outermost pp; or pp inside dp, where
-    that brings more ranks of a pipeline together on a node.  Where it does not, all groups over dp would lie farther apart for nothing."""
+    """The mesh with each searched placement of its axes, if no pin fixes it.
+
+    The default has tp innermost, then cp and ep, then dp, and pp outermost. The other has pp inside
+    dp. It is searched only if it puts more ranks of a pipeline on one node; otherwise it would only
+    spread the groups over dp.
+    """
     inside = replace(mesh, order=PP_INSIDE_DP)
     nearer, here = (group_shape(one.pp, one.stride("pp"), topology)[0] for one in (inside, mesh))
     return [mesh, inside] if nearer > here else [mesh]
 
 
 def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
-    """Every combination of mesh, micro-batch, ZeRO stage and recompute that the pins leave.  AutoparError if there is none."""
+    """Every combination of mesh, micro-batch, ZeRO stage and recomputation that the pins allow.
+    Raises AutoparError if there is none.
+    """
     meshes = meshes_for(request, traced)
     found = [candidate for mesh in meshes for candidate in _candidates_on(mesh, request, traced)]
     if not found:
@@ -165,7 +176,7 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
 def _candidates_on(
     mesh: MeshShape, request: PlanRequest, traced: TracedModel
 ) -> Iterator[Candidate]:
-    """The candidates of a mesh."""
+    """The candidates on one mesh."""
     pin, rows = request.pin, request.global_batch // mesh.dp
     searched = MODES if pin.stages == "even" else (MIXED,)
     recomputes = searched if pin.recompute is None else (pin.recompute,)
@@ -193,12 +204,14 @@ def _candidates_on(
 
 
 def _keeps_batch(request: PlanRequest, traced: TracedModel) -> bool:
-    """Whether a rank runs its sequences as one micro-batch: the losses of several do not add up."""
+    """Whether a rank must run its sequences as one micro-batch, because losses of several
+    micro-batches do not add up to the batch's loss.
+    """
     return not (traced.split.joins or request.micro_batch_mean)
 
 
 def _none_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[MeshShape]) -> str:
-    """Why pins leave no candidate, though they may leave meshes."""
+    """The reason why the pins allow no candidate, even if they allow meshes."""
     return (
         (meshes and _unsplit_words(request, traced, meshes))
         or (meshes and _unshared_words(request, meshes))
@@ -207,7 +220,9 @@ def _none_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[Mesh
 
 
 def _unsplit_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[MeshShape]) -> str:
-    """Why the sequences of a rank cannot be split into micro-batches as pinned; '' if they can."""
+    """The reason why a rank's sequences cannot be split into micro-batches as pinned; '' if they
+    can.
+    """
     pin, sequences = request.pin, sorted({request.global_batch // mesh.dp for mesh in meshes})
     if all(each % (pin.micro_batch or 1) for each in sequences):
         return (
@@ -221,7 +236,7 @@ def _unsplit_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[M
 
 
 def _unshared_words(request: PlanRequest, meshes: Sequence[MeshShape]) -> str:
-    """Why no mesh shares out what ZeRO does as pinned; '' if one does."""
+    """The reason why ZeRO cannot shard over any mesh as pinned; '' if it can."""
     pin, first = request.pin, meshes[0]
     if not any(_zero_stages(request, mesh) for mesh in meshes):
         return (
@@ -245,7 +260,9 @@ def _unshared_words(request: PlanRequest, meshes: Sequence[MeshShape]) -> str:
 
 
 def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> str:
-    """Why no pipeline runs the blocks and the batch, or no mesh splits the batch."""
+    """The reason why no pipeline can run these blocks and this batch, or why no mesh splits the
+    batch.
+    """
     pin, devices = request.pin, request.cluster.num_devices
     pins = ", ".join(f"{key}={value}" for key, value in pin.items())
     if request.is_mixed:
@@ -268,7 +285,9 @@ def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> s
 def _stagings(
     request: PlanRequest, mesh: MeshShape, number: int, blocks: int
 ) -> list[tuple[int, str, tuple[tuple[str, int], ...]]]:
-    """The stages a rank, the schedule and the schedules to choose from that candidates of a mesh begin with; [] if none can run."""
+    """(stages per rank, schedule, schedules to choose from) with which candidates of a mesh start;
+    [] if no schedule can run.
+    """
     pin = request.pin
     if mesh.pp == 1:
         return [(1, "none", ())]
@@ -280,8 +299,9 @@ def _stagings(
 
 
 def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
-    """ZeRO stages of a mesh.  In a pipeline stage 2 is left out unless pinned: gradients are kept whole until the last micro-batch, so that
-    it saves nothing over stage 1."""
+    """The ZeRO stages to search on a mesh. In a pipeline, ZeRO-2 must be pinned: gradients stay
+    whole until the last micro-batch, so it saves nothing over ZeRO-1.
+    """
     pinned = request.pin.zero
     if pinned is not None:
         return (pinned,) if mesh.dp * mesh.cp > 1 or pinned == 0 else ()
@@ -293,8 +313,11 @@ def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
 
 
 def _sharings(request: PlanRequest, mesh: MeshShape) -> list[tuple[int, int]]:
-    """(ZeRO stage, `Candidate.shard`) of a mesh.  Groups are searched where parameters are gathered for every pass; what is gathered once a
-    step gains little by that, and is evaluated where `shard` is pinned."""
+    """(ZeRO stage, `Candidate.shard`) pairs to search on a mesh.
+
+    Sharding within groups is searched where parameters are gathered for every pass. What is
+    gathered once a step gains little from it, so there `shard` must be pinned.
+    """
     stages, pinned = _zero_stages(request, mesh), request.pin.shard
     if pinned:
         shard = 0 if pinned == mesh.dp * mesh.cp else pinned
@@ -306,7 +329,9 @@ def _sharings(request: PlanRequest, mesh: MeshShape) -> list[tuple[int, int]]:
 
 
 def _near_ranks(request: PlanRequest, mesh: MeshShape) -> int:
-    """The data-parallel ranks of one NVLink domain, 0 where they are all, or too few to share out anything."""
+    """The data-parallel ranks within one NVLink domain. 0 if these are all data-parallel ranks, or
+    too few to shard over.
+    """
     here = request.cluster.topology.devices_per_node if not request.is_mixed else 0
     shard = here // mesh.stride("dp") * mesh.ep * mesh.cp
     return (
@@ -319,7 +344,9 @@ def _near_ranks(request: PlanRequest, mesh: MeshShape) -> int:
 def _schedules(
     request: PlanRequest, mesh: MeshShape, number: int, blocks: int
 ) -> tuple[tuple[str, int], ...]:
-    """`schedules_for`; on several kinds of devices those of one stage a rank, whose sizes are free."""
+    """`schedules_for`. With several kinds of devices, only schedules with one stage per rank, whose
+    stage sizes are free.
+    """
     found = schedules_for(request.pin, mesh, number, blocks, may_split_backward(request))
     return tuple((name, count) for name, count in found if count == 1 or not request.is_mixed)
 
@@ -333,7 +360,7 @@ def _can_run(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 
 
 def setting_of(candidate: Candidate, request: PlanRequest, group: int = 0) -> Setting:
-    """What annotation needs to know of a candidate on the devices of a group."""
+    """The setting for which annotation prices a candidate, on the devices of a group."""
     return Setting(
         mesh=replace(candidate.mesh, deal=""),
         micro_batch=candidate.micro_batch,

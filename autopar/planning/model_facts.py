@@ -1,4 +1,4 @@
-"""What pins and candidates ask of a model."""
+"""Facts about a model on which pins and candidates depend."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from autopar.trace.fusion.fused import fused
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """All divisors of a number, ascending."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def as_recomputed(traced: TracedModel, mode: str | None) -> TracedModel:
-    """The model with its layers counted off, if every k-th of them is to be recomputed."""
+    """The model in which every k-th layer is marked, if `mode` is `every-k`; otherwise the model
+    unchanged.
+    """
     if mode is None or not is_recompute(mode) or not is_periodic(mode):
         return traced
     return counted(traced, int(mode.partition("-")[2]))
@@ -37,7 +39,9 @@ def as_planned(traced: TracedModel, plan: Plan) -> TracedModel:
 
 @per_model(16)
 def shared_updates(traced: TracedModel) -> list[str]:
-    """Buffers that forward changes and that several segments read, so that a pipeline would part them."""
+    """Buffers that forward modifies and that several segments read. A pipeline would separate these
+    segments.
+    """
     return [
         name
         for name in traced.updates
@@ -47,21 +51,21 @@ def shared_updates(traced: TracedModel) -> list[str]:
 
 @per_model(16)
 def attention_heads(traced: TracedModel) -> tuple[int, ...]:
-    """How many heads attention has, wherever that is known."""
+    """The distinct numbers of heads of the model's attention ops."""
     queries = [call.tensors[0] for call in calls_of(traced, "aten::scaled_dot_product_attention")]
     heads = dict.fromkeys(query.shape[-3] for query in queries if query.dim() > 2)
     return tuple(int(count) for count in heads if not is_symbolic(count))
 
 
 def calls_of(traced: TracedModel, op: str) -> list[Call]:
-    """Every call of an op, such as 'aten::gelu', each class' once."""
+    """All calls of an op, such as 'aten::gelu'; those of a class once."""
     nodes = [node for block in traced.classes for node in ops(block.graph)]
     return [Call(node) for node in nodes if op_name(node) == op]
 
 
 @per_model(16)
 def num_experts(traced: TracedModel) -> int:
-    """The least number of experts of the model's routed ops; 0 if there is none."""
+    """The smallest number of experts in any of the model's routed ops; 0 if there is none."""
     found = []
     for block in traced.classes:
         for node in ops(block.graph):
@@ -75,5 +79,5 @@ def num_experts(traced: TracedModel) -> int:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """The first twelve of the numbers, for a message."""
+    """The first twelve of the numbers as text, for a message."""
     return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")

@@ -1,4 +1,4 @@
-"""Why no plan fits."""
+"""Errors for requests that no plan fits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from autopar.solve.search.result import SearchResult
 
 
 def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
-    """The error for a search without result: the smallest memory found.  What would fit is `planning/remedies.py`."""
+    """The error for a search without a result, with the smallest memory found. For what would fit,
+    see `planning/remedies.py`.
+    """
     if found.status == "time limit":
         devices = request.cluster.num_devices
         return NoPlanFits(
@@ -46,7 +48,9 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
 
 
 def check_host(prediction: Prediction, request: PlanRequest) -> None:
-    """Raise NoPlanFits if the plan needs more host memory than there is.  What is shared out there differs little between layouts."""
+    """Raise NoPlanFits if the plan needs more host memory than there is. Other plans would not
+    help, since offloaded bytes hardly depend on the layout.
+    """
     host = request.cluster.host if prediction.host_bytes else None
     if host is not None and prediction.host_bytes > host.memory_bytes:
         raise NoPlanFits(

@@ -1,4 +1,4 @@
-"""What a plan says of the model."""
+"""The notes of a plan about the model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from autopar.planning.model_facts import calls_of
 
 @per_model(16)
 def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
-    """What a user must know about this model: what capture says, ops without a rule, and what is not exact.  `mean`: micro-batch
-    losses that do not add up are averaged."""
+    """Notes for the user on this model: remarks of the capture, ops without a rule, and what is not
+    exact. `mean`: losses of micro-batches that do not add up are averaged.
+    """
     found = list(traced.notes)
     ruleless: dict[str, int] = {}
     explicit, random = 0, set()
@@ -71,7 +72,9 @@ def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
 
 
 def split_notes(traced: TracedModel, mean: bool) -> tuple[str, ...]:
-    """What is not that of the whole batch, or keeps it whole."""
+    """Notes on quantities computed per micro-batch instead of over the whole batch, or on why the
+    batch is not split.
+    """
     split, found = traced.split, []
     if not split.joins:
         what = (

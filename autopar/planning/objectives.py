@@ -1,7 +1,8 @@
-"""What a plan is to be best at: the time of a step, its cost, the number of devices or their memory.
+"""Objectives of planning: step time, cost per token, number of devices, or memory of the fullest
+device.
 
-The planner finds the fastest plan on one cluster.  The other objectives ask it several times, on parts of the cluster or on devices with
-less memory, and state what that proves.
+The planner finds the fastest plan on one cluster. The other objectives call it several times, on
+parts of the cluster or on devices with less memory, and state what this proves.
 """
 
 from __future__ import annotations
@@ -30,18 +31,24 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("time", "cost", "gpus", "memory")
 TOLERANCE = 0.01
-"""Share by which the least memory may miss the least that any plan needs."""
+"""Relative tolerance between the least memory found and the proved minimum."""
 MOST_NODES = 8
-"""Nodes up to which every number of them is considered; beyond, powers of two and all of them."""
+"""Up to this many nodes, every number of nodes is considered; beyond it, powers of two and all
+nodes.
+"""
 _ROOM = 1.001
-"""Memory at which the smallest plan is planned, of what it needs: CP-SAT rounds bytes up to its own units."""
+"""Memory with which the smallest plan is planned, relative to what it needs. CP-SAT rounds bytes up
+to its own units.
+"""
 _SAME = 1e-6
-"""Share by which an objective may exceed its bound and count as met by it."""
+"""Relative excess of an objective over its bound that still counts as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is asked for.  'gpus' is the fewest devices that take at most `deadline_s` for a step, or process `tokens_per_s`."""
+    """The user's goal. 'gpus' means the fewest devices with a step of at most `deadline_s` seconds,
+    or with at least `tokens_per_s`.
+    """
 
     objective: str = "time"
     deadline_s: float | None = None
@@ -73,7 +80,7 @@ class Goal:
             )
 
     def limit_s(self, plan: Plan) -> float:
-        """The longest step that meets the goal, for the tokens of a plan's step."""
+        """The longest step, in seconds, that meets the goal for the tokens of a plan's step."""
         if self.tokens_per_s is None:
             return inf if self.deadline_s is None else self.deadline_s
         return plan.predicted.tokens_per_s * plan.predicted.step_time_s / self.tokens_per_s
@@ -88,57 +95,61 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A part of the cluster, or the whole with less memory, with its fastest plan."""
+    """A part of the cluster, or the whole cluster with less memory, and its fastest plan."""
 
     cluster: Cluster
     plan: Plan
 
     @property
     def bound_s(self) -> float:
-        """No plan here takes less for a step."""
+        """A lower bound on the step seconds of every plan on this cluster."""
         return self.plan.certificate.bound_s
 
     @property
     def device_hours(self) -> float:
-        """Hours of a device for a million tokens."""
+        """Device-hours per million tokens."""
         return device_hours_per_million_tokens(self.plan)
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A part of the cluster, or the whole with less memory, for which no plan was found."""
+    """A part of the cluster, or the whole cluster with less memory, without a plan."""
 
     cluster: Cluster
     error: AutoparError
 
     @property
     def settled(self) -> bool:
-        """Whether there is surely no plan."""
+        """Whether it is proved that there is no plan."""
         return not isinstance(self.error, NoPlanFits) or self.error.proven
 
     @property
     def bound_s(self) -> float:
-        """No plan here takes less for a step; infinite if there is none."""
+        """A lower bound on the step seconds of every plan on this cluster; infinite if it is proved
+        that there is none.
+        """
         return inf if self.settled else 0.0
 
 
 Tried = Fitted | Failed
 Attempt = Callable[[Cluster], Tried]
-"""Plans on a cluster, under the pins that are asked for."""
+"""The type of a function that plans on a cluster, under the user's pins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The plan that is best for a goal, with the claim about it.
+    """The best plan for a goal, and what is proved about it.
 
     Attributes:
         goal: the goal.
         cluster: the part of the cluster that the plan is for.
         plan: the plan.
-        value: the objective: seconds of a step, device-hours for a million tokens, devices, or bytes of the fullest device.
-        bound: no plan of the searched space on any of the clusters has a lower objective.
+        value: the objective: seconds of a step, device-hours for a million tokens, devices, or
+            bytes of the fullest device.
+        bound: a lower bound on the objective of every plan in the search space, on any of the
+            clusters.
         claim: what is proved, in words.
-        tried: the clusters that were looked at.
+        tried: the clusters that were planned for.
     """
 
     goal: Goal
@@ -151,7 +162,9 @@ class Chosen:
 
     @property
     def proven(self) -> bool:
-        """Whether the bound says that nothing is better (memory: by more than `TOLERANCE`)."""
+        """Whether the bound proves that no plan is better; for memory, better by more than
+        `TOLERANCE`.
+        """
         return self.value <= self.bound * (
             1 + (TOLERANCE if self.goal.objective == "memory" else _SAME)
         )
@@ -164,9 +177,10 @@ def choose(
     pin: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> Chosen:
-    """Return the plan that is best for a goal, on a cluster or on a part.  If the goal is not the time, the plan's notes state the claim.
+    """The best plan for a goal, on the cluster or a part of it. If the goal is not the time, the
+    plan's notes state what is proved.
 
-    Raises AutoparError as the planner does, and if no part of the cluster meets a deadline.
+    Raises AutoparError like the planner, and if no part of the cluster meets a deadline.
     """
 
     def attempt(at: Cluster) -> Tried:
@@ -195,7 +209,9 @@ def choose(
 
 
 def sizes_of(cluster: Cluster) -> list[int]:
-    """Numbers of devices that are considered, ascending: powers of two that divide a node, and whole nodes (see `MOST_NODES`)."""
+    """The numbers of devices to consider, ascending: powers of two that divide a node, and whole
+    nodes (see `MOST_NODES`).
+    """
     per_node, nodes = cluster.topology.devices_per_node, cluster.topology.nodes
     parts = [2**k for k in range(per_node.bit_length()) if 2**k < per_node and per_node % 2**k == 0]
     counts = (
@@ -219,7 +235,9 @@ def _fastest(goal: Goal, cluster: Cluster, plan: Plan) -> Chosen:
 
 
 def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """Every size is planned: the cost per token need not be monotone in it."""
+    """The plan with the lowest cost per token. Every size is planned, since the cost need not be
+    monotone in the size.
+    """
     tried = tuple(attempt(cluster.with_devices(size)) for size in sizes_of(cluster))
     planned = _planned(tried)
     best = min(planned, key=lambda one: (one.device_hours, one.plan.predicted.step_time_s))
@@ -233,7 +251,7 @@ def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """Sizes ascend until one meets the goal."""
+    """The plan on the fewest devices that meets the goal. Sizes are tried in ascending order."""
     tried: list[Tried] = []
     for size in sizes_of(cluster):
         last = attempt(cluster.with_devices(size))
@@ -248,8 +266,12 @@ def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """Devices get less memory until nothing fits: first a little more than what the planner says that the smallest plan needs, then ever
-    greater steps down, and from where nothing fits small ones again, until the interval is `TOLERANCE` wide."""
+    """The plan with the least memory of the fullest device.
+
+    Devices get less memory until nothing fits. The first try is slightly above the planner's own
+    minimum. Then steps downwards grow until nothing fits, and shrink from there, until the interval
+    is `TOLERANCE` wide.
+    """
     tried = [attempt(cluster)]
     fastest = best = _planned(tried)[0]
     high, low = _peak_bytes(best.plan), cluster.device.reserved_bytes + 1
@@ -283,7 +305,7 @@ def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _planned(tried: Sequence[Tried]) -> list[Fitted]:
-    """Those that have plans.  The error of the last one is raised if none has."""
+    """The attempts that found plans. If there is none, the error of the last attempt is raised."""
     if planned := [one for one in tried if isinstance(one, Fitted)]:
         return planned
     raise next(one.error for one in reversed(tried) if isinstance(one, Failed))
@@ -294,7 +316,7 @@ def _peak_bytes(plan: Plan) -> int:
 
 
 def _device_hours(device_seconds: float, plan: Plan) -> float:
-    """Hours of a device for a million tokens, if the tokens of a plan's step take so many seconds of one device."""
+    """Device-hours per million tokens, if the tokens of a plan's step take `device_seconds`."""
     tokens = plan.predicted.tokens_per_s * plan.predicted.step_time_s
     return device_seconds / tokens * 1e6 / 3600
 
@@ -304,13 +326,13 @@ def _listed(tried: Sequence[Tried]) -> str:
 
 
 def _cost_words(device_hours: float, cluster: Cluster) -> str:
-    """`$0.0745`, or `0.0298 device-hours` where no price is known."""
+    """A cost as text: `$0.0745`, or `0.0298 device-hours` if the price is unknown."""
     price = cluster.price_per_device_hour
     return f"{device_hours:.4g} device-hours" if price is None else f"${device_hours * price:.4g}"
 
 
 def _unsettled(tried: Sequence[Tried]) -> str:
-    """What is not known of the sizes, or ''."""
+    """A clause about sizes for which the search proved nothing, or ''."""
     unknown = [one for one in tried if isinstance(one, Failed) and not one.settled]
     return (
         f"; on {_listed(unknown)} no plan was found in time, which proves nothing"
@@ -320,7 +342,7 @@ def _unsettled(tried: Sequence[Tried]) -> str:
 
 
 def _fewer_words(tried: Sequence[Tried], limit_s: float) -> str:
-    """What is proved of fewer devices."""
+    """A clause about what is proved for fewer devices."""
     fewer = tried[:-1]
     if not fewer:
         return ""
@@ -373,7 +395,9 @@ _UNITS = {
 
 
 def chosen_data(chosen: Chosen) -> dict[str, Any]:
-    """The objective, its value and bound in `unit`, the claim in words, and what was tried, as plain data."""
+    """The objective, its value and bound in `unit`, the claim in words, and the attempts, as plain
+    data.
+    """
     goal = chosen.goal
     return {
         "objective": goal.objective,
@@ -404,7 +428,7 @@ def _tried_data(one: Tried) -> dict[str, Any]:
 
 
 def chosen_table(chosen: Chosen) -> Group:
-    """The objective and its claim, with what was tried, as a rich renderable."""
+    """The objective, the claim and the attempts as a rich renderable."""
     from rich.console import Group
     from rich.text import Text
 

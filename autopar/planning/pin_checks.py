@@ -1,4 +1,4 @@
-"""Whether pins can hold for a model and a cluster."""
+"""Checks that pins are possible for a model and a cluster."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _check_degrees(pin: Pins, devices: int) -> None:
 
 
 def _check_batch(request: PlanRequest) -> None:
-    """The pins that split the batch, as far as they say how."""
+    """Raise AutoparError if pins do not split the batch evenly."""
     pin, dp = request.pin, request.pin.dp
     if dp is None and pin.tp is not None and pin.cp is not None:
         dp = request.cluster.num_devices // pin.tp // pin.cp // (pin.pp or 1)
@@ -87,7 +87,9 @@ def _check_model(pin: Pins, traced: TracedModel) -> None:
 
 
 def _check_groups(request: PlanRequest) -> None:
-    """The pins on devices of several kinds, where each rank of the pipeline lies within one group."""
+    """Raise AutoparError if pins are impossible on devices of several kinds, where each pipeline
+    rank must lie within one group.
+    """
     pin, name = request.pin, request.cluster.name
     sizes = [group.num_devices for group in request.cluster.groups]
     inside = {axis: pin[axis] for axis in ("tp", "cp", "dp") if axis in pin}
@@ -122,7 +124,7 @@ def _check_groups(request: PlanRequest) -> None:
 
 
 def _check_sharing(pin: Pins) -> None:
-    """Hybrid sharding shares out what ZeRO does."""
+    """Raise AutoparError if `shard` is pinned together with zero=0, which shards nothing."""
     if pin.shard and pin.zero == 0:
         raise AutoparError(
             f"shard={pin.shard}: {pin.shard} ranks share out what ZeRO does, and zero=0 shares out nothing; pin zero=1, 2 or 3"
@@ -143,7 +145,9 @@ def _check_offload(request: PlanRequest) -> None:
 
 
 def check_fetched(pp: int, zero: int) -> None:
-    """Raise AutoparError if parameters cannot be fetched from the host for each pass of a segment."""
+    """Raise AutoparError if parameters cannot be fetched from the host for each pass of a
+    segment.
+    """
     if pp > 1:
         raise AutoparError(
             f"offload=parameters: a pipeline (pp={pp}) has the parameters of its stages on the device for all of a step; "
@@ -157,7 +161,7 @@ def check_fetched(pp: int, zero: int) -> None:
 
 
 def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
-    """The pins of a pipeline."""
+    """Raise AutoparError if the pins of a pipeline are impossible."""
     pin = request.pin
     pp, vpp = pin.pp or len(request.cluster.groups), pin.vpp or 1
     parted = shared_updates(traced) if request.runnable and pp > 1 else []
@@ -190,7 +194,7 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
 
 
 def _check_no_pipeline(pin: Pins) -> None:
-    """No pin is of a pipeline, where there is none."""
+    """Raise AutoparError if pp is 1 but another pin needs a pipeline."""
     alone = {"vpp": 1, "schedule": "none", "stages": None}
     for name, value in alone.items():
         if name in pin and pin[name] != value:
@@ -200,7 +204,9 @@ def _check_no_pipeline(pin: Pins) -> None:
 
 
 def _micro_batches(request: PlanRequest) -> int | None:
-    """The number of micro-batches that the pins leave, None if they leave several or none."""
+    """The number of micro-batches that the pins imply; None if they imply none or are not
+    sufficient.
+    """
     pin = request.pin
     if pin.micro_batch is None or pin.dp is None:
         return None
@@ -209,19 +215,25 @@ def _micro_batches(request: PlanRequest) -> int | None:
 
 
 def may_split_backward(request: PlanRequest) -> bool:
-    """Whether schedules that split backwards are searched.  What is to run must do without kept
-    results, which torch serves once, and without torch.compile, whose functions give all
-    gradients at once."""
+    """Whether schedules with a split backward are searched.
+
+    To run one, a plan must not keep results of ops (recompute op), since torch provides them only
+    once. It must also not use torch.compile, whose functions compute all gradients at once.
+    """
     return not request.runnable or not (request.pin.recompute == "op" or request.software.compiled)
 
 
 def schedule_of(pin: Pins) -> str:
-    """The schedule of a pipeline whose stages are pinned: what is pinned, or 1F1B, interleaved if a rank has several stages."""
+    """The schedule of a pipeline with pinned stages: the pinned one, otherwise 1F1B, or interleaved
+    1F1B if a rank has several stages.
+    """
     return pin.schedule or ("interleaved_1f1b" if (pin.vpp or 1) > 1 else "1f1b")
 
 
 def _check_product(pin: Pins, devices: int) -> None:
-    """Pinned degrees must multiply to a divisor of the devices, and to all of them if tp, cp and dp (cp being 1 unless pinned) are."""
+    """Raise AutoparError unless the product of pinned degrees divides the number of devices; if tp
+    and dp are pinned (cp defaults to 1), it must use all devices.
+    """
     fixed = {name: pin[name] for name in ("tp", "pp", "cp", "dp") if name in pin}
     taken = prod(fixed.values())
     if devices % taken == 0 and not ("tp" in fixed and "dp" in fixed and taken != devices):

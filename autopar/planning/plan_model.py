@@ -1,4 +1,6 @@
-"""Whether a plan deals out the segments of a model and has layouts for all of its ops: what an edit by hand may have lost."""
+"""Checks that a plan, perhaps edited by hand, covers the model: all segments in stages, and layouts
+for all ops.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ DAMAGED = "it was damaged; plan again"
 
 
 def check_parts(plan: Plan) -> None:
-    """AutoparError naming the field of a plan that is wrong, or contradicts another."""
+    """Raise AutoparError, naming the field, if a field of a plan is wrong or contradicts
+    another.
+    """
     try:
         check_consistent(plan)
     except (AutoparError, ValueError) as error:
@@ -26,7 +30,9 @@ def check_parts(plan: Plan) -> None:
 
 
 def check_segments(plan: Plan, traced: TracedModel) -> None:
-    """AutoparError unless the stages are the model's segments in order, and each block is of one structure with a choice for all ops."""
+    """Raise AutoparError unless the stages hold the model's segments in order, and each block has
+    segments of one structure and a choice for each op.
+    """
     dealt, own = (
         [name for stage in plan.stages for name in stage],
         [segment.name for segment in traced.segments],
@@ -78,12 +84,14 @@ def _check_ops(block: BlockPlan, structure: BlockClass, axes: tuple[str, ...]) -
 
 
 def _names(strategy: str, layout: Layout, dims: int) -> bool:
-    """Whether a choice is named after its layout, of a tensor with so many dims."""
+    """Whether a choice has the name of its layout, on a tensor with `dims` dims."""
     return strategy == str(layout) and layout.dim < max(dims, 1)
 
 
 def _ends(structure: BlockClass) -> Iterator[tuple[str, int, bool]]:
-    """(name, number of dims, whether it is a result) of what a block is given, its parameters, and its results."""
+    """(name, number of dims, whether it is a result) for the inputs, parameters and results of a
+    block.
+    """
     for node in structure.graph.nodes:
         if node.op == "output":
             yield from (
@@ -95,7 +103,7 @@ def _ends(structure: BlockClass) -> Iterator[tuple[str, int, bool]]:
 
 
 def _named(structure: BlockClass) -> Iterator[str]:
-    """The names under which a block has choices."""
+    """The names for which a block must have choices."""
     for node in structure.graph.nodes:
         if node.op == "output":
             yield from (f"output{number}" for number in range(len(node.args[0])))

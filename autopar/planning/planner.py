@@ -1,4 +1,4 @@
-"""The best plan of a traced model."""
+"""Plans a traced model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def find_best(
     limits: SearchLimits,
     progress: Callable[[str], None] | None = None,
 ) -> SearchResult:
-    """Search all candidates of a request."""
+    """The search result over all candidates of a request."""
     if request.is_mixed:
         return search_groups(
             candidates_for(request, traced),
@@ -67,7 +67,9 @@ def plan_traced(
     time_limit_s: float = 60.0,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """What `plan` does once the model is traced and the request is complete."""
+    """The best plan of a traced model for a complete request; the part of `api.plan` after
+    tracing.
+    """
     check_pins(request, traced)
     traced = as_recomputed(fused(traced, request.pin.fuse or "off"), request.pin.recompute)
     annotator = annotator_of(traced)

@@ -1,8 +1,10 @@
-"""What would fit where nothing does: the smallest changes of the request with which the planner finds a plan.
+"""Remedies: the smallest changes of a request that no plan fits with which the planner finds a
+plan.
 
-A *ladder* is one kind of change, its *rungs* ordered from the smallest change to the greatest.  The first rung that fits is found by
-bisection (of devices, by ever greater steps up first), taking for granted that a greater change fits if a smaller one does; that the found
-one fits and that the rung before it does not are verified by planning both.
+A *ladder* is one kind of change; its *rungs* are ordered from the smallest change to the greatest.
+Bisection finds the first rung that fits; on ladders of devices, increasing steps upwards come
+first. It assumes that a greater change fits if a smaller one does. Both the result and the rung
+before it are verified by planning.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ from autopar.text.plan_words import MEMORY_WORDS, OFFLOAD_WORDS, layout_words
 from autopar.text.units import gib, ms, percent
 
 BUDGET_S = 20.0
-"""Seconds to look for remedies: shared evenly by the ladders that are left."""
+"""Seconds to look for remedies, shared evenly by the remaining ladders."""
 MOST_TIMES = 64
-"""How many times as many devices are tried at most."""
+"""The largest multiple of the number of devices that is tried."""
 _SEQ_STEPS = 16
-"""Parts of a sequence by which it is shortened."""
+"""Number of equal steps in which a sequence is shortened."""
 _PIPELINE = ("vpp", "schedule", "stages")
-"""Pins that nothing but a pipeline can have: they go with the pin of pp."""
+"""Pins that only a pipeline can have. They are dropped together with the pin of pp."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request: `seq` is the tokens of a sequence, None if the model cannot be had with others."""
+    """A request. `seq` is tokens per sequence, None if the model does not support other lengths."""
 
     pin: Mapping[str, Any]
     cluster: Cluster
@@ -43,12 +45,14 @@ class Ask:
 
 
 PlanFor = Callable[[Ask, float], Plan]
-"""Plans what is asked for, searching at most the given number of seconds.  Raises AutoparError as the planner does."""
+"""The type of a function that plans a request within a number of seconds. It raises AutoparError
+like the planner.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One change: in words, as in `it fits <words>`, and the request with it."""
+    """One change, in words that continue `it fits ...`, and the changed request."""
 
     words: str
     ask: Ask
@@ -56,7 +60,9 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """One kind of change.  `up`: begin with the smallest change, not with the greatest, since the greatest is slow to plan."""
+    """One kind of change. `up`: try the smallest change first, since the greatest is slow to
+    plan.
+    """
 
     what: str
     words: str
@@ -66,7 +72,9 @@ class Ladder:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change with which `plan` fits.  `smallest`: whether the next smaller change of the ladder surely does not fit."""
+    """A change with which `plan` fits. `smallest`: whether it is proved that the next smaller
+    change of the ladder does not fit.
+    """
 
     what: str
     words: str
@@ -83,8 +91,11 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Remedies:
-    """The answer: what does not fit and why, what fits, kinds of change that do not help, and those that there was no time to verify.
-    `least` is the plan that needs the least memory, on devices that have it."""
+    """The answer: the reason why nothing fits, the remedies `found`, kinds of change that are
+    `useless`, and kinds without time to verify.
+
+    `least` is the plan that needs the least memory, on devices that have enough.
+    """
 
     ask: Ask
     reason: str
@@ -120,7 +131,9 @@ def remedies(
     clock: Callable[[], float] = time.monotonic,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Remedies:
-    """The smallest changes of `ask`, which raised `error`, that fit."""
+    """The smallest changes of `ask` that fit, after planning it raised `error`. The search takes at
+    most `budget_s` seconds of `clock`.
+    """
     end_s = clock() + budget_s
     found: list[Remedy] = []
     useless: list[str] = []
@@ -160,7 +173,9 @@ def remedies(
 
 @dataclass(slots=True)
 class Climb:
-    """The search on one ladder, until `end_s` of the clock.  Rungs that are impossible whatever the memory is are taken off it."""
+    """The search on one ladder, until the clock reaches `end_s`. Rungs that are impossible with any
+    memory are removed.
+    """
 
     ladder: Ladder
     plan_for: PlanFor
@@ -172,7 +187,7 @@ class Climb:
     ruled_out: set[str] = field(default_factory=set)
 
     def first_fit(self) -> Remedy | None:
-        """The first rung that fits, as far as time allows."""
+        """The first rung that fits, as far as time allows; otherwise None."""
         rungs, failing, fitting = self.ladder.rungs, -1, None
         while (at := self._next(failing, fitting)) is not None and not self._over():
             fits = self._fits(rungs[at])
@@ -190,7 +205,9 @@ class Climb:
         return Remedy(self.ladder.what, rung.words, rung.ask, self.plans[rung.words], smallest)
 
     def _next(self, failing: int, fitting: int | None) -> int | None:
-        """The rung to try after the rung `failing` failed (-1: none) and `fitting` fitted; None if it is known which is the first."""
+        """The next rung to try, after rung `failing` failed (-1: none) and rung `fitting` fitted;
+        None if the first fitting rung is known.
+        """
         last = len(self.ladder.rungs) - 1
         if fitting is not None:
             return (failing + fitting) // 2 if fitting - failing > 1 else None
@@ -204,7 +221,9 @@ class Climb:
         return over
 
     def _fits(self, rung: Rung) -> bool | None:
-        """Whether a plan fits; None if there is none for another reason."""
+        """Whether a plan fits on this rung; None if it is impossible for a reason other than
+        memory.
+        """
         self.tell(f"planning {rung.words}")
         try:
             left_s = self.end_s - self.clock()
@@ -273,7 +292,7 @@ def ladders_of(ask: Ask) -> Iterator[Ladder]:
 
 
 def _pin_rungs(ask: Ask, name: str) -> Iterator[Rung]:
-    """A pin with other values, those first that change least, and without the pin."""
+    """Rungs that change a pin to other values, the smallest change first, and finally remove it."""
     value = ask.pin[name]
     for other in _relaxed(name, value):
         yield Rung(
@@ -303,8 +322,11 @@ def _relaxed(name: str, value: Any) -> list[Any]:
 
 
 def larger_clusters(cluster: Cluster) -> list[Cluster]:
-    """More devices of the same kind, ascending: in the node twice, four times, ... as many, if the cluster is a part of a known one; then
-    whole nodes, every number up to twice as many, and from there twice, four times, ... as many, up to `MOST_TIMES`."""
+    """Clusters with more devices of the same kind, ascending.
+
+    A part of a known node doubles until the node is full. Then come whole nodes: every number up to
+    twice as many, and further doublings up to `MOST_TIMES`.
+    """
     if len(cluster.groups) > 1:
         return []  # of which kind is not for us to say
     if not _is_part(cluster):
@@ -325,7 +347,7 @@ def larger_clusters(cluster: Cluster) -> list[Cluster]:
 
 
 def _is_part(cluster: Cluster) -> bool:
-    """Whether the cluster is a number of devices of one node, as `h100:4` names them."""
+    """Whether the cluster is some devices of one node, as in `h100:4`."""
     preset = home_of(cluster.device.name)
     if (
         cluster.device.name not in DEVICES
@@ -345,7 +367,9 @@ def _more_nodes(here: int) -> list[int]:
 
 
 def remedies_data(answer: Remedies) -> dict[str, Any]:
-    """The answer as plain data: seconds and bytes; of plans, what they choose and are predicted to do."""
+    """The answer as plain data, in seconds and bytes. Plans are reduced to their choices and
+    predictions.
+    """
     least = answer.least
     return {
         "answer": "does not fit",

@@ -1,4 +1,4 @@
-"""Whether a plan is one for this model and cluster."""
+"""Checks that a saved plan belongs to a model and cluster."""
 
 from __future__ import annotations
 

@@ -13,14 +13,17 @@ from autopar.ir.plan import Plan
 from autopar.text.plan_words import PlanOn
 
 _ROOM = 1.001
-"""Memory at which the smallest plan is solved again, of what it needs: CP-SAT rounds bytes up to its own units."""
+"""Memory with which the smallest plan is solved again, relative to what it needs. CP-SAT rounds
+bytes up to its own units.
+"""
 
 
 def smallest_plan(
     plan_on: PlanOn, cluster: Cluster, pin: Mapping[str, Any], least_bytes: int | None
 ) -> Plan | None:
-    """The best plan on devices with hardly more than the least memory that plans under the pins need; None if that is not known, as where
-    the devices are of several kinds."""
+    """The best plan on devices with barely more than `least_bytes`, the least memory of any plan
+    under the pins. None if that is unknown, or if the devices are of several kinds.
+    """
     if least_bytes is None or len(cluster.groups) > 1:
         return None
     try:

@@ -1,1 +1,1 @@
-"""Scoring the cost models against runs that other people measured: `autopar predict RUNS.csv`."""
+"""Compares the cost models with published measurements: `autopar predict RUNS.csv`."""

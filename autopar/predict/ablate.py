@@ -1,8 +1,10 @@
-"""What each mechanism of the cost model is worth: measured runs predicted with one mechanism at a time switched off.
+"""Ablation of the cost model: measured runs predicted with one mechanism switched off at a time.
 
-A mechanism is switched off by values alone: fields of the run, of the software, of the cluster, or constants, so that what remains is the
-same planner.  Constants were fitted with all mechanisms on.  So each error is given with the constants in use, and with constants fitted
-again without the mechanism; those fits take how errors depend on constants from the model with all mechanisms on (`fit.Sensitivities`).
+A mechanism is switched off by values alone: fields of the run, of the software or of the cluster,
+or constants. The planner stays the same. Constants were fitted with all mechanisms on. Each error
+is therefore given twice: with the constants in use, and with constants fitted again without the
+mechanism. Those fits take the sensitivities of errors to constants from the model with all
+mechanisms on (`fit.Sensitivities`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from autopar.predict.run import Run, RunPrediction
 from autopar.predict.score import mape
 
 CHANGED = 0.001
-"""A mechanism changes a run whose step time differs by more than this share without it."""
+"""A mechanism counts as changing a run if it changes the step time by more than this fraction."""
 INFINITE_BPS = 1e21
 GENERATIONS = ("ampere_efficiency", "hopper_efficiency", "blackwell_efficiency")
 
@@ -34,8 +36,18 @@ def _as_it_is(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Mechanism:
-    """`instead`: what the model assumes without it.  `run`, `constants` and `case` give the values that switch it off; `parts` of the step
-    time are then left out.  A fit without the mechanism leaves the constants `settled` alone and gives those `joined` one change."""
+    """A mechanism of the cost model, and how to switch it off.
+
+    Attributes:
+        name: its name.
+        instead: what the model assumes without it.
+        run: changes the run so that it is off.
+        constants: changes the constants so that it is off.
+        case: changes the case so that it is off.
+        parts: parts of the step time that are left out without it.
+        settled: constants that a fit without it does not change.
+        joined: constants that a fit without it changes by one common amount.
+    """
 
     name: str
     instead: str
@@ -47,17 +59,19 @@ class Mechanism:
     joined: tuple[str, ...] = ()
 
     def off(self, run: Run) -> Case:
-        """A run without the mechanism."""
+        """The case of a run with the mechanism switched off."""
         return self.case(case_of(self.run(run), self.constants(FITTED)))
 
     def step_time_s(self, run: Run, whole: RunPrediction) -> float:
-        """The step time without the mechanism; `whole` is the prediction with it, which stands where no value differs."""
+        """The step time in seconds without the mechanism. `whole` is the prediction with it, which
+        is reused if switching it off changes no value.
+        """
         without = self.off(run)
         found = whole if without == case_of(run) else price(without)
         return found.step_time_s - sum(found.breakdown.get(part, 0.0) for part in self.parts)
 
     def slopes(self, table: np.ndarray) -> np.ndarray:
-        """How errors depend on constants without the mechanism, from how they do with it."""
+        """The sensitivities of errors to constants without the mechanism, from those with it."""
         found = table.copy()
         places = [FREE.index(name) for name in self.joined]
         if places:
@@ -156,8 +170,12 @@ MECHANISMS = (
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """Errors without one mechanism.  `errors` are relative; `changed`: the runs whose step time it changes; `refused`: runs that cannot be
-    predicted without it, which keep their prediction; `refitted`: errors with constants fitted again."""
+    """Errors without one mechanism.
+
+    `errors` are relative, by run. `refitted` are the errors after fitting the constants again.
+    `changed` are the runs whose step time it changes. `refused` are runs that cannot be predicted
+    without it; they keep their prediction.
+    """
 
     mechanism: Mechanism
     errors: dict[str, float]
@@ -166,14 +184,18 @@ class Without:
     refused: tuple[str, ...]
 
     def mape(self, refitted: bool = False, changed: bool = False) -> float:
-        """Over all runs, or over those that the mechanism changes; NaN of none."""
+        """The mean absolute relative error over all runs, or over the `changed` ones; NaN if there
+        is none.
+        """
         found = self.refitted if refitted else self.errors
         return mape(found[run] for run in (self.changed if changed else found))
 
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """`errors` and `refitted` (constants fitted on the same runs in the same way) are those with all mechanisms on."""
+    """The result of an ablation. `errors` and `refitted` are those with all mechanisms on;
+    `refitted` uses constants fitted on the same runs.
+    """
 
     errors: dict[str, float]
     refitted: dict[str, float]
@@ -185,8 +207,9 @@ def ablate(
     mechanisms: Sequence[Mechanism] = MECHANISMS,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Ablation:
-    """Predict every run that has a measured step time and can be predicted with each mechanism off in turn.  Run by run, so that a model
-    is traced once."""
+    """The ablation of all runs that have a measured step time and can be predicted. Runs are
+    processed one by one, so that a model is traced once.
+    """
     tables: list[Sensitivities] = []
     # log(time without / time with), by run and mechanism; NaN where refused
     gains: list[list[float]] = []
@@ -229,6 +252,6 @@ def _without(mechanism: Mechanism, gains: np.ndarray, whole: Sensitivities) -> W
 
 
 def _errors(table: Sensitivities) -> tuple[dict[str, float], dict[str, float]]:
-    """Relative errors of the runs with the constants in use, and with constants fitted on them."""
+    """Relative errors by run: (with the constants in use, with constants fitted on these runs)."""
     change = table.fit(np.ones(len(table.runs), bool))
     return table.errors_after(np.zeros(len(FREE))), table.errors_after(change)

@@ -1,4 +1,4 @@
-"""What `autopar predict` does: read, predict every run, score."""
+"""`autopar predict`: reads runs, predicts each, and scores the predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from autopar.predict.score import Scored
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """Every run with its prediction, in the file's order; layouts that the notes say ran out of memory; what was not predicted, and why."""
+    """Every run with its prediction, in the order of the file; layouts that ran out of memory
+    according to the notes; and runs that were not predicted, with the reason.
+    """
 
     path: str
     results: tuple[Scored, ...]
@@ -23,14 +25,16 @@ class Predictions:
 
     @property
     def scored(self) -> tuple[Scored, ...]:
-        """The results of complete runs: those count in the scores."""
+        """The results of complete runs, which count in the scores."""
         return tuple(result for result in self.results if result.run.complete)
 
 
 def predict_file(
     path: str | Path, evaluate: Evaluate, tell: Callable[[str], None] = lambda text: None
 ) -> Predictions:
-    """Predict the runs of a CSV file.  Raises AutoparError if it cannot be read; a run that cannot be predicted is a problem."""
+    """The predictions of the runs in a CSV file. Raises AutoparError if the file cannot be read. A
+    run that cannot be predicted becomes a problem.
+    """
     runs, problems = read_runs(path)
     results, failed = predict_runs(runs, evaluate, tell)
     failing = out_of_memory_layouts(tuple(run for run in runs if run.complete))
@@ -43,7 +47,7 @@ def predict_file(
 def predict_runs(
     runs: Iterable[Run], evaluate: Evaluate, tell: Callable[[str], None] = lambda text: None
 ) -> tuple[tuple[Scored, ...], tuple[Problem, ...]]:
-    """(run and prediction, the runs that were refused or failed, with the reason)."""
+    """(runs with predictions, runs that were refused or failed, with the reason)."""
     results, problems = [], []
     for run in runs:
         tell(f"predicting {run.id}")

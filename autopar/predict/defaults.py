@@ -1,8 +1,9 @@
-"""Every rule that fills in an unpublished field of a run, in one table.
+"""The table of rules that fill in unpublished fields of a run.
 
-The reader goes through `DEFAULTS` from top to bottom; a rule sees the fields that the row states and those filled in before it.  Flags that
-`extra_opts` does not list (async_tp, fp8_allgather, parallel_block, mtp, shared experts, ...) are off, and are no unpublished fields:
-their defaults are those of the classes in `run.py`.
+`DEFAULTS` is applied from top to bottom. A rule sees the fields that the row states and those
+filled in before. Flags of `extra_opts` that a row does not list (async_tp, fp8_allgather,
+parallel_block, mtp, shared experts, ...) are off. They do not count as unpublished fields: their
+defaults are those of the classes in `run.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ TIED_TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """What an unpublished field is taken to be, in words (`rule`, `reason`) and as a function of the row's other fields.
+    """The default of an unpublished field: in words (`rule`, `reason`), and as a function of the
+    row's other fields.
 
-    Where `matters` is false of a row (vpp without a pipeline) the field is filled in but not counted as an assumption.
+    If `matters(row)` is false (vpp without a pipeline), the field is filled in but does not count
+    as an assumption.
     """
 
     field: str
@@ -37,7 +40,7 @@ class Default:
 
 
 def _never(row: Stated) -> bool:
-    """For fields that follow from others by definition."""
+    """False: for fields that follow from others by definition."""
     return False
 
 
@@ -61,7 +64,9 @@ def _nvidia_recipe(row: Stated) -> bool:
 
 
 def _megatron(row: Stated) -> bool:
-    """Anything built on Megatron-LM's or Megatron-Core's layers, DeepSpeed's pipelines of them included."""
+    """Whether the run uses layers of Megatron-LM or Megatron-Core, including pipelines of
+    DeepSpeed.
+    """
     return is_megatron(row["framework"]) or _deepspeed(row)
 
 
@@ -93,7 +98,9 @@ def _head_dim(row: Stated) -> int:
 
 
 def _tied(row: Stated) -> bool:
-    """The family's habit, unless the published size says otherwise."""
+    """Whether embeddings are tied: usual for the family, unless the published number of parameters
+    says otherwise.
+    """
     habit = row["family"] == "gpt"
     published = row.get("parameters")
     if not published:
@@ -164,7 +171,7 @@ def _grads(row: Stated) -> str:
 
 
 def _fuses(row: Stated) -> bool:
-    """Megatron-LM of version 2.6 or later, from which DeepSpeed's fork stems not."""
+    """Whether the run uses Megatron-LM 2.6 or later, after DeepSpeed's fork."""
     return _megatron(row) and not _deepspeed(row) and _since(row, 2022)
 
 
@@ -304,9 +311,10 @@ DEFAULTS: tuple[Default, ...] = (
 
 
 def complete(stated: Stated) -> tuple[Stated, tuple[str, ...]]:
-    """All fields, and the names of those that are assumptions.  A stated None (known to exist, size unknown) is filled in too.
+    """(all fields, names of those that are assumptions). A field that is stated as None (it exists,
+    but its size is unknown) is filled in too.
 
-    Raises AutoparError where a rule cannot be applied.
+    Raises AutoparError if a rule cannot be applied.
     """
     row, filled = dict(stated), []
     for default in DEFAULTS:

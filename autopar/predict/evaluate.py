@@ -1,6 +1,6 @@
-"""`evaluate`: a run priced by the planner itself, with everything pinned.
+"""Predicts a measured run with the planner itself, with every choice pinned.
 
-What the planner does not price yet is refused by name.
+A run with a feature that the planner does not price is refused with the name of the feature.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
 
 UNLIMITED_BYTES = 2**50
-"""The memory of the GPUs that are planned for: whether a layout fits is for the scores to say."""
+"""Memory of the GPUs for which a run is planned: practically unlimited, so that layouts that do not
+fit are predicted too. The scores judge whether they fit.
+"""
 
 _RECOMPUTE = {
     "none": "none",
@@ -48,7 +50,7 @@ _SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current"
              "mx": "block"}  # fmt: skip
 _ALIKE = ("dp_overlap", "early_stop", "fused_accumulation", "fused_softmax", "late_gradients",
           "tp_overlap")  # fmt: skip
-"""Fields of a run's software that `autopar.Software` has too."""
+"""Fields of a run's software that `autopar.Software` has under the same name."""
 _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
     ("fp4 products", lambda run: run.precision.matmul == "fp4"),
     ("schedule {run.degrees.schedule!r}", lambda run: run.degrees.schedule not in _SCHEDULES),
@@ -57,7 +59,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Run], bool]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """All that a prediction depends on."""
+    """Everything that a prediction depends on: run, cluster and software."""
 
     run: Run
     cluster: ClusterSpec
@@ -65,18 +67,24 @@ class Case:
 
 
 def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
-    """Step time, peak memory and breakdown of a run.  Raises AutoparError naming what cannot be predicted."""
+    """The predicted step time, peak memory and breakdown of a run. Raises AutoparError with the
+    feature that cannot be predicted.
+    """
     return price(case_of(run, fitted))
 
 
 def case_of(run: Run, fitted: FittedConstants = FITTED) -> Case:
-    """A run on the cluster and with the software that it had.  Raises AutoparError for a GPU outside the catalogue."""
+    """The case of a run: its cluster and software. Raises AutoparError for a GPU outside the
+    catalogue.
+    """
     cluster = cluster_of(run, fitted)
     return Case(run, cluster, replace(_software(run, cluster.device.generation), fitted=fitted))
 
 
 def price(case: Case) -> RunPrediction:
-    """Step time, peak memory and breakdown of a case.  Raises AutoparError naming what cannot be predicted."""
+    """The predicted step time, peak memory and breakdown of a case. Raises AutoparError with the
+    feature that cannot be predicted.
+    """
     lacking = [text.format(run=case.run) for text, applies in _UNSUPPORTED if applies(case.run)]
     if lacking:
         raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
@@ -86,10 +94,12 @@ def price(case: Case) -> RunPrediction:
 
 
 def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
-    """What the planner would choose for the model, batch, cluster and software of a case, on GPUs with so much memory.
+    """The planner's own choice for the model, batch, cluster and software of a case, on GPUs with
+    `memory_bytes`.
 
-    Layers that keep their shard of an input and gather it again do so under the pin of sequence parallelism alone; where the software has
-    them, the choice is the better of that under the pin and that without, each found in `time_limit_s`.
+    Software that keeps a sharded input and gathers it again does so only under the
+    sequence-parallelism pin. For such software the result is the better plan of two, with and
+    without the pin, each found within `time_limit_s` seconds.
     """
     ways: list[dict[str, Any]] = [{}]
     if case.software.gathers_again:
@@ -106,7 +116,7 @@ def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Pl
 
 
 def _pinned(case: Case, layers: int | None = None) -> Plan:
-    """The layout that the run had, or that with another number of layers."""
+    """The plan with the run's layout, for the run's number of layers or `layers`."""
     return _plan(case, _traced(case.run, layers), _pins(case.run), UNLIMITED_BYTES)
 
 
@@ -138,8 +148,11 @@ def _prediction(plan: Plan) -> RunPrediction:
 
 
 def _one_more(case: Case) -> RunPrediction:
-    """Forward and backward of one layer inside a model, its input's gradient included: what a model of three has more than one of two.
-    What is done once a step (update, reduction of gradients) is left out of the time; memory is what the layer adds."""
+    """The prediction for one layer inside a model: a model of three layers minus a model of two.
+
+    It includes forward and backward, with the gradient of the layer's input. The time leaves out
+    what runs once a step (update, reduction of gradients). The memory is what the layer adds.
+    """
     two, three = (_prediction(_pinned(case, layers)) for layers in (2, 3))
     names = [name for name in three.breakdown if name != "step"]
     parts = {name: three.breakdown[name] - two.breakdown[name] for name in names}
@@ -148,7 +161,9 @@ def _one_more(case: Case) -> RunPrediction:
 
 
 def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
-    """The cluster of a run from the hardware catalogue.  Raises AutoparError for a GPU outside it."""
+    """The cluster of a run, from the hardware catalogue. Raises AutoparError for a GPU outside
+    it.
+    """
     machine = run.machine
     per_node = min(machine.nvlink_domain, machine.gpus)
     if machine.gpus % per_node:  # a part of a rack: as many GPUs of it as divide evenly

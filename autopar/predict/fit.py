@@ -1,7 +1,10 @@
-"""Fits of the constants of `autopar_cost_models.fitted` on measured runs, with all of them or without one source at a time.
+"""Fits the constants of `autopar_cost_models.fitted` on measured runs: on all runs, and without one
+source at a time.
 
-Near the constants in use, step times are nearly products of powers of them.  So one table of sensitivities, d log(time) / d log(constant),
-made by pricing every run once more for each constant, serves all fits: each is a linear problem, solved for the least absolute error.
+Near the constants in use, step times are nearly products of powers of them. One table of
+sensitivities, d log(time) / d log(constant), therefore serves all fits. It is computed by pricing
+every run once more for each constant. Each fit is then a linear problem with the least absolute
+error.
 """
 
 from __future__ import annotations
@@ -21,28 +24,33 @@ FREE = (
     "ampere_efficiency", "hopper_efficiency", "blackwell_efficiency", "fp8_efficiency", "attention_efficiency", "hbm_efficiency",
     "tile_s", "launch_s", "intra_efficiency", "inter_efficiency", "overlap_slowdown", "deepspeed_pass_s",
 )  # fmt: skip
-"""The constants that step times tell about."""
+"""The constants that affect step times, and are fitted."""
 
 STEP = 0.05
-"""By which share a constant is changed to see what a run makes of it."""
+"""The fraction by which a constant is changed to measure its effect on a run."""
 PRIOR = 0.3
-"""Spread of a constant's logarithm around the value in use: ties a constant that few runs tell about."""
+"""Prior spread of a constant's logarithm around the value in use. It bounds constants that only few
+runs determine.
+"""
 NO_RUN = "no run has a measured step time and can be predicted"
 NOISE = 0.04
-"""Repeats of one run differ by 2-5 %; errors below it count as squares."""
+"""Errors of log time below this count as squares, since repeats of one run differ by 2-5 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sensitivities:
-    """`errors` (runs): log(predicted / measured) with the constants in use; `slopes` (runs, constants): what it gains per unit of a
-    constant's logarithm."""
+    """`errors`, by run: log(predicted / measured) with the constants in use. `slopes`, by (run,
+    constant): the change of that per unit of the constant's logarithm.
+    """
 
     runs: tuple[Run, ...]
     errors: np.ndarray
     slopes: np.ndarray
 
     def fit(self, chosen: np.ndarray) -> np.ndarray:
-        """Changes of the constants' logarithms that bring the absolute errors of the `chosen` runs to a minimum."""
+        """The changes of the constants' logarithms that minimize the absolute errors of the runs in
+        the mask `chosen`.
+        """
         errors, slopes, change = self.errors[chosen], self.slopes[chosen], np.zeros(len(FREE))
         for _ in range(100):
             weights = 1 / np.maximum(np.abs(errors + slopes @ change), NOISE)
@@ -51,14 +59,18 @@ class Sensitivities:
         return change
 
     def errors_after(self, change: np.ndarray) -> dict[str, float]:
-        """Relative error of the step time of each run once the constants have changed."""
+        """The relative error of each run's step time after this change of the constants'
+        logarithms.
+        """
         errors = np.exp(self.errors + self.slopes @ change) - 1
         return dict(zip((run.id for run in self.runs), map(float, errors), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Constants fitted on all runs; errors with them; and errors of each source with constants fitted on all others."""
+    """Constants fitted on all runs, with the errors by run. `left_out` has the errors of each
+    source's runs with constants fitted on all other sources (`constants_without`).
+    """
 
     constants: FittedConstants
     errors: dict[str, float]  # run -> relative error
@@ -67,17 +79,19 @@ class Fit:
 
     @property
     def mape(self) -> float:
-        """Mean absolute relative error over all runs."""
+        """The mean absolute relative error over all runs."""
         return mape(self.errors.values())
 
     @property
     def bias(self) -> float:
-        """Mean relative error over all runs."""
+        """The mean relative error over all runs."""
         return mean(self.errors.values())
 
     @property
     def left_out_mape(self) -> float:
-        """Over all runs, each predicted by constants that have not seen its source."""
+        """The mean absolute relative error over all runs, each predicted with constants fitted
+        without its source.
+        """
         return mape(error for errors in self.left_out.values() for error in errors.values())
 
 
@@ -86,7 +100,9 @@ def sensitivities(
     evaluate: Callable[[Run, FittedConstants], RunPrediction],
     tell: Callable[[str], None] = lambda text: None,
 ) -> Sensitivities:
-    """Price every run that has a measured step time and can be priced, with each constant changed in turn."""
+    """The sensitivities of every run that has a measured step time and can be priced, with each
+    constant changed in turn.
+    """
     found, errors, slopes = [], [], []
     for run in runs:
         if not run.measured.step_time_s:
@@ -106,7 +122,7 @@ def sensitivities(
 
 
 def fit(table: Sensitivities) -> Fit:
-    """Fit on all runs, and on all runs but those of each source."""
+    """The fit on all runs, and on all runs except those of each source."""
     sources = np.array([run.source for run in table.runs])
     whole = table.fit(np.ones(len(sources), bool))
     left_out, without = {}, {}

@@ -1,7 +1,8 @@
-"""How the frameworks of measured runs hold memory and run what is not printed, as fields of `annotate.setting.Software`.
+"""Facts about the frameworks of measured runs, as fields of `Software`: memory, and options that
+runs do not print.
 
-Each rule is a fact about a framework, from its source, its documentation or, where it says so, from runs of it; none looks at what the run
-in hand measured.
+Each rule comes from the framework's source, its documentation or, where it says so, runs of it. No
+rule uses measurements of the run that is predicted.
 """
 
 from __future__ import annotations
@@ -14,25 +15,34 @@ from autopar.predict.run import Run
 from autopar.predict.stacks import is_deepspeed, is_megatron, is_nvidia, runs_on, since
 
 BF16_OPTIMIZER_SINCE = 2022
-"""DeepSpeed's BF16_Optimizer with pipelines (release 0.6, pull request 1801): before, 16-bit gradients were all there was."""
+"""First year of DeepSpeed's BF16_Optimizer with pipelines (release 0.6, pull request 1801). Before,
+gradients were always 16-bit.
+"""
 
 DEEPSPEED_BATCHES_SINCE = 2022
-"""DeepSpeed's gathers of many parameters at once (release 0.5.9, pull request 1453: 68 -> 116 TFLOP/s of 50e9 parameters on 64 A100)."""
+"""First year in which DeepSpeed gathers many parameters at once (release 0.5.9, pull request 1453:
+68 -> 116 TFLOP/s for 50e9 parameters on 64 A100).
+"""
 
 FUSED_NORMS_SINCE = 2026
-"""torch's fused kernel of rms_norm in eager mode (pull request 153666, mid-2025, "around 9x speedup vs unfused"); a run of 2025 may predate
-it."""
+"""First year that surely has torch's fused rms_norm in eager mode (pull request 153666, mid-2025,
+"around 9x speedup vs unfused"). A run of 2025 may predate it.
+"""
 
 LIVE_PARAMETERS = 1_000_000_000
-"""DeepSpeed's stage3_max_live_parameters."""
+"""Default of DeepSpeed's stage3_max_live_parameters, in scalars."""
 
 REDUCE_BUCKET_BYTES = 2 * 500_000_000
-"""DeepSpeed's reduce_bucket_size of 5e8 elements, in fp16: ZeRO-1 allocates it in pipelines (stage_1_and_2.py, reduce_gradients)."""
+"""Bytes of DeepSpeed's reduce_bucket_size: 5e8 elements in fp16. ZeRO-1 allocates it in pipelines
+(stage_1_and_2.py, reduce_gradients).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A field of `Software`, its value for the runs to which the rule applies (the first that does), and why."""
+    """A field of `Software`, its value for runs to which the rule applies, and the reason. The
+    first rule that applies decides a field.
+    """
 
     field: str
     value: Any
@@ -106,7 +116,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def framework_fields(run: Run) -> dict[str, Any]:
-    """Fields of `Software` that follow from the framework of a run."""
+    """The fields of `Software` that follow from a run's framework."""
     found: dict[str, Any] = {}
     for rule in RULES:
         if rule.field not in found and rule.applies(run):

@@ -1,4 +1,4 @@
-"""What the name of a GPU tells: memory, NVLink domain, the network it usually has."""
+"""Facts that follow from the name of a GPU: memory, NVLink domain, and its usual network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _RACK_MIB = {
     "GB300": 284208,
 }  # nvidia-smi; 186 and 278 GiB of the datasheets' 186 and 288 GB
 NAMED_SHARE = 0.99
-"""Memory of a GPU outside the table per GiB of its name: those of the table have 0.97 to 1.02."""
+"""Assumed memory of a GPU outside the table, as a fraction of the GiB in its name. GPUs in the
+table have 0.97 to 1.02.
+"""
 
 _NIC_GBPS = {
     "V100": 100.0,
@@ -40,19 +42,23 @@ _NIC_GBPS = {
     "GB300": 800.0,
 }
 OTHER_NIC_GBPS = 400.0
-"""Line rate per GPU of the DGX (or NVL72 rack) of a generation, for runs that do not print theirs."""
+"""Assumed network line rate per GPU, in Gbit/s, for GPUs without a table entry whose runs do not
+print theirs.
+"""
 
 
 def gpu_model(gpu: str) -> str:
-    """`H100` of `H100-96G-HBM2e-500W`; upper case; the whole text if it does not start with a name and number."""
+    """The GPU model in a name: `H100` for `H100-96G-HBM2e-500W`. Upper case; the whole text if it
+    does not start with a name and number.
+    """
     found = re.match(r"\s*(?:nvidia[ -]+)?([a-z]*\d+[a-z]*)", gpu, re.IGNORECASE)
     return found[1].upper() if found else gpu.strip().upper()
 
 
 def device_of(gpu: str) -> str:
-    """The entry of the hardware catalogue that a name means: `h100-96g-500w` of `H100-96G-HBM2e-500W`.
+    """The hardware catalogue's entry for a GPU name: `h100-96g-500w` for `H100-96G-HBM2e-500W`.
 
-    Raises AutoparError for a GPU outside it.
+    Raises AutoparError for a GPU outside the catalogue.
     """
     model, text = gpu_model(gpu).lower(), gpu.lower()
     entries = [name for name in DEVICES if name == model or name.startswith(f"{model}-")]
@@ -70,7 +76,7 @@ def device_of(gpu: str) -> str:
 
 
 def memory_bytes_of(gpu: str) -> int | None:
-    """Memory of one GPU as the driver reports it, or None if the name does not tell."""
+    """Memory bytes of one GPU as the driver reports them, or None if the name does not tell."""
     model = gpu_model(gpu)
     if model in _RACK_MIB:
         return _RACK_MIB[model] * MIB
@@ -83,18 +89,20 @@ def memory_bytes_of(gpu: str) -> int | None:
 
 
 def nvlink_domain_of(gpu: str, gpus_per_node: int) -> int:
-    """GPUs that share the fast link: 72 of an NVL72 rack, else those of a node."""
+    """Number of GPUs that share the fast link: 72 for an NVL72 rack, otherwise those of a node."""
     rack = re.search(r"NVL(\d+)", gpu, re.IGNORECASE)
     return max(int(rack[1]), 1) if rack else gpus_per_node
 
 
 def nic_Bps_of(gpu: str) -> float:
-    """Network line rate per GPU that a machine of these GPUs usually has, bytes per second."""
+    """The usual network line rate per GPU for this GPU model, in bytes/s."""
     return _NIC_GBPS.get(gpu_model(gpu), OTHER_NIC_GBPS) * 1e9 / 8
 
 
 def node_of(device: str, per_node: int, nic_Bps: float) -> NodePreset | None:
-    """The node of the catalogue that has `per_node` of these devices and, for each of them, so much line rate; None if there is none."""
+    """The catalogue's node with `per_node` of these devices and the line rate `nic_Bps` for each;
+    None if there is none.
+    """
     alike = (
         node
         for node in NODES.values()

@@ -1,4 +1,6 @@
-"""`model_of`: the module of a run, on the meta device, through the reference models of `autopar.models`."""
+"""Builds the model of a measured run on the meta device, from the reference models of
+`autopar.models`.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,19 @@ from autopar.predict.run import Dims, Run
 
 
 def model_of(run: Run, layers: int | None = None) -> nn.Module:
-    """The model of a run with its true shapes, on the meta device in training mode, parameters in fp32.
+    """The model of a run with its true shapes, on the meta device in training mode, with fp32
+    parameters and the padded vocabulary.
 
-    `layers` shortens it (at least one routed layer remains).  The vocabulary is the padded one.  A `one_layer` run is a model of
-    one layer with its embedding and head.
+    `layers` shortens it; at least one routed layer remains. A `one_layer` run is a model of one
+    layer with embedding and head.
     """
     return spec_of(run, layers).build("meta")
 
 
 def spec_of(run: Run, layers: int | None = None) -> NativeSpec:
-    """The spec of `model_of`: it makes example inputs too, and counts parameters and model FLOPs."""
+    """The spec of the model of a run. It also makes example inputs, and counts parameters and model
+    FLOPs.
+    """
     vocab, software = run.degrees.padded_vocab, run.software
     config = config_of(run.dims, vocab, software.flash, software.dropout, layers)
     return NativeSpec.of(run.id, config)
@@ -40,7 +45,9 @@ def config_of(
     dropout: float = 0.0,
     layers: int | None = None,
 ) -> NativeConfig:
-    """The reference model's configuration.  Only gpt models have dropout, and attention that is written out where it was not fused."""
+    """The reference model's configuration. Only gpt models have dropout, and attention as separate
+    ops if not `flash`.
+    """
     layers = dims.layers if layers is None else layers
     common: dict[str, Any] = {
         "vocab": vocab or dims.vocab,

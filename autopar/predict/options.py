@@ -1,4 +1,6 @@
-"""The free text of a row: `extra_opts`, sharding, recompute, dtype, memory kind and notes -> stated fields."""
+"""Parses the free text of a row into fields: `extra_opts`, sharding, recompute, dtype, memory kind
+and notes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 from autopar.errors import AutoparError, shown
 
 Stated = dict[str, Any]
-"""Field name -> value, for fields that the row states.  Names are those of the classes of `run.py`."""
+"""Field name -> value, for the fields that a row states. Names are those of the classes in
+`run.py`.
+"""
 
 # An option without a value -> the fields that it states.  Known, but without effect on the model: an empty mapping.
 _FLAGS: dict[str, Stated] = {
@@ -79,7 +83,9 @@ _OVERLAPS = {
 
 
 def read_options(text: str) -> tuple[Stated, tuple[str, ...]]:
-    """`experts=8;topk=2;no_flash_attn` -> the fields it states, and the options that are not known."""
+    """(fields that a text such as `experts=8;topk=2;no_flash_attn` states, options that are
+    unknown).
+    """
     stated: Stated = {}
     ignored: list[str] = []
     for item in filter(None, (part.strip() for part in text.split(";"))):
@@ -92,7 +98,7 @@ def read_options(text: str) -> tuple[Stated, tuple[str, ...]]:
 
 
 def _option(item: str) -> Stated | None:
-    """The fields that an option states; None if it is not known."""
+    """The fields that one option states; None if it is unknown."""
     plain = re.sub(r"\([^)]*\)$", "", item).strip().lower()
     for name in (item.lower(), plain):
         if name in _FLAGS:
@@ -125,7 +131,9 @@ def _valued_option(key: str, value: str) -> Stated | None:
 
 
 def read_sharding(text: str) -> Stated:
-    """`3 (FSDP FULL_SHARD)`, `fsdp2`, `fsdp(megatron)`, `hsdp(shard=8)`, `1 (dist optimizer)`, `0` -> zero, sharding, shard_group."""
+    """The fields zero, sharding and shard_group from texts such as `3 (FSDP FULL_SHARD)`, `fsdp2`,
+    `fsdp(megatron)`, `hsdp(shard=8)`, `1 (dist optimizer)`, `0`.
+    """
     lower = text.strip().lower()
     if not lower:
         return {}
@@ -156,7 +164,9 @@ def read_sharding(text: str) -> Stated:
 
 
 def read_recompute(text: str, stated: Stated) -> Stated:
-    """`none`, `selective`, `full`; what a selective recomputation selects comes from the options (`selective`)."""
+    """The recompute field from `none`, `selective` or `full`. The options (`selective`) say what a
+    selective recomputation selects.
+    """
     lower = text.strip().lower()
     if lower in ("none", "no", "off", "0"):
         return {"recompute": "none"}
@@ -171,7 +181,9 @@ def read_recompute(text: str, stated: Stated) -> Stated:
 
 
 def read_dtype(text: str) -> Stated:
-    """The dtype of linear layers; what else computes in is bf16 where they are narrower."""
+    """The dtype fields from a text. It is the dtype of linear layers; everything else is bf16 if
+    that is narrower than 16 bits.
+    """
     lower = text.strip().lower()
     found = re.search(
         r"fp32|tf32|fp16|bf16|fp8|fp4", lower.replace("float", "fp").replace("bfp16", "bf16")
@@ -187,8 +199,8 @@ def read_dtype(text: str) -> Stated:
 def read_memory_kind(text: str) -> tuple[str, float]:
     """(scope, bytes per unit) of a memory figure.
 
-    The column is in GiB.  A kind that begins with `GB` says that its figures are: those were read off nvidia-smi, which prints MiB, and
-    rounded by people, so that 1 GB is 1e9 bytes or up to 1.07e9; the literal reading is taken.
+    The column is in GiB. A kind that begins with `GB` marks figures in GB. Those were read from
+    nvidia-smi, which prints MiB, and then rounded, so 1 GB may be 1e9 to 1.07e9 bytes; 1e9 is used.
     """
     lower = text.lower()
     unit = 1e9 if re.match(r"gb\b", lower) else float(2**30)
@@ -213,7 +225,7 @@ _NOTES: tuple[tuple[str, Stated], ...] = (
 
 
 def read_notes(text: str) -> Stated:
-    """What the notes state of fields that have no column."""
+    """The fields stated in the notes that have no column of their own."""
     stated: Stated = {}
     for pattern, fields in _NOTES:
         if re.search(pattern, text, re.IGNORECASE):
@@ -225,9 +237,10 @@ _LAYOUT = re.compile(r"TP ?(\d+) PP ?(\d+) DP ?(\d+)((?: ?/? ?mb ?\d+)*)", re.IG
 
 
 def layouts_out_of_memory(notes: str) -> list[tuple[int, int, int, int]]:
-    """(tp, pp, dp, micro-batch) of the layouts of which the notes say that they ran out of memory.
+    """(tp, pp, dp, micro-batch) of each layout that ran out of memory according to the notes.
 
-    `OOM also published here for TP8 PP1 DP48 mb1, TP2 PP6 DP32 mb1/mb2` -> [(8, 1, 48, 1), (2, 6, 32, 1), (2, 6, 32, 2)]
+    `OOM also published here for TP8 PP1 DP48 mb1, TP2 PP6 DP32 mb1/mb2` -> [(8, 1, 48, 1), (2, 6,
+    32, 1), (2, 6, 32, 2)]
     """
     found = []
     for clause in notes.split(";"):
@@ -241,5 +254,5 @@ def layouts_out_of_memory(notes: str) -> list[tuple[int, int, int, int]]:
 
 
 def is_out_of_memory(text: str) -> bool:
-    """Whether a text says that a run had too little memory."""
+    """Whether a text says that a run was out of memory."""
     return re.search(r"\bOOM\b|out[- ]of[- ]memory", text, re.IGNORECASE) is not None

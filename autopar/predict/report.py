@@ -1,4 +1,6 @@
-"""Predictions and scores as tables for people and as JSON.  Bytes become GiB and shares percent here and nowhere else."""
+"""Predictions and scores as tables and as JSON. Bytes become GiB and fractions become percent only
+here.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +37,21 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 WIDTH = 150
-"""Columns of the tables where stdout is no terminal."""
+"""Width of the tables in columns if stdout is not a terminal."""
 
 
 # ------------------------------------------------------------------------------------------------------------------------- JSON
 
 
 def report_json(predictions: Predictions, by: str | None = None) -> str:
-    """The report as JSON text; what cannot be computed is null.
+    """The report as JSON text. Values that cannot be computed are null.
 
-    `rows`: one object a predicted run, with `id`, `predicted_step_time_s`, `predicted_peak_memory_bytes`, `breakdown` (seconds), what was
-    measured, the errors, whether it counts in the scores (`scored`), and the fields that were `defaulted`.  `out_of_memory`: the same of
-    layouts that are known to have failed.  `not_predicted`: `id` and `reason`.  `scores`: `all`, one entry a selection, and with `by`
-    `groups`.
+    - `rows`: one object per predicted run, with `id`, `predicted_step_time_s`,
+      `predicted_peak_memory_bytes`, `breakdown` (seconds), the measurements, the errors, whether it
+      counts in the scores (`scored`), and the fields that were `defaulted`.
+    - `out_of_memory`: the same for layouts that are known to have failed.
+    - `not_predicted`: `id` and `reason`.
+    - `scores`: `all`, one entry per selection, and `groups` if `by` is set.
     """
     scored = predictions.scored
     scores: dict[str, Any] = {"all": asdict(score(scored, predictions.out_of_memory))}
@@ -95,7 +99,7 @@ def _row(result: Scored) -> dict[str, Any]:
 
 
 def _finite(data: Any) -> Any:
-    """`data` with floats that JSON has no word for as None."""
+    """`data` with NaN and infinities, which JSON lacks, replaced by None."""
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
@@ -107,7 +111,7 @@ def _finite(data: Any) -> Any:
 
 
 def report_table(predictions: Predictions, by: str | None = None) -> Group:
-    """The report as a rich renderable: rows, what was not predicted, scores."""
+    """The report as a rich renderable: predicted runs, runs that were not predicted, scores."""
     from rich.console import Group
     from rich.text import Text
 
@@ -165,7 +169,7 @@ def _rows(predictions: Predictions) -> Table:
 
 
 def layout_words(run: Run) -> str:
-    """`tp8 pp6 dp8 mb4 zero1 full` and the like: what differs from one device."""
+    """A layout in short form, such as `tp8 pp6 dp8 mb4 zero1 full`. Degrees of 1 are omitted."""
     by = run.degrees
     sizes = {name: getattr(by, name) for name in ("tp", "pp", "vpp", "dp", "cp", "ep")}
     words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
@@ -250,7 +254,7 @@ def _verdicts(scores: Scores) -> list[str]:
 def _grid(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
 ) -> Table:
-    """A table of plain text: what the file says is no markup."""
+    """A table of plain text. Texts from the file are not interpreted as markup."""
     from rich.text import Text
 
     return grid(title, columns, (list(map(Text, row)) for row in rows), right)
@@ -280,7 +284,9 @@ def _number(value: float) -> str:
 
 
 def fit_json(found: Fit) -> str:
-    """The fit as JSON text: `constants`, `errors` by run, `mape`, `bias`; by source what constants say that have not seen it."""
+    """The fit as JSON text: `constants`, `errors` by run, `mape` and `bias`; by source, the errors
+    with constants fitted without it.
+    """
     left_out = {
         source: {
             "mape": mape(errors.values()),
@@ -301,7 +307,9 @@ def fit_json(found: Fit) -> str:
 
 
 def fit_table(found: Fit) -> Group:
-    """The constants and the errors of each source, fitted with it and without it."""
+    """Tables of the constants, and of each source's errors with constants fitted with and without
+    it.
+    """
     from rich.console import Group
     from rich.table import Table
 
@@ -335,7 +343,9 @@ def fit_table(found: Fit) -> Group:
 
 
 def ablation_json(found: Ablation) -> str:
-    """The ablation as JSON text: errors by run with all mechanisms on; for each mechanism the same without it, and the runs it changes."""
+    """The ablation as JSON text: errors by run with all mechanisms on; for each mechanism, the
+    errors without it and the runs that it changes.
+    """
     without = [
         {
             "mechanism": each.mechanism.name,
@@ -360,7 +370,9 @@ def ablation_json(found: Ablation) -> str:
 
 
 def ablation_table(found: Ablation) -> Group:
-    """One line a mechanism: what replaces it, and what that does to the errors."""
+    """A table of the ablation, one row per mechanism: what replaces it, and how the errors
+    change.
+    """
     from rich.console import Group
     from rich.text import Text
 

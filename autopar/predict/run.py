@@ -1,6 +1,6 @@
-"""`Run`: one training run that somebody measured, with every field typed and checked.
+"""`Run`: one measured training run, with every field typed and checked.
 
-Sizes are the run's own: layers and widths, GPUs, degrees, sequences.  Times are seconds, memory bytes, bandwidth bytes per second.
+Times are in seconds, memory in bytes, bandwidth in bytes per second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MEMORY_SCOPES = ("", "allocated", "reserved", "device", "analytic")
 
 
 MOST_LAYERS, MOST_SIZE = 10_000, 10**12
-"""Larger numbers are none of a model, a machine or its memory."""
+"""The largest number of layers, and the largest valid size of a model, machine or memory."""
 
 
 def _whole_fields(of: object, least: int, names: str) -> None:
@@ -57,7 +57,9 @@ def _quantity(name: str, value: float | None, zero: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Sizes of DeepSeek's latent attention; the defaults are V3's (arXiv:2412.19437, section 4.2).  As `models.mla.MLADims`."""
+    """Sizes of DeepSeek's latent attention, as in `models.mla.MLADims`. The defaults are V3's
+    (arXiv:2412.19437, section 4.2).
+    """
 
     query_rank: int = 1536
     kv_rank: int = 512
@@ -71,11 +73,13 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Dimensions of the model.
+    """The dimensions of the model.
 
-    `ffn` is the width of a dense MLP; `moe_ffn` that of one expert, routed or shared.  The first `first_dense` layers of a `moe` model are
-    dense.  `window` keys at most are seen by queries of every `window_every`-th layer (0: all keys).  `mtp` counts extra layers that
-    predict later tokens, which `parameters` leaves out.  A `one_layer` run timed one layer alone, no embedding, head or optimizer.
+    `ffn` is the width of a dense MLP; `moe_ffn` is that of one expert, routed or shared. The first
+    `first_dense` layers of a `moe` model are dense. In every `window_every`-th layer a query sees
+    at most `window` keys (0: all). `mtp` counts extra layers that predict later tokens;
+    `parameters` does not include them. A `one_layer` run timed one layer alone, without embedding,
+    head or optimizer.
     """
 
     family: str
@@ -131,7 +135,9 @@ class Dims:
 
     @property
     def parameters(self) -> int:
-        """Scalars in the parameters of the model that `model_of` builds; tied embeddings count once."""
+        """Number of scalars in the parameters of the model that `model_of` builds. Tied embeddings
+        count once.
+        """
         h = self.hidden
         total = self.vocab * h * (1 if self.tied_embeddings else 2)
         if self.family == "gpt":
@@ -156,8 +162,10 @@ class Dims:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The GPUs.  `gpu` is the text of the file.  `nvlink_domain` GPUs share the fast link; `nic_Bps` is the line rate of the network per
-    GPU and direction; `memory_bytes` is what the driver reports of one GPU, None if the name does not tell."""
+    """The GPUs of a run. `gpu` is the text of the file. `nvlink_domain` GPUs share the fast link.
+    `nic_Bps` is the network's line rate per GPU and direction. `memory_bytes` is the driver's
+    figure for one GPU, or None if the name does not tell.
+    """
 
     gpu: str
     gpus: int
@@ -177,13 +185,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How the run was laid out.
+    """The layout of a run.
 
-    `dp` counts all data-parallel ranks, those of `ep` included.  `sharding` says who shards over dp x cp: `zero` (DeepSpeed),
-    `dist_optimizer` (Megatron), `fsdp`, or `hsdp`, which shards within groups of `shard_group` ranks (None: all); `zero` is the stage it
-    amounts to.  `recompute`: `attention` the attention core, `op` chosen ops, `layers` every `recompute_every`-th layer whole, `full` all.
-    With `embedding_as_layer` the stages were cut as if the embedding and the head were a layer each.  `padded_vocab` is the vocabulary
-    that was allocated.
+    `dp` counts all data-parallel ranks, including those of `ep`. `sharding` names what shards over
+    dp x cp: `zero` (DeepSpeed), `dist_optimizer` (Megatron), `fsdp`, or `hsdp`, which shards within
+    groups of `shard_group` ranks (None: all). `zero` is the equivalent ZeRO stage. `recompute` is
+    `attention` (the attention core), `op` (selected ops), `layers` (every `recompute_every`-th
+    layer), or `full`. With `embedding_as_layer`, stages were cut as if embedding and head were a
+    layer each. `padded_vocab` is the allocated vocabulary.
     """
 
     tp: int
@@ -225,15 +234,17 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
-        """GPUs that the degrees ask for."""
+        """Number of GPUs that the degrees require."""
         return self.tp * self.pp * self.cp * self.dp
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """`matmul` is the dtype of linear layers (fp8 and fp4: of those alone, the rest is `compute`); `recipe` how fp8 is scaled.
+    """The dtypes of a run.
 
-    `grads` is the dtype in which gradients are held, `reduce` that in which they travel.
+    `matmul` is the dtype of linear layers; fp8 and fp4 apply only to those, and everything else is
+    in `compute`. `recipe` is the fp8 scaling. `grads` is the dtype in which gradients are stored,
+    `reduce` the one in which they are communicated.
     """
 
     matmul: str
@@ -251,8 +262,10 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """What ran it.  `flash`: attention in one kernel, `attention_kernel`; without, `fused_softmax` tells whether scale, mask and softmax
-    are one.  `early_stop`, `late_gradients` and `fused_accumulation` are those of `autopar.Software`."""
+    """The software of a run. `flash`: attention is one kernel, `attention_kernel`. Otherwise
+    `fused_softmax` says whether scale, mask and softmax are one kernel. `early_stop`,
+    `late_gradients` and `fused_accumulation` are those of `autopar.Software`.
+    """
 
     framework: str
     year: int | None
@@ -279,8 +292,10 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured; None is unpublished.  `memory_scope` says what the memory counts: tensors `allocated`, the allocator's `reserved`
-    memory, or the whole `device`; an `analytic` figure is no measurement."""
+    """The measurements of a run; None means unpublished. `memory_scope` says what the memory
+    counts: `allocated` tensors, the allocator's `reserved` memory, or the whole `device`. An
+    `analytic` figure is not a measurement.
+    """
 
     step_time_s: float | None = None
     memory_bytes: float | None = None
@@ -296,14 +311,16 @@ class Measured:
 
     @property
     def has_memory(self) -> bool:
-        """Whether there is a measured memory to be scored against."""
+        """Whether there is a measured memory to compare with."""
         return self.memory_bytes is not None and self.memory_scope != "analytic"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run.  `complete`: the source printed all that matters, so that the run is scored.  `defaulted` names the fields that were
-    unpublished and follow `defaults.DEFAULTS`; `ignored` the options that autopar does not know."""
+    """One measured run. `complete`: the source printed everything that matters, so the run is
+    scored. `defaulted` names unpublished fields that `defaults.DEFAULTS` filled in. `ignored`
+    lists unknown options.
+    """
 
     id: str
     source: str
@@ -345,13 +362,15 @@ class Run:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of one data-parallel rank in one step."""
+        """Number of micro-batches of one data-parallel rank in a step."""
         return self.global_batch // (self.degrees.dp * self.degrees.micro_batch)
 
 
 @dataclass(frozen=True, slots=True)
 class RunPrediction:
-    """What is predicted of a run: `breakdown` names parts of the step time in seconds, `peak_memory_bytes` is the fullest GPU's."""
+    """The prediction for a run. `breakdown` has the seconds of each part of the step;
+    `peak_memory_bytes` is for the fullest GPU.
+    """
 
     step_time_s: float
     peak_memory_bytes: float
@@ -363,4 +382,6 @@ class RunPrediction:
 
 
 Evaluate = Callable[[Run], RunPrediction]
-"""Predicts one run; raises AutoparError, with the reason, for a run that it cannot predict."""
+"""The type of a function that predicts one run. It raises AutoparError, with the reason, for a run
+that it cannot predict.
+"""

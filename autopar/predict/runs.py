@@ -1,4 +1,4 @@
-"""`read_runs`: a CSV of measured runs -> `Run`s, and the rows that cannot be read with the reason."""
+"""Reads a CSV file of measured runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ REQUIRED_COLUMNS = (
     "id", "model_family", "layers", "hidden", "heads", "vocab", "seq", "gpu", "gpus", "tp", "pp",
     "dtype", "global_batch_seqs", "step_time_s",
 )  # fmt: skip
-"""Columns that a file must have.  Their cells must be filled too, except that of step_time_s; other columns have defaults."""
+"""Columns that a file must have. Their cells must be filled, except step_time_s. Other columns have
+defaults.
+"""
 
 _FILLED = tuple(column for column in REQUIRED_COLUMNS if column not in ("id", "step_time_s"))
 _INTEGERS = {
@@ -40,7 +42,7 @@ _INTEGERS = {
     "gpus_per_node": "gpus_per_node", "tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "cp": "cp",
     "ep": "ep", "micro_batch": "micro_batch", "global_batch_seqs": "global_batch", "year": "year",
 }  # fmt: skip
-"""Column -> field."""
+"""Integer columns, with the field that each one fills."""
 _SWITCHES = ("sp", "compile")
 _SWITCH_VALUES = {
     **dict.fromkeys(("1", "1.0", "true", "yes"), True),
@@ -52,7 +54,7 @@ _MORE = "\0"  # no column: a file that holds it is refused
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A row that is not predicted, and why.  `complete` is what the row says of itself in `config_complete`."""
+    """A row that is not predicted, and why. `complete` is the row's `config_complete`."""
 
     id: str
     reason: str
@@ -60,10 +62,10 @@ class Problem:
 
 
 def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
-    """The runs of a CSV file in its order, and the rows that are none.
+    """(runs of a CSV file, in order; rows that could not be read).
 
-    Columns are those of the tables in docs/guides/predict.md; unknown columns and options are left aside.  Raises AutoparError
-    if the file is missing, is no CSV, or lacks a required column.
+    Columns are described in docs/guides/predict.md. Unknown columns and options are ignored. Raises
+    AutoparError if the file is missing, is not a CSV, or lacks a required column.
     """
     runs: list[Run] = []
     problems: list[Problem] = []
@@ -86,7 +88,7 @@ def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
 
 
 def _rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
-    """(line, column -> text) of every row that is not blank."""
+    """(line number, column -> text) for every row that is not blank."""
     text = read_text(path, "file of runs")
     if "\0" in text:
         raise AutoparError(f"{path} is not a CSV file: it holds NUL bytes")
@@ -147,7 +149,9 @@ _MOE_OPTIONS = {"experts": "experts", "topk": "top_k"}
 
 
 def _stated(cells: Mapping[str, str]) -> tuple[Stated, tuple[str, ...]]:
-    """The fields that a row states, and the options that are not known.  Notes give way to options, options to columns."""
+    """(fields that a row states, unknown options). Options override notes, and columns override
+    options.
+    """
     options, ignored = read_options(cells.get("extra_opts", ""))
     stated = read_notes(cells.get("notes", "")) | read_dtype(cells["dtype"]) | options
     stated |= read_sharding(cells.get("zero_stage_or_fsdp", ""))
@@ -174,7 +178,9 @@ def _stated(cells: Mapping[str, str]) -> tuple[Stated, tuple[str, ...]]:
 
 
 def _number(cells: Mapping[str, str], column: str, whole: bool = False) -> Any:
-    """The number in a cell, or None if it is blank.  AutoparError unless it is finite and positive, and whole if asked."""
+    """The number in a cell, or None if it is blank. Raises AutoparError unless it is finite and
+    positive, and an integer if `whole`.
+    """
     text = cells.get(column, "").strip()
     if not text:
         return None
@@ -190,7 +196,9 @@ def _number(cells: Mapping[str, str], column: str, whole: bool = False) -> Any:
 
 
 def _measured(cells: Mapping[str, str], row: Stated) -> Measured:
-    """Step time as printed, or from the throughput; memory in bytes."""
+    """The measurements of a row: the step time as printed or from the throughput, and the memory in
+    bytes.
+    """
     time_s, throughput = _number(cells, "step_time_s"), _number(cells, "tokens_per_s_per_gpu")
     if time_s is None and throughput is not None:
         time_s = row["global_batch"] * row["seq"] / (throughput * row["gpus"])
@@ -210,9 +218,11 @@ def _measured(cells: Mapping[str, str], row: Stated) -> Measured:
 
 
 def out_of_memory_layouts(runs: tuple[Run, ...]) -> tuple[Run, ...]:
-    """The layouts of which the notes of `runs` say that they ran out of memory, each once: copies of the first run that names them.
+    """Layouts that ran out of memory according to the notes of `runs`, each once, as copies of the
+    first run that names it.
 
-    Their global batch is the next smaller one that the layout divides.  Layouts that contradict their run's GPUs are left out.
+    Their global batch is the next smaller one that the layout divides. Layouts that contradict the
+    GPUs of their run are left out.
     """
     found: dict[tuple, Run] = {}
     for run in runs:

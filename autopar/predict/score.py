@@ -1,6 +1,7 @@
-"""How good predictions are: pure functions over (run, prediction) pairs.
+"""Scores of predictions, computed from (run, prediction) pairs.
 
-An error is predicted / measured - 1.  What cannot be computed (no pairs, a constant ranking) is NaN, never a number that looks like one.
+An error is predicted / measured - 1. A score that cannot be computed (no pairs, a constant ranking)
+is NaN.
 """
 
 from __future__ import annotations
@@ -15,28 +16,32 @@ from autopar.predict.run import Run, RunPrediction
 
 WORST = 10
 CLEAR_DIFFERENCE = 0.10
-"""Pairs of runs whose measured times differ by more than this share of the faster are ordered; repeats of one run differ by 2-5 %."""
+"""Two runs count as ordered if their measured times differ by more than this fraction of the
+faster. Repeats of one run differ by 2-5 %.
+"""
 UNDER = 0.10
-"""A memory prediction is dangerously low where it misses this share of the measured memory."""
+"""A memory prediction that is lower than the measurement by more than this fraction is reported."""
 BATCH_TOLERANCE = 0.05
-"""Global batches within this share of each other are compared, by the time of one sequence: 2,016 and 2,048 split over 6 and 8 ranks."""
+"""Runs are compared, by the time of one sequence, if their global batches differ by at most this
+fraction. An example is 2,016 and 2,048, split over 6 and 8 ranks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A run and what was predicted of it."""
+    """A run with its prediction."""
 
     run: Run
     prediction: RunPrediction
 
     @property
     def time_error(self) -> float | None:
-        """Signed relative error of the step time; None if it was not measured."""
+        """The signed relative error of the step time; None if it was not measured."""
         return relative_error(self.prediction.step_time_s, self.run.measured.step_time_s)
 
     @property
     def memory_error(self) -> float | None:
-        """Signed relative error of the peak memory; None if there is no measured one."""
+        """The signed relative error of the peak memory; None if it was not measured."""
         measured = self.run.measured
         size_bytes = measured.memory_bytes if measured.has_memory else None
         return relative_error(self.prediction.peak_memory_bytes, size_bytes)
@@ -49,20 +54,20 @@ class Scored:
 
 
 def relative_error(predicted: float, measured: float | None) -> float | None:
-    """Predicted / measured - 1, or None unless both are finite and measured is positive."""
+    """Predicted / measured - 1; None unless both are finite and measured is positive."""
     if measured is None or not isfinite(measured) or measured <= 0 or not isfinite(predicted):
         return None
     return predicted / measured - 1
 
 
 def mean(values: Iterable[float]) -> float:
-    """The arithmetic mean; NaN of nothing."""
+    """The arithmetic mean; NaN for no values."""
     found = list(values)
     return sum(found) / len(found) if found else nan
 
 
 def mape(errors: Iterable[float]) -> float:
-    """Mean absolute relative error; NaN of nothing."""
+    """The mean absolute relative error; NaN for no values."""
     return mean(abs(error) for error in errors)
 
 
@@ -70,13 +75,15 @@ def mape(errors: Iterable[float]) -> float:
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """1-based ranks; equal values share the mean of their places."""
+    """1-based ranks. Equal values get the mean of their ranks."""
     order = sorted(values)
     return [(bisect_left(order, value) + bisect_right(order, value) + 1) / 2 for value in values]
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's rank correlation: Pearson's of the ranks, ties averaged.  NaN below two values, of a constant, or if one is not finite."""
+    """Spearman's rank correlation: Pearson's correlation of the ranks, with ties averaged. NaN for
+    fewer than two values, for constant values, or if one is not finite.
+    """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} values cannot be compared with {len(second)}")
     if len(first) < 2 or not all(map(isfinite, [*first, *second])):
@@ -91,9 +98,10 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """What the choice with the least predicted time costs over the best one: measured / least measured - 1.  NaN of nothing.
+    """The loss from choosing by prediction: measured value of the choice with the least prediction
+    / least measured value - 1. NaN for no values.
 
-    Of choices that tie in prediction the slowest counts.
+    If predictions tie, the choice with the largest measured value counts.
     """
     if not predicted:
         return nan
@@ -105,9 +113,10 @@ def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
 def ordered_pairs(
     predicted: Sequence[float], measured: Sequence[float], difference: float = CLEAR_DIFFERENCE
 ) -> tuple[int, int]:
-    """(pairs in the right order, pairs) among those whose measured values differ by more than `difference` of the smaller.
+    """(pairs in the right order, all pairs) among pairs whose measured values differ by more than
+    `difference` of the smaller.
 
-    A tie in prediction is not the right order.
+    A tie in prediction counts as wrong.
     """
     right = total = 0
     for i, j in combinations(range(len(measured)), 2):
@@ -119,9 +128,11 @@ def ordered_pairs(
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs that share model, cluster and dtype, and nearly a global batch: what is left to choose is the layout.
+    """The scores of runs with the same model, cluster and dtype and nearly the same global batch,
+    which differ in layout.
 
-    `regret` compares the time of one sequence; `pairs` counts those that differ clearly, `pairs_right` those predicted in that order.
+    `regret` uses the time of one sequence. `pairs` counts pairs that differ clearly; `pairs_right`
+    counts those predicted in the right order.
     """
 
     name: str
@@ -133,7 +144,9 @@ class Group:
 
 
 def comparable(results: Iterable[Scored]) -> list[list[Scored]]:
-    """Runs with a measured time in groups that differ in layout and software alone, of two runs at least, in order of appearance."""
+    """Runs with a measured time, in groups of at least two that differ only in layout and software,
+    in order of appearance.
+    """
     bins: dict[Hashable, list[Scored]] = {}
     for result in results:
         run = result.run
@@ -152,7 +165,7 @@ def comparable(results: Iterable[Scored]) -> list[list[Scored]]:
 
 
 def rank_group(group: Sequence[Scored]) -> Group:
-    """The scores of one group of `comparable`."""
+    """The scores of one group from `comparable`."""
     predicted = [r.prediction.step_time_s / r.run.global_batch for r in group]
     measured = [(r.run.measured.step_time_s or nan) / r.run.global_batch for r in group]
     run, dims = group[0].run, group[0].run.dims
@@ -177,7 +190,9 @@ def rank_group(group: Sequence[Scored]) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class TimeScore:
-    """Step times: `bias` is the mean signed error, `within_10` the share of errors of at most 10 %, `worst` the largest as (id, error)."""
+    """Scores of step times: `bias` is the mean signed error, `within_10` the fraction of errors of
+    at most 10 %, `worst` the largest errors as (id, error).
+    """
 
     count: int
     mape: float
@@ -188,7 +203,9 @@ class TimeScore:
 
 @dataclass(frozen=True, slots=True)
 class RankScore:
-    """Layouts: means over groups (`regret_worst`: the largest), pairs over all groups."""
+    """Scores of the order of layouts: means over groups (`regret_worst`: the maximum), and pairs
+    over all groups.
+    """
 
     groups: tuple[Group, ...]
     spearman: float
@@ -200,9 +217,11 @@ class RankScore:
 
 @dataclass(frozen=True, slots=True)
 class MemoryScore:
-    """Peak memory.  `under`: runs predicted more than 10 % below what was measured.  `rejected`: runs that ran and are predicted not to
-    fit, of the `judged` whose GPU's memory is known.  `accepted`: layouts that ran out of memory and are predicted to fit, of
-    `out_of_memory`.
+    """Scores of peak memory.
+
+    `under` are runs predicted more than 10 % below the measurement. `rejected` are runs that ran
+    but are predicted not to fit, out of `judged` runs with known GPU memory. `accepted` are layouts
+    that ran out of memory but are predicted to fit, out of `out_of_memory`.
     """
 
     count: int
@@ -217,7 +236,7 @@ class MemoryScore:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """All scores of one set of runs."""
+    """All scores of a set of runs."""
 
     time: TimeScore
     rank: RankScore
@@ -225,7 +244,7 @@ class Scores:
 
 
 def score_times(results: Iterable[Scored], worst: int = WORST) -> TimeScore:
-    """Errors of the step times that were measured."""
+    """The scores of all measured step times."""
     errors = [(r.run.id, r.time_error) for r in results if r.time_error is not None]
     values = [error for _, error in errors]
     ordered = tuple(sorted(errors, key=lambda item: -abs(item[1]))[:worst])
@@ -234,7 +253,7 @@ def score_times(results: Iterable[Scored], worst: int = WORST) -> TimeScore:
 
 
 def score_ranks(results: Iterable[Scored]) -> RankScore:
-    """How well layouts of one model on one cluster are ordered."""
+    """The scores of how well layouts of one model on one cluster are ordered."""
     groups = tuple(map(rank_group, comparable(results)))
     regrets = [group.regret for group in groups]
     return RankScore(
@@ -248,7 +267,7 @@ def score_ranks(results: Iterable[Scored]) -> RankScore:
 
 
 def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()) -> MemoryScore:
-    """Errors of the memory that was measured, and the verdicts on layouts that ran and on layouts that did not."""
+    """The scores of measured memory, and of predictions whether layouts fit."""
     everything = [*results, *out_of_memory]
     ran = [r for r in everything if not r.run.measured.out_of_memory]
     failed = [r for r in everything if r.run.measured.out_of_memory and r.fits is not None]
@@ -267,7 +286,9 @@ def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()
 
 
 def score(results: Sequence[Scored], out_of_memory: Sequence[Scored] = ()) -> Scores:
-    """All scores of `results`; `out_of_memory` are layouts known to have failed, which count for memory alone."""
+    """All scores of `results`. `out_of_memory` are layouts known to have failed, which count only
+    for memory.
+    """
     return Scores(score_times(results), score_ranks(results), score_memory(results, out_of_memory))
 
 
@@ -283,7 +304,9 @@ SELECTIONS: dict[str, Callable[[Run], bool]] = {
         run.dims.positions == "alibi" and run.degrees.zero == 1 and run.degrees.pp > 1
     ),
 }
-"""Named sets of runs, told by what they are; the last is BigScience's sweep of 176B layouts."""
+"""Named sets of runs, each with its condition. The last is BigScience's sweep of layouts of a 176B
+model.
+"""
 
 GROUPINGS: dict[str, Callable[[Run], str]] = {
     "source": lambda run: run.source or "(none)",
@@ -293,12 +316,12 @@ GROUPINGS: dict[str, Callable[[Run], str]] = {
 
 
 def select(results: Iterable[Scored], selection: str) -> list[Scored]:
-    """The results whose run is in a named selection."""
+    """The results whose run belongs to a named selection."""
     return [result for result in results if SELECTIONS[selection](result.run)]
 
 
 def grouped(results: Iterable[Scored], by: str) -> dict[str, list[Scored]]:
-    """The results by a field of `GROUPINGS`, in order of appearance."""
+    """The results grouped by a field of `GROUPINGS`, in order of appearance."""
     found: dict[str, list[Scored]] = {}
     for result in results:
         found.setdefault(GROUPINGS[by](result.run), []).append(result)

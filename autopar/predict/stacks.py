@@ -1,28 +1,30 @@
-"""What the text of a framework tells: whose software ran, by words in it."""
+"""Recognizes frameworks by words in the text of a run's framework."""
 
 from __future__ import annotations
 
 
 def runs_on(framework: str, *names: str) -> bool:
-    """Whether any of the names is in the text, in any case."""
+    """Whether the text contains any of the names, ignoring case."""
     return any(name in framework.lower() for name in names)
 
 
 def is_nvidia(framework: str) -> bool:
-    """NeMo and Megatron-Bridge, whose tables come from NVIDIA's performance recipes."""
+    """Whether the framework is NeMo, Megatron-Core or Megatron-Bridge, whose tables come from
+    NVIDIA's performance recipes.
+    """
     return runs_on(framework, "nemo", "megatron-core", "megatron-bridge")
 
 
 def is_megatron(framework: str) -> bool:
-    """Layers of Megatron-LM or Megatron-Core, by whatever runs them."""
+    """Whether the framework has layers of Megatron-LM or Megatron-Core."""
     return is_nvidia(framework) or runs_on(framework, "megatron", "megascale")
 
 
 def is_deepspeed(framework: str) -> bool:
-    """DeepSpeed, with layers of its own or of Megatron."""
+    """Whether the framework is DeepSpeed, with its own layers or Megatron's."""
     return runs_on(framework, "deepspeed")
 
 
 def since(year: int | None, first: int) -> bool:
-    """Whether a run is of that year or later; one without a year is taken as recent."""
+    """Whether a run is from the year `first` or later. A run without a year counts as recent."""
     return year is None or year >= first

@@ -1,1 +1,1 @@
-"""A plan priced again by code that shares nothing with the solver."""
+"""Prices a plan again with code that shares nothing with the solver."""

@@ -1,16 +1,19 @@
-"""An audit of a plan: expanded to every block and every edge, each priced from scratch, with no code of the solver.
+"""The audit of a plan: every block and edge priced from scratch, without code of the solver.
 
-What the plan says is held against what its choices cost now, from the small to the large, so that what is wrong is named where it is:
+The audit compares what the plan states with what its choices cost now. It goes from small parts to
+large ones, so that a finding names the exact place:
 
-    ops       the layouts that the plan has for an op are those of its strategy; the ends of every edge agree, or what converts is priced
-    ties      one tensor is stored one way
-    blocks    seconds and bytes of each block are those of the certificate's ledger
-    edges     the same of each change of layout between blocks
-    step      all blocks and edges, with the schedule's formula in a pipeline, are the certificate's objective
-    memory    of each rank
+- ops: the layouts of each op are those of its strategy. Both ends of every edge agree, or the
+  conversion is priced.
+- ties: one tensor has one layout.
+- blocks: seconds and bytes of each block equal those of the certificate's ledger.
+- edges: the same for each layout change between blocks.
+- step: all blocks and edges, with the schedule's formula in a pipeline, equal the certificate's
+  objective.
+- memory: the bytes of each rank.
 
-Seconds may differ by `TOLERANCE`, which rounding of sums stays far below; bytes not at all.  The planner's own costs are in floating point:
-what CP-SAT rounds is no part of the objective.
+Seconds may differ by `TOLERANCE`, which is far above the rounding of sums. Bytes may not differ.
+The planner's own costs are in floating point; the rounding of CP-SAT is not part of the objective.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 TOLERANCE = 1e-9
-"""By what share seconds may differ: sums of up to 1e6 terms in another order differ by less than 1e-10."""
+"""Relative tolerance of seconds. Sums of up to 1e6 terms in another order differ by less than
+1e-10.
+"""
 
 _SECONDS = ("forward_s", "backward_s", "step_s")
 _BYTES = ("static_bytes", "kept_bytes", "moment_bytes")
@@ -60,7 +65,7 @@ _WORDS = {"forward_s": "forward", "backward_s": "backward", "step_s": "work once
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong with a plan, and where."""
+    """A disagreement between a plan and its audit: what is wrong, and where."""
 
     where: str
     what: str
@@ -71,8 +76,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """`segments`, `ops`, `edges` (of values inside blocks and between them) and `conversions` say how much was looked at.  `parts_s` sums
-    to `audited_s`."""
+    """The result of an audit. `segments`, `ops`, `edges` (of values inside blocks and between them)
+    and `conversions` count what was checked. `parts_s` sums to `audited_s`.
+    """
 
     objective_s: float
     audited_s: float
@@ -87,11 +93,11 @@ class Audit:
 
     @property
     def disagreements(self) -> tuple[str, ...]:
-        """In words, what is wrong and where."""
+        """The findings as text."""
         return tuple(map(str, self.findings))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: seconds, bytes."""
+        """The audit as plain data, in seconds and bytes."""
         return {
             "passes": not self.findings,
             "findings": [{"where": f.where, "what": f.what} for f in self.findings],
@@ -108,7 +114,7 @@ class Audit:
         }
 
     def table(self) -> Group:
-        """A rich renderable."""
+        """The audit as a rich renderable."""
         from rich.console import Group
         from rich.text import Text
 
@@ -128,10 +134,11 @@ class Audit:
 
 
 def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
-    """Hold a plan against what its choices cost.
+    """The audit of a plan: its statements compared with the costs of its choices.
 
-    `request` says what the plan was made for, as in `plan_costs`.  Raises AutoparError where the plan is of another model, or so damaged
-    that nothing can be priced: a strategy that does not exist, layouts that nothing converts.
+    `request` says what the plan was made for, as in `plan_costs`. Raises AutoparError if the plan
+    is for another model. It is also raised if the plan is too damaged to be priced: a strategy that
+    does not exist, or layouts without a conversion.
     """
     traced = as_planned(traced, plan)
     of_stage = stage_segments(plan, traced)
@@ -164,7 +171,7 @@ def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
 
 
 def _seconds(plan: Plan, on: Sequence[Priced], of_stage: Sequence[range]) -> dict[str, float]:
-    """Seconds of a step by part; `on`: all segments at the prices of each rank."""
+    """Seconds of a step by part. `on` has all segments at the prices of each pipeline rank."""
     ranks, micro, (base, segments) = plan.mesh.pp, plan.num_microbatches, on[0]
     once_s = max(
         fsum(s.step_s for s in owned_by(*on[rank], chain(*of_stage[rank::ranks])))
@@ -204,9 +211,12 @@ def _rank_bytes(
     of_stage: Sequence[range],
     rank: int,
 ) -> int:
-    """What a rank holds: static, messages under way, the most that it keeps, under zero bubble the most that stays besides between the two
-    parts of backwards, and the fullest moment of some backward, less what the model's last segment has given back by then: of the backward
-    itself, and on a rank with one stage of those before it whose second part is to come."""
+    """Peak bytes of a pipeline rank.
+
+    This is the sum of: static bytes; messages in transit; the most that is kept; under zero bubble,
+    the most that additionally waits between the two parts of backwards; and the peak of a backward.
+    What the model's last segment has freed by then is subtracted.
+    """
     stages, parted = of_stage[rank :: plan.mesh.pp], plan.splits_backward and plan.mesh.pp > 1
     sent = [_sent_bytes(base, segments, stage) for stage in of_stage]
     static = (
@@ -239,14 +249,16 @@ def _rank_bytes(
 
 
 def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequence[int]) -> int:
-    """What a stage has sent, where that stays until its backward."""
+    """Bytes of what a stage has sent, if that stays until the stage's backward; otherwise 0."""
     end = stage[-1] + 1
     keeps = base.pipeline is not None and base.pipeline.keeps_outputs and end < len(segments)
     return message_bytes(base, segments, end) if keeps else 0
 
 
 def _most_in_backward(plan: Plan, late: Sequence[int], moments: Sequence[int], rank: int) -> int:
-    """The most of what backward needs for a moment and what waits for gradients of parameters, besides what forward keeps."""
+    """The maximum over a rank's actions of: transient bytes of the backward, plus bytes that wait
+    for gradients of parameters.
+    """
     now = most = 0
     for action in actions_of(plan)[rank]:
         stage = action.stage // plan.mesh.pp
@@ -256,8 +268,9 @@ def _most_in_backward(plan: Plan, late: Sequence[int], moments: Sequence[int], r
 
 
 def _most_kept(plan: Plan, sizes: Sequence[int], rank: int, gone: Sequence[int]) -> int:
-    """The most that a rank keeps while it goes through the list of what torch has it do; by stage `sizes`, and what of it is `gone` after
-    the first of two parts of a backward."""
+    """The most bytes that a rank keeps while it runs its actions. `sizes` has the kept bytes of
+    each of its stages; `gone` has the part that the first of two parts of a backward frees.
+    """
     now = most = 0
     for action in actions_of(plan)[rank]:
         size, less = (of[action.stage // plan.mesh.pp] for of in (sizes, gone))
@@ -273,7 +286,9 @@ def _most_kept(plan: Plan, sizes: Sequence[int], rank: int, gone: Sequence[int])
 def _op_findings(
     plan: Plan, segments: Sequence[Segment], numbers: Sequence[int]
 ) -> Iterator[Finding]:
-    """Ops of which the plan has other layouts than their strategies; of axes other than tp `segments_of` has looked."""
+    """Findings on ops whose layouts over tp are not those of their strategy. `segments_of` checks
+    the other axes.
+    """
     for number, segment in dict(zip(numbers, segments, strict=True)).items():
         block = plan.blocks[number]
         for name, strategy in segment.chosen.items():
@@ -312,7 +327,9 @@ def _ledger_findings(
     numbers: Sequence[int],
     group: int,
 ) -> Iterator[Finding]:
-    """Blocks and edges that cost something else on a group of devices than the certificate says."""
+    """Findings on blocks and edges whose cost on a group of devices differs from the certificate's
+    ledger.
+    """
     ledger = [entry for entry in plan.certificate.ledger if entry.get("group", 0) == group]
     said = [entry for entry in ledger if entry["part"] == "block"]
     if len(said) != len(plan.blocks):
@@ -352,7 +369,7 @@ def _edge_findings(
     numbers: Sequence[int],
     ledger: Sequence[Mapping[str, Any]],
 ) -> Iterator[Finding]:
-    """Edges between blocks, each kind once."""
+    """Findings on edges between blocks; each kind of edge is checked once."""
     said = {
         (*e["from"], *e["to"]): (e["forward_s"], e["backward_s"])
         for e in ledger

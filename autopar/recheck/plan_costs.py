@@ -1,7 +1,8 @@
-"""What the choices of a plan cost, stage by stage: the plan's own layouts annotated again and added up here, with no code of the solver.
+"""The costs of a plan's choices, stage by stage: annotated again and summed here, without code of
+the solver.
 
-The numbers that a plan predicts are not read.  What is read are its mesh, micro-batch, ZeRO stage, stages, and of each block the strategies
-and recompute mode; the prices of those come from the annotator.
+The numbers that a plan predicts are not read. Its mesh, micro-batch, ZeRO stage and stages are
+read, and the strategies and recompute mode of each block. The annotator gives their prices.
 """
 
 from __future__ import annotations
@@ -35,14 +36,21 @@ from autopar.request.plan_request import PlanRequest
 from autopar.runtime.pipeline.schedule_actions import schedule_actions
 
 Chosen = Mapping[str, Strategy]
-"""The strategy of each op of a block class, by the op's name."""
+"""The strategy of each op of a block class, by op name."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One virtual stage on one device: times of a micro-batch, and bytes.  `kept_bytes` stay from a micro-batch's forward to its backward;
-    `moment_bytes` are what backward needs besides at its fullest moment, less what it gave back by then.  Of a backward in two parts these
-    are `split_moment_bytes`, and `late_bytes` stay between the parts besides what is kept, of which `given_back_bytes` are gone then."""
+    """The cost of one virtual stage on one device, for one micro-batch.
+
+    Attributes:
+        times: seconds of forward and backward.
+        kept_bytes: bytes that stay from forward to backward.
+        moment_bytes: peak bytes that backward needs on top, less what it has freed by then.
+        split_moment_bytes: `moment_bytes` if the backward runs in two parts.
+        late_bytes: extra bytes that stay between the two parts.
+        given_back_bytes: the part of `kept_bytes` that the first part frees.
+    """
 
     times: StageTimes
     kept_bytes: int
@@ -54,8 +62,15 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class PlanCosts:
-    """A plan's virtual stages, first to last; what each rank holds all the time and does once a step; seconds of the longest message
-    between stages, and of what no choice changes."""
+    """The costs of a plan.
+
+    Attributes:
+        stages: its virtual stages, first to last.
+        static_bytes: always-resident bytes of each pipeline rank.
+        step_s: seconds that each rank spends once a step.
+        hop_s: seconds of the longest message between stages.
+        fixed_s: seconds that no choice changes.
+    """
 
     stages: tuple[StageCost, ...]
     static_bytes: tuple[int, ...]
@@ -66,8 +81,9 @@ class PlanCosts:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment as the plan runs it.  `buffer_bytes` are those of what its recompute mode makes again; `arriving` is what changes layout
-    on the way to it."""
+    """A segment as the plan runs it. `buffer_bytes` is the buffer that its recompute mode needs;
+    `arriving` are the layout changes of its inputs.
+    """
 
     class_index: int
     block: AnnotatedBlock
@@ -77,17 +93,21 @@ class Segment:
 
     @property
     def inside(self) -> list[Strategy | Conversion]:
-        """What takes time in each micro-batch, without what changes on the way to it."""
+        """Everything that takes time in each micro-batch inside the segment, without layout changes
+        of its inputs.
+        """
         return [*self.chosen.values(), *_conversions(self.block, self.chosen)]
 
     @property
     def paid(self) -> list[Strategy | Conversion]:
-        """All that takes time in each micro-batch."""
+        """Everything that takes time in each micro-batch."""
         return [*self.inside, *self.arriving]
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes from forward to backward: inputs where it recomputes, else each tensor that some op saves, once."""
+        """Bytes kept from forward to backward: the inputs if the segment is recomputed, otherwise
+        each saved tensor once.
+        """
         if self.block.recompute:
             return sum(
                 self.block.input_bytes[name][self.chosen[name].outputs[0]]
@@ -97,8 +117,10 @@ class Segment:
 
     @property
     def late_bytes(self) -> int:
-        """Bytes more than kept (less than 0: fewer) from the gradients of inputs to those of parameters: what was saved beside parameters,
-        and the gradients that these begin with."""
+        """The change in bytes, relative to `kept_bytes`, between the gradients of inputs and those
+        of parameters. Then only tensors saved for parameters are kept, and the gradients from
+        which theirs are computed.
+        """
         return (
             _largest(tensor for strategy in self.chosen.values() for tensor in strategy.late)
             - self.kept_bytes
@@ -106,29 +128,32 @@ class Segment:
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes that its backward needs at its fullest moment besides what is kept."""
+        """Peak bytes that backward needs besides the kept ones."""
         return self.block.workspace_bytes + self.made_again_bytes + self.buffer_bytes
 
     @property
     def made_again_bytes(self) -> int:
-        """Bytes that backward makes again, first of all."""
+        """Bytes that backward recomputes before it starts."""
         return _saved_bytes(self.chosen.values(), self.block.inputs) if self.block.recompute else 0
 
     @property
     def split_moment_bytes(self) -> int:
-        """`moment_bytes` of a backward in two parts, less what it makes again and `late_bytes` have."""
+        """`moment_bytes` if backward runs in two parts, without the recomputed bytes that
+        `late_bytes` includes.
+        """
         return self.moment_bytes - min(self.made_again_bytes, max(self.late_bytes, 0))
 
     def entry_bytes(self, name: str) -> int:
-        """Bytes of an input in the layout in which it is read."""
+        """Bytes of an input in the layout in which the segment reads it."""
         return self.block.message_bytes(name, self.chosen[name].outputs[0])
 
 
 def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCosts:
-    """Annotate the plan's choices and add them up.
+    """The costs of a plan's choices, annotated and summed.
 
-    `request` says what the plan was made for: cluster, software, and pins of what a plan does not record (`context_method`,
-    `sequence_parallel`).  Raises AutoparError where the plan does not fit the model under this request.
+    `request` says what the plan was made for: cluster, software, and pins that a plan does not
+    record (`context_method`, `sequence_parallel`). Raises AutoparError if the plan does not fit the
+    model under this request.
     """
     traced = as_planned(traced, plan)
     of_stage = stage_segments(plan, traced)
@@ -156,14 +181,16 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
 
 
 def actions_of(plan: Plan) -> tuple[tuple[Action, ...], ...]:
-    """What each pipeline rank does in a step.  Without a pipeline that is 1F1B of one rank: each backward follows its forward."""
+    """The actions of each pipeline rank in a step. Without a pipeline they are 1F1B on one rank:
+    each backward follows its forward.
+    """
     ranks = plan.mesh.pp
     schedule = plan.schedule if ranks > 1 else "1f1b"
     return schedule_actions(schedule, ranks, len(plan.stages) // ranks, plan.num_microbatches)
 
 
 def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
-    """Seconds of the longest message between stages: the largest over the slowest link of any rank."""
+    """Seconds of the longest message between stages: the largest message over the slowest link."""
     links = {
         (m.pipeline.hop_latency_s, m.pipeline.hop_s_per_byte)
         for m in models
@@ -176,7 +203,9 @@ def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> floa
 
 
 def stage_segments(plan: Plan, traced: TracedModel) -> list[range]:
-    """The numbers of each stage's segments.  Raises AutoparError for a plan that has others than the model."""
+    """The indices of each stage's segments. Raises AutoparError if the plan's segments are not the
+    model's.
+    """
     names = [segment.name for segment in traced.segments]
     placed = list(chain(*plan.stages))
     priced = set(chain(*(block.segments for block in plan.blocks)))
@@ -190,7 +219,7 @@ def stage_segments(plan: Plan, traced: TracedModel) -> list[range]:
 
 
 def block_numbers(plan: Plan, traced: TracedModel) -> list[int]:
-    """The number of the plan's block of each segment."""
+    """For each segment, the index of its block in the plan."""
     number_of = {
         name: number for number, block in enumerate(plan.blocks) for name in block.segments
     }
@@ -198,11 +227,13 @@ def block_numbers(plan: Plan, traced: TracedModel) -> list[int]:
 
 
 Priced = tuple[AnnotatedModel, list[Segment]]
-"""The model annotated without recomputation, and every segment with the strategies and the recompute mode that a plan gives it."""
+"""The model annotated without recomputation, and every segment with the plan's strategies and
+recompute mode.
+"""
 
 
 def segments_by_rank(plan: Plan, traced: TracedModel, request: PlanRequest) -> list[Priced]:
-    """All segments at the prices of each rank of the pipeline: those of its devices."""
+    """All segments at the prices of each pipeline rank's devices."""
     by_group = {group: segments_of(plan, traced, request, group) for group in set(plan.mesh.groups)}
     return [by_group[group] for group in plan.mesh.groups]
 
@@ -233,7 +264,9 @@ def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: in
 
 
 def setting_of(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setting:
-    """The plan's choices as annotation wants them, with one recompute mode for all blocks, on the devices of a group."""
+    """The setting for annotation from the plan's choices, with one recompute mode for all blocks,
+    on a group of devices.
+    """
     cluster = request.cluster
     return Setting(
         mesh=replace(plan.mesh, deal=""),
@@ -255,14 +288,16 @@ def setting_of(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setti
 
 
 def _mode(plan: Plan, block: BlockPlan) -> str:
-    """The recompute mode under which a block is annotated: every k-th layer is one of the whole model."""
+    """The recompute mode for which a block is annotated. `every-k` applies to the whole model."""
     return plan.recompute if is_periodic(plan.recompute) else block.recompute
 
 
 def _check_fixed_axes(
     plan: Plan, block: BlockPlan, fixed: Mapping[str, Mapping[str, AxisChoice]], ops: Sequence[str]
 ) -> None:
-    """AutoparError unless the block's ops run over dp, cp and ep as annotation has them."""
+    """Raise AutoparError unless the block's ops have the same choices on dp, cp and ep as the
+    annotation.
+    """
     axes = [axis for axis in plan.mesh.active if axis != "tp"]
     for name in ops:
         for axis in axes:
@@ -275,7 +310,7 @@ def _check_fixed_axes(
 
 
 def _strategy(op: AnnotatedOp, block: BlockPlan, tp: int) -> Strategy:
-    """What the plan chose for an op over tp; with one rank there is nothing to choose."""
+    """The plan's strategy of an op over tp. With one tp rank it is the only one."""
     choice = block.ops.get(op.name, {}).get("tp")
     wanted = op.strategies[0].name if tp == 1 else choice and choice.strategy
     found = [strategy for strategy in op.strategies if strategy.name == wanted]
@@ -295,7 +330,9 @@ def _arriving(
     chosen: Chosen,
     sources: Sequence[tuple[int, int]],
 ) -> Iterator[Conversion]:
-    """What changes layout on the way from earlier segments to one of class `index`, which pays for it."""
+    """The layout changes between earlier segments and a segment of class `index`, which pays for
+    them.
+    """
     prices = {
         (e.source, e.source_output, e.target_input): e.conversions
         for e in model.edges
@@ -314,7 +351,9 @@ def _arriving(
 
 
 def _conversions(block: AnnotatedBlock, chosen: Chosen) -> Iterator[Conversion]:
-    """What changes layout inside a segment: a value once for each layout that some op wants and its maker does not deliver."""
+    """The layout changes inside a segment: one for each value and each layout that an op reads and
+    the producer does not deliver.
+    """
     have = {
         value: layout
         for op in block.ops
@@ -335,7 +374,7 @@ def _conversions(block: AnnotatedBlock, chosen: Chosen) -> Iterator[Conversion]:
 def _priced(
     conversions: Mapping[tuple[Layout, Layout], Conversion], have: Layout, need: Layout, where: str
 ) -> Conversion:
-    """AutoparError where a layout cannot become another."""
+    """The price of a layout change. Raises AutoparError if the change is impossible."""
     if (have, need) not in conversions:
         raise AutoparError(
             f"the plan does not fit together: {where} is made as {have} and read as {need}, and nothing converts that"
@@ -344,14 +383,16 @@ def _priced(
 
 
 def _saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:
-    """Bytes that autograd keeps of all values but those `without`: of each tensor the largest that is asked for."""
+    """Bytes of all saved tensors except those of the values `without`. A tensor with several sizes
+    counts its largest.
+    """
     return _largest(
         saved for strategy in strategies for saved in strategy.saved if saved.value not in without
     )
 
 
 def _largest(tensors: Iterable[Saved]) -> int:
-    """Bytes of tensors, each counted once, at its largest."""
+    """Total bytes of tensors. Each tensor counts once, with its largest size."""
     largest: dict[str, int] = {}
     for tensor in tensors:
         largest[tensor.key] = max(largest.get(tensor.key, 0), tensor.size_bytes)
@@ -359,8 +400,12 @@ def _largest(tensors: Iterable[Saved]) -> int:
 
 
 def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int, first: int) -> StageCost:
-    """A stage of these segments, from number `first` on, that keeps what it sent; `last` is the class of the model's last segment, whose
-    backward comes first and gives back what it kept, or its first part does not leave, before that of the others begins."""
+    """The cost of a stage with these segments, the first of which has index `first`. It keeps
+    `sent_bytes` of its results.
+
+    `last` is the class of the model's last segment. Its backward runs first, and frees what it kept
+    before the other segments' backward begins.
+    """
     ends = [segment for segment in run if segment.class_index == last]
     kept = sum(segment.kept_bytes for segment in run) + sent_bytes
     whole = fullest_moment(run, last, sum(segment.kept_bytes for segment in ends), False)
@@ -373,7 +418,7 @@ def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int, first: int
 
 
 def stage_times(run: Sequence[Segment]) -> StageTimes:
-    """Seconds of a micro-batch on a stage of these segments."""
+    """Seconds of one micro-batch on a stage with these segments."""
     paid = [cost for segment in run for cost in segment.paid]
     return StageTimes(
         fsum(cost.forward_s for cost in paid),
@@ -383,8 +428,10 @@ def stage_times(run: Sequence[Segment]) -> StageTimes:
 
 
 def fullest_moment(run: Sequence[Segment], last: int | None, given_back: int, split: bool) -> int:
-    """Bytes of the fullest moment of backward of these segments, of which that of class `last` has given back so much for the others, and
-    comes before they leave what stays between two parts."""
+    """Peak bytes of the backward of these segments. The backward of class `last` comes first and
+    has then freed `given_back` bytes. `split`: whether the backward runs in two parts, so that
+    bytes of earlier ones wait.
+    """
     needed = [segment.split_moment_bytes if split else segment.moment_bytes for segment in run]
     to_come = split * sum(max(segment.late_bytes, 0) for segment in run)
     besides = [
@@ -395,8 +442,9 @@ def fullest_moment(run: Sequence[Segment], last: int | None, given_back: int, sp
 
 
 def passing_bytes(base: AnnotatedModel, sent: Sequence[int], rank: int) -> int:
-    """Messages under way beside those that are kept, on a rank with several stages: one that torch has made room for, one that is leaving.
-    `sent` is by stage."""
+    """Bytes of messages in transit on a rank with several stages: one that torch has allocated
+    space for, and one that is being sent. `sent` has the message bytes of each stage.
+    """
     setting = base.pipeline
     if setting is None or not setting.keeps_outputs or setting.stages_per_rank == 1:
         return 0
@@ -405,7 +453,9 @@ def passing_bytes(base: AnnotatedModel, sent: Sequence[int], rank: int) -> int:
 
 
 def message_bytes(model: AnnotatedModel, segments: Sequence[Segment], first: int) -> int:
-    """Bytes that cross into a stage that begins with segment `first`: each value made before that is read there or later, once."""
+    """Bytes that enter the stage that begins with segment `first`: each earlier value that is read
+    there or later, once.
+    """
     largest: dict[tuple[int, int], int] = {}
     for reader in range(first, len(segments)):
         block = segments[reader].block
@@ -418,8 +468,10 @@ def message_bytes(model: AnnotatedModel, segments: Sequence[Segment], first: int
 def owned_by(
     model: AnnotatedModel, segments: Sequence[Segment], held: Iterable[int]
 ) -> Iterator[Strategy]:
-    """The strategies whose parameters a rank with the segments number `held` has: those of these segments, and of each shared parameter
-    that one of them borrows from none of them, the one of the first that pays."""
+    """The strategies whose parameters a rank with the segments `held` stores: those of its
+    segments, and for each shared parameter that it only borrows, that of the first paying
+    segment.
+    """
     held = set(held)
     for number in sorted(held):
         yield from segments[number].chosen.values()

@@ -1,11 +1,14 @@
-"""A second opinion on a plan: its step played action by action, and what every rank holds meanwhile.
+"""The replay of a plan: a simulation of its step, action by action, including the memory of every
+rank.
 
-A plan's step time and memory come from closed forms.  Here the same choices are priced again (`plan_costs`), torch.distributed.pipelining
-writes the lists of what each rank does, and a discrete-event simulation plays them.  Memory is a walk over a rank's list: a forward keeps
-something, a backward needs something for a moment and gives back what its forward kept.
+A plan's step time and memory come from closed forms. Here the same choices are priced again
+(`plan_costs`), torch.distributed.pipelining writes each rank's list of actions, and a
+discrete-event simulation runs them. Memory follows a rank's list: a forward keeps bytes, a backward
+needs transient bytes and frees what its forward kept.
 
-A prediction adds the most that a rank keeps and the most that some backward of it needs.  Of a rank with several stages the walk may see
-the two at different times: then it holds less, and the sum of both from the walk is what the prediction is held to.
+A prediction adds the most that a rank keeps and the most that any of its backwards needs. On a rank
+with several stages the two may peak at different times, so the rank then holds less. The prediction
+may lie between that and the sum of both peaks.
 """
 
 from __future__ import annotations
@@ -28,16 +31,19 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 TIME_TOLERANCE = 0.02
-"""By what share the step may differ: how exact the closed forms of schedules claim to be."""
+"""Relative tolerance of the step time: the accuracy of the closed forms of schedules."""
 MEMORY_TOLERANCE = 0.01
-"""By what share the memory of a rank may differ."""
+"""Relative tolerance of the memory of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a plan predicts beside what its replay gives: seconds of a step, peak bytes of each pipeline rank.  `together_bytes` are the
-    peaks if what is kept and what is needed for a moment peaked at once.  `idle_share` is that of the pipeline in which even the busiest
-    rank of the replay waits."""
+    """A plan's predictions and the results of its replay: seconds of a step, and peak bytes of each
+    pipeline rank.
+
+    `together_bytes` are the peaks if kept and transient bytes peaked at the same time. `idle_share`
+    is the fraction of the replayed step in which the busiest rank is idle.
+    """
 
     predicted_s: float
     replayed_s: float
@@ -48,19 +54,19 @@ class Replay:
 
     @property
     def time_difference(self) -> float:
-        """By what share the replay is longer."""
+        """The relative difference of the replayed step time from the predicted one."""
         return self.replayed_s / self.predicted_s - 1
 
     @property
     def memory_differences(self) -> tuple[float, ...]:
-        """By what share each rank of the replay holds more."""
+        """The relative difference of each rank's replayed memory from the predicted one."""
         return tuple(
             b / a - 1 for a, b in zip(self.predicted_bytes, self.replayed_bytes, strict=True)
         )
 
     @property
     def disagreements(self) -> tuple[str, ...]:
-        """In words, what differs by more than it may."""
+        """Texts about differences beyond the tolerances."""
         found = []
         if abs(self.time_difference) > TIME_TOLERANCE:
             found.append(
@@ -77,13 +83,13 @@ class Replay:
 
     @property
     def ranks(self) -> list[tuple[int, int, float]]:
-        """(predicted bytes, bytes of the replay, difference) of each rank."""
+        """(predicted bytes, replayed bytes, relative difference) for each rank."""
         return list(
             zip(self.predicted_bytes, self.replayed_bytes, self.memory_differences, strict=True)
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: seconds, bytes, shares."""
+        """The replay as plain data, in seconds, bytes and fractions."""
         return {
             "agrees": not self.disagreements,
             "disagreements": list(self.disagreements),
@@ -99,7 +105,7 @@ class Replay:
         }
 
     def table(self) -> Group:
-        """A rich renderable."""
+        """The replay as a rich renderable."""
         from rich.console import Group
         from rich.text import Text
 
@@ -128,7 +134,7 @@ class Replay:
 
 
 def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
-    """Play one step of the plan; arguments and errors as of `plan_costs`."""
+    """The replay of one step of a plan. Arguments and errors are those of `plan_costs`."""
     costs = plan_costs(plan, traced, request)
     actions = actions_of(plan)
     times = [stage.times for stage in costs.stages]
@@ -151,9 +157,12 @@ def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
 
 
 def held_bytes(todo: Sequence[Action], stages: Sequence[StageCost]) -> tuple[int, int]:
-    """Besides what is static: (the most that a rank's list of actions holds at once, the most that it keeps plus the most that stays
-    between two parts of backwards plus the most that an action needs for a moment).  Of several stages the latter has what the first part
-    of a backward gives back as kept."""
+    """Peak bytes of a rank's list of actions, without static bytes, as two numbers.
+
+    The first is the most held at once. The second is the sum of three separate peaks: kept bytes,
+    bytes that wait between two parts of backwards, and transient bytes of an action. On a rank with
+    several stages, the second counts what the first part of a backward frees as kept.
+    """
     kept = late = given_back = peak = 0
     several = len({action.stage for action in todo}) > 1
     most = [0, 0, 0]

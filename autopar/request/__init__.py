@@ -1,1 +1,1 @@
-"""What a user asks of the planner."""
+"""The user's request to the planner: pins, software, arguments."""

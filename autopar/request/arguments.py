@@ -1,4 +1,6 @@
-"""What calls are given is checked here, so that a mistake is answered in the words of the caller."""
+"""Checks of the arguments of public functions, so that a mistake gives an error in the caller's
+terms.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def _model(name: str, model: Any) -> None:
 
 
 def parsed_cluster(cluster: Any) -> Cluster:
-    """The cluster, from its text if it is one; AutoparError for anything else."""
+    """The cluster, parsed if it is a text. Raises AutoparError for any other type."""
     if isinstance(cluster, str):
         return ClusterSpec.parse(cluster)
     if not isinstance(cluster, Cluster):
@@ -61,7 +63,7 @@ def check_beside_plan(
     global_batch: int | None,
     precision: str | None,
 ) -> None:
-    """AutoparError for what a given plan decides otherwise."""
+    """Raise AutoparError if an argument contradicts the plan that was passed with it."""
     if plan is None:
         return
     if pin:

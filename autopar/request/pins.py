@@ -1,7 +1,8 @@
-"""Choices that a user fixes: the table of pins, and the pins of a request.
+"""Pins (choices that a user fixes): the table of all pins, and the pins of a request.
 
-A new pin is a row of `PINS` and a field of `Pins` here, what it asks of model and cluster in `planning/pin_checks.py`, and
-its effect in `planning/candidates.py`: three files.  Help, messages and comparisons with plans follow from the table.
+A new pin is a row of `PINS` and a field of `Pins` here, a check against model and cluster in
+`planning/pin_checks.py`, and its effect in `planning/candidates.py`. Help, messages and comparisons
+with plans follow from the table.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ PinValue = int | str | bool
 
 ZERO_STAGES = (0, 1, 2, 3)
 OFFLOADED_STAGES = (0, 3)
-"""ZeRO stages under which parameters can be in host memory: 1 and 2 have the updated ones gathered on the device, for all of a step."""
+"""ZeRO stages under which parameters may lie in host memory. ZeRO-1 and ZeRO-2 keep the updated
+parameters gathered on the device for the whole step.
+"""
 
 RECOMPUTE = ("none", "full")
-"""Modes of every layer, or none.  Parts of a layer (`SELECTIVE_MODES`) and every k-th layer whole (`every-k`) are evaluated where they are
-pinned; without a pin each layer recomputes as is best."""
+"""Recompute modes that apply to every layer. Selective modes (`SELECTIVE_MODES`) and `every-k` are
+considered only if pinned. Without a pin the search chooses for each layer.
+"""
 
 CONTEXT_METHODS = ("gather", "ring", "ulysses")
-"""How attention gets the keys of other ranks over cp."""
+"""Methods by which attention gets keys and values of other cp ranks."""
 
 
 def is_recompute(value: Any) -> bool:
-    """Whether a value of the pin is a recompute mode."""
+    """Whether a value of the pin `recompute` is a valid mode."""
     return value in (*RECOMPUTE, *SELECTIVE_MODES) or (
         isinstance(value, str) and re.fullmatch(r"every-[1-9][0-9]{0,8}", value) is not None
     )
@@ -43,11 +47,11 @@ def is_recompute(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PinSpec:
-    """A row of the table.
+    """A row of the table of pins.
 
-    `check(value)` raises AutoparError for a value that no request can have, or returns what is wrong with it, '' for nothing.
-    `of_plan` is the value that a plan has, None where no plan records it.  `same(value, plan)`: whether the plan has the
-    choice though its value is written in another way.
+    `check(value)` returns what is wrong with a value, or ''. It raises AutoparError for a value
+    that is invalid in any request. `of_plan(plan)` is the plan's value, or None if plans do not
+    record it. `same(value, plan)`: whether the plan has this choice in another notation.
     """
 
     name: str
@@ -57,17 +61,17 @@ class PinSpec:
     same: Callable[[Any, Plan], bool] = lambda value, plan: False
 
     def is_choice_of(self, plan: Plan, value: Any) -> bool:
-        """Whether the plan decides as pinned; False where no plan records the choice."""
+        """Whether the plan has this value of the pin. False if plans do not record it."""
         return self.of_plan(plan) == value or self.same(value, plan)
 
 
 def _unless(is_right: Callable[[Any], bool], wrong: str) -> Callable[[Any], str]:
-    """A check that says that a value is `wrong` unless it is right."""
+    """A check that returns the text `wrong` unless `is_right(value)`."""
     return lambda value: "" if is_right(value) else wrong
 
 
 def _one_of(known: Sequence[str], *silent: str) -> Callable[[Any], str]:
-    """A check for one of the `known` values; those that are `silent` are taken too, and not named."""
+    """A check that a value is one of `known` or `silent`. Error messages list only `known`."""
     return _unless(
         lambda value: value in (*known, *silent), f"is not known; {', '.join(known)} are"
     )
@@ -141,14 +145,15 @@ PINS = {
         PinSpec("fuse", f"what becomes ops of our own: {', '.join(FUSE_MODES)}", _one_of(FUSE_MODES), lambda plan: plan.fusion.mode),
     )
 }  # fmt: skip
-"""Every pin by its name, in the order in which they are listed."""
+"""Every pin by its name, in display order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pins(Mapping[str, Any]):
-    """The pins of a request: a mapping from names to values, and a typed attribute for each, None where it is not pinned.
+    """The pins of a request: a mapping from names to values, with a typed attribute for each; None
+    if not pinned.
 
-    `given` has the names in the order in which they were given; by default those that have a value.
+    `given` has the pinned names in the order of the request; by default all that have a value.
     """
 
     tp: int | None = None
@@ -185,14 +190,14 @@ class Pins(Mapping[str, Any]):
 
     @classmethod
     def of(cls, pin: Mapping[str, Any]) -> Pins:
-        """The pins of a mapping.  Raises AutoparError for one that does not exist, and for a value that it cannot have."""
+        """The pins of a mapping. Raises AutoparError for an unknown name or an invalid value."""
         if isinstance(pin, Pins):
             return pin
         check_pin_names(pin)
         return cls(**pin, given=tuple(pin))
 
     def leave(self, **choices: PinValue) -> bool:
-        """Whether each of these choices is pinned or free."""
+        """Whether the pins allow all of these choices."""
         return all(self.get(name, value) == value for name, value in choices.items())
 
     def __getitem__(self, name: str) -> Any:
@@ -211,7 +216,9 @@ class Pins(Mapping[str, Any]):
 
 
 def parse_pins(text: str) -> dict[str, PinValue]:
-    """`tp=8,zero=1` -> {'tp': 8, 'zero': 1}.  Raises AutoparError for anything that is not key=value."""
+    """Pins from text: `tp=8,zero=1` -> {'tp': 8, 'zero': 1}. Raises AutoparError for anything that
+    is not key=value.
+    """
     pins: dict[str, PinValue] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -234,13 +241,17 @@ def parse_pins(text: str) -> dict[str, PinValue]:
 
 
 def choices_of(plan: Plan) -> dict[str, PinValue]:
-    """What the plan decided, by pin.  `sequence_parallel` and `context_method` are not among them: they are in the layouts of ops."""
+    """The plan's choices, by pin name. `sequence_parallel` and `context_method` are missing, since
+    a plan records them only as layouts of ops.
+    """
     chosen = {name: pin.of_plan(plan) for name, pin in PINS.items()}
     return {name: value for name, value in chosen.items() if value is not None}
 
 
 def pins_of(plan: Plan) -> dict[str, PinValue]:
-    """Pins that leave the plan nothing to decide but layouts of ops, and what each layer recomputes where they differ in it."""
+    """Pins that reproduce the plan up to the layouts of ops, and up to recomputation if layers
+    differ in it.
+    """
     return {
         key: value
         for key, value in choices_of(plan).items()
@@ -249,19 +260,23 @@ def pins_of(plan: Plan) -> dict[str, PinValue]:
 
 
 def first_difference(pin: Mapping[str, Any], plan: Plan) -> str:
-    """The first pinned key that the plan decides otherwise, or ''.  A key that no plan records counts as decided otherwise."""
+    """The first pin that the plan does not follow, or ''. A pin that plans do not record counts as
+    not followed.
+    """
     return next((key for key, value in pin.items() if not PINS[key].is_choice_of(plan, value)), "")
 
 
 def check_pin_names(pin: Mapping[str, Any]) -> None:
-    """Raise AutoparError for a pin that does not exist: a misspelt pin is a mistake, while an impossible one is an answer."""
+    """Raise AutoparError for an unknown pin name. A misspelt pin is a mistake; an impossible one
+    gets an answer instead.
+    """
     for name in pin:
         if name not in PINS:
             raise AutoparError(f"unknown pin {shown(name)}; pins are {', '.join(PINS)}")
 
 
 def pin_text(pin: Mapping[str, Any]) -> str:
-    """`tp=8,sequence_parallel=true`."""
+    """The pins as text: `tp=8,sequence_parallel=true`."""
     return ",".join(
         f"{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in pin.items()
@@ -269,6 +284,6 @@ def pin_text(pin: Mapping[str, Any]) -> str:
 
 
 def pins_help() -> str:
-    """A line for each pin: its name and what it fixes."""
+    """Help text: one line for each pin, with its name and meaning."""
     width = max(map(len, PINS))
     return "\n".join(f"{name:{width}}  {pin.help}" for name, pin in PINS.items())

@@ -1,4 +1,4 @@
-"""A request for a plan."""
+"""A request for a plan, as data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from autopar.request.software import Software
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What the user asked for."""
+    """A request for a plan. `global_batch` is in sequences per step; `micro_batch_mean` allows
+    micro-batches if the mean of their losses is not the loss of the batch.
+    """
 
     cluster: Cluster
     global_batch: int
@@ -47,10 +49,10 @@ class PlanRequest:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the devices are of several kinds."""
+        """Whether the cluster has devices of several kinds."""
         return len(self.cluster.groups) > 1
 
 
 def choose_precision(cluster: Cluster) -> str:
-    """The precision of an fp32 model for which none is given: bf16 on GPUs, fp32 on CPUs."""
+    """The default precision for an fp32 model: bf16 on GPUs, fp32 on CPUs."""
     return "fp32" if cluster.device_type == "cpu" else "bf16"

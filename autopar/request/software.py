@@ -129,18 +129,22 @@ class Software:
 
     @property
     def joins(self) -> Joins:
-        """Who joins neighbouring element-wise operations, where `fuses`."""
+        """What joins neighbouring element-wise operations into kernels, if `fuses`: a compiler, or
+        hand-written kernels.
+        """
         if self.compiled:
             return "compiler"
         return "by hand" if self.fused_softmax else "by hand, softmax alone"
 
     @property
     def fuses(self) -> bool:
-        """Whether neighbouring element-wise operations are one kernel, by a compiler or by hand."""
+        """Whether neighbouring element-wise operations run as one kernel, compiled or
+        hand-written.
+        """
         return self.compiled or self.fused_kernels
 
     def check(self, device: Device, precision: str) -> None:
-        """Raise AutoparError if this software does not run on the device in this precision."""
+        """Raise AutoparError if this software does not support the device or the precision."""
         for name in ("matmul_dtype", "state_recipe"):
             if getattr(self, name) is not None and precision != "bf16":
                 raise AutoparError(
@@ -169,4 +173,6 @@ class Software:
 
 
 Joins = Literal["compiler", "by hand", "by hand, softmax alone"]
-"""Who joined operations into kernels."""
+"""What joined operations into kernels: a compiler, or hand-written kernels with or without the
+softmax.
+"""

@@ -1,1 +1,1 @@
-"""From a plan to the program of one rank."""
+"""Rewrites a traced model into the program of one rank, following a plan."""

@@ -1,9 +1,12 @@
-"""Overlap: start collectives early and wait for them late.
+"""A pass that overlaps communication with compute: it starts collectives early and waits for them
+late.
 
-Requires: a graph of local ops in which transitions are nodes.  Ensures: the same values and gradients.  A transition that communicates
-forward or backward becomes a start and a `wait` where work lies between the place where its operand is there and the place where its
-value is first read: that work hides the collective, forward and, mirrored, backward.  Linear layers that read a transition whose
-gradient travels compute the gradient of their weight meanwhile (`late_gradients.py`).
+Requires: a graph of local ops in which transitions are nodes. Ensures: the same values and
+gradients. A transition that communicates in forward or backward becomes a start and a `wait`, if
+there is work between the point where its operand is ready and the first use of its value. That work
+hides the collective in forward and, mirrored, in backward. Linear layers that read such a
+transition compute the gradient of their weight while their input's gradient is communicated
+(`late_gradients.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +28,14 @@ _LINEARS: dict[object, tuple[str, str, str]] = {
     aten.linear.default: ("input", "weight", "bias"),
     aten.addmm.default: ("mat1", "mat2", "self"),
 }
-"""Ops that are linear layers, and what their schemas call input, weight and bias."""
+"""Ops that are linear layers, with the schema names of input, weight and bias."""
 _FREE = ("aten::reshape", "aten::contiguous")  # no view by their schema, and seldom a copy
 
 
 def overlap(graph: Graph) -> Graph:
-    """The pass, in place.  Later transitions go first: where one feeds another, the second starts as soon as the first has arrived."""
+    """Run the pass on a graph in place, and return the graph. Later transitions are handled first:
+    if one feeds another, the second starts as soon as the first has arrived.
+    """
     for node in reversed([n for n in graph.nodes if _communicates(n)]):
         _sink_free_users(node)
         start = _earliest(graph, node)
@@ -48,8 +53,9 @@ def _communicates(node: Node) -> bool:
 
 
 def _linears_of(node: Node) -> list[tuple[Node, Node, Node, Node | None]]:
-    """(linear, value, weight, bias): the linear layers that read the value of a transition whose gradient travels, maybe through views,
-    and a parameter as it is."""
+    """(linear, value, weight, bias) for the linear layers that read a transition's value, perhaps
+    through views, and an unchanged parameter. [] unless the transition communicates in backward.
+    """
     if node.kwargs["backward"] not in COLLECTIVES or not node.meta["whole"].is_floating_point():
         return []
     readers = [(user, node) for user in node.users] + [
@@ -67,7 +73,9 @@ def _linears_of(node: Node) -> list[tuple[Node, Node, Node, Node | None]]:
 
 
 def _has_work_between(node: Node, start: Node) -> bool:
-    """Whether the device has something to do between the earliest start of a transition and the first use of its value."""
+    """Whether the device has work between the earliest start of a transition and the first use of
+    its value.
+    """
     current = start.next
     while current is not min(node.users):
         if current is not node and _is_work(current):
@@ -77,7 +85,7 @@ def _has_work_between(node: Node, start: Node) -> bool:
 
 
 def _sink_free_users(node: Node) -> None:
-    """Move the views of a transition's value to where they are read."""
+    """Move the views of a transition's value to just before their first use."""
     for user in sorted(node.users, reverse=True):
         if user.users and is_view(user):
             _sink_free_users(user)
@@ -94,7 +102,7 @@ def is_view(node: Node) -> bool:
 
 
 def _is_work(node: Node) -> bool:
-    """Whether a node computes: it is no transition, parameter, view or number."""
+    """Whether a node computes: it is not a transition, parameter, view or number."""
     if node.op != "call_function":
         return node.op == "call_module"
     passes = "transition" in node.meta or node.target in (wait, local_shard)
@@ -102,7 +110,9 @@ def _is_work(node: Node) -> bool:
 
 
 def _earliest(graph: Graph, node: Node) -> Node:
-    """The node after which a transition can start: its last operand, or the last input of the graph.  Parameters are there before."""
+    """The node after which a transition can start: its last operand, or the last input of the
+    graph. Parameters are always ready.
+    """
     operands = (n for n in node.all_input_nodes if n.target is not local_shard)
     return max([graph._root, *graph.find_nodes(op="placeholder"), *operands])
 
@@ -110,7 +120,9 @@ def _earliest(graph: Graph, node: Node) -> Node:
 def _split(
     graph: Graph, node: Node, start: Node, linears: list[tuple[Node, Node, Node, Node | None]]
 ) -> None:
-    """Move the transition to its earliest place and let its users wait; in between, the weights' gradients of `linears`."""
+    """Move the start of a transition to its earliest place, and insert a wait before its users. In
+    between go the weight gradients of `linears`.
+    """
     for operand in node.all_input_nodes:
         start = _read_before(operand, start)
     if start is not node.prev:
@@ -134,7 +146,9 @@ def _split(
 
 
 def _read_before(operand: Node, place: Node) -> Node:
-    """Read a parameter no later than right after `place`; returns what then comes last."""
+    """Move the read of a parameter to directly after `place`, unless it is earlier. Returns the
+    last of the nodes moved, or `place`.
+    """
     if operand.target is not local_shard:
         return place
     for read in (*operand.all_input_nodes, operand):

@@ -1,8 +1,9 @@
-"""A program as text that a person might have written: what `print(engine.program.code)` shows.
+"""A program as readable Python text: the output of `print(engine.program.code)`.
 
-The text is valid Python over the names that its imports bring in; what runs is the GraphModule itself.  Against the code that torch.fx
-generates, functions go by their short names, sharded parameters are read where they are used, values are not deleted, and a comment says
-what each collective does to the layout.
+The text is valid Python with the names from its imports. The GraphModule itself is what runs. The
+text differs from torch.fx's generated code. Functions have short names, sharded parameters are read
+where they are used, values are not deleted, and a comment says how each collective changes the
+layout.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ _OPERATORS: dict[object, str] = {operator.add: "+", operator.sub: "-", operator.
 
 
 _OWN_NAMES = ("torch", "aten", "self", "slice", "float")
-"""Names that the text uses besides those that it imports."""
+"""Names that the text uses besides imported ones."""
 
 _PROGRAM = "program"
 
 
 def program_text(module: GraphModule) -> str:
-    """The imports, the root program, and each distinct block once, with the names of the segments that share it."""
+    """The text of a program: its imports, the root program, and each distinct block once, with the
+    names of the segments that share it.
+    """
     graphs = {name: segment.graph for name, segment in segments_of(module).items()}
     functions = _function_names([module.graph, *graphs.values()])
     blocks: dict[str, list[str]] = {}
@@ -49,7 +52,9 @@ def program_text(module: GraphModule) -> str:
 
 
 def _function_names(graphs: Iterable[Graph]) -> dict[Callable, str]:
-    """What the text calls each function that it imports: its own name, with a number where another has it already."""
+    """The name in the text of each imported function: its own, with a number if another function
+    has the same name.
+    """
     called = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
     called -= {*_OPERATORS, operator.getitem, local_shard}
     imported = [f for f in called if not isinstance(f, torch._ops.OpOverload)]
@@ -64,14 +69,14 @@ def _origin(function: Callable) -> str:
 
 
 def _imports(functions: Mapping[Callable, str]) -> Iterator[str]:
-    """One line a module, in order."""
+    """The import lines, one per module, sorted."""
     for origin in sorted({_origin(f) for f in functions}):
         found = ((f.__name__, name) for f, name in functions.items() if _origin(f) == origin)
         yield f"from {origin} import {', '.join(own if own == name else f'{own} as {name}' for own, name in sorted(found))}"
 
 
 def _unused(name: str, taken: set[str]) -> str:
-    """The name, with a number if it is taken; then it is taken."""
+    """The name, with a number if it is taken. Adds it to `taken`."""
     numbered = (f"{name}_{k}" for k in itertools.count(1))
     found = next(n for n in itertools.chain([name], numbered) if n not in taken)
     taken.add(found)
@@ -79,7 +84,9 @@ def _unused(name: str, taken: set[str]) -> str:
 
 
 def _value_names(graph: Graph, functions: Mapping[Callable, str]) -> dict[Node, str]:
-    """What the text calls each value: its node's name, with a number where the text uses that name for something else."""
+    """The name in the text of each value: its node's name, with a number if the text uses that name
+    for something else.
+    """
     reserved = {*_OWN_NAMES, *functions.values()}
     taken = reserved | {node.name for node in graph.nodes}
     return {
@@ -89,7 +96,7 @@ def _value_names(graph: Graph, functions: Mapping[Callable, str]) -> dict[Node, 
 
 
 def _function(graph: Graph, functions: Mapping[Callable, str], name: str) -> str:
-    """One graph as a function of `self`, which holds its parameters or segments."""
+    """The text of one graph as a function of `self`, which holds its parameters or segments."""
     texts = _value_names(graph, functions)
     lines, inputs = [], ["self"]
     for node in graph.nodes:
@@ -123,7 +130,9 @@ def _call(node: Node, texts: Mapping[Node, str], functions: Mapping[Callable, st
 
 
 def _name(target: Callable | str, functions: Mapping[Callable, str]) -> str:
-    """How the text calls a function: `aten.linear`, `torch.ops.autopar.routed_experts`, or a name that it imports."""
+    """The name of a function in the text: `aten.linear`, `torch.ops.autopar.routed_experts`, or an
+    imported name.
+    """
     if isinstance(target, torch._ops.OpOverload):
         space, _, name = target._schema.name.partition("::")
         return f"aten.{name}" if space == "aten" else f"torch.ops.{space}.{name}"

@@ -1,4 +1,6 @@
-"""Assemble this rank's program: one GraphModule per segment, joined by a root GraphModule per stage that reads like the model's forward."""
+"""Assembles this rank's program: one GraphModule per segment, and a root GraphModule per stage that
+calls them like the model's forward.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ from autopar.trace.fusion.fused import fused
 
 @dataclass(frozen=True, slots=True)
 class ProgramParameter:
-    """A parameter or buffer of the program: where it hangs (`module`.`attribute`), what it is, and its layout on each axis > 1."""
+    """A parameter or buffer of the program: its place (`module`.`attribute`), its spec, and its
+    layout on each axis with more than one rank.
+    """
 
     module: str
     attribute: str
@@ -49,8 +53,10 @@ class ProgramParameter:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """One stage.  `module` takes the values `received`, the graph inputs `stage.inputs` and NOISE if `draws`; it returns the values
-    `sent` (a tuple), or the loss in the last stage, and the new values of `updates`."""
+    """One pipeline stage of a program. `module` takes the values `received`, the graph inputs
+    `stage.inputs`, and NOISE if `draws`. It returns the values `sent` (a tuple), or the loss in
+    the last stage, and the new values of `updates`.
+    """
 
     stage: Stage
     module: GraphModule
@@ -62,14 +68,24 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What one rank runs: its `stages`, in order.  Without a pipeline there is one, and `module` is its module: `module(**inputs)` returns
-    the loss of the whole batch, or the loss and the new values of the buffers `updates`, each in the layout of its buffer.  In a pipeline
-    `module` holds the segments of all the rank's stages.  Parameters are on the meta device until materialized.
+    """The program of one rank.
 
-    Over `loss_axes` the loss is this rank's summand of it: `whole_loss` adds up what a step's micro-batches gave, once.
-
-    `inputs` maps each graph input to its layouts, `graph_inputs` to the fake tensor of the whole; those of the user are `whole_inputs`, the
-    others `step_values`.  `loss` is the fake tensor of the loss; `holders` are the pp coordinates that hold each parameter and buffer.
+    Attributes:
+        module: without a pipeline, the module of the only stage. `module(**inputs)` returns the
+            loss of the whole batch, or the loss and the new values of the buffers `updates`, each
+            in its buffer's layout. In a pipeline, a module with the segments of all the rank's
+            stages.
+        mesh: the mesh.
+        rank: the rank.
+        stages: the rank's stages, in order.
+        parameters: its parameters and buffers; on the meta device until materialized.
+        inputs: the layouts of each graph input.
+        whole_inputs: the whole fake tensors of the user's inputs.
+        step_values: what a step computes of its whole batch, or None.
+        loss: the fake tensor of the loss.
+        holders: the pp coordinates that hold each parameter and buffer.
+        loss_axes: axes over which the loss is a partial sum. `whole_loss` adds these parts once per
+            step.
     """
 
     module: nn.Module
@@ -86,30 +102,32 @@ class Program:
 
     @property
     def graph_inputs(self) -> dict[str, torch.Tensor]:
-        """The fake tensor of each graph input, as a whole."""
+        """The whole fake tensor of each graph input, by name."""
         values = self.step_values
         own = {} if values is None else dict(zip(values.names, values.vals, strict=True))
         return self.whole_inputs | own
 
     @property
     def draws(self) -> bool:
-        """Whether a stage drops."""
+        """Whether any stage has dropout."""
         return any(stage.draws for stage in self.stages)
 
     @property
     def updates(self) -> tuple[str, ...]:
-        """The buffers that the stages change."""
+        """Names of the buffers that the stages change."""
         return tuple(name for stage in self.stages for name in stage.updates)
 
     def whole_loss(self, loss: torch.Tensor, axes: Mapping[str, AxisGroup]) -> torch.Tensor:
-        """The loss of the whole batch from this rank's summand."""
+        """The loss of the whole batch, from this rank's part."""
         for axis in self.loss_axes:
             loss = apply_primitive("all_reduce", loss, axes[axis])
         return loss
 
     @property
     def code(self) -> str:
-        """The root program of each stage and each distinct block as Python source, to be read (`rewrite/printing.py`)."""
+        """Readable Python source of the root program of each stage and of each distinct block
+        (`rewrite/printing.py`).
+        """
         if len(self.stages) == 1:
             return program_text(self.stages[0].module)
         return "\n\n".join(
@@ -120,7 +138,7 @@ class Program:
 def assemble(
     traced: TracedModel, plan: Plan, rank: int, device: torch.device, whole: bool = False
 ) -> Program:
-    """Rewrite the model into the program of `rank`; with `whole`, as if the rank ran every stage, as one."""
+    """The program of `rank` under a plan. With `whole`, the rank runs every stage, as one."""
     traced, mesh = fused(traced, plan.fusion.mode), plan.mesh
     stages = cut(traced, replace(plan, mesh=replace(mesh, pp=1, deal="")) if whole else plan)
     own = [
@@ -167,11 +185,15 @@ def assemble(
 
 
 Key = tuple[int, int]
-"""A class and a BlockPlan of the plan, by number: segments of one class may run differently, as those of other stages do."""
+"""The class index and the index of the plan's block. Segments of one class may have different
+blocks, for example in different stages.
+"""
 
 
 def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
-    """The class and the BlockPlan of every segment.  A plan that recomputes every k-th layer has two blocks for what is one class here."""
+    """The class and the plan's block of every segment. A plan that recomputes every k-th layer has
+    two blocks for one class here.
+    """
     numbers = {name: number for number, block in enumerate(plan.blocks) for name in block.segments}
     found = []
     for segment in traced.segments:
@@ -188,7 +210,9 @@ def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
 def _crossing(
     traced: TracedModel, plan: Plan, choices: list[Key], source: Source, steady: bool
 ) -> Value:
-    """What there is to know of a value that crosses a boundary of stages."""
+    """The description of a value that crosses a boundary between stages. `steady`: it is the same
+    for all micro-batches.
+    """
     segment, (index, number) = traced.segments[source.segment], choices[source.segment]
     graph = traced.classes[index].graph
     node = output_nodes(graph)[source.index]
@@ -202,10 +226,11 @@ def _crossing(
 def stored_layouts(
     traced: TracedModel, plan: Plan, choices: list[Key]
 ) -> dict[Key, dict[str, Layouts]]:
-    """The layouts of each class' parameters, by slot, that every holder of a parameter agrees on.
+    """The layouts in which each class' parameters are stored, by slot.
 
-    Holders of one tensor may want its gradient replicated here and partial there; the tensor has one gradient, which is then partial,
-    and a holder that wants it replicated converts.  Raises AutoparError if holders place the tensor itself differently.
+    Segments that share a tensor may want its gradient replicated in one place and partial in
+    another. The tensor has one gradient, which is then partial; a segment that wants it replicated
+    converts it. Raises AutoparError if segments want different layouts of the tensor itself.
     """
     layouts: dict[Key, dict[str, Layouts]] = {}
     for key in dict.fromkeys(choices):
@@ -230,7 +255,9 @@ def stored_layouts(
 
 
 def _agreed(held: list[tuple[str, Layouts]]) -> dict[tuple[str, str], Layout]:
-    """The layout of each parameter on each axis, of all its holders: (parameter, the holder's layouts)."""
+    """The layout of each parameter on each axis, agreed among all its holders. `held` lists
+    (parameter, a holder's layouts).
+    """
     agreed: dict[tuple[str, str], Layout] = {}
     for name, mine in held:
         for axis, layout in mine.items():
@@ -256,7 +283,9 @@ def _segments(
     mesh: MeshShape,
     rank: int,
 ) -> tuple[nn.Module, list[ProgramParameter]]:
-    """A module whose children are the segments with the numbers of `keys`, and their parameters; tied slots share one meta tensor."""
+    """(a module whose children are the segments with the indices in `keys`, their parameters). Tied
+    slots share one meta tensor.
+    """
     modules, parameters = nn.Module(), []
     shared: dict[str, torch.Tensor] = {}
     for number, key in keys.items():
@@ -287,7 +316,7 @@ def _segments(
 
 
 def shard_of(whole: torch.Tensor, layouts: Layouts, mesh: MeshShape, rank: int) -> torch.Tensor:
-    """A rank's part of a whole tensor: a view where its patterns are contiguous."""
+    """This rank's part of a whole tensor. It is a view if its patterns are contiguous."""
     for axis, layout in layouts.items():
         if layout.is_shard:
             split = Split(layout.dim, whole.shape[layout.dim], layout.pattern)
@@ -296,7 +325,9 @@ def shard_of(whole: torch.Tensor, layouts: Layouts, mesh: MeshShape, rank: int) 
 
 
 def evaluation_copy(program: Program) -> Program:
-    """The same program, sharing parameters, with dropout off, running statistics in the place of the batch's, and no buffer updates."""
+    """A program for evaluation that shares the parameters: without dropout and buffer updates, and
+    with running statistics instead of the batch's.
+    """
     graphs = (m.graph for m in program.module.modules() if isinstance(m, GraphModule))
     marked = any(graph.find_nodes(op="call_function", target=in_training) for graph in graphs)
     if not program.draws and not program.updates and not marked:
@@ -341,7 +372,7 @@ def _evaluated(stage: StageProgram) -> StageProgram:
 
 
 def copied_graph(graph: Graph) -> Graph:
-    """A copy whose nodes keep their meta."""
+    """A copy of a graph whose nodes keep their meta."""
     new = Graph()
     mapping: dict[Node, Node] = {}
     new.output(new.graph_copy(graph, mapping))

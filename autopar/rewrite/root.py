@@ -1,4 +1,6 @@
-"""The root graph of a stage: its inputs, one call per segment with the transitions on its way in, and what it returns."""
+"""Builds the root graph of a stage: its inputs, one call per segment with the transitions before
+it, and its results.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ from autopar.rewrite.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value between segments: its name, the fake tensor of the whole, its layout on each axis > 1, whether a gradient flows back, and
-    whether it is `steady`: the same for all micro-batches of a step, and without a gradient."""
+    """A value between segments: its name, the whole fake tensor, its layout on each axis with more
+    than one rank, and whether a gradient flows back. `steady`: it is the same for all
+    micro-batches of a step, and has no gradient.
+    """
 
     name: str
     whole: torch.Tensor
@@ -41,7 +45,9 @@ def module_name(segment: str) -> str:
 
 
 def input_layouts(val: torch.Tensor, mesh: MeshShape) -> Layouts:
-    """Each data-parallel rank is given its own rows; cp and tp ranks are given the same rows."""
+    """The layouts in which ranks receive a model input. Each data-parallel rank gets its own rows;
+    cp and tp ranks get the same rows.
+    """
     return {axis: S(0) if axis in BATCH_AXES and has_batch(val) else R for axis in mesh.active}
 
 
@@ -51,14 +57,16 @@ def loss_of(traced: TracedModel) -> torch.Tensor:
 
 
 def segments_of(stage: nn.Module) -> dict[str, GraphModule]:
-    """The segments of a stage's module by name; a recomputed segment wraps its graph, as `body`."""
+    """The segments of a stage's module, by name. A recomputed segment wraps its graph as `body`."""
     children = {name: getattr(child, "body", child) for name, child in stage.named_children()}
     return cast(dict[str, GraphModule], children)
 
 
 class RootGraph:
-    """Builds the root graph of one stage.  It takes what the stage receives, the graph inputs that it reads, and NOISE if it drops; it
-    returns what it sends, or the loss if it is the last (`_loss`), and the new values of buffers."""
+    """Builds the root graph of one stage. The graph takes the values that the stage receives, the
+    graph inputs that it reads, and NOISE if it has dropout. It returns the values that it sends,
+    or the loss if it is the last stage, and the new values of buffers.
+    """
 
     def __init__(
         self,
@@ -69,7 +77,9 @@ class RootGraph:
         mesh: MeshShape,
         rank: int,
     ) -> None:
-        """`sharders` by segment of the stage; `values` describes what crosses its boundaries."""
+        """`sharders` are given by segment of the stage. `values` describes the values that cross
+        its boundaries.
+        """
         self.traced, self.stage, self.sharders = traced, stage, sharders
         self.crossing, self.mesh, self.axes = values, mesh, mesh.active
         self.graph = Graph()
@@ -80,7 +90,9 @@ class RootGraph:
         self.noise: Node | None = None
 
     def run(self, stored: Mapping[str, Layouts]) -> Graph:
-        """`stored`: the layouts of parameters and buffers by name."""
+        """Build the graph and return it. `stored` has the layouts of parameters and buffers by
+        name.
+        """
         for source in self.stage.received:
             value = self.crossing[source]
             self._take(source, value.name, value.whole, value.layouts)
@@ -101,7 +113,9 @@ class RootGraph:
         return self.graph
 
     def _loss(self) -> Node:
-        """The loss; where it is a sum over ranks, this rank's part of it, which backward needs no more of (`Program.loss_axes`)."""
+        """The loss. If it is a sum over ranks, this rank's part, from which backward can start
+        (`Program.loss_axes`).
+        """
         node = self.values[Source(len(self.traced.segments) - 1, 0)]
         layouts = node.meta["layouts"].items()
         return self._convert(node, {axis: to if to == P else R for axis, to in layouts})

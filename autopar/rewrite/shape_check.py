@@ -1,4 +1,6 @@
-"""The verifier: run a rank's program on the meta device and compare every local shape with what its layouts say."""
+"""The verifier: runs a rank's program on the meta device and compares every local shape with the
+shape that its layouts imply.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ from autopar.rewrite.shard import local_shard
 
 
 class ProgramError(RuntimeError):
-    """A rewritten program that is not what its plan says: a bug in autopar."""
+    """A rewritten program does not match its plan. This is a bug in autopar."""
 
 
 def verify_program(program: Program, rows: int = 2) -> int:
-    """Check every value of the program against its layouts with `rows` local rows; returns the number of values checked."""
+    """Check every value of the program against its layouts, with `rows` local rows. Returns the
+    number of values checked.
+    """
     checker = _Checker(program, rows)
     with active_axes(simulated_axes(program.mesh, program.rank)), torch.no_grad():
         for stage in program.stages:
@@ -48,7 +52,9 @@ def verify_program(program: Program, rows: int = 2) -> int:
 def local_shape(
     mesh: MeshShape, rank: int, whole: torch.Tensor, layouts: Layouts, rows: int
 ) -> tuple[int, ...]:
-    """The shape of a rank's part of a value where a micro-batch has `rows` rows on each data-parallel rank."""
+    """The shape of a rank's part of a value, if a micro-batch has `rows` rows on each data-parallel
+    rank.
+    """
     shape = []
     for dim, size in enumerate(whole.shape):
         if isinstance(size, torch.SymInt):
@@ -98,14 +104,14 @@ class _Checker:
 
 
 class _Run(Interpreter):
-    """Runs one graph of a program, and has every value checked."""
+    """Runs one graph of a program and checks every value."""
 
     def __init__(self, module: GraphModule, checker: _Checker) -> None:
         super().__init__(module)
         self.checker = checker
 
     def run_node(self, n: Node) -> Any:
-        """The value of the node, checked; a shard of a parameter is made empty."""
+        """The checked value of a node. For a shard of a parameter, an empty tensor."""
         if n.target is local_shard:
             (parameter, *_), _ = self.fetch_args_kwargs_from_env(n)
             result = self.checker.empty(n.meta["whole"], n.meta["layouts"], parameter.dtype)
@@ -116,17 +122,19 @@ class _Run(Interpreter):
         return result
 
     def call_module(self, target: Target, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What the segment returns, its own values checked."""
+        """The result of a segment, whose own values are checked too."""
         return self.checker.run_module(self.submodules[str(target)], list(args))
 
     def call_function(self, target: Target, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """As the program's, on the meta device."""
+        """The result of a call, on the meta device."""
         device = {"device": "meta"} if "device" in kwargs else {}
         return super().call_function(target, args, {**kwargs, **device})
 
 
 def checked_program(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -> Program:
-    """The rank's program, its shapes verified.  What an inconsistent plan makes fail there is the plan's fault."""
+    """The rank's program, with its shapes verified. Any failure raises AutoparError, because the
+    plan must be inconsistent.
+    """
     try:
         program = assemble(traced, plan, rank, device)
         verify_program(program)

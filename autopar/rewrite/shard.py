@@ -1,8 +1,11 @@
-"""Shard one block class: the pass that turns a graph over whole tensors into a graph over this rank's shards.
+"""Shards one block class: a pass from a graph over whole tensors to a graph over this rank's
+shards.
 
-Requires: a choice for every op and axis.  Ensures: every edge whose ends disagree carries explicit transitions, one per axis and
-direction; parameters are read through `local_shard`; sizes in arguments are local; the graph returns what the plan's output ops say.
-Each tensor node carries `meta['whole']` (the fake tensor of the whole value) and `meta['layouts']`, for the verifier.
+Requires: a choice for every op and axis. Ensures: every edge between different layouts has explicit
+transitions, one per axis and direction. Parameters are read through `local_shard`. Sizes in
+arguments are local. The graph returns the layouts that the plan's output ops state. Each tensor
+node has `meta['whole']` (the fake tensor of the whole value) and `meta['layouts']`, for the
+verifier.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 
 
 def local_shard(parameter: torch.Tensor, gradients: dict[str, str]) -> torch.Tensor:
-    """This rank's shard of a parameter.  `gradients` names, by axis, how its gradient is placed when it is not placed like the parameter:
-    'P' for a partial sum, which the engine reduces once per step."""
+    """This rank's shard of a parameter. `gradients` names, by axis, the placement of its gradient
+    if that differs from the parameter's: 'P' is a partial sum, which the engine reduces once per
+    step.
+    """
     from torch.distributed.tensor import DTensor, Partial
 
     if not isinstance(parameter, DTensor):
@@ -44,7 +49,7 @@ def local_shard(parameter: torch.Tensor, gradients: dict[str, str]) -> torch.Ten
 
 
 class ClassSharder:
-    """One run of the pass over one class graph for one rank."""
+    """One run of the pass, over one class graph for one rank."""
 
     def __init__(
         self,
@@ -69,11 +74,11 @@ class ClassSharder:
         self.noise: Node | None = None
 
     def layouts(self, name: str) -> Layouts:
-        """How the block's value of this name is laid out by its producer."""
+        """The layouts in which the producer makes the value called `name`."""
         return self.nodes[name].meta["layouts"]
 
     def run(self) -> Graph:
-        """The graph of this rank."""
+        """Run the pass and return this rank's graph."""
         for node in self.block.graph.nodes:
             if node.op == "placeholder":
                 self._input(node)
@@ -146,7 +151,9 @@ class ClassSharder:
                 self._record(name, new, val, layouts)
 
     def _convert(self, read: Node, choices: dict[str, AxisChoice], operand: int) -> Node:
-        """The value that an op reads in the layouts that it asks for, converted once per layout however many ops ask."""
+        """The value that an op reads, in the layouts that the op needs. Each conversion is made
+        once, even if several ops need it.
+        """
         if not isinstance(read.meta.get("val"), torch.Tensor):
             raise AutoparError(f"op reads {read.name}, which is not a tensor")
         name = value_name(read)
@@ -162,7 +169,9 @@ class ClassSharder:
 
 
 def insert_transition(node: Node, have: Layouts, axis: str, to: Layout, sizes: LocalSizes) -> Node:
-    """Append the node that changes the layout of `node`, which is laid out `have`, on one axis."""
+    """Append the node that changes the layout of `node` on one axis to `to`. `have` are its current
+    layouts.
+    """
     tensor, source = node.meta["whole"], have[axis]
     others = {a: layout for a, layout in have.items() if a != axis}
     shape = [

@@ -1,8 +1,10 @@
-"""Cut a model into the stages of a pipeline: their segments, the values that cross from each to the next, and who holds which parameter.
+"""Cuts a model into the stages of a pipeline: segments, the values that cross from one stage to the
+next, and the holders of parameters.
 
-Stage s runs on the ranks of pp coordinate s % pp.  A value crosses every boundary between the segment that makes it and the last segment
-that reads it, in the layout that its producer gives it: each rank sends its local part to the same coordinates of the next stage, and who
-reads it converts.  Model inputs do not cross, since all ranks of a data-parallel coordinate are given the same rows.
+Stage s runs on the ranks with pp coordinate s % pp. A value crosses every boundary between the
+segment that makes it and the last segment that reads it, in its producer's layout. Each rank sends
+its local part to the rank with the same other coordinates in the next stage. The reader converts
+it. Model inputs do not cross, since all ranks of a data-parallel coordinate receive the same rows.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from autopar.ops.values import output_nodes
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The segments from `start` to before `end`.  `received` and `sent` are the values that cross its boundaries, in the order in which
-    they travel; `inputs` the graph inputs that it reads; `updates` the buffers that it changes."""
+    """A stage: the segments from `start` to before `end`. `received` and `sent` are the values that
+    cross its boundaries, in the order of transfer. `inputs` are the graph inputs that it reads;
+    `updates` are the buffers that it changes.
+    """
 
     index: int
     start: int
@@ -34,9 +38,10 @@ class Stage:
 
 
 def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
-    """The stages of a plan; without a pipeline one, which takes every model input.
+    """The stages of a plan. Without a pipeline there is one, which takes every model input.
 
-    Raises AutoparError if the plan's stages are not the model's segments in order, or if they part a buffer from its changes.
+    Raises AutoparError if the plan's stages are not the model's segments in order, or if they
+    separate a buffer from its changes.
     """
     if plan.mesh.pp == 1:
         everything = tuple(traced.graph_inputs), tuple(traced.updates)
@@ -55,7 +60,7 @@ def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
 
 
 def _ends(traced: TracedModel, plan: Plan) -> tuple[int, ...]:
-    """The number of the segment after each stage."""
+    """The index of the segment after each stage."""
     named = [name for stage in plan.stages for name in stage]
     if (
         named != [segment.name for segment in traced.segments]
@@ -84,7 +89,9 @@ def _crossing(traced: TracedModel, end: int) -> tuple[Source, ...]:
 
 
 def _check_updates(traced: TracedModel, stages: list[Stage]) -> None:
-    """A buffer that forward changes must be read where it is changed: elsewhere ranks would go on with the old values."""
+    """Raise AutoparError if a buffer that forward changes is read in a stage that does not change
+    it. Its ranks would keep the old values.
+    """
     for name, source in traced.updates.items():
         holders, changing = set(), set()
         for stage in stages:
@@ -100,8 +107,10 @@ def _check_updates(traced: TracedModel, stages: list[Stage]) -> None:
 
 
 def steady_values(traced: TracedModel) -> frozenset[Source]:
-    """The values between segments that are the same for all micro-batches of a step: made from constants, parameters, buffers that forward
-    leaves alone, and sizes, as rotary tables and causal masks are."""
+    """The values between segments that are the same for all micro-batches of a step. They are
+    computed from constants, parameters, unmodified buffers and sizes; examples are rotary tables
+    and causal masks.
+    """
     found: set[Source] = set()
     for number, segment in enumerate(traced.segments):
         block = traced.classes[segment.class_index]
@@ -128,7 +137,9 @@ def steady_values(traced: TracedModel) -> frozenset[Source]:
 def holders_of(
     traced: TracedModel, stages: tuple[Stage, ...], mesh: MeshShape
 ) -> dict[str, tuple[int, ...]]:
-    """The pp coordinates that hold each parameter and buffer: those whose stages read it, 0 if no stage does.  Tied ones have several."""
+    """The pp coordinates that hold each parameter and buffer: those whose stages read it, or 0 if
+    none does. Tied parameters have several.
+    """
     found: dict[str, set[int]] = {name: set() for name in traced.parameters}
     for stage in stages:
         for segment in traced.segments[stage.start : stage.end]:

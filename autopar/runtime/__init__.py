@@ -1,1 +1,1 @@
-"""Runs the program of a rank: state, batches, pipeline, checkpoints."""
+"""Runs the program of a rank: state, batches, pipeline, checkpoints, metrics."""

@@ -1,4 +1,4 @@
-"""The engine: runs a program step by step, exactly as one device would."""
+"""The engine: trains a program step by step, with the results of a single device."""
 
 from __future__ import annotations
 
@@ -92,8 +92,9 @@ class Engine(Durable):
         shorter: Sequence[TracedModel] | None = None,
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
-        """`shorter`: the model traced with shorter batches, shortest first; with it, () too, shorter batches are filled up.  `compile`: as
-        `parallelize` has it."""
+        """`shorter`: the model traced with shorter batches, shortest first. With it (even if
+        empty), shorter batches are padded. `compile`: see `parallelize`.
+        """
         traced = fused(traced, plan.fusion.mode)
         shorter = None if shorter is None else [fused(one, plan.fusion.mode) for one in shorter]
         self._compiler = Compiler(compile)
@@ -144,7 +145,9 @@ class Engine(Durable):
         self._meter = Meter(plan, self.device, self.axes["pp"].index)
 
     def _splitter(self, lengths: Sequence[TracedModel], fills_up: bool) -> BatchSplitter:
-        """What cuts batches into micro-batches, and fills up those that are shorter than a model was traced for."""
+        """The object that splits batches into micro-batches, and pads batches that are shorter than
+        the traced ones.
+        """
         if fills_up:
             check_model(lengths[-1])
         flops = [model_flops(one, self.plan.global_batch) for one in lengths] if fills_up else []
@@ -190,11 +193,13 @@ class Engine(Durable):
 
     @property
     def compiled(self) -> Coverage | None:
-        """How many ops of this rank's program are compiled, and which are not.  None without torch.compile."""
+        """Which ops of this rank's program are compiled. None without torch.compile."""
         return self._compiler.coverage
 
     def _step_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Whole buffers and constants that values of a step are computed from; every rank calls."""
+        """Whole buffers and constants from which step values are computed. Every rank must call
+        it.
+        """
         values = self.program.step_values
         names = () if values is None else values.tensors
         if self._for_steps is None:
@@ -209,18 +214,20 @@ class Engine(Durable):
     # --------------------------------------------------------------------------------------------------------------- steps
 
     def local_batch(self, batch: Any) -> Any:
-        """This data-parallel rank's rows of a global batch, in the same structure (mapping or tuple)."""
+        """This data-parallel rank's rows of a global batch, as the same structure (mapping or
+        tuple).
+        """
         return self.batches.local(batch)
 
     @lost_ranks("in a step")
     def step(self, batch: Any) -> torch.Tensor:
-        """Run forward, backward, the reduction of gradients and the update; return the mean loss over the global batch.
+        """Run forward, backward, the reduction of gradients and the update of one step.
 
         Args:
-            batch: this data-parallel rank's rows, as `local_batch` or a loader over `sampler` gives them.
+            batch: this data-parallel rank's rows, from `local_batch` or a loader with `sampler`.
 
         Returns:
-            A detached scalar, equal on every rank.
+            The mean loss over the global batch: a detached scalar, equal on every rank.
         """
         if not any(spec.trainable for spec in self._all_specs.values()):
             raise AutoparError(
@@ -244,12 +251,15 @@ class Engine(Durable):
 
     @property
     def metrics(self) -> Metrics:
-        """Loss, time, tokens and memory of the last step, beside what was predicted.  On a GPU, reading them waits for the step."""
+        """Loss, time, tokens and memory of the last step, with the predictions. On a GPU, this
+        waits for the step.
+        """
         return self._meter.metrics()
 
     @contextlib.contextmanager
     def profile(self, directory: str | Path) -> Iterator[Profile]:
-        """Trace the steps of a `with` block.  Each rank writes `rank-N.json`, for chrome://tracing or Perfetto.
+        """Trace the steps of a `with` block. Each rank writes `rank-N.json`, for chrome://tracing
+        or Perfetto.
 
         The ranges of the trace have the names of segments, stages, micro-batches and collectives.
 
@@ -257,7 +267,8 @@ class Engine(Durable):
             directory: where the traces are written.
 
         Returns:
-            A `Profile` with the times of these ranges and of exposed communication.  Printed, it shows them beside the plan's.
+            A `Profile` with the times of these ranges and of exposed communication. Printed, it
+                compares them with the plan's.
 
         Raises:
             AutoparError: the trace cannot be written.
@@ -269,7 +280,9 @@ class Engine(Durable):
             yield found
 
     def _update(self) -> None:
-        """Reduce the gradients, clip them and train on them, unless the loss scale was too large for them."""
+        """Reduce and clip the gradients and run the optimizer, unless the gradients overflowed
+        under the loss scale.
+        """
         self.reduce_gradients()
         if self.loss_scale.unscale(self._gradients(), self.axes.values(), self.device):
             if self.max_grad_norm is not None:
@@ -287,8 +300,10 @@ class Engine(Durable):
 
     @contextlib.contextmanager
     def _randomness(self, update: bool = False) -> Iterator[None]:
-        """Every rank draws the same random numbers in a step, so that replicated values stay equal, and others in its update.  One device
-        draws the user's own."""
+        """A context for random numbers: in a step every rank draws the same ones, so that
+        replicated values stay equal; in an update, different ones than in the step. A single
+        device uses the user's generator.
+        """
         if self.plan.mesh.num_devices == 1:
             yield
             return
@@ -299,7 +314,9 @@ class Engine(Durable):
 
     @lost_ranks("in an evaluation")
     def eval_step(self, batch: Any) -> torch.Tensor:
-        """The mean loss over the global batch, without gradients, with dropout off and batch norm on its running statistics."""
+        """The mean loss over the global batch, without gradients, with dropout off and batch norm
+        on running statistics.
+        """
         work = self.batches.split(batch)
         self._check_filled_up(work)
         return self._evaluate(work)
@@ -314,8 +331,9 @@ class Engine(Durable):
             yield
 
     def _check_filled_up(self, work: MicroBatches) -> None:
-        """Refuse a loss that depends on what batches are filled up with.  It is looked at ever more rarely: a weight that starts as zero
-        may hide it at first."""
+        """Raise AutoparError if the loss depends on the padding. This is checked on the 1st, 2nd,
+        4th, 8th, ... padded batch, since a weight that starts as zero may hide it at first.
+        """
         if not work.filled:
             return
         self._filled_up[work.number] += 1
@@ -340,7 +358,9 @@ class Engine(Durable):
         return self.parameters.gradients.so_far()
 
     def reduce_gradients(self) -> None:
-        """Add up the partial gradients of a step.  Under ZeRO each rank keeps the parts that it owns."""
+        """Sum the partial gradients of a step. Under ZeRO each rank keeps the parts that it
+        owns.
+        """
         self._shared.add_up_tied(self.parameters)
         self.parameters.gradients.reduce()
 
@@ -358,7 +378,7 @@ class Engine(Durable):
         )
 
     def _clip(self, limit: float) -> None:
-        """Scale gradients as torch.nn.utils.clip_grad_norm_ does on one device."""
+        """Scale gradients like torch.nn.utils.clip_grad_norm_ on one device."""
         self._meter.norm = self.gradient_norm()
         scale = (limit / (self._meter.norm + 1e-6)).clamp(max=1.0)
         for grad in self._gradients().values():
@@ -366,7 +386,9 @@ class Engine(Durable):
 
 
 def agree_on_plan(decide: Callable[[], Plan]) -> Plan:
-    """Rank 0's plan on every rank, so that ranks never follow different plans.  Rank 0's AutoparError is raised on every rank."""
+    """Rank 0's plan, on every rank, so that all ranks follow the same plan. Rank 0's AutoparError
+    is raised on every rank.
+    """
     if not dist.is_initialized():
         return decide()
     message: list[tuple[str, str]] = [("", "")]
@@ -383,9 +405,10 @@ def agree_on_plan(decide: Callable[[], Plan]) -> Plan:
 
 
 def start_process_group(device_type: str, timeout_s: float = TIMEOUT_S) -> torch.device:
-    """This process' device; under torchrun, joins the process group (NCCL for CUDA, gloo for CPU) if nobody has.
+    """This process' device. Under torchrun, the process group is started if there is none: NCCL for
+    CUDA, gloo for CPU.
 
-    A rank that waits for another longer than `timeout_s` in a collective gives up.
+    A rank that waits longer than `timeout_s` seconds in a collective raises an error.
     """
     if device_type == "cuda" and not torch.cuda.is_available():
         raise AutoparError(

@@ -1,1 +1,3 @@
-"""Choosing strategies: one CP-SAT model per candidate, an enumeration over candidates, and the proofs of both.  Never imports torch."""
+"""Chooses strategies: a CP-SAT model per candidate, an enumeration of candidates, and proofs of
+optimality. Never imports torch.
+"""

@@ -1,4 +1,4 @@
-"""What the devices of a plan are: of each rank of its pipeline, where they are of several kinds."""
+"""Which devices the pipeline ranks of a plan have, in a cluster of one or several kinds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from autopar.ir.plan import Plan
 
 
 def groups_by_rank(plan: Plan, cluster: Cluster) -> tuple[ClusterSpec, ...]:
-    """The group of devices of each rank of the pipeline."""
+    """The group of devices of each pipeline rank."""
     return tuple(cluster.groups[group] for group in plan.mesh.groups)
 
 
 def fullest_rank(plan: Plan, cluster: Cluster) -> tuple[int, int]:
-    """(bytes that it holds, bytes that its device has) of the rank that fills its devices most."""
+    """(bytes used, bytes of device memory) of the pipeline rank with the highest share of memory
+    used.
+    """
     if len(cluster.groups) == 1:
         return max(plan.predicted.peak_memory_bytes, default=0), cluster.device.memory_bytes
     ranks = zip(plan.predicted.peak_memory_bytes, groups_by_rank(plan, cluster), strict=True)
@@ -26,5 +28,5 @@ def fullest_rank(plan: Plan, cluster: Cluster) -> tuple[int, int]:
 
 
 def kinds(names: Sequence[str]) -> str:
-    """`2 h100, 3 a100-80g`: how many of each in a row."""
+    """Runs of equal names with counts: `2 h100, 3 a100-80g`."""
     return ", ".join(f"{len(list(run))} {name}" for name, run in groupby(names))

@@ -1,8 +1,9 @@
-"""Choices in plain words: 'column-parallel', 'vocab-parallel', 'sequence-sharded'.
+"""Strategies of ops in plain words: 'column-parallel', 'vocab-parallel', 'sequence-sharded'.
 
-A plan is data without the graph it was made for, so that an op is known by its name, its strategy's letter and its layouts.  The letters
-are those of the op rules (`ops/rules.py`): a linear layer has `o` (output features) and `i` (input features), an embedding `v` and `h`,
-attention `h` (heads), `b1` is the second dim of a batch of sequences.
+A plan does not hold the graph, so an op is identified by its name, its strategy's letter and its
+layouts. The letters come from the op rules (`ops/rules.py`). A linear layer has `o` (output
+features) and `i` (input features); an embedding has `v` and `h`. Attention has `h` (heads). `b1` is
+the second dim of a batch of sequences.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ _HEADS = ("head", "lm_head", "embed_out")
 
 
 def is_attention(op: str) -> bool:
-    """Whether an op is attention, by its name."""
+    """Whether an op name is that of attention."""
     return "scaled_dot_product_attention" in op
 
 
 def is_experts(op: str) -> bool:
-    """Whether an op is all routed experts of a layer, by its name."""
+    """Whether an op name is that of routed experts."""
     return "routed_experts" in op
 
 
 def interesting(block: BlockPlan) -> list[str]:
-    """The ops that a reader looks for, in program order: those with weights, attention, experts and the loss."""
+    """The names of ops worth showing, in program order: those with weights, attention, experts and
+    the loss.
+    """
     reading = {name for name, axes in block.ops.items() if any(c.inputs for c in axes.values())}
     making = {name for name, axes in block.ops.items() if any(c.outputs for c in axes.values())}
     parameters = filter(_PARAMETER.search, block.ops.keys() - reading)
@@ -66,7 +69,9 @@ _OTHER_OPS = {
 
 
 def describe(op: str, choice: AxisChoice) -> str:
-    """How `op` runs over one axis, in words; sections and zigzag order are named behind them."""
+    """How `op` runs over one axis, in words, followed by its pattern of indices if that is not
+    contiguous.
+    """
     letter, _, pattern = choice.strategy.partition(" ")
     return _words(op, letter) + (f" ({pattern})" if pattern else "")
 
@@ -86,12 +91,14 @@ def _words(op: str, letter: str) -> str:
 
 
 def layouts(choice: AxisChoice) -> str:
-    """`S(1), R/P -> S(1)`."""
+    """Layouts as text: `S(1), R/P -> S(1)`."""
     return f"{', '.join(map(str, choice.inputs))} -> {', '.join(map(str, choice.outputs))}"
 
 
 def collectives(counts: dict[str, int]) -> str:
-    """`2 all-reduce, 1 all-gather over tp; 1 all-reduce over dp`, or `none`."""
+    """Counts of collectives as text: `2 all-reduce, 1 all-gather over tp; 1 all-reduce over dp`, or
+    `none`.
+    """
     axes: dict[str, list[str]] = {}
     for name, count in sorted(counts.items()):
         kind, _, axis = name.partition(" over ")

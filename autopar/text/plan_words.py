@@ -1,4 +1,4 @@
-"""What a plan decides, by the keys that a user pins."""
+"""A plan's choices as text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 
 OFFLOAD_WORDS = {"optimizer": "optimizer state", "parameters": "parameters and optimizer state"}
-"""What each kind of offloading keeps in host memory, in words."""
+"""What each kind of offloading keeps in host memory, as text."""
 
 PlanOn = Callable[[Mapping[str, Any], Cluster], Plan]
-"""Plans one model under pins on a cluster.  Raises AutoparError as `api.plan` does."""
+"""The type of a function that plans one model under pins on a cluster. It raises AutoparError like
+`api.plan`.
+"""
 
 
 def layout_words(plan: Plan) -> str:
-    """`dp=16 tp=8, 8 x 4 sequences, ZeRO-1, recompute full`: what identifies a plan, on a line."""
+    """One line that identifies a plan: `dp=16 tp=8, 8 x 4 sequences, ZeRO-1, recompute full`."""
     batch = f"{plan.num_microbatches} x {plan.micro_batch} sequences"
     words = [str(plan.mesh), batch, *_schedule_words(plan)]
     words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
@@ -30,7 +32,7 @@ def layout_words(plan: Plan) -> str:
 
 
 def short_words(plan: Plan) -> str:
-    """`dp=16 tp=8 8x4 ZeRO-1 full`: the same, for a table."""
+    """`layout_words` in short form, for a table: `dp=16 tp=8 8x4 ZeRO-1 full`."""
     words = [str(plan.mesh), f"{plan.num_microbatches}x{plan.micro_batch}", *_schedule_words(plan)]
     words += [plan.recompute] if plan.recompute != "none" else []
     words += [f"offload {plan.offload}"] if plan.offload != "none" else []
@@ -38,12 +40,14 @@ def short_words(plan: Plan) -> str:
 
 
 def sharing_words(zero: int, shard: int) -> str:
-    """`3`, or `3 over 8` if groups of 8 ranks share out what ZeRO does, each for itself."""
+    """The ZeRO stage as text: `3`, or `3 over 8` if ZeRO shards within groups of 8 ranks."""
     return f"{zero} over {shard}" if shard else str(zero)
 
 
 def _schedule_words(plan: Plan) -> list[str]:
-    """Schedule, with the stages of a rank where there are several, and ZeRO stage."""
+    """Words for the schedule, with the number of stages of a rank if above 1, and for the ZeRO
+    stage.
+    """
     per_rank = len(plan.stages) // plan.mesh.pp
     schedule = plan.schedule + (f" x{per_rank}" if per_rank > 1 else "")
     words = [schedule] if plan.mesh.pp > 1 else []
@@ -51,7 +55,9 @@ def _schedule_words(plan: Plan) -> list[str]:
 
 
 def staleness(plan: Plan) -> str:
-    """Why the plan's predictions cannot be trusted, or ''.  Such a plan still runs: what it decides is legal under any prediction."""
+    """A text that says the plan was predicted by another cost model version, or ''. Such a plan
+    still runs; only its predictions are outdated.
+    """
     if plan.cost_model_version == COST_MODEL_VERSION:
         return ""
     return (
@@ -61,13 +67,13 @@ def staleness(plan: Plan) -> str:
 
 
 def dollars_per_million_tokens(plan: Plan, cluster: Cluster | None) -> float | None:
-    """Dollars that a million tokens cost, or None where the price is not known."""
+    """Dollars per million tokens, or None if the price is unknown."""
     price = None if cluster is None else cluster.price_per_device_hour
     return None if price is None else device_hours_per_million_tokens(plan) * price
 
 
 def device_hours_per_million_tokens(plan: Plan) -> float:
-    """Hours of one device that a million tokens take; NaN where the plan predicts no rate."""
+    """Device-hours per million tokens; NaN if the plan predicts no rate."""
     return plan.mesh.num_devices / (plan.predicted.tokens_per_s or nan) * 1e6 / 3600
 
 
@@ -93,7 +99,7 @@ MEMORY_WORDS = {
 
 
 def named_cluster(plan: Plan) -> Cluster | None:
-    """The plan's cluster, where it is a preset."""
+    """The plan's cluster if its name parses to the same cluster, otherwise None."""
     try:
         cluster = ClusterSpec.parse(plan.cluster_name)
     except AutoparError:
@@ -102,7 +108,9 @@ def named_cluster(plan: Plan) -> Cluster | None:
 
 
 def placement_words(mesh: MeshShape, topology: Topology) -> str:
-    """`tp inside nodes, dp 2 of 8 ranks to a node, pp across nodes`."""
+    """Where the ranks of each axis lie: `tp inside nodes, dp 2 of 8 ranks to a node, pp across
+    nodes`.
+    """
     where: dict[str, list[str]] = {}
     for axis in reversed([axis for axis in mesh.placed if mesh.size(axis) > 1]):
         here, nodes = group_shape(mesh.size(axis), mesh.stride(axis), topology)

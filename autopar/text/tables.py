@@ -16,7 +16,7 @@ def grid(
     rows: Iterable[Sequence[str | Text]],
     right: Sequence[int] = (),
 ) -> Table:
-    """A table without lines; `right` numbers the columns that are flush right."""
+    """A table without lines. `right` has the indices of right-aligned columns."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

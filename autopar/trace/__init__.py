@@ -1,1 +1,1 @@
-"""From a model to a graph in segments."""
+"""Tracing: from a model to a graph in segments."""

@@ -1,8 +1,10 @@
-"""Batch norm as plain sums, so that the layout algebra synchronizes it.
+"""Expands batch norm into plain sums, so that the layout algebra synchronizes it across ranks.
 
-The statistics of a sharded batch are sums over its letters divided by counts: shards give Partial sums, which the graph reduces, forward
-and backward, like any other.  No lowering knows of batch norm.  `autopar::in_training(batch, running)` marks where training reads the
-batch's statistic and evaluation the running one; training lowers it to its first operand, `evaluation_copy` to its second.
+The statistics of a sharded batch are sums divided by counts. Shards give Partial sums, which the
+graph reduces like any others, in forward and backward. No lowering handles batch norm.
+`autopar::in_training(batch, running)` marks where training reads the batch's statistic and
+evaluation the running one. The training program keeps its first operand, `evaluation_copy` its
+second.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _LIBRARY.define("in_training(Tensor batch, Tensor running) -> Tensor")
 _LIBRARY.impl("in_training", lambda batch, running: batch.clone(), "CompositeImplicitAutograd")
 
 STATISTICS = "batch statistics"
-"""`meta` key of what batch norm computes of a batch, by convention of each micro-batch."""
+"""`meta` key of nodes that compute statistics of a batch. By convention they are computed per
+micro-batch.
+"""
 _NORMS = (
     "batch_norm",
     "_native_batch_norm_legit",
@@ -32,10 +36,11 @@ _NORMS = (
 
 
 def expand_batch_norm(graph: Graph) -> None:
-    """Write batch norm, of any number of dims, as sums over all dims but the second.
+    """Rewrite batch norm, for any number of dims, as sums over all dims but the second, in place.
 
-    The variance is the mean of squared differences; the running variance takes the unbiased one (Ioffe and Szegedy 2015, algorithm 2).
-    Half precision is widened to fp32 first, as PyTorch's kernels do.
+    The variance is the mean of squared differences; the running variance uses the unbiased one
+    (Ioffe and Szegedy 2015, algorithm 2). Half precision is converted to fp32 first, as in
+    PyTorch's kernels.
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and is_op(node, *_NORMS):
@@ -51,7 +56,9 @@ def expand_batch_norm(graph: Graph) -> None:
 
 
 def _expanded(graph: Graph, node: Node) -> tuple:
-    """(normalized, None, None, new running mean, new running variance): what the functional form returns, but for what backward saves."""
+    """(normalized, None, None, new running mean, new running variance): the results of the
+    functional form, with None for what only backward needs.
+    """
     x, weight, bias, running_mean, running_var = (
         argument(node, name)
         for name in (argument_names(node)[0], "weight", "bias", "running_mean", "running_var")

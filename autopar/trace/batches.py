@@ -1,4 +1,4 @@
-"""Batches: what a user passes as example inputs and to `Engine.step`."""
+"""Batches as users pass them: example inputs, and arguments of `Engine.step`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def input_names(example_inputs: ExampleInputs) -> tuple[str, ...]:
 
 
 def check_example(example_inputs: ExampleInputs) -> None:
-    """AutoparError, in words of the argument `example_inputs`, for what is no batch to plan with."""
+    """Raise AutoparError unless `example_inputs` is a batch that can be planned for."""
     for name, tensor in batch_tensors(example_inputs, "example_inputs").items():
         if tensor.numel() == 0:
             what = "no rows" if tensor.shape[0] == 0 else "no elements"
@@ -32,8 +32,9 @@ def check_example(example_inputs: ExampleInputs) -> None:
 def batch_tensors(
     batch: ExampleInputs | torch.Tensor, what: str = "batch"
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a batch by flat name.  Raises AutoparError for anything that is not a mapping or sequence of tensors, in words
-    of the argument `what`."""
+    """The tensors of a batch by flat name. Raises AutoparError for anything but a mapping or
+    sequence of tensors; `what` names the argument in the message.
+    """
     if isinstance(batch, torch.Tensor):
         batch = (batch,)
     if not isinstance(batch, (Mapping, Sequence)) or isinstance(batch, str):
@@ -73,7 +74,9 @@ def batch_tensors(
 
 
 def shorter_lengths(example_inputs: ExampleInputs, buckets: Sequence[int]) -> list[int]:
-    """The buckets that are shorter than the example, ascending.  AutoparError if one is no length, or longer."""
+    """The buckets that are shorter than the example, ascending. Raises AutoparError for an invalid
+    length, or a longer one.
+    """
     longest = positions(batch_tensors(example_inputs).values())
     for length in buckets:
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= longest:
@@ -85,7 +88,7 @@ def shorter_lengths(example_inputs: ExampleInputs, buckets: Sequence[int]) -> li
 
 
 def shortened(example_inputs: ExampleInputs, length: int) -> ExampleInputs:
-    """An example like this one with rows of another length: meta tensors, each a storage of its own."""
+    """An example with rows of another length, as meta tensors with separate storages."""
     tensors = batch_tensors(example_inputs)
     longest = positions(tensors.values())
     found = {

@@ -1,7 +1,8 @@
-"""Cut the flat graph into segments and find which segments share a structure.
+"""Cuts the flat graph into segments, and finds segments with the same structure.
 
-A block is a child `container.<n>` of a module container with at least two children (an nn.ModuleList of layers); the outermost such
-container counts.  What runs before, between and after the blocks becomes the prologue, glue and epilogue segments.
+A block is a child `container.<n>` of a module container with at least two children (an
+nn.ModuleList of layers). Of nested containers the outermost counts. Ops before, between and after
+the blocks form the prologue, glue and epilogue segments.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from autopar.trace.capture import Captured
 
 _NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")),
                 *(f"aten::new_{name}" for name in ("zeros", "ones", "full", "empty"))}  # fmt: skip
-"""Ops whose results need no gradient whatever they read."""
+"""Ops whose results never need a gradient."""
 _MOST_CLASSES = 4
-"""Segments of one structure are of up to so many classes, which differ in what they borrow: layers that share all their parameters, of
-two.  Where there would be more, each segment is charged for what it reads in the slots of the smallest tensors."""
+"""The largest number of classes for segments of one structure, which differ in what they borrow.
+Layers that share all their parameters need two. If there would be more, each segment pays for
+the parameters that it reads in the slots of the smallest tensors.
+"""
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _NAMED_OPS = (
     "linear",
@@ -46,7 +49,9 @@ _NAMED_OPS = (
 
 
 def find_segments(captured: Captured, split: LossSplit, values: StepValues | None) -> TracedModel:
-    """Cut `captured.graph`, after normalization, into segments and block classes."""
+    """The traced model: `captured.graph`, after normalization, cut into segments and block
+    classes.
+    """
     graph = captured.graph
     mark_differentiable(captured)
     carved = [(name, *_carve(name, nodes, captured)) for name, nodes in _assign(graph)]
@@ -102,10 +107,12 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
 def _borrowed(
     blocks: list[tuple[BlockClass, tuple[str, ...]]], captured: Captured
 ) -> list[frozenset[str]]:
-    """The slots of each segment that another segment is charged for (`BlockClass.borrowed`).
+    """The slots of each segment that another segment pays for (`BlockClass.borrowed`).
 
-    A tensor is charged in the slot that has the most tensors, over the segments of one structure, and of equals in the first: a loss that
-    reads weights of layers borrows them, whichever comes first.  Among the segments of one structure the first that has it pays.
+    A shared tensor is paid for in the slot with the most distinct tensors over the segments of one
+    structure; among equal slots, in the first. A loss that reads weights of layers therefore
+    borrows them, whichever comes first. Among the segments of one structure, the first that has the
+    tensor pays.
     """
     # of each tensor: segment, place of the slot
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -143,7 +150,9 @@ def _borrowed(
 
 
 def mark_differentiable(captured: Captured) -> None:
-    """Set `meta['grad']` on every node: whether a gradient flows back through it to a trainable parameter."""
+    """Set `meta['grad']` on every node: whether a gradient flows back through it to a trainable
+    parameter.
+    """
     for node in captured.graph.nodes:
         if node.op == "placeholder":
             spec = captured.parameters.get(captured.attributes.get(node.name, ""))
@@ -160,7 +169,9 @@ def mark_differentiable(captured: Captured) -> None:
 
 
 def _block_paths(graph: Graph) -> dict[Node, str]:
-    """The outermost `container.<n>` path of each node, for containers with at least two children."""
+    """The outermost `container.<n>` path of each node, for containers with at least two
+    children.
+    """
     stacks = {
         n: [path for path, _ in n.meta.get("nn_module_stack", {}).values()]
         for n in graph.nodes
@@ -182,7 +193,9 @@ def _block_paths(graph: Graph) -> dict[Node, str]:
 
 
 def _assign(graph: Graph) -> list[tuple[str, list[Node]]]:
-    """Nodes of each segment, in execution order.  Levels: prologue 0, block i 2i + 1, glue after it 2i + 2."""
+    """(name, nodes) of each segment, in execution order. Levels: prologue 0, block i 2i + 1, glue
+    after it 2i + 2.
+    """
     paths = _block_paths(graph)
     order: dict[str, int] = {}
     for node in graph.nodes:
@@ -233,7 +246,9 @@ def _assign(graph: Graph) -> list[tuple[str, list[Node]]]:
 def _carve(
     name: str, nodes: list[Node], captured: Captured
 ) -> tuple[BlockClass, tuple[str, ...], list[Node], list[Node]]:
-    """One segment as a graph of its own, with the parameters of its slots, the values it reads and the values others read."""
+    """One segment as its own graph, with the parameters of its slots, the values that it reads, and
+    the values that others read.
+    """
     inside = set(nodes)
     graph, mapping = Graph(), {}
     slots: dict[str, int] = {}
@@ -273,10 +288,11 @@ def _carve(
 
 
 def _inputs(nodes: list[Node], captured: Captured) -> list[Node]:
-    """The values that a segment reads of others.
+    """The values that a segment reads from other segments.
 
-    A segment with sizes that follow the batch learns the batch from an input.  One that makes them from parameters alone, as learned
-    queries expanded over the batch, takes a model input besides, of which it reads the size only.
+    A segment with batch-dependent sizes gets the batch size from an input. A segment that computes
+    them from parameters alone, such as learned queries expanded over the batch, also takes a model
+    input, of which it reads only the size.
     """
     inside, found = set(nodes), dict[Node, None]()
     for node in nodes:
@@ -294,13 +310,13 @@ def _inputs(nodes: list[Node], captured: Captured) -> list[Node]:
 
 
 def _tells_batch(node: Node) -> bool:
-    """Whether the batch size can be read from a dim of a value."""
+    """Whether the batch size can be read from a dim of this value."""
     val = node.meta.get("val")
     return isinstance(val, torch.Tensor) and any(map(multiple_of_batch, val.shape))
 
 
 def _follows_batch(node: Node) -> bool:
-    """Whether a call takes or makes sizes that depend on the batch."""
+    """Whether a call takes or produces batch-dependent sizes."""
     reads = [source.meta.get("val") for source in node.all_input_nodes]
     leaves = tree_leaves((node.args, node.kwargs, node.meta.get("val"), reads))
     return any(
@@ -315,7 +331,7 @@ def _identifier(name: str) -> str:
 
 
 def _unique(name: str, taken: dict[str, int]) -> str:
-    """The name, or with the first number that makes it differ from those `taken`, which hold the last number tried for each."""
+    """The name, with a number if it is taken. `taken` holds the last number tried for each name."""
     candidate, number = name, taken.get(name, 0)
     while candidate in taken:
         number += 1
@@ -326,7 +342,7 @@ def _unique(name: str, taken: dict[str, int]) -> str:
 
 
 def _readable(node: Node) -> str:
-    """A node's name: the module it came from for the ops that carry weights, the op otherwise."""
+    """A readable node name: the module's name for ops with weights, otherwise the op's name."""
     op = op_name(node).rpartition("::")[2] or getattr(node.target, "__name__", node.name)
     stack = list(node.meta.get("nn_module_stack", {}).values())
     if (
@@ -339,7 +355,9 @@ def _readable(node: Node) -> str:
 
 
 def _structure_hash(graph: Graph, captured: Captured) -> str:
-    """Equal for graphs that compute the same function of inputs and slots of the same shapes and dtypes."""
+    """A hash that is equal for graphs that compute the same function, with the same shapes and
+    dtypes of inputs and slots.
+    """
     index = {node: i for i, node in enumerate(graph.nodes)}
 
     def plain(arg: Argument) -> Any:

@@ -1,4 +1,4 @@
-"""What capture returns."""
+"""The result of capture."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from autopar.ir.traced import ParameterSpec
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A flat ATen graph.
+    """A flat ATen graph with the names of its tensors.
 
-    `inputs` names the user's tensors, `input_nodes` their placeholders in that order; `attributes` maps the placeholder of a parameter,
-    buffer or constant to its name in `parameters` or `constants`.  The graph returns the loss and then the new values of the buffers
-    `updates`, which forward changes in place.  `notes` says what was captured in another way than it is written.
+    `inputs` names the user's tensors, and `input_nodes` their placeholders in the same order.
+    `attributes` maps the placeholder of a parameter, buffer or constant to its name in `parameters`
+    or `constants`. The graph returns the loss and then the new values of the buffers `updates`,
+    which forward changes in place. `notes` tell the user what was captured differently from how it
+    is written.
     """
 
     graph: torch.fx.Graph

@@ -1,6 +1,7 @@
-"""Which constants of an exported graph are parameters or buffers of the model.
+"""Identifies constants of an exported graph that are parameters or buffers of the model.
 
-torch.export knows a tensor of the model where forward reads it as an attribute of a module, and takes any other for a constant.
+torch.export recognizes a tensor of the model only if forward reads it as a module attribute. It
+treats any other tensor as a constant.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _Byte = int | torch.SymInt
 
 
 def read_as_attributes(exported: torch.export.ExportedProgram, registered: Registered) -> None:
-    """Have the program read the parameters and buffers that it takes for constants as what they are.
+    """Make the program read parameters and buffers as such, where export treated them as constants.
 
-    Fake tensors among the constants would crash torch's passes.  Raises AutoparError for a part of a parameter that trains, and for what
-    was made of fake tensors.
+    Fake tensors among the constants would crash torch's passes. Raises AutoparError for a part of a
+    trained parameter, and for constants computed from fake tensors.
     """
     nodes = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
     specs = exported.graph_signature.input_specs
@@ -43,9 +44,11 @@ def read_as_attributes(exported: torch.export.ExportedProgram, registered: Regis
 
 
 class Aliases:
-    """Places beside the modules' registers that hold a parameter or buffer of the model: lists, dicts and plain attributes.
+    """Places outside the modules' registries that hold a parameter or buffer of the model: lists,
+    dicts and plain attributes.
 
-    torch.export puts tensors of its own into the registers while forward runs; these places are then to hold the same ones.
+    While forward runs, torch.export puts its own tensors into the registries. These places must
+    then hold the same tensors.
     """
 
     def __init__(self, model: nn.Module, state: Snapshot) -> None:
@@ -57,7 +60,7 @@ class Aliases:
         ]
 
     def refresh(self, model: nn.Module) -> None:
-        """Put what the registers hold now into the other places."""
+        """Put the tensors now in the registries into the other places."""
         tensors = _registered(model) if self._places else {}
         for put, name in self._places:
             put(tensors[name])
@@ -71,11 +74,15 @@ def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Registered:
-    """Which parameter or buffer a constant is.  What forward reads from a list is that of the copy of the model, whose tensors are fake.  A
-    closure has the model's own, or what was detached from it, which look alike: of those that train nothing can be read so."""
+    """Maps a constant to the parameter or buffer that it is.
+
+    If forward reads a tensor from a list, it is the fake tensor of the copied model. A closure
+    holds the original model's tensor, or a detached one, which look the same. Trained parameters
+    therefore cannot be read from closures.
+    """
 
     def __init__(self, model: nn.Module, structure: nn.Module, copies: dict[int, Any]) -> None:
-        """`copies`: what `copy.deepcopy` remembers of the structure."""
+        """`copies` is the memo of the `copy.deepcopy` that made `structure` from `model`."""
         self._names: dict[tuple, str] = {}
         # by storage: where in it, and which
         self._trained: dict[int, list[tuple[_Byte, _Byte | float, str]]] = defaultdict(list)
@@ -100,7 +107,9 @@ class Registered:
                 self._trained[_storage(copies[id(tensor)])].append((0, float("inf"), part))
 
     def name(self, constant: torch.Tensor) -> str | None:
-        """Its name; None if it is no parameter and no buffer.  Raises AutoparError if it is a part of a parameter, or cannot be told."""
+        """The name of the parameter or buffer; None if it is neither. Raises AutoparError if it is
+        part of a parameter, or cannot be identified.
+        """
         if not _lies(constant):
             return None
         name = self._names.get(_place(constant))
@@ -120,7 +129,7 @@ class Registered:
         return None
 
     def _part_of(self, tensor: torch.Tensor) -> str | None:
-        """The parameter that trains of which a tensor has a part."""
+        """The name of the trained parameter that overlaps a tensor in memory, or None."""
         first, end = _extent(tensor)
         return next(
             (
@@ -133,7 +142,7 @@ class Registered:
 
 
 def _lies(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in a storage: a sparse one does not."""
+    """Whether a tensor is strided, with a storage; a sparse one is not."""
     return tensor.layout == torch.strided
 
 
@@ -146,7 +155,7 @@ def _place(tensor: torch.Tensor) -> tuple:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[_Byte, _Byte]:
-    """The bytes of its storage from the first that it has to the last."""
+    """The byte range (start, end) that a tensor occupies in its storage."""
     first = tensor.storage_offset() * tensor.element_size()
     if not tensor.numel():
         return first, first

@@ -1,4 +1,4 @@
-"""Copies of a model's structure: other tensors in place of its parameters and buffers, and all else as it is."""
+"""Copies a model with other tensors as parameters and buffers, and everything else unchanged."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ _SHARED = (
     io.IOBase, ProcessGroup, threading.Thread, threading.Event, threading.Condition, threading.Semaphore, threading.local,
     type(threading.Lock()), type(threading.RLock()), types.ModuleType, weakref.ReferenceType,
 )  # fmt: skip
-"""Types of which the copy of a model has the model's own objects: they cannot be copied, and no tensor depends on them."""
+"""Types whose objects the copy shares with the model: they cannot be copied, and no tensor depends
+on them.
+"""
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of the module whose parameters and buffers are on the meta device; tied tensors stay tied."""
+    """A copy of the module with parameters and buffers on the meta device. Tied tensors stay
+    tied.
+    """
     return copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
@@ -35,10 +39,12 @@ def copy_with(
     make: Callable[[torch.Tensor], torch.Tensor],
     memo: dict[int, Any] | None = None,
 ) -> nn.Module:
-    """A deep copy of the module with `make(tensor)` in place of each parameter and buffer; `memo` is then that of `copy.deepcopy`.
+    """A deep copy of the module with `make(tensor)` in place of each parameter and buffer. `memo`
+    becomes the memo of `copy.deepcopy`.
 
-    Other tensors that attributes hold are copied without their history of gradients.  Locks, files, process groups and the like are
-    shared with the model.  Raises AutoparError, which names the attribute, if it holds what can be neither copied nor shared.
+    Other tensors in attributes are copied without their autograd history. Locks, files, process
+    groups and the like are shared with the model. Raises AutoparError, with the attribute's name,
+    if an object can be neither copied nor shared.
     """
     memo = {} if memo is None else memo
     for name, parameter in model.named_parameters():
@@ -72,7 +78,7 @@ def copy_with(
 
 
 def held(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What attributes of the modules hold, at any depth, each object once, with a path that names it."""
+    """(path, object) for everything that module attributes hold, at any depth; each object once."""
     seen: set[int] = set()
     found = [(name, module) for name, module in model.named_modules()]
     seen.update(id(module) for _, module in found)
@@ -91,7 +97,7 @@ def held(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _why_not_copied(model: nn.Module, memo: dict[int, Any], error: Exception) -> str:
-    """Names the innermost object that cannot be copied."""
+    """An error text that names the innermost object that cannot be copied."""
     for path, value in reversed(list(held(model))):
         if isinstance(value, nn.Module) or id(value) in memo:
             continue

@@ -1,4 +1,4 @@
-"""Edits of captured graphs that the normalizing passes share."""
+"""Helpers for editing captured graphs, shared by the normalizing passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx.node import Argument
 
 
 def is_op(node: Node, *names: str) -> bool:
-    """Whether the node calls an ATen op of one of these names, any overload."""
+    """Whether the node calls any overload of an ATen op with one of these names."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and node.target._schema.name.removeprefix("aten::") in names
@@ -25,7 +25,9 @@ def replace(
     kwargs: dict[str, Argument] | None = None,
     val: torch.Tensor | None = None,
 ) -> Node:
-    """Put another call in the place of `node`, with its meta, and `val` as its value if given."""
+    """Replace `node` by another call with the same meta, and with the fake value `val` if given.
+    Returns the new node.
+    """
     with graph.inserting_before(node):
         new = graph.call_function(target, args, kwargs or {})
     new.meta = dict(node.meta)
@@ -37,7 +39,9 @@ def replace(
 
 
 def call(graph: Graph, like: Node, target: Callable, *args: Argument, **kwargs: Argument) -> Node:
-    """A new call at the insertion point, from the same module as `like`; its value is computed from its operands' fake values."""
+    """A new call at the insertion point, from the same module as `like`. Its fake value is computed
+    from its operands'.
+    """
     new = graph.call_function(target, args, kwargs)
     new.meta = dict(like.meta)
     new.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
@@ -47,7 +51,9 @@ def call(graph: Graph, like: Node, target: Callable, *args: Argument, **kwargs: 
 def full(
     graph: Graph, like: Node, value: float | torch.SymInt | torch.SymFloat, val: torch.Tensor
 ) -> Node:
-    """A 0-d constant at the insertion point, from the same module as `like`; `val` is its fake value, which has its dtype."""
+    """A new 0-d constant at the insertion point, from the same module as `like`. `val` is its fake
+    value, with its dtype.
+    """
     new = graph.call_function(torch.ops.aten.full.default, ([], value), {"dtype": val.dtype})
     new.meta = dict(like.meta) | {"val": val}
     return new
@@ -61,7 +67,7 @@ def replace_argument(user: Node, old: Node, new: Argument) -> None:
 
 
 def product(sizes: Iterable[int | torch.SymInt]) -> int | torch.SymInt:
-    """The product of sizes, symbolic if one of them is."""
+    """The product of sizes; symbolic if one of them is."""
     result: int | torch.SymInt = 1
     for size in sizes:
         result = result * size

@@ -1,4 +1,4 @@
-"""Embedding tables that forward would change, and bags of embeddings."""
+"""Refuses embedding tables that forward modifies, and rewrites embedding bags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _SUM, _MEAN = 0, 1
 
 
 def refuse_max_norm(model: nn.Module) -> None:
-    """Raise AutoparError for a table with `max_norm`, whose rows forward rescales in place."""
+    """Raise AutoparError for a table with `max_norm`, because forward would rescale its rows in
+    place.
+    """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise AutoparError(
@@ -28,9 +30,11 @@ def refuse_max_norm(model: nn.Module) -> None:
 
 
 def expand_bags(graph: Graph) -> None:
-    """Bags of one size, as those of 2-D ids: rows of the table, added up or averaged over each bag.
+    """Rewrite embedding bags of one fixed size, such as those of 2-D ids, as rows of the table that
+    are summed or averaged per bag.
 
-    Bags of other sizes, of largest entries, averaged with padding or with gradients divided by counts stay as they are.
+    Other bags stay as they are: of variable size, with the maximum, averaged with padding, or with
+    gradients divided by counts.
     """
     for node in list(graph.nodes):
         if is_op(node, "embedding_bag") and (size := _bag_size(node)):
@@ -41,7 +45,7 @@ def expand_bags(graph: Graph) -> None:
 
 
 def _bag_size(node: Node) -> int:
-    """How many ids each bag has; 0 if that differs, or if the op does more than add up or average."""
+    """The number of ids in each bag; 0 if it varies, or if the op does more than sum or average."""
     offsets, options = node.args[2], ("scale_grad_by_freq", "include_last_offset")
     if not (
         isinstance(offsets, Node) and is_op(offsets, "arange") and argument(offsets, "start") == 0

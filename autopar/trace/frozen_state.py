@@ -1,9 +1,11 @@
-"""Python state that forward changes: capture would freeze it, so what computes with it is refused, and what does not is noted.
+"""Detects Python state that forward changes. Capture would freeze it, so forward must not compute
+with it; otherwise it is only noted.
 
-torch.export runs forward once.  A number drawn by `random`, a counter on a module or a flag is then what it was in that one call, in
-every step.  `check_state` compares the state before and after the call.  Where state has changed, forward is captured again from the
-state that the first call left: if the graphs differ, forward computes with it.  If they do not, but the state goes on changing (a
-counter), the source must not read it anywhere but where it is changed, since the difference may come a thousand steps later.
+torch.export runs forward once. A number drawn by `random`, a counter on a module or a flag would
+keep its value from that call in every step. `check_state` compares the state before and after the
+call. If it changed, forward is captured again from the new state. If the graphs differ, forward
+computes with the state. If they are equal but the state keeps changing (a counter), the source must
+not read it except to change it, since an effect might appear only after many steps.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from autopar.trace.user_lines import is_of_user, line_text
 
 @dataclass(slots=True)
 class StateRecord:
-    """The state around one call of `model`, which is a copy of the user's.  `returned`: paths of tensors that the call shall return."""
+    """The Python state around one call of `model`, a copy of the user's. `returned` are paths of
+    tensors that the captured call must return.
+    """
 
     model: nn.Module
     functions: Functions
@@ -40,22 +44,23 @@ class StateRecord:
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """Note the state before and after the block."""
+        """A context that records the state before and after its block."""
         self.before = Snapshot.of(self.model, self.functions)
         yield
         self.after = Snapshot.of(self.model, self.functions)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What the call left at the paths `returned`."""
+        """The tensors that the call left at the paths `returned`."""
         return tuple(self.after.tensors[path] for path in self.returned)
 
 
 def check_state(
     first: Captured, record: StateRecord, capture_again: Callable[[StateRecord], Captured]
 ) -> tuple[str, ...]:
-    """Notes on state that the captured call changed.  Raises AutoparError if forward computes with it.
+    """Notes for the user on state that the captured call changed. Raises AutoparError if forward
+    computes with it.
 
-    `record` is that of `first`; `capture_again` captures once more, with another record.
+    `record` is the record of `first`; `capture_again` captures once more, with another record.
     """
     changed = record.before.changed(record.after)
     if not changed:
@@ -104,7 +109,9 @@ def _outputs(captured: Captured) -> list[str]:
 def _constant_tensors(
     changed: list[str], record: StateRecord, capture_again: Callable
 ) -> dict[str, torch.Tensor]:
-    """The values of tensors that the call left in attributes, of those that depend on no input, parameter or buffer: masks, tables."""
+    """The values of tensors that the call stored in attributes and that depend on no input,
+    parameter or buffer, such as masks and tables.
+    """
     paths = tuple(path for path in changed if path in record.after.tensors)
     if not paths:
         return {}
@@ -120,7 +127,9 @@ def _constant_tensors(
 def _from_state(
     state: Snapshot, values: dict[str, torch.Tensor], record: StateRecord, capture_again: Callable
 ) -> Captured:
-    """Capture forward as it is called with `state`, in which some tensors are known by their `values`."""
+    """Capture forward from the Python state `state`. `values` has known values of some tensors in
+    it.
+    """
     state.restore()
     for path, value in values.items():
         state.puts[path](value)
@@ -140,7 +149,9 @@ def _frozen(paths: list[str], record: StateRecord, how: str) -> str:
 
 
 def _listed(paths: list[str]) -> str:
-    """The paths, quoted, the longest list shortened; a path within another one that is there is left out."""
+    """The paths as quoted text, shortened if there are many. Paths inside other listed paths are
+    left out.
+    """
     roots = [
         path
         for path in paths
@@ -172,7 +183,9 @@ def _draw(path: str, record: StateRecord, capture_again: Callable) -> str:
 
 
 def _line_of_draw(path: str, record: StateRecord, capture_again: Callable) -> str:
-    """The user's line that first draws from the generator at `path`: forward runs once more, and each of the user's lines is looked at."""
+    """The user's line that first draws from the generator at `path`. Forward runs once more with a
+    trace function on the user's lines.
+    """
     generator, found = record.after.generators[path], list[str]()
     line_before: dict[types.FrameType, int] = {}
 

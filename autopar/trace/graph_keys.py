@@ -1,4 +1,4 @@
-"""Whether two captured graphs compute the same."""
+"""Compares captured graphs: whether two compute the same."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch.utils import _pytree as pytree
 from autopar.trace.captured import Captured
 
 _MOST_ELEMENTS = 2**26
-"""Constant parts of a graph whose results are larger are not computed."""
+"""Constant parts of a graph with larger results than this many elements are not evaluated."""
 
 
 class GraphKeys:
-    """Keys of the values of a graph: equal where the values are.  What depends on constants alone is computed, and known by its values."""
+    """Keys of a graph's values; equal values have equal keys. Values that depend only on constants
+    are evaluated and compared by content.
+    """
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
@@ -29,14 +31,14 @@ class GraphKeys:
                 self._visit(node)
 
     def outputs(self) -> list[str]:
-        """The keys of what the graph returns."""
+        """The keys of the graph's results."""
         return [
             self._keys[node] if isinstance(node, Node) else repr(node)
             for node in pytree.tree_leaves(self._captured.graph.output_node().args)
         ]
 
     def value(self, node: Any) -> torch.Tensor | None:
-        """The value of a node that depends on constants alone; None of any other."""
+        """The value of a node that depends only on constants; None for any other."""
         return self._values.get(node) if isinstance(node, Node) else None
 
     def _visit(self, node: Node) -> None:
@@ -64,7 +66,7 @@ class GraphKeys:
         return f"attribute {name} {unknown}"
 
     def _constant(self, node: Node) -> torch.Tensor | None:
-        """The value of a node, if that can be computed from constants alone."""
+        """The value of a node if it can be computed from constants alone, otherwise None."""
         if node.op == "placeholder":
             value = self._captured.constants.get(self._captured.attributes.get(node.name, ""))
             return (

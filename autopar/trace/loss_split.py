@@ -1,8 +1,10 @@
-"""How the losses of micro-batches give the loss of their batch, and the edits that make it exact.
+"""Determines how losses of micro-batches combine to the loss of their batch, and edits the graph to
+make that exact.
 
-A loss splits if it is a sum over rows, or such a sum divided by what does not depend on parameters.
-What it divides or weighs by is then computed of the whole batch before the first forward: it becomes
-an input of the graph (`StepValues`). Any other loss is left as it is, and its batch is not split.
+A loss splits if it is a sum over rows, or such a sum divided by something that does not depend on
+parameters. Divisors and weights are then computed from the whole batch before the first forward,
+and become inputs of the graph (`StepValues`). Any other loss is unchanged, and its batch is not
+split.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from autopar.trace.user_lines import line_of_node
 aten = torch.ops.aten
 _TERMS = ("add", "sub", "rsub", "mul", "div", "neg", "sum", "mean", "stack", "cat", "to", "_to_copy", "clone", "alias", "view",
           "reshape", "squeeze", "unsqueeze")  # fmt: skip
-"""A term of a loss may go through these on its way to it."""
+"""Ops that may lie between a term of the loss and the loss."""
 _GATES = ("linear", "matmul", "mm", "addmm", "bmm", "einsum")
 _IN_TRAINING = torch.ops.autopar.in_training.default
 _EXPERTS = ("autopar::routed_experts",)
@@ -51,7 +53,9 @@ ROUTERS = "balance losses of routers"
 
 
 def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
-    """Say how the loss splits, and edit the normalized graph of `captured` accordingly."""
+    """How the loss splits, and its step values. Edits the normalized graph of `captured`
+    accordingly.
+    """
     graph = captured.graph
     loss = output_nodes(graph)[0]
     analysis = _Analysis(captured, loss)
@@ -76,7 +80,9 @@ def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
 
 
 class _Analysis:
-    """Facts of the graph, with the terms that are per micro-batch by convention."""
+    """Facts about the graph, taking into account terms that are computed per micro-batch by
+    convention.
+    """
 
     def __init__(self, captured: Captured, loss: Node) -> None:
         self.graph, self.loss = captured.graph, loss
@@ -86,7 +92,7 @@ class _Analysis:
         self.widest = _widest_input(captured.graph, self.fixed)
 
     def run(self) -> tuple[RowFacts, Fact]:
-        """The facts, and that of the loss."""
+        """(the facts of all nodes, the fact of the loss)."""
         while True:
             found = row_facts(self.graph, self.fixed, self.overruled, self.widest)
             fact = found.of(self.loss)
@@ -97,20 +103,22 @@ class _Analysis:
 
     @property
     def needed(self) -> set[Node]:
-        """What the loss is computed from, but for the inside of terms that are per micro-batch."""
+        """The nodes from which the loss is computed, without the inside of terms that are per
+        micro-batch.
+        """
         return above(
             [self.loss], lambda node: () if node in self.overruled else node.all_input_nodes
         )
 
     def conventions(self) -> tuple[str, ...]:
-        """What is of each micro-batch by convention."""
+        """Names of the quantities that are computed per micro-batch by convention."""
         statistics = any(STATISTICS in node.meta for node in self.needed)
         return tuple(
             name for name, there in ((STATISTICS, statistics), (ROUTERS, self.overruled)) if there
         )
 
     def why(self, fact: Fact) -> str:
-        """The op at which rows are mixed, in the user's words."""
+        """A text that names the op at which rows are mixed, in the user's terms."""
         cause = fact.cause
         if cause is None:
             raise ValueError(f"{fact} does not say which op mixes rows")
@@ -123,7 +131,7 @@ class _Analysis:
         return f"{op}{place} combines rows of the batch in a way that parts of it do not add up to"
 
     def _router_terms(self, found: RowFacts) -> set[Node]:
-        """The largest terms of the loss that are mixed and read nothing but logits of gates."""
+        """The largest terms of the loss that mix rows and read only logits of router gates."""
         of_gates = self._of_gates(found)
 
         def parts(node: Node) -> list[Node]:
@@ -137,7 +145,7 @@ class _Analysis:
         return (above([self.loss], parts) & of_gates) - self.overruled.keys()
 
     def _of_gates(self, found: RowFacts) -> set[Node]:
-        """The nodes that read logits of gates, and else only what no activation has a part in."""
+        """The nodes that depend on logits of router gates, and otherwise on no activation."""
         of_gates, free = set[Node](), set[Node]()
         for node in self.graph.nodes:
             if node.op == "output":
@@ -151,7 +159,9 @@ class _Analysis:
 
 
 class _Edits:
-    """Puts values of the whole batch in the place of what a micro-batch would compute."""
+    """Edits the graph so that it reads values of the whole batch where a micro-batch would compute
+    them.
+    """
 
     def __init__(self, captured: Captured, found: RowFacts, needed: set[Node]) -> None:
         self.captured, self.graph, self.found, self.needed = captured, captured.graph, found, needed
@@ -163,7 +173,7 @@ class _Edits:
         self.labels = -1
 
     def settle_loss(self, power: int) -> None:
-        """Have the graph return a loss that adds up."""
+        """Make the graph return a loss whose micro-batch values sum to the batch's loss."""
         output = self.graph.output_node()
         loss, *rest = output_nodes(self.graph)
         output.args = ((self._settled(loss, power, output), *rest),)
@@ -201,7 +211,7 @@ class _Edits:
         return values if self.share is None else values.with_share(self.share.meta["val"])
 
     def _values(self) -> StepValues:
-        """Before the graph is changed: what computes the values is cut out of it."""
+        """The step values, cut out of the graph before it is edited."""
         vals = tuple(node.meta["val"] for node in self.inputs.values())
         return StepGraphs(self.captured, self.found, self.targets).values(
             tuple(self.names), vals, self.labels
@@ -219,7 +229,7 @@ class _Edits:
         return found
 
     def _lift(self, node: Node, places: Mapping[int, torch.SymInt | torch.SymFloat]) -> list[Node]:
-        """Numbers of a call as nodes, which are known."""
+        """Batch-dependent number arguments of a call as new nodes with known values."""
         args, numbers = list(node.args), []
         val, target = results(node)[0], tensor_overload(node)
         if target is None:
@@ -237,7 +247,7 @@ class _Edits:
         return numbers
 
     def _input_for(self, cut: Node) -> Node:
-        """The graph input that holds a known value of the whole batch; equal values share one."""
+        """The graph input for a known value of the whole batch. Equal values share one input."""
         key = self.keys.of(cut)
         if key not in self.inputs:
             labels = LABEL_COUNT in cut.meta
@@ -268,7 +278,7 @@ class _Edits:
         return node
 
     def _settled(self, operand: Node, power: int, before: Node) -> Node:
-        """`operand` times (1 / number of micro-batches) ** power."""
+        """A node with `operand` times (1 / number of micro-batches) ** power."""
         if self.share is None:
             self.share = self._placeholder(
                 MICRO_BATCH_SHARE, fake_tensor(output_nodes(self.graph)[0])
@@ -293,7 +303,9 @@ class StepGraphs:
         self.input_names = dict(zip(captured.input_nodes, captured.inputs, strict=True))
 
     def values(self, names: tuple[str, ...], vals: tuple, labels: int) -> StepValues:
-        """What is computed before the first forward of a step, under these names."""
+        """The step values with these names, computed before the first forward of a step. `labels`
+        is the index of the label count, or -1.
+        """
         sums, whole = self._parts()
         local = self._graph(above(sums, reads), sums, {})
         parts = {node: f"part{k}" for k, node in enumerate(sums)}
@@ -314,7 +326,9 @@ class StepGraphs:
         )
 
     def _parts(self) -> tuple[list[Node], set[Node]]:
-        """The sums over rows that the values take, and all nodes above them."""
+        """The sums over rows that the values use, and all nodes between these sums and the
+        values.
+        """
 
         def is_sum(node: Node) -> bool:
             return self.found.of(node).kind == SUM
@@ -357,14 +371,14 @@ class StepGraphs:
 
 
 class Keys:
-    """Numbers of nodes: equal for those that compute the same."""
+    """Numbers for nodes; nodes that compute the same have equal numbers."""
 
     def __init__(self) -> None:
         self.numbers: dict[tuple, int] = {}
         self.known: dict[Node, int] = {}
 
     def of(self, node: Node) -> int:
-        """The number of a node in the graph that is written."""
+        """The number of a node."""
         for each in in_order(node.graph, above([node]) - self.known.keys()):
             kwargs = tuple(
                 (name, self._written(value)) for name, value in sorted(each.kwargs.items())
@@ -383,13 +397,15 @@ class Keys:
 
 
 def in_order(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
-    """The nodes in the order of the graph."""
+    """The nodes sorted in graph order."""
     wanted = set(nodes)
     return [node for node in graph.nodes if node in wanted]
 
 
 def _fixed(captured: Captured) -> dict[str, bool]:
-    """Placeholders of parameters, buffers and constants -> whether they are known before a forward."""
+    """For the placeholder of each parameter, buffer and constant: whether its value is known before
+    a forward.
+    """
     specs, changed = captured.parameters, set(captured.updates)
     return {
         node: name not in specs or (specs[name].buffer and name not in changed)
@@ -398,7 +414,9 @@ def _fixed(captured: Captured) -> dict[str, bool]:
 
 
 def _carried(captured: Captured, loss: Node) -> str:
-    """A buffer that brings something of one micro-batch to the loss of the next; '' if there is none."""
+    """The name of a buffer through which one micro-batch affects the loss of the next; '' if there
+    is none.
+    """
     found = above(
         [loss],
         lambda node: [input_node(node, 0)] if node.target is _IN_TRAINING else node.all_input_nodes,
@@ -408,7 +426,9 @@ def _carried(captured: Captured, loss: Node) -> str:
 
 
 def _gates_of(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:
-    """The logits, one an expert, of gates that the choice or the weights of routed experts are computed from."""
+    """The logits (one per expert) of router gates, from which the choice or weights of routed
+    experts are computed.
+    """
     found: set[Node] = set()
     for experts in graph.nodes:
         if op_name(experts) in _EXPERTS:
@@ -418,7 +438,9 @@ def _gates_of(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:
 
 
 def _products_above(choices: Iterable[Node], number: int, fixed: Mapping[str, bool]) -> set[Node]:
-    """The nearest learned products with a dim of size `number`: others on the way there, as of a norm of states, are no gates."""
+    """The nearest learned products above `choices` with a dim of size `number`. Products further
+    up, such as in a norm of states, are not gates.
+    """
 
     def is_gate(node: Node) -> bool:
         learned = any(fixed.get(each.name) is False for each in node.all_input_nodes)
@@ -434,7 +456,7 @@ def _products_above(choices: Iterable[Node], number: int, fixed: Mapping[str, bo
 
 
 def _widest_input(graph: Graph, fixed: Mapping[str, bool]) -> int:
-    """The most elements a row that an input of integers has, at least 1."""
+    """The largest number of elements per row of any integer input; at least 1."""
     inputs = [
         node
         for node in graph.find_nodes(op="placeholder")

@@ -1,7 +1,7 @@
-"""Means of a loss op as its sum divided by what it averages over.
+"""Rewrites the mean of a loss op as its sum divided by the count or weight over which it averages.
 
-A mean of the whole batch is not the mean of its parts' means where these hold different numbers of
-tokens that count. Written as a quotient, `loss_split` can tell what the divisor depends on.
+The mean of a whole batch is not the mean of its parts' means if these have different numbers of
+valid tokens. From the quotient, `loss_split` can tell what the divisor depends on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.trace.edit import call, is_op, product, replace
 
 aten = torch.ops.aten
 LABEL_COUNT = "label count"
-"""`meta` key of what counts the labels of a cross-entropy."""
+"""`meta` key of the node that counts the labels of a cross-entropy."""
 
 _CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 _ELEMENTWISE_LOSSES = (
@@ -32,12 +32,14 @@ _ROW_LOSSES = (
     "triplet_margin_loss",
     "cosine_embedding_loss",
 )
-"""Give each row a loss."""
+"""Ops that give one loss per row."""
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
 def class_means(graph: Graph) -> None:
-    """Cross-entropies: the sum divided by the number, or the weight, of labels that count."""
+    """Rewrite means of cross-entropies as the sum divided by the number, or total weight, of valid
+    labels.
+    """
     for node in list(graph.nodes):
         if not is_op(node, *_CLASS_LOSSES) or argument(node, "reduction", _MEAN) != _MEAN:
             continue
@@ -55,7 +57,7 @@ def class_means(graph: Graph) -> None:
 
 
 def _label_count(graph: Graph, node: Node, logits: Node, target: Node) -> Node:
-    """How many labels count, or the sum of their classes' weights."""
+    """A node with the number of valid labels, or the sum of their class weights."""
     emit = partial(call, graph, node)
     ignored, weight = argument(node, "ignore_index", -100), argument(node, "weight")
     counts = emit(aten.ne.Scalar, target, ignored)
@@ -69,7 +71,9 @@ def _label_count(graph: Graph, node: Node, logits: Node, target: Node) -> Node:
 
 
 def batch_means(graph: Graph) -> None:
-    """Means over the batch dim: sums divided by the number of elements, which each rank knows."""
+    """Rewrite means over the batch dim as sums divided by the number of elements, which each rank
+    knows.
+    """
     for node in list(graph.nodes):
         source = (
             node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
@@ -92,7 +96,7 @@ def batch_means(graph: Graph) -> None:
 
 
 def row_means(graph: Graph) -> None:
-    """Losses of rows: the mean, or sum, of what each row has."""
+    """Rewrite losses per row as the mean, or sum, of the unreduced losses."""
     for node in list(graph.nodes):
         if is_op(node, *_ROW_LOSSES) and (reduction := argument(node, "reduction", _MEAN)) != _NONE:
             rows = _with(graph, node, _NONE)
@@ -105,7 +109,7 @@ def row_means(graph: Graph) -> None:
 
 
 def _with(graph: Graph, node: Node, reduction: int) -> Node:
-    """The same loss with another reduction, before `node`."""
+    """The same loss with another reduction, inserted before `node`."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for place, name in enumerate(argument_names(node)):
         if name == "reduction" and place < len(args):
@@ -119,7 +123,7 @@ def _with(graph: Graph, node: Node, reduction: int) -> Node:
 
 
 def _broadcast(node: Node) -> list:
-    """The shape over which an elementwise loss averages."""
+    """The shape over which an element-wise loss averages."""
     shapes = [
         n.meta["val"].shape
         for n in node.all_input_nodes

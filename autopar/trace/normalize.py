@@ -1,7 +1,8 @@
-"""Normalize: reduce the captured graph to the forms that the op rules know.
+"""Normalizes the captured graph to the forms that the op rules support.
 
-Each pass is a function from graph to graph (in place).  After `normalize`, the graph is functional, has no assertions and no no-op
-casts, every size argument is a number or a symbolic expression of the batch, and means over the batch are sums divided by a number.
+Each pass modifies a graph in place. After `normalize`, the graph is functional, and has no
+assertions or no-op casts. Every size argument is a number or a symbolic expression of the batch.
+Means over the batch are sums divided by a number.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ASSERTIONS = (
 
 
 def normalize(graph: Graph) -> None:
-    """Run all passes."""
+    """Run all passes on a graph."""
     for graph_pass in PASSES:
         graph_pass(graph)
         graph.eliminate_dead_code()
@@ -43,7 +44,7 @@ def normalize(graph: Graph) -> None:
 
 
 def inline_no_grad_regions(graph: Graph) -> None:
-    """Splice the bodies of wrap_with_set_grad_enabled; what a no-grad region returns is detached."""
+    """Inline the bodies of wrap_with_set_grad_enabled. Results of a no-grad region are detached."""
     for node in list(graph.nodes):
         if node.op != "call_function" or getattr(node.target, "__name__", "") not in (
             "wrap_with_set_grad_enabled",
@@ -94,7 +95,7 @@ def _detached(graph: Graph, node: Node) -> Node:
 
 
 def drop_assertions(graph: Graph) -> None:
-    """Erase checks: they have no value and guard only what capture has already checked."""
+    """Remove assertions: they have no result, and capture has already checked them."""
     for node in list(graph.nodes):
         if node.op == "call_function" and (
             is_op(node, *_ASSERTIONS) or getattr(node.target, "__name__", "") in _ASSERTIONS
@@ -110,8 +111,10 @@ def drop_assertions(graph: Graph) -> None:
 
 
 def drop_no_ops(graph: Graph) -> None:
-    """Erase casts to the same dtype, slices of everything, dropout that drops nothing, contiguity hints, and 0 that is added: `sum(losses)`
-    begins with it, and what is more than a sum cannot wait to be added up over ranks."""
+    """Remove casts to the same dtype, slices of everything, inactive dropout, contiguity hints, and
+    additions of 0. `sum(losses)` starts with 0, and a sum plus something else could not stay
+    partial over ranks.
+    """
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
             continue
@@ -163,7 +166,9 @@ def drop_no_ops(graph: Graph) -> None:
 
 
 def expand_feature_dropout(graph: Graph) -> None:
-    """Dropout of whole channels: one value a row and channel drops, and scales its channel."""
+    """Rewrite dropout of whole channels: one random value per row and channel keeps or drops the
+    channel.
+    """
     for node in list(graph.nodes):
         if (
             node.op == "call_function"
@@ -192,7 +197,9 @@ def expand_feature_dropout(graph: Graph) -> None:
 
 
 def inline_symbolic_sizes(graph: Graph) -> None:
-    """Replace every use of a symbolic integer node by its expression, so that no size crosses from one segment to another."""
+    """Replace every symbolic integer node by its expression, so that no size is passed between
+    segments.
+    """
     for node in list(graph.nodes):
         if (
             isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))

@@ -1,7 +1,7 @@
-"""`x[torch.arange(batch), index]`: each row indexed by its own entry, as a gather along dim 1, or a
-scatter if that is written to.
+"""Rewrites `x[torch.arange(batch), index]`, which indexes each row by its own entry, as a gather
+along dim 1; a write becomes a scatter.
 
-An index into dim 0 may be any row, so that data parallelism would gather them all.
+An index into dim 0 may refer to any row, so data parallelism would have to gather all rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _PLACES = ("reshape", "view", "unsqueeze", "expand", "to", "_to_copy")
 
 
 def index_own_rows(graph: Graph) -> None:
-    """Rewrite such an index, of any number of entries a row, or of the same entries in all rows."""
+    """Rewrite all such indexing in a graph, for any number of entries per row, or the same entries
+    in all rows.
+    """
     for node in list(graph.nodes):
         if is_op(node, "index", "index_put") and (entries := _own_entries(node)) is not None:
             with graph.inserting_before(node):
@@ -30,7 +32,9 @@ def index_own_rows(graph: Graph) -> None:
 
 
 def _own_entries(node: Node) -> Node | None:
-    """The index into dim 1, if that into dim 0 is each row's own number along the first dim of the result."""
+    """The index into dim 1, if the index into dim 0 is each row's own number along the first dim of
+    the result; otherwise None.
+    """
     source, indices = fake_tensor(input_node(node, 0)), argument(node, "indices")
     if (
         len(indices) != 2
@@ -56,7 +60,7 @@ def _own_entries(node: Node) -> Node | None:
 
 
 def _counts_rows(node: Node, batch: str) -> bool:
-    """Whether a node holds 0, 1, ... up to the batch."""
+    """Whether a node holds 0, 1, ..., batch - 1."""
     while is_op(node, *_PLACES) and isinstance(node.args[0], Node):
         node = node.args[0]
     if not is_op(node, "arange"):
@@ -66,7 +70,7 @@ def _counts_rows(node: Node, batch: str) -> bool:
 
 
 def _indexed(graph: Graph, node: Node, entries: Node) -> Node:
-    """What the node reads, or what is left after it writes, with rows left out of the index."""
+    """The result of the read or write, without rows in the index."""
     emit, source, written = partial(call, graph, node), input_node(node, 0), node.args[2:]
     rows, _ = argument(node, "indices")
     whole, shape = source.meta["val"].shape, entries.meta["val"].shape

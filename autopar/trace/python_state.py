@@ -1,6 +1,7 @@
-"""The Python state that forward can see: attributes of modules, what the functions reach, and the random number generators.
+"""The Python state that forward can access: module attributes, variables that its functions reach,
+and random number generators.
 
-A snapshot says what each place holds, by a path that a user can read, and can put it back.
+A snapshot records what each place holds, by a readable path, and can restore it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _OPAQUE = (
 )
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 RANDOM = "the random state of "
-"""How the path of a generator begins that belongs to no object of the user's."""
+"""The prefix of the path of a generator that belongs to no object of the user."""
 _GENERATORS = (
     ("`random`", random._inst),
     ("`numpy.random`", np.random.mtrand._rand),
@@ -66,7 +67,9 @@ _SEED = 0x5EED_0F_CA97
 
 @contextlib.contextmanager
 def torch_seeded() -> Iterator[None]:
-    """A seed for torch that no user has, so that one that forward sets can be told from it; the state comes back at the end."""
+    """A context with a torch seed that no user would choose, so that a seed set by forward is
+    detected. The state is restored at the end.
+    """
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(_SEED)
     try:
@@ -76,7 +79,9 @@ def torch_seeded() -> Iterator[None]:
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, each with the step that leads there ('.name' or '[0]').  Registered tensors and modules are not listed."""
+    """(step, object) for everything that an object holds; the step is '.name' or '[0]'. Registered
+    tensors and modules are left out.
+    """
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", child) for key, child in list(value.items()))
     elif isinstance(value, (list, tuple, deque)):
@@ -113,9 +118,10 @@ def _slots(kind: type) -> Iterator[str]:
 
 @dataclass(slots=True)
 class Snapshot:
-    """What each path held when it was taken.
+    """The content of each path at one time.
 
-    `tensors`: by path.  `puts`: what puts a tensor there.  `names`: the names of attributes and variables on the way to a path.
+    `tensors` has tensors by path. `puts` has functions that store a tensor at a path. `names` has
+    the names of attributes and variables on the way to a path.
     """
 
     held: dict[str, Any] = field(default_factory=dict)
@@ -127,12 +133,14 @@ class Snapshot:
     seen: dict[int, str] = field(default_factory=dict)
 
     def restore(self) -> None:
-        """Have every place hold again what it held."""
+        """Restore the content of every place."""
         for restorer in self.restorers:
             restorer()
 
     def changed(self, later: Snapshot) -> list[str]:
-        """Paths of which a later snapshot says otherwise; another tensor counts as a change, whatever its values."""
+        """Paths whose content differs in a later snapshot. A different tensor object counts as a
+        change, even with equal values.
+        """
         moved = {
             path
             for path in {*self.tensors, *later.tensors}
@@ -141,7 +149,7 @@ class Snapshot:
         return sorted(moved | set(self.differing(later)))
 
     def differing(self, later: Snapshot) -> list[str]:
-        """As `changed`; tensors of one shape and dtype count as equal."""
+        """Like `changed`, but tensors of the same shape and dtype count as equal."""
         missing = object()
         return sorted(
             path
@@ -152,7 +160,7 @@ class Snapshot:
     def _take(
         self, path: str, value: Any, put: Callable[[Any], None], names: tuple[str, ...]
     ) -> None:
-        """Note what `path` holds, and all that this holds."""
+        """Record what `path` holds, and everything inside."""
         self.names[path] = names
         if isinstance(value, torch.Tensor):
             self.held[path] = ("tensor", str(tuple(value.shape)), value.dtype)
@@ -178,7 +186,9 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: nn.Module, functions: Functions) -> Snapshot:
-        """The state of the model's attributes, of what its functions and the loss reach, and of the generators of random numbers."""
+        """The state of the model's attributes, of variables that its functions and the loss reach,
+        and of random number generators.
+        """
         taken = cls()
         for name, module in model.named_modules():
             taken.seen[id(module)] = name
@@ -243,7 +253,7 @@ def _summary(value: Any, inner: list) -> Any:
 
 
 def _restorer(value: Any) -> Callable[[], object] | None:
-    """What puts back the contents of a container or an object."""
+    """A function that restores the content of a container or object, or None."""
     if isinstance(value, dict):
         return functools.partial(_refill, value.clear, value.update, dict(value))
     if isinstance(value, set):
@@ -284,7 +294,7 @@ def _attributes_restorer(value: Any) -> Callable[[], object]:
 
 
 def _set_in(holder: Any, step: str, value: Any) -> None:
-    """Put a tensor where `step` leads, inside of `holder`."""
+    """Store a tensor inside `holder`, at the place that `step` names."""
     if step.startswith("."):
         setattr(holder, step[1:], value)
     elif isinstance(holder, dict):
@@ -295,7 +305,7 @@ def _set_in(holder: Any, step: str, value: Any) -> None:
 
 
 def generator_state(generator: Any) -> Any:
-    """The state of a generator of random numbers, to compare with `==`."""
+    """The state of a random number generator, comparable with `==`."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -334,7 +344,7 @@ _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
 
 
 def _wrapped(value: Any) -> Any:
-    """The function in one of `_WRAPPERS`."""
+    """The function inside a wrapper of one of the types `_WRAPPERS`."""
     if isinstance(value, property):
         return value.fget
     return value.func if isinstance(value, functools.cached_property) else value.__func__
@@ -342,7 +352,9 @@ def _wrapped(value: Any) -> Any:
 
 @dataclass(slots=True)
 class Functions:
-    """The user's functions that forward and the loss can reach, and the variables outside of the model that these name."""
+    """The user's functions that forward and the loss can reach, and the variables outside the model
+    that they name.
+    """
 
     codes: list[types.FunctionType] = field(default_factory=list)
     _places: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], None]]] = field(
@@ -360,7 +372,7 @@ class Functions:
         return found
 
     def places(self) -> Iterator[tuple[str, str, Any, Callable[[Any], None]]]:
-        """(path, name, value, what sets it) of each variable, as of now."""
+        """(path, name, current value, setter) of each variable."""
         missing = object()
         for path, (name, get, put) in self._places.items():
             value = get(missing)
@@ -368,7 +380,7 @@ class Functions:
                 yield path, name, value, functools.partial(_set_if_other, get, put)
 
     def _add(self, value: Any) -> None:
-        """Take in what a value can call: a function, a method, a class, or the methods of an object."""
+        """Add what a value can call: a function, a method, a class, or the methods of an object."""
         if id(value) in self._seen or isinstance(value, (*_PLAIN, torch.Tensor)):
             return
         if isinstance(value, types.FunctionType):
@@ -522,7 +534,7 @@ def _contents(cell: types.CellType, missing: Any) -> Any:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """The names of globals and attributes in a function and in those defined inside of it."""
+    """The names of globals and attributes in a function, including functions defined inside it."""
     found = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

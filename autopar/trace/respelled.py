@@ -1,6 +1,7 @@
-"""Functions of torch that make a number of the batch size, or read values to check them, as ops that do not.
+"""Replacements for torch functions that turn the batch size into a fixed number, or read tensor
+values to check them.
 
-torch.export would then fix the batch size, or refuse the model.
+torch.export would otherwise fix the batch size, or refuse the model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def symbolic_lengths() -> Iterator[None]:
-    """Have `len` of a tensor be its size, which follows the batch: Python itself would make a number of it."""
+    """A context in which `len` of a tensor returns its symbolic size. Python's own `len` would make
+    it a fixed number.
+    """
     plain = builtins.len
 
     def length(value: Any) -> Any:
@@ -37,7 +40,7 @@ def symbolic_lengths() -> Iterator[None]:
 def _take_along_dim(
     input: Tensor, indices: Tensor, dim: int | None = None, **more: Any
 ) -> Tensor | None:
-    """A gather of what broadcasts."""
+    """take_along_dim as a gather with broadcasting; None if torch's own function must be used."""
     if dim is None or more:
         return None
     dim %= input.dim()
@@ -51,7 +54,9 @@ def _take_along_dim(
 
 
 def _linspace(start: Any, end: Any, steps: Any = None, **options: Any) -> Tensor | None:
-    """From both ends, as torch computes it."""
+    """linspace with a symbolic number of steps, computed from both ends as in torch; None if
+    torch's own function must be used.
+    """
     if (
         not isinstance(steps, torch.SymInt)
         or isinstance(start, Tensor)
@@ -77,7 +82,9 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor | None:
-    """Without the check that no variance is negative, which reads values."""
+    """gaussian_nll_loss without its check for negative variances, which reads values; None if
+    torch's own function must be used.
+    """
     if not isinstance(var, Tensor) or reduction not in ("none", "mean", "sum"):
         return None
     if var.dim() == input.dim() - 1 and input.dim() > var.dim():
@@ -96,4 +103,4 @@ RESPELLED: dict[Callable, Callable[..., Tensor | None]] = {
     torch.linspace: _linspace,
     F.gaussian_nll_loss: _gaussian_nll_loss,
 }
-"""Function -> what computes the same; None where the function itself is as good."""
+"""The replacement of each function. It returns None if the function itself must be used."""

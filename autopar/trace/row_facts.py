@@ -1,18 +1,19 @@
-"""How every value of a graph relates to the rows of its batch.
+"""Determines how every value of a graph depends on the rows of its batch.
 
-A micro-batch is some rows of a batch. A value is, for a whole batch, either
+A micro-batch is some rows of a batch. The value for a whole batch is of one of these kinds:
 
-    same    what it is for any micro-batch: parameters, constants, what is computed from these
-    rows    split along one dim into parts, each of which depends on its own row alone
-    sum     the sum of what it is for the micro-batches
-    mixed   none of these: it depends on several rows at once
+- same: equal to its value for any micro-batch. Examples are parameters and constants.
+- rows: split along one dim into parts, each of which depends only on its own row.
+- sum: the sum of its values for the micro-batches.
+- mixed: none of these; it depends on several rows at once.
 
-The op rules of `ops/` decide, since a rank of data parallelism asks the same question: a letter that
-can be sharded is computed row by row, a summed letter gives a sum, a linear op keeps one.
+The op rules in `ops/` decide, since data parallelism asks the same question. A letter that can be
+sharded is computed row by row, a summed letter gives a sum, and a linear op preserves a sum.
 
-`power` is p where whole = (what micro-batches give, joined) x n ** -p for n micro-batches: a mean is
-a sum divided by a number of rows, which each micro-batch has less of. A value that is `known` depends
-on inputs, buffers and constants alone, so that it can be computed before the first forward.
+`power` is p if whole = (values of micro-batches, joined) x n ** -p, for n micro-batches. A mean has
+power 1: it is a sum divided by a number of rows, of which each micro-batch has fewer. A value is
+`known` if it depends only on inputs, buffers and constants, so it can be computed before the first
+forward.
 """
 
 from __future__ import annotations
@@ -40,14 +41,16 @@ SAME, ROWS, SUM, MIXED = "same", "rows", "sum", "mixed"
 _VIEWS = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten")
 _EQUAL_ROWS = ("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty",
                "expand", "repeat", "tile")  # fmt: skip
-"""Make rows that are all alike out of what has none."""
+"""Ops that make equal rows from a value without rows."""
 _CASTS = ("to", "_to_copy", "type_as")
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What is known of one tensor. `outer`: along the dim of rows, element i is of row
-    (i // inner) mod batch, and the batch repeats `outer` times. `cause`: where it became mixed."""
+    """What is known about one tensor. `outer`: element i along the dim of rows belongs to row (i //
+    inner) mod batch, and the batch repeats `outer` times. `cause`: the node at which it became
+    mixed.
+    """
 
     kind: str
     power: int = 0
@@ -57,18 +60,18 @@ class Fact:
 
     @property
     def is_joined(self) -> bool:
-        """Whether rows were joined."""
+        """Whether the value combines rows."""
         return self.kind in (SUM, MIXED)
 
 
 @dataclass(slots=True)
 class RowFacts:
-    """Facts of the nodes of a graph, and the edits under which they hold.
+    """The facts of a graph's nodes, and the edits that they require.
 
-    `cuts`: known values that are taken from the whole batch. `again`: known values that are
-    computed of each micro-batch all the same, from cuts. `settled`: operands of a node that are
-    multiplied by (1 / n) ** k, by (node, operand). `lifted`: numbers that follow the batch, which
-    become tensors that are known, by (node, place among its arguments).
+    `cuts` are known values to be taken from the whole batch. `again` are known values that each
+    micro-batch still computes, from cuts. `settled` maps (node, operand) to a power k: the operand
+    is multiplied by (1 / n) ** k. `lifted` maps (node, argument place) to batch-dependent numbers
+    that become known tensors.
     """
 
     facts: dict[Node, Any] = field(default_factory=dict)
@@ -78,7 +81,7 @@ class RowFacts:
     lifted: dict[tuple[Node, int], torch.SymInt | torch.SymFloat] = field(default_factory=dict)
 
     def of(self, node: Node) -> Fact:
-        """The fact of a node that holds one tensor."""
+        """The fact of a node with one result. For several results, one that represents them."""
         fact = self.facts[node]
         if isinstance(fact, tuple):  # of an op with several results, all alike where it matters
             return next((each for each in fact if each.kind == MIXED), fact[0])
@@ -91,10 +94,13 @@ def row_facts(
     overruled: Mapping[Node, Fact],
     widest: int,
 ) -> RowFacts:
-    """Facts of all nodes. `fixed`: placeholders of parameters (False) and of buffers and constants
-    that can be known (True); the others are inputs. `overruled`: facts that hold by convention.
-    `widest`: the most elements a row of what every rank may hold of the whole batch; inputs of
-    integers may have more."""
+    """The facts of all nodes.
+
+    `fixed` maps placeholders of parameters to False, and of buffers and constants with known values
+    to True; other placeholders are inputs. `overruled` has facts that hold by convention. `widest`
+    is the largest number of elements per row that every rank may hold of the whole batch; integer
+    inputs may have more.
+    """
     found = RowFacts()
     for node in graph.nodes:
         if node.op == "output":
@@ -113,7 +119,7 @@ def row_facts(
 
 
 def gathered_inputs(node: Node, found: RowFacts) -> list[Node]:
-    """The inputs whose rows a known value is computed from other than by a sum over rows."""
+    """The inputs from whose rows a known value is computed in ways other than a sum over rows."""
 
     def is_whole(each: Node) -> bool:
         return found.of(each).kind in (SAME, SUM)
@@ -126,7 +132,9 @@ def above(
     nodes: Iterable[Node],
     inputs: Callable[[Node], Iterable[Node]] = lambda node: node.all_input_nodes,
 ) -> set[Node]:
-    """Nodes and all that they are computed from, where `inputs` gives what a node is computed from."""
+    """The nodes and everything that they are computed from. `inputs(node)` returns the direct
+    inputs of a node.
+    """
     found, stack = set(), list(nodes)
     while stack:
         node = stack.pop()
@@ -137,12 +145,14 @@ def above(
 
 
 def row_dim_of(node: Node) -> int | None:
-    """The dim of a tensor whose size follows the batch; None if there is none, or no single one."""
+    """The dim of a node's tensor whose size depends on the batch; None if there is none or more
+    than one.
+    """
     return _row_dim(node.meta.get("val"))
 
 
 def elements_a_row(node: Node) -> int:
-    """How many elements of a tensor belong to one row of the batch."""
+    """Number of elements of a tensor per batch row."""
     return prod(1 if is_symbolic(size) else int(size) for size in node.meta["val"].shape)
 
 
@@ -150,13 +160,15 @@ _LIKE = {"zeros_like": 0, "ones_like": 1, "full_like": None, "empty_like": 0}
 
 
 def reads(node: Node) -> list[Node]:
-    """The nodes whose values a node depends on: of what it is made like, only the shape counts."""
+    """The nodes whose values a node depends on. Ops such as `ones_like` depend only on the shape of
+    their operand.
+    """
     like = node.args[0] if is_op(node, *_LIKE) else None
     return [each for each in node.all_input_nodes if each is not like]
 
 
 def fill_value(node: Node) -> Any:
-    """What `ones_like` and its kind fill a tensor with; None for any other op."""
+    """The value with which an op such as `ones_like` fills a tensor; None for any other op."""
     if not is_op(node, *_LIKE):
         return None
     name = op_name(node).removeprefix("aten::")
@@ -164,7 +176,7 @@ def fill_value(node: Node) -> Any:
 
 
 def follows_batch(val: Any) -> bool:
-    """Whether a size of the tensor follows the batch."""
+    """Whether any size of the tensor depends on the batch."""
     return isinstance(val, torch.Tensor) and any(map(is_symbolic, val.shape))
 
 
@@ -185,7 +197,7 @@ _ROWS_TRIED = (1, 2, 3, 5, 7, 64, 2**20)
 
 
 def degree(size: Any) -> int | None:
-    """k if a size or number is proportional to the k-th power of the batch; None if to none."""
+    """k if a size or number is proportional to the k-th power of the batch size; None otherwise."""
     return _degree(size.node.expr)
 
 
@@ -206,10 +218,10 @@ def _degree(expr: sympy.Expr) -> int | None:
 
 
 class _Transfer:
-    """The fact of one call, from those of its operands."""
+    """Computes the fact of one call from the facts of its operands."""
 
     def __init__(self, node: Node, found: RowFacts, widest: int, again: bool = False) -> None:
-        """`again`: the node is computed of a micro-batch although it is known."""
+        """`again`: the node is computed per micro-batch although it is known."""
         self.node, self.found, self.widest = node, found, widest
         self.operands = operands(node)
         facts = [found.of(each) for each in self.operands]
@@ -222,7 +234,9 @@ class _Transfer:
         )
 
     def _cut(self, operand: Node, fact: Fact) -> Fact:
-        """A known value that is joined over rows is taken from the whole batch, if it can be."""
+        """The fact of an operand. A known value that combines rows is marked to be taken from the
+        whole batch, if possible.
+        """
         if not (fact.known and fact.is_joined):
             return fact
         rows = _row_dim(operand.meta["val"])
@@ -238,7 +252,7 @@ class _Transfer:
         return not source.meta["val"].is_floating_point() or elements_a_row(source) <= self.widest
 
     def _again(self, operand: Node, fact: Fact) -> Fact:
-        """The fact of a known value that is computed of a micro-batch, with cuts before it."""
+        """The fact of a known value that is computed per micro-batch, from cuts."""
         if operand.op != "call_function" or operand in self.found.again:
             return self.found.again.get(operand, fact)
         found = _Transfer(operand, self.found, self.widest, again=True).run()
@@ -269,7 +283,7 @@ class _Transfer:
         return self._by_kind(0)
 
     def _of_shape(self) -> Fact:
-        """Of a tensor like another one: rows that are all alike, where the other one has rows."""
+        """The fact of a tensor made like another one: equal rows, if the other one has rows."""
         val, fact = results(self.node)[0], self.facts[0]
         if not follows_batch(val):
             return Fact(SAME, known=True)
@@ -280,7 +294,7 @@ class _Transfer:
         )
 
     def _is_last_of_running_sum(self) -> bool:
-        """Whether the node is the last entry of a running sum over rows."""
+        """Whether the node selects the last entry of a running sum over rows."""
         source = self.operands[0] if self.operands else None
         if not is_op(self.node, "select") or source is None or not is_op(source, "cumsum"):
             return False
@@ -297,7 +311,9 @@ class _Transfer:
         return Fact(MIXED, known=self.known, cause=self.node)
 
     def _lift(self, numbers: list[tuple[int, torch.SymInt | torch.SymFloat]]) -> bool:
-        """Numbers that are no factors become tensors that are known, where the op takes such."""
+        """Whether batch-dependent numbers that are not factors can become known tensors, which is
+        then recorded.
+        """
         if _factor(self.node, numbers) is not None and any(f.kind != SAME for f in self.facts):
             return False
         if tensor_overload(self.node) is None or not all(
@@ -385,13 +401,15 @@ class _Transfer:
         )
 
     def _adds_nothing(self, dims: OpDims) -> bool:
-        """Whether what joins the sum of the rows as it is, is zeros."""
+        """Whether all operands that are added to a sum over rows are zeros."""
         return all(
             is_op(self.operands[k], "zeros", "zeros_like", "new_zeros") for k in dims.additive
         )
 
     def _power_of_rows(self, dims: OpDims, power: int) -> int:
-        """Powers add up where the op is linear in each operand; elsewhere operands are settled."""
+        """The power of a result with rows. Powers add if the op is linear in each operand;
+        otherwise operands are marked to be settled.
+        """
         powers = [fact.power if fact.kind == ROWS else 0 for fact in self.facts]
         if not any(powers):
             return power
@@ -458,7 +476,7 @@ class _Transfer:
         return self._mixed()
 
     def _told(self, facts: Fact | tuple[Fact, ...]) -> Any:
-        """Facts with whether the value is known."""
+        """The facts, with `known` set."""
         if isinstance(facts, Fact):
             return replace(facts, known=self.known)
         return tuple(replace(fact, known=self.known) for fact in facts)
@@ -468,7 +486,9 @@ class _Transfer:
         return tuple(fact for _ in results(self.node)) if many else fact
 
     def _summands(self, group: frozenset[int]) -> Fact:
-        """Terms of one power; what is the same for every micro-batch is a term of power 1."""
+        """The fact of a sum of terms, which must have equal powers. A term that is the same for
+        every micro-batch has power 1.
+        """
         powers = {k: self.facts[k].power if self.facts[k].kind == SUM else 1 for k in group}
         wanted = set(powers.values())
         if len(wanted) == 1:
@@ -481,7 +501,9 @@ class _Transfer:
         return Fact(SUM, 0)
 
     def _with_number(self) -> Fact:
-        """A sum and a number: that is the same for every micro-batch, as a mean is."""
+        """The fact of a sum combined with a number. The number is the same for every micro-batch,
+        like a mean, so the sum must have power 1.
+        """
         fact = self.facts[0]
         if fact.power == 1:
             return replace(fact, known=self.known)
@@ -492,7 +514,9 @@ class _Transfer:
 
 
 def _reshaped(node: Node, source: Node, fact: Fact) -> Fact | None:
-    """Elements stay in order, so that rows do: all that may change is what repeats the batch."""
+    """The fact of a reshaped tensor. Elements keep their order, and so do rows; only the repetition
+    of the batch may change. None if rows are not kept.
+    """
     before, after = source.meta["val"].shape, node.meta["val"].shape
     here, there = row_dim_of(source), row_dim_of(node)
     if here is None or there is None:
@@ -504,7 +528,9 @@ def _reshaped(node: Node, source: Node, fact: Fact) -> Fact | None:
 
 
 def _batches_in_a_row(node: Node, sources: Sequence[Node], facts: Sequence[Fact]) -> Fact | None:
-    """Several batches after each other along their dim of rows."""
+    """The fact of a concatenation of several batches along their dim of rows; None if it is not
+    one.
+    """
     dim = argument(node, "dim", 0) % max(sources[0].meta["val"].dim(), 1)
     sizes = {str(each.meta["val"].shape[dim]) for each in sources}
     plain = all(fact.kind == ROWS and fact.outer == 1 and not fact.power for fact in facts)
@@ -513,7 +539,9 @@ def _batches_in_a_row(node: Node, sources: Sequence[Node], facts: Sequence[Fact]
 
 
 def _single_batches(node: Node, source: Node, fact: Fact) -> tuple[Fact, ...] | None:
-    """What `_batches_in_a_row` joined, taken apart again."""
+    """The facts of the parts of a concatenation of batches that is split again; None if it is not
+    one.
+    """
     vals, dim = results(node), argument(node, "dim", 0) % max(source.meta["val"].dim(), 1)
     alike = len({str(val.shape[dim]) for val in vals}) == 1
     if not alike or row_dim_of(source) != dim or fact.outer == 1 or fact.outer != len(vals):
@@ -522,7 +550,7 @@ def _single_batches(node: Node, source: Node, fact: Fact) -> tuple[Fact, ...] | 
 
 
 def _cuts_off(node: Node) -> bool:
-    """Whether a cast is not linear, since its result has no fractions, or is but true or false."""
+    """Whether a cast is not linear: to integers or bool."""
     if not is_op(node, *_CASTS):
         return False
     before, after = operands(node)[0].meta["val"], results(node)[0]
@@ -532,7 +560,9 @@ def _cuts_off(node: Node) -> bool:
 
 
 def tensor_overload(node: Node) -> torch._ops.OpOverload | None:
-    """The overload of an arithmetic op or comparison that takes tensors for numbers, or None."""
+    """The overload of an arithmetic op or comparison that takes tensors instead of numbers, or
+    None.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     name = node.target._schema.name.removeprefix("aten::")
@@ -558,7 +588,7 @@ def tensor_overload(node: Node) -> torch._ops.OpOverload | None:
 
 
 def _numbers(node: Node) -> list[tuple[int, torch.SymInt | torch.SymFloat]]:
-    """The arguments that are numbers, not sizes, and follow the batch: (place, value)."""
+    """(place, value) of the arguments that are batch-dependent numbers, not sizes."""
     found: list[tuple[int, torch.SymInt | torch.SymFloat]] = []
     if not isinstance(node.target, torch._ops.OpOverload):
         return found
@@ -571,7 +601,7 @@ def _numbers(node: Node) -> list[tuple[int, torch.SymInt | torch.SymFloat]]:
 
 
 def _factor(node: Node, numbers: list[tuple[int, torch.SymInt | torch.SymFloat]]) -> int | None:
-    """The power that a number gives as a factor or divisor; None if it is neither."""
+    """The power that a number adds as a factor or divisor; None if it is neither."""
     if (
         not is_op(node, "mul", "div")
         or [place for place, _ in numbers] != [1]
@@ -583,7 +613,9 @@ def _factor(node: Node, numbers: list[tuple[int, torch.SymInt | torch.SymFloat]]
 
 
 def _row_letter(dims: OpDims, entry: str) -> str | None:
-    """The letter of a dim that follows the batch: the outermost, where it is flattened with others."""
+    """The letter of a dim whose size depends on the batch. In a flattened dim, that is the
+    outermost letter.
+    """
     letters = letters_of(entry)
     first = letters[0] if letters else None
     return first if first is not None and is_symbolic(dims.sizes.get(first)) else None

@@ -1,4 +1,4 @@
-"""Where source code reads state that forward changes, other than to change that state."""
+"""Finds source lines that read state which forward changes, other than to change that state."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from autopar.trace.user_lines import line_text
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _LOGS = {"print", "log", "logger", "logging", "warnings", "_logger", "LOG", "LOGGER"}
-"""Names of functions and objects whose calls, as statements, only write what they are given."""
+"""Names of functions and objects whose calls, as statements, only output their arguments."""
 
 
 def read_of(names: Collection[str], functions: Iterable[types.FunctionType]) -> str | None:
-    """' (file.py:12: its text)' of the first line that reads one of the attributes or variables `names`; None if no line does.
+    """' (file.py:12: its text)' for the first line that reads one of the attributes or variables
+    `names`; None if no line does.
 
-    Lines that only change state called by these names, or print it, do not count.  A function without source counts as reading.
+    Lines that only change state with these names, or print it, do not count. A function without
+    source code counts as reading.
     """
     for function in functions:
         code = function.__code__
@@ -54,7 +56,7 @@ def _all_names(code: types.CodeType) -> set[str]:
 
 
 def _tree_of(code: types.CodeType) -> _Function | None:
-    """The syntax tree of a function, from the file that it is in."""
+    """The syntax tree of a function from its source file, or None."""
     lines = linecache.getlines(code.co_filename)
     try:
         tree = ast.parse("".join(lines)) if lines else None
@@ -104,7 +106,7 @@ def _read_in(node: ast.AST, names: set[str]) -> ast.expr | None:
 
 
 def _only_changes(statement: ast.AST, names: set[str]) -> bool:
-    """Whether what a statement reads goes nowhere but into the state called `names`, or into print."""
+    """Whether a statement only changes state called `names`, or prints it."""
     if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         return all(_is_state(target, names) for target in targets)
@@ -119,7 +121,7 @@ def _only_changes(statement: ast.AST, names: set[str]) -> bool:
 
 
 def _is_state(node: ast.AST, names: set[str]) -> bool:
-    """Whether an expression is state called `names`, or a part of such state."""
+    """Whether an expression is state called `names`, or part of such state."""
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         if isinstance(node, ast.Attribute) and node.attr in names:
             return True

@@ -1,4 +1,6 @@
-"""Buffers that half precision leaves as they are: forward casts them back to their own dtype before anything else."""
+"""Keeps buffers in their own dtype in half precision, if forward casts them back to it before any
+other use.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,13 @@ def uncast_buffers(
     specs: dict[str, ParameterSpec],
     among: Collection[str] | None = None,
 ) -> dict[str, ParameterSpec]:
-    """Read buffers in their own dtype that capture cast to half precision, where forward casts them back before anything else.
-
-    The rotary frequencies of transformers are such buffers.  Arguments:
+    """Read buffers in their own dtype that capture cast to half precision, if forward casts them
+    back before any other use. An example is the rotary frequencies of transformers.
 
     - `attributes`: the name in `specs` of each placeholder of a parameter or buffer.
-    - `among`: names of the buffers that may be read so; None allows all.
+    - `among`: names of the buffers for which this is allowed; None allows all.
 
-    Returns the specs; those of the buffers found are marked `keeps_dtype`.
+    Returns the specs, with `keeps_dtype` set for these buffers.
     """
     slots: dict[str, list[Node]] = defaultdict(list)
     for node in graph.find_nodes(op="placeholder"):
@@ -50,9 +51,11 @@ def uncast_buffers(
 
 
 def _reads(placeholders: Sequence[Node], own: torch.dtype) -> tuple[list[Node], list[Node]] | None:
-    """The placeholders of a buffer with all views of it, and the casts back of these; None if forward reads it in any other way.
+    """The placeholders of a buffer with all views, and the casts back to its dtype; None if forward
+    reads it in any other way.
 
-    The walk ends at the first such read and visits each view once, so that its time is linear in the views.
+    The search ends at the first such read and visits each view once, so its time is linear in the
+    number of views.
     """
     views, casts = dict.fromkeys(placeholders), []
     waiting = list(placeholders)
@@ -98,7 +101,7 @@ def _tensors(node: Node) -> list[torch.Tensor]:
 
 
 def _read_as(graph: Graph, views: Sequence[Node], casts: Sequence[Node], own: torch.dtype) -> None:
-    """Give views the buffer's own dtype, and erase the casts that do nothing then."""
+    """Set the dtype of the views to the buffer's own, and remove casts that then have no effect."""
     for node in views:
         val = node.meta["val"]
         node.meta["val"] = (

@@ -1,4 +1,4 @@
-"""Which line of the user's code something comes from."""
+"""Finds the line of the user's code that something comes from."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
 def line_of_error(error: Exception) -> str:
-    """' (file.py:12: its text)' of the innermost frame outside of torch and autopar, or ''."""
+    """' (file.py:12: its text)' for the innermost frame outside of torch and autopar, or ''."""
     return _innermost(
         (frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
     )
 
 
 def line_now() -> str:
-    """As `line_of_error`, of the call that is under way."""
+    """Like `line_of_error`, for the current call."""
     return _innermost((frame.filename, frame.lineno) for frame in traceback.extract_stack())
 
 
 def line_of_node(node: torch.fx.Node) -> str:
-    """As `line_of_error`, of the call that made a node of a captured graph."""
+    """Like `line_of_error`, for the call that made a node of a captured graph."""
     frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
     return _innermost((frame["file"], int(frame["line"])) for frame in frames)
 
 
 def line_of_nodes(nodes: Iterable[torch.fx.Node]) -> str:
-    """As `line_of_node`, of the first of the nodes whose line is known."""
+    """Like `line_of_node`, for the first of the nodes whose line is known."""
     return next(filter(None, map(line_of_node, nodes)), "")
 
 
@@ -49,12 +49,12 @@ def _innermost(frames: Iterable[tuple[str, int | None]]) -> str:
 
 
 def line_text(file: str, number: int | None) -> str:
-    """' (file.py:12: its text)'."""
+    """A line as text for a message: ' (file.py:12: its text)'."""
     return f" ({os.path.basename(file)}:{number}: {linecache.getline(file, number or 0).strip()[:200]})"
 
 
 def is_of_user(file: str) -> bool:
-    """Whether a file is neither of Python's standard library nor of torch or autopar."""
+    """Whether a file belongs neither to Python's standard library nor to torch or autopar."""
     return not file.startswith(_OWN) and (
         not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file
     )

@@ -1,7 +1,7 @@
-"""Writes into a part of a tensor, as ops whose rules leave the dims that are not written along free.
+"""Rewrites writes into a part of a tensor as ops whose rules let the other dims be sharded.
 
-Assigning to `x[:, 2]` writes a slice of all rows, and functionalization keeps that slice: without
-it, each row is written on its own.
+Assigning to `x[:, 2]` writes a slice of all rows, which functionalization keeps. Without that
+slice, each row is written separately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ aten = torch.ops.aten
 
 
 def spell_writes(graph: Graph) -> None:
-    """Drop slices of everything; write `where` for masks, and an index for fills along one."""
+    """Remove slices of everything, and rewrite masked writes as `where` and fills along an index as
+    index_put.
+    """
     for node in list(graph.nodes):
         with graph.inserting_before(node):
             written = _written(graph, node)
@@ -25,7 +27,7 @@ def spell_writes(graph: Graph) -> None:
 
 
 def _written(graph: Graph, node: Node) -> Node | None:
-    """The value of a write, spelled otherwise; None if the node stays as it is."""
+    """The rewritten value of a write; None if the node stays as it is."""
     if is_op(node, "slice_scatter"):
         source = argument(node, "src")
         return source if _replaces_all(source, node) else None
@@ -42,14 +44,14 @@ def _written(graph: Graph, node: Node) -> Node | None:
 
 
 def _replaces_all(source: Node, node: Node) -> bool:
-    """Whether the slice that `source` takes the place of is the whole tensor."""
+    """Whether the slice that `source` replaces is the whole tensor."""
     new, val = source.meta["val"], node.meta["val"]
     one_by_one = argument(node, "step", 1) in (None, 1)
     return one_by_one and new.dtype == val.dtype and str(new.shape) == str(val.shape)
 
 
 def _value(graph: Graph, node: Node, value: Node | float) -> Node:
-    """A number or tensor in the dtype of the tensor that it is written to."""
+    """A number or tensor as a node in the dtype of the tensor that it is written to."""
     val = node.meta["val"]
     if not isinstance(value, Node):
         return full(graph, node, value, val.new_empty([]))
@@ -58,7 +60,9 @@ def _value(graph: Graph, node: Node, value: Node | float) -> Node:
 
 
 def _where(graph: Graph, node: Node) -> Node | None:
-    """`x[mask] = value` of a value that is the same at all places that the mask chooses."""
+    """`x[mask] = value` as `where`, if the value is the same at all selected places; otherwise
+    None.
+    """
     target, indices, value = (argument(node, name) for name in ("self", "indices", "values"))
     masks = [index for index in indices if index is not None]
     if len(masks) != 1 or masks[0].meta["val"].dtype != torch.bool:

@@ -1,1 +1,1 @@
-"""Exactness shown on CPU processes."""
+"""Verifies exactness on CPU processes: `autopar verify`."""

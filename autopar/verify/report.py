@@ -1,4 +1,4 @@
-"""What verify found, and its table."""
+"""The result of `autopar verify`, and its table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def verify_table(report: VerifyReport) -> Group:
-    """What `autopar verify` found, one row a mesh."""
+    """The table of `autopar verify`, one row per mesh."""
     from rich.console import Group
     from rich.text import Text
 
@@ -61,8 +61,11 @@ def _verified(mesh: MeshReport) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshReport:
-    """One mesh.  `worst_error` is update-relative (or absolute / absolute allowance x tolerance where the update is tiny), `collectives`
-    are the program's per micro-batch, by kind; `failure` is '' or why the program did not run."""
+    """The result for one mesh. `worst_error` is update-relative, except for tiny updates: there it
+    is the absolute error over the absolute allowance, times the tolerance. `collectives` are
+    those of the program per micro-batch, by kind. `failure` is '' or why the program did not
+    run.
+    """
 
     mesh: dict[str, int | str]
     micro_batch: int
@@ -82,8 +85,9 @@ class MeshReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What `verify` found.  `moved` is how far training moved the median tensor, relative to its norm; `skipped` lists meshes that this
-    model or batch cannot have, with the reason."""
+    """The result of `verify`. `moved` is how far training moved the median tensor, relative to its
+    norm. `skipped` lists meshes that this model or batch does not allow, with the reason.
+    """
 
     model: str
     precision: str
@@ -99,11 +103,11 @@ class VerifyReport:
 
     @property
     def exact(self) -> bool:
-        """Whether something ran, and all of it is exact."""
+        """Whether at least one mesh ran and all of them are exact."""
         return bool(self.meshes) and all(mesh.exact for mesh in self.meshes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data; infinities (a run without numbers) become the text 'inf'."""
+        """The report as plain data. Infinities (a run without numbers) become the text 'inf'."""
         data = asdict(self) | {"exact": self.exact}
         for mesh in data["meshes"]:
             for key in ("worst_error", "loss_error"):

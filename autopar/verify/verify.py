@@ -1,17 +1,22 @@
-"""`autopar verify`: is a plan's program exact?  A shrunken model trains on CPU processes and on one device, and every tensor is compared.
+"""`autopar verify`: checks that a plan's program is exact. A shrunken model trains on CPU processes
+and on one device, and every tensor is compared.
 
-The measure.  fp64; SGD with momentum; a learning rate that moves the median tensor by 1 % or more in the steps made (a tiny one hides
-every bug); labels with an uneven number of -100 on each rank (equal numbers hide a wrong mean).  For each parameter, over all ranks,
-||p - p_ref|| / ||p_ref - p_0|| <= 1e-9, or ||p - p_ref|| <= 1e-12 where that is the larger allowance; the losses agree to 1e-9.  In
-fp32 the tolerance is 1e-4.
+Conditions: fp64, SGD with momentum, and labels with a different number of -100 on each rank, since
+equal numbers would hide a wrong mean. The learning rate moves the median tensor by at least 1 % in
+total, since a tiny rate would hide every bug.
 
-The plans are made for a cluster on paper whose network is free and whose kernels launch in no time: there the solver shards wherever
-sharding saves anything, so that as many collectives as possible are put to the test.
+Criterion, for each parameter over all ranks: ||p - p_ref|| / ||p_ref - p_0|| <= 1e-9, or ||p -
+p_ref|| <= 1e-12 if that allows more. Losses agree to 1e-9. In fp32 the tolerance is 1e-4.
 
-Some models (all of transformers') compute norms, softmax and loss in fp32 whatever their dtype.  Rounding to fp32 turns a difference of one
-ulp of fp64, which any other order of a sum makes, into one of fp32, and would hide behind a loose tolerance what this command looks for.
-So in fp64 every such cast is widened to fp64, in the reference and in the captured program alike (`Widened`); the tolerance stays.
-Nor has torch's grouped matrix product, which routed experts call, an fp64 kernel on CPU: `Widened` multiplies group by group.
+Plans are made for a fictitious cluster with a free network and kernels that launch in no time. The
+solver then shards wherever that saves anything, so that as many collectives as possible are tested.
+
+Some models, including all of transformers', compute norms, softmax and loss in fp32 for any dtype.
+Any other order of a sum makes a difference of one ulp of fp64, and rounding to fp32 enlarges it to
+one ulp of fp32. Only a loose tolerance would accept that, and it would hide bugs. Therefore every
+such cast becomes a cast to fp64, in the reference and in the captured program (`Widened`). torch's
+grouped matrix product, which routed experts call, has no fp64 kernel on CPU; `Widened` multiplies
+group by group.
 """
 
 from __future__ import annotations
@@ -46,7 +51,9 @@ from autopar.verify.report import MeshReport, VerifyReport
 from autopar.verify.widened import Widened
 
 TOLERANCE = {"fp64": (1e-9, 1e-12), "fp32": (1e-4, 1e-7)}
-"""By precision: largest update-relative error, and the absolute one that is always allowed."""
+"""By precision: the largest allowed update-relative error, and the absolute error that is always
+allowed.
+"""
 
 MOVED = 0.01
 FIRST_RATE, RATES_TRIED = 0.5, 8
@@ -57,13 +64,15 @@ Factory = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class FactorySpec(ModelSpec):
-    """A model from a function of no arguments that returns (model, example inputs), for `verify` from Python."""
+    """The spec of a model from a function without arguments that returns (model, example inputs),
+    for `verify` from Python.
+    """
 
     factory: Factory
 
     @classmethod
     def of(cls, factory: Factory) -> FactorySpec:
-        """The spec under the function's name."""
+        """The spec of a factory, named after the function."""
         return cls(getattr(factory, "__qualname__", "model"), 0, 0, 0, factory)
 
     def _make(self) -> nn.Module:
@@ -72,19 +81,21 @@ class FactorySpec(ModelSpec):
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str = "meta"
     ) -> dict[str, Tensor]:
-        """The function's inputs, rows repeated to `batch`; `seq` is not used."""
+        """The function's example inputs, with rows repeated to `batch`. `seq` is ignored."""
         inputs = self.factory()[1]
         rows = {name: value[torch.arange(batch) % value.shape[0]] for name, value in inputs.items()}
         return {name: value.clone().to(device) for name, value in rows.items()}
 
     def shrunk(self) -> ModelSpec:
-        """Itself."""
+        """The spec itself: it is not shrunk."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every process must agree on; hashable, so that each process makes the case once."""
+    """The settings that all processes must share. It is hashable, so that each process makes the
+    case once.
+    """
 
     spec: ModelSpec
     precision: str
@@ -95,7 +106,9 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """The model, its batches, its trace, and, once trained, what one device makes of them at a learning rate that moves it."""
+    """The model, its batches and its trace. After training on one device, also its results, at a
+    learning rate that moves the parameters.
+    """
 
     model: nn.Module
     batches: list[dict[str, Tensor]]
@@ -120,12 +133,27 @@ def verify(
     shrink: bool = True,
     compile: bool | Mapping[str, Any] = False,
 ) -> VerifyReport:
-    """Train a shrunken `model` for `steps` steps under plans for `nproc` CPU processes, and compare with one device.
+    """Train a shrunken `model` under plans for `nproc` CPU processes and on one device, and report
+    the differences.
 
-    Without a pin of tp or dp every mesh dp x tp of `nproc` devices is verified.  `rows` sequences of `seq` tokens make a batch (default:
-    two for each process, of 12).  A model that is small already is taken as it is with `shrink=False`.  `compile`: the processes
-    compile their programs, as in `parallelize`; the one device does not.  A program that fails to run is reported as not exact.
-    Raises AutoparError for a request that makes no sense.
+    Without a pin of tp or dp, every mesh dp x tp of `nproc` devices is verified. A program that
+    fails to run is reported as not exact.
+
+    Args:
+        model: a spec, or a function that returns (model, example inputs).
+        nproc: number of processes.
+        pin: choices that every plan has.
+        precision: 'fp64' or 'fp32'.
+        steps: training steps.
+        seq: tokens per sequence; default 12.
+        rows: sequences per batch; default two per process.
+        progress: called with a line of text at each step.
+        shrink: whether to shrink the model first.
+        compile: whether the processes compile their programs, as in `parallelize`; the single
+            device does not.
+
+    Raises:
+        AutoparError: the request is invalid.
     """
     spec = model if isinstance(model, ModelSpec) else FactorySpec.of(model)
     spec = spec.shrunk() if shrink else spec
@@ -160,7 +188,9 @@ def verify(
 
 
 def free_network(devices: int) -> ClusterSpec:
-    """CPU devices with a network that costs nothing and kernels that launch in no time: sharding always pays."""
+    """A cluster of CPU devices with a free network and kernels that launch in no time, so that
+    sharding always pays.
+    """
     cluster = ClusterSpec.parse(f"cpu:{devices}")
     assert isinstance(cluster, ClusterSpec)  # devices of one kind
     link = replace(cluster.topology.intra, bandwidth_Bps=1e15, latency_s=0.0)
@@ -173,8 +203,12 @@ def free_network(devices: int) -> ClusterSpec:
 
 
 def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]:
-    """The pins of each mesh to verify: the given one, or every dp x tp, one with cp if the model has attention, one with ep if it has
-    routed experts, and one with ZeRO-3; a pipeline where one is pinned.  Without a pin of ZeRO the others have none."""
+    """The pins of each mesh to verify.
+
+    If tp or dp is pinned, that is one mesh. Otherwise it is every dp x tp, one mesh with cp if the
+    model has attention, one with ep if it has routed experts, and one with ZeRO-3. A pipeline is
+    used only if pinned. Other meshes have no ZeRO unless it is pinned.
+    """
     pin = {"pp": 1} | pin
     unshared = pin if pin.get("shard") else {"zero": 0} | pin
     if "tp" in pin or "dp" in pin:
@@ -196,7 +230,9 @@ def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]
 def _plans(
     setup: Setup, case: Case, nproc: int, pin: dict[str, Any], software: Software
 ) -> tuple[list[Plan], tuple]:
-    """One plan for each mesh to verify, and the meshes left out: those that this model or batch cannot have, unless they were asked for."""
+    """(one plan for each mesh to verify, meshes left out because this model or batch does not allow
+    them). A mesh that was pinned raises the error instead.
+    """
     plans, refused = [], []
     for chosen in _meshes(case, nproc, pin):
         try:
@@ -236,13 +272,15 @@ def _solved(
 
 
 def widened(precision: str) -> contextlib.AbstractContextManager:
-    """`Widened` in fp64, else nothing."""
+    """The mode `Widened` in fp64, otherwise a context without effect."""
     return Widened() if precision == "fp64" else contextlib.nullcontext()
 
 
 @lru_cache(maxsize=2)
 def make_case(setup: Setup) -> Case:
-    """Build, trace and train on one device; the last two cases are kept.  Forked workers inherit them; spawned ones make equal ones."""
+    """The case of a setup: model built, traced, and trained on one device. The last two cases are
+    cached. Forked workers inherit them; spawned ones compute equal ones.
+    """
     state = torch.get_rng_state()
     torch.manual_seed(0)
     try:
@@ -271,7 +309,7 @@ def make_case(setup: Setup) -> Case:
 
 
 def _disturb(model: nn.Module) -> None:
-    """Move vectors off their zeros and ones: they would hide errors."""
+    """Add small values to vectors in place: initial zeros and ones would hide errors."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -280,7 +318,9 @@ def _disturb(model: nn.Module) -> None:
 
 
 def _batches(setup: Setup) -> list[dict[str, Tensor]]:
-    """One batch a step.  Integer tensors of tokens are random; each row has a random number of labels of -100."""
+    """One batch per step. Integer tensors of tokens are random; each row has a random number of
+    labels of -100.
+    """
     generator = torch.Generator().manual_seed(3)
     batches = []
     for _ in range(setup.steps):
@@ -306,11 +346,11 @@ def _optimizer(rate: float) -> Callable:
 
 
 Trained = tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, ...]]
-"""Parameters before and after, and losses."""
+"""(parameters before training, parameters after, losses)."""
 
 
 def _train(setup: Setup, case: Case, rate: float) -> Trained:
-    """What comes of training a copy of the model on one device, in eager mode."""
+    """Results of training a copy of the model on one device, in eager mode."""
     model = copy.deepcopy(case.model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer, losses = _optimizer(rate)([p for p in model.parameters() if p.requires_grad]), []
@@ -326,7 +366,7 @@ def _train(setup: Setup, case: Case, rate: float) -> Trained:
 
 
 def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    """The model's output.  What verify feeds is its own choice, so that a failure is explained by it."""
+    """The model's output. If the model fails, the AutoparError says that verify made this data."""
     try:
         return model(**batch)
     except Exception as error:  # a user's model may raise anything
@@ -339,8 +379,10 @@ def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 def _train_by_engine(
     setup: Setup, case: Case, rate: float, number: int = 1, dp: int = 1
 ) -> Trained:
-    """As `_train`, by autopar's engine on one device: it draws the dropout masks that every plan draws, and can run a batch as `number`
-    micro-batches, each of which joins those of `dp` data-parallel ranks."""
+    """Like `_train`, by autopar's engine on one device. It draws the dropout masks that every plan
+    draws. It can split a batch into `number` micro-batches, each with the rows of `dp`
+    data-parallel ranks.
+    """
     rows = torch.arange(setup.rows).view(dp, number, -1).transpose(0, 1).flatten()
     batches = [
         {k: v[rows] if v.dim() and v.shape[0] == setup.rows else v for k, v in batch.items()}
@@ -356,7 +398,9 @@ def _train_by_engine(
 
 
 def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
-    """How far the median tensor moved, relative to its norm; nan if anything is not finite."""
+    """How far training moved the median tensor, relative to its norm; NaN if any value is not
+    finite.
+    """
     if not all(bool(t.isfinite().all()) for t in after.values()):
         return float("nan")
     sized = {name: value for name, value in before.items() if value.norm() > 0}
@@ -370,7 +414,7 @@ def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
 def _verify_plan(
     setup: Setup, case: Case, plan: Plan, compile: bool | Mapping[str, Any] = False
 ) -> MeshReport:
-    """Run one plan on as many processes as its mesh has devices."""
+    """The report of one plan, run on as many processes as its mesh has devices."""
     start = time.perf_counter()
     choices = ("micro_batch", "recompute", "schedule", "zero", "shard")
     chosen = {name: getattr(plan, name) for name in choices}
@@ -400,8 +444,10 @@ def _verify_plan(
 def expected_of(
     setup: Setup, case: Case, plan: Plan
 ) -> tuple[dict[str, Tensor], tuple[float, ...]]:
-    """(parameters after training, losses) of one device that runs the plan's micro-batches: those of the whole batch, but for losses that
-    are not linear in the batch (balance of routers, batch norm)."""
+    """(parameters after training, losses) of one device that runs the plan's micro-batches. They
+    differ from those of the whole batch only if the loss is not linear in the batch (balance of
+    routers, batch norm).
+    """
     if plan.num_microbatches == 1 or not (num_experts(case.traced) or case.traced.updates):
         return case.after, case.losses
     parts = plan.num_microbatches, plan.mesh.dp
@@ -417,7 +463,7 @@ def rank_errors(
     after: dict[str, Tensor],
     compile: bool | Mapping[str, Any] = False,
 ) -> tuple[float, str, list[float]]:
-    """(worst error against `after`, its tensor, losses) of this rank."""
+    """(worst error against `after`, name of its tensor, losses) of this rank."""
     case = make_case(setup)
     engine = make_engine(case, Plan.from_json(plan_text), compile)
     losses = [float(engine.step(engine.local_batch(batch))) for batch in case.batches]
@@ -426,7 +472,7 @@ def rank_errors(
 
 
 def make_engine(case: Case, plan: Plan, compile: bool | Mapping[str, Any] = False) -> Engine:
-    """The engine of this process for a plan of the case's model, with the optimizer that trained the reference."""
+    """This process's engine for a plan of the case's model, with the optimizer of the reference."""
     chosen: dict[str, Any] = {
         "max_grad_norm": None,
         "weights": None,
@@ -439,7 +485,9 @@ def make_engine(case: Case, plan: Plan, compile: bool | Mapping[str, Any] = Fals
 def compare(
     before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[str, Tensor], precision: str
 ) -> tuple[float, str]:
-    """(largest update-relative error of `state` against `after`, name of its tensor).  A missing tensor is an infinite error."""
+    """(largest update-relative error of `state` against `after`, name of its tensor). A missing
+    tensor is an infinite error.
+    """
     tolerance, absolute = TOLERANCE[precision]
     errors = {}
     for name, expected in after.items():
@@ -455,6 +503,6 @@ def compare(
 
 
 def relative_error(value: float, expected: float) -> float:
-    """|value - expected| / |expected|; infinite where that is not a number."""
+    """|value - expected| / |expected|; infinite if that is NaN."""
     error = abs(value - expected) / max(abs(expected), 1e-300)
     return error if error == error else float("inf")

@@ -1,4 +1,4 @@
-"""Casts to fp32 inside a model made casts to fp64."""
+"""A mode that turns casts to fp32 inside a model into casts to fp64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class Widened(TorchFunctionMode):
-    """Casts to fp32, explicit or by a `dtype` argument, become casts to fp64; grouped matrix products run in fp64 too."""
+    """A mode in which casts to fp32, explicit or by a `dtype` argument, become casts to fp64.
+    Grouped matrix products run in fp64 too.
+    """
 
     def __torch_function__(
         self,
@@ -20,7 +22,7 @@ class Widened(TorchFunctionMode):
         args: tuple = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What the call returns with its casts widened."""
+        """The result of the call with its casts widened."""
         kwargs, name = dict(kwargs or {}), getattr(function, "__name__", "")
         if name in ("grouped_mm", "_grouped_mm") and not torch.compiler.is_compiling():
             return _grouped_mm(function, *args, **kwargs)
@@ -36,7 +38,9 @@ class Widened(TorchFunctionMode):
 def _grouped_mm(
     function: Callable, rows: Tensor, weights: Tensor, offs: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
-    """rows (t, k), weights (e, k, n), offs (e,), the ends of the groups of rows -> (t, n), in fp64.  Other calls go to `function`."""
+    """A grouped matrix product in fp64: rows (t, k), weights (e, k, n), `offs` (e,), the end index
+    of each group of rows -> (t, n). Other calls go to `function`.
+    """
     given = [value for value in kwargs.values() if value is not None]
     fits = rows.dtype is torch.float64 and rows.dim() == 2 and weights.dim() == 3 and not given
     if offs is None or not fits:

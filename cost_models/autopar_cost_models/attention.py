@@ -1,7 +1,8 @@
-"""Attention with and without flash kernels: FLOPs by mask, measured rates by kernel, memory traffic.
+"""Seconds of attention, with and without flash kernels: FLOPs by mask, measured rates by kernel,
+memory traffic.
 
-softmax(Q K^T / sqrt(d)) V of `batch` x `heads` heads takes 4 d FLOPs per visible pair of query and key forward, and 10 d backward (five
-matmuls instead of two, of which one recomputes the scores).
+softmax(Q K^T / sqrt(d)) V takes 4 d FLOPs per visible pair of query and key forward. It takes 10 d
+backward: five matmuls instead of two, one of which recomputes the scores.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ BLOCK = 128  # rows of queries and of keys that a flash kernel takes at once
 
 @dataclass(frozen=True, slots=True)
 class FlashRate:
-    """FLOP/s of a flash kernel over long sequences with heads of 128 without a mask, forward and backward, relative to the best bf16 matmul
-    of the device it was measured on (`constants.py`)."""
+    """The speed of a flash kernel, forward and backward: its FLOP/s over those of the device's best
+    bf16 matmul (`constants.py`).
+
+    It was measured over long sequences, without a mask, with head dim 128.
+    """
 
     forward: float
     backward: float
@@ -71,7 +75,7 @@ FLASH_RATES: dict[tuple[str, str], FlashRate] = {
         f"{_ZADOURI}; backward / forward as on hopper: assumed",
     ),
 }
-"""(generation, kernel) -> rate."""
+"""The rate of each flash kernel, by (generation, kernel)."""
 
 # Both from the same figures of FlashAttention-3.  The first keys of a row of blocks hide nothing behind them: rates over 512 and 16384 keys
 # (467 and 648, cuDNN 497 and 600) follow keys / (keys + 128) within 10 %.  Softmax work per pair does not shrink with the heads:
@@ -84,8 +88,12 @@ SOFTMAX_SHARE = 0.22
 def visible_pairs(
     queries: int, keys: int, causal: bool, window: int | None = None, block: int = 1
 ) -> int:
-    """Pairs of query and key that attention computes: query i sees key j if j <= i + keys - queries (causal: the last query sees the last
-    key) and j > i + keys - queries - window.  With `block` > 1, pairs in blocks of which any pair is visible."""
+    """Number of (query, key) pairs that attention computes.
+
+    If `causal`, query i sees key j if j <= i + keys - queries: the last query sees the last key.
+    With `window`, j > i + keys - queries - window holds too. With `block` > 1, every pair in a
+    block with a visible pair counts.
+    """
     for name, value in (("queries", queries), ("keys", keys), ("block", block)):
         whole(name, value)
     if window is not None:
@@ -121,10 +129,12 @@ def flash_attention_time_s(
     backward: bool = False,
     fitted: FittedConstants = FITTED,
 ) -> float:
-    """Seconds of a flash attention kernel on one device: (batch, heads, queries, head_dim) against `key_heads` heads of keys.
+    """Seconds of a flash attention kernel on one device: queries (batch, heads, queries, head_dim),
+    and `key_heads` heads of keys.
 
-    Rate of `FLASH_RATES` (ValueError for a pair that nobody measured), less for few keys, narrow heads and too few blocks to fill the
-    device; blocks that the mask cuts are computed whole.
+    The rate comes from `FLASH_RATES`. It is reduced for few keys, for narrow heads, and for too few
+    blocks to fill the device. Blocks that the mask cuts are computed whole. Raises ValueError for a
+    device and kernel that were not measured.
     """
     for name, value in (
         ("batch", batch),
@@ -187,10 +197,12 @@ def unfused_attention_time_s(
     dropout: bool = False,
     backward: bool = False,
 ) -> float:
-    """Seconds of attention that writes its scores to memory: two batched matmuls (four backward), softmax and dropout kernels between.
+    """Seconds of attention that writes its scores to memory: two batched matmuls (four in
+    backward), with softmax and dropout kernels between them.
 
-    No masked pair is skipped.  `fused_softmax`: scale, mask and softmax are one kernel, as in Megatron-LM (Narayanan et al., SC 2021,
-    section 4.2); otherwise three, of which each reads and writes the scores.
+    Masked pairs are computed too. `fused_softmax`: scale, mask and softmax are one kernel, as in
+    Megatron-LM (Narayanan et al., SC 2021, section 4.2). Otherwise they are three kernels, and each
+    reads and writes the scores.
     """
     scores_bytes = ITEMSIZE[dtype] * batch * heads * queries * keys
     mask_bytes = batch * heads * queries * keys  # one byte an element

@@ -1,7 +1,8 @@
-"""Devices and links one can buy or rent: datasheet figures in SI units, each with its source.
+"""The catalogue of devices and links: datasheet figures in SI units, each with its source.
 
-Memory is what nvidia-smi reports as the total where that is known, since the "GB" of datasheets are neither 1e9 bytes nor quite 2**30.
-NVIDIA's datasheets since Hopper print rates with sparsity; the dense rates here are half of those.
+Memory is the total that nvidia-smi reports, where known: the "GB" of datasheets are neither 1e9
+bytes nor exactly 2**30. NVIDIA's datasheets since Hopper print rates with sparsity. The dense rates
+here are half of those.
 """
 
 from __future__ import annotations
@@ -41,17 +42,21 @@ _MI300X = {
 }
 
 _TILES_END_TO_END = ("ampere", "ada")
-"""Generations whose multiprocessors finish a tile before they begin the next.  Since Hopper some warps load while others store, and squares
-of 2048 run at 85 % of the best rate (tests/cost_models/test_published_microbenchmarks.py)."""
+"""Generations whose multiprocessors finish one tile before they begin the next. Since Hopper some
+warps load while others store, and squares of 2048 run at 85 % of the best rate
+(tests/cost_models/test_published_microbenchmarks.py).
+"""
 _NVIDIA_SMI = "memory: nvidia-smi, github.com/modal-labs/modal-client/pull/2797"
 _FP8_ASSUMED = "fp8 at the H100 SXM's share of its best bf16 matmul: assumed"
 
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """A row of the catalogue: a GPU whose best product in bf16 reaches `matmul`, in fp8 `fp8`, of its peak.
+    """A row of the catalogue: a GPU. `matmul` and `fp8` are the best measured rates of a bf16 and
+    an fp8 product, as fractions of the peak.
 
-    The rates are those of a device of `full_power_W` if it is limited to `power_W`.
+    If the device is limited to `power_W`, these are rates at `full_power_W`, and `device` scales
+    them down.
     """
 
     name: str
@@ -67,7 +72,7 @@ class _Gpu:
     full_power_W: float | None = None
 
     def device(self, fitted: FittedConstants) -> Device:
-        """The device, with the fitted constants put into it."""
+        """The row as a `Device` under these fitted constants."""
         slowed = 1.0
         if self.power_W and self.full_power_W:
             slowed = (self.power_W / self.full_power_W) ** fitted.power_exponent
@@ -93,7 +98,7 @@ class _Gpu:
 
 
 _FP8_SHARE = c.MATMUL_H100_SXM_FP8 / c.MATMUL_H100_SXM
-"""fp8 / bf16 share of the peak."""
+"""The best fp8 fraction of peak over the best bf16 fraction of peak, on an H100."""
 _GPUS = (
     _Gpu(
         name="a100-40g",
@@ -300,12 +305,14 @@ _CPU = Device(
 
 @lru_cache(maxsize=64)
 def devices(fitted: FittedConstants = FITTED) -> dict[str, Device]:
-    """The catalogue, by name, with the fitted constants put into it.  Do not change the dict: it is shared."""
+    """The catalogue by device name, under these fitted constants. The dict is shared: do not modify
+    it.
+    """
     return {gpu.name: gpu.device(fitted) for gpu in _GPUS} | {_CPU.name: _CPU}
 
 
 DEVICES: dict[str, Device] = devices()
-"""The catalogue, by name."""
+"""The catalogue by device name, under the default fitted constants."""
 
 _NVLS4, _NVLS5 = c.NVLS_HOPPER_EFFICIENCY, c.NVLS_BLACKWELL_EFFICIENCY
 NVLINK3 = Link(
@@ -413,11 +420,13 @@ CARD_LINKS: dict[str, Link] = {
     "h100-nvl": PCIE5,
     "cpu": GLOO,
 }
-"""What connects devices of one host that come without a node of their own."""
+"""The link between devices of one host, for cards that have no node preset."""
 
 
 def _host(node_bytes: int, channels: int, megatransfers: float, link: Link, source: str) -> Host:
-    """A share of one in eight of a host with so many channels of memory, 8 bytes wide.  Every device has a link of its own: assumed."""
+    """A device's eighth of a host's memory, with `channels` memory channels of 8 bytes at
+    `megatransfers` MT/s. Each device is assumed to have its own link.
+    """
     return Host(
         node_bytes // 8,
         channels * megatransfers * 8e6 / 8,
@@ -446,11 +455,11 @@ HOSTS: dict[str, Host] = {
         "a process is its own host: as the device",
     ),
 }
-"""The host of a catalogue device, in the node that is its home."""
+"""The host of each catalogue device, in the node preset that it belongs to."""
 
 
 def device(name: str, fitted: FittedConstants = FITTED) -> Device:
-    """The catalogue entry `name`.  ValueError with the nearest names if there is none."""
+    """The catalogue entry `name`. Raises ValueError with the nearest names if there is none."""
     catalogue = devices(fitted)
     found = catalogue.get(name.lower()) if isinstance(name, str) else None
     if found is None:

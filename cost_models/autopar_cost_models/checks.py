@@ -1,4 +1,6 @@
-"""Validation shared by the cost models.  Errors are ValueError: the library knows nothing about autopar's own exceptions."""
+"""Validation of arguments, shared by the cost models. Errors are ValueError: this package does not
+import autopar's exceptions.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import SupportsFloat, TypeGuard
 from autopar_cost_models.echo import LONGEST_WORD, shortened, shown
 
 MOST = 10**18
-"""No count or size is larger: an exabyte, or more operations than a step has."""
+"""The largest allowed count or size: an exabyte, or more operations than any training step has."""
 
 
 def is_whole(value: object, least: int = 1, most: float = inf) -> TypeGuard[int]:
@@ -64,7 +66,7 @@ def text(name: str, value: object) -> None:
 
 
 def finite(value: SupportsFloat) -> bool:
-    """Whether a number is a finite float: not so nan, infinities, and whole numbers above 1.8e308."""
+    """Whether a number is a finite float. False for nan, infinities, and integers above 1.8e308."""
     try:
         return isfinite(value)
     except OverflowError:
@@ -72,7 +74,9 @@ def finite(value: SupportsFloat) -> bool:
 
 
 def nearest(word: object, known: list[str]) -> str:
-    """Words for an error message: the entries of `known` closest to `word`, or all of them."""
+    """A phrase for an error message: the entries of `known` closest to `word`, or all of them if
+    none is close.
+    """
     text = shortened(word if isinstance(word, str) else shown(word), LONGEST_WORD)
     close = get_close_matches(text.lower(), known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(known))}"

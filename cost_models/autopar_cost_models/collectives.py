@@ -1,20 +1,26 @@
-"""Times of collectives on a two-level network.
+"""Seconds of collectives on a two-level network.
 
-`size_bytes` is always the whole (unsharded) tensor: the result of an all-gather, the operand of a reduce-scatter, the tensor that is
-all-reduced, and for an all-to-all the tensor whose `group_size` shards change their dim.  A group is `group_size` ranks that lie `stride`
-apart (`topology.group_shape`): p ranks on each of N nodes, n = p N.  All groups of that tiling run at once and share the network
-interfaces of a node; `Traffic` says what else is under way.
+`size_bytes` is always the whole (unsharded) tensor. For an all-gather that is the result; for a
+reduce-scatter and an all-reduce, the operand. For an all-to-all it is the tensor whose `group_size`
+shards change their dim. A group is `group_size` ranks that lie `stride` apart
+(`topology.group_shape`): p ranks on each of N nodes, n = p N. All groups of that tiling run at once
+and share the network interfaces of a node. `Traffic` describes other traffic at the same time.
 
-Links of NCCL (kinds nvlink, pcie, network) run NCCL's algorithms with its protocols (`nccl.py`): a ring through all ranks, of which each
-channel leaves a node through another interface, so that it moves (n-1)/n of the tensor at the lesser of the rate inside a node and the
-interfaces of the group's ranks together; a double binary tree between nodes for all-reduce; reduction in the switch if asked for.
+Links of NCCL (kinds nvlink, pcie, network) run NCCL's algorithms with its protocols (`nccl.py`). A
+ring passes all ranks, and each of its channels leaves a node through another interface. It moves
+(n-1)/n of the tensor at the lower of two rates: the rate inside a node, and that of all interfaces
+of the group's ranks. An all-reduce between nodes may use a double binary tree. Reduction in the
+switch is used on request.
 
-Plain links are textbook alpha-beta, alpha = latency of one step, beta = seconds per byte at the achieved rate: a ring moves (n-1)/n of the
-tensor over each link in n-1 steps (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA
-19(1), 2005, section 4; Patarasuk and Yuan, JPDC 69(2), 2009, show that it is bandwidth-optimal).  Groups on several nodes reduce-scatter
-inside the node, then across nodes on the shards, and gather back in reverse order.  A group with one plain and one NCCL link is plain.
+Plain links follow the alpha-beta model: alpha is the latency of one step, beta the seconds per byte
+at the achieved rate. A ring moves (n-1)/n of the tensor over each link in n-1 steps (Thakur,
+Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1),
+2005, section 4). This is bandwidth-optimal (Patarasuk and Yuan, JPDC 69(2), 2009). Groups on
+several nodes reduce-scatter inside the node, then across nodes on the shards, and gather in reverse
+order. A group with one plain and one NCCL link is plain.
 
-A group inside a node whose link was measured (`Link.curves`) is priced by its curve, and by nothing else here.
+If the link inside a node was measured (`Link.curves`), its curve alone decides the price of groups
+inside a node.
 """
 
 from __future__ import annotations
@@ -33,11 +39,15 @@ from autopar_cost_models.topology import Topology, group_shape
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What else happens while a collective runs.
+    """Other traffic while a collective runs.
 
-    `concurrent_groups`: groups of any axis that send across nodes from one node at once, this one included (None: those of the same
-    tiling, one for each p ranks of the node).  `link_share`: what other traffic of the same ranks leaves of every link.  `in_switch`: let
-    all-reduces inside one node use the switch's reductions where the link has them (NCCL's NVLS; Megatron and NeMo turn it off).
+    Attributes:
+        concurrent_groups: number of groups, of any axis, that send from one node to others at once,
+            including this one. None: the groups of the same tiling, one for each p ranks of the
+            node.
+        link_share: fraction of each link's rate that other traffic of the same ranks leaves.
+        in_switch: whether all-reduces inside one node may use reductions in the switch (NCCL's
+            NVLS). Megatron and NeMo turn it off.
     """
 
     concurrent_groups: int | None = None
@@ -57,7 +67,7 @@ IN_SWITCH_RANKS = 5  # NCCL uses NVLS from 5 GPUs on (H200, NCCL 2.27; github.co
 
 
 def _path(group_size: int, stride: int, topology: Topology, traffic: Traffic) -> nccl.Path:
-    """The links of the groups and the rate of a ring over them."""
+    """The links of the groups, and the rate of a ring over them."""
     per_node, nodes = group_shape(group_size, stride, topology)
     rates = [topology.intra.achieved_Bps] if per_node > 1 or nodes == 1 else []
     if nodes > 1:
@@ -73,7 +83,9 @@ def _uses_nccl(path: nccl.Path) -> bool:
 
 
 def _measured_s(name: str, size_bytes: float, path: nccl.Path, traffic: Traffic) -> float | None:
-    """Seconds by the link's curve of this transfer, if the group is inside a node and somebody measured it."""
+    """Seconds of this transfer by the link's measured curve; None if the group spans nodes or was
+    not measured.
+    """
     measured = (
         path.intra.curves.get(name, {}).get(2 if name == "point_to_point" else path.ranks)
         if path.nodes == 1
@@ -83,18 +95,22 @@ def _measured_s(name: str, size_bytes: float, path: nccl.Path, traffic: Traffic)
 
 
 def _ring_pass_s(size_bytes: float, ranks: int, latency_s: float, rate_Bps: float) -> float:
-    """One reduce-scatter or one all-gather of a tensor of `size_bytes` on a ring: n-1 steps of size/n."""
+    """Seconds of one reduce-scatter or one all-gather on a ring: n-1 steps of `size_bytes` / n."""
     return (ranks - 1) * (latency_s + size_bytes / ranks / rate_Bps)
 
 
 def _tree_all_reduce_s(size_bytes: float, ranks: int, latency_s: float, rate_Bps: float) -> float:
-    """Double binary tree, pipelined: twice the depth in latency, up and down at full rate (Sanders, Speck, Träff, "Two-tree algorithms
-    for full bandwidth broadcast, reduction and scan", Parallel Computing 35, 2009; NCCL uses it between nodes)."""
+    """Seconds of an all-reduce by a pipelined double binary tree: latency of twice the depth, then
+    up and down at full rate.
+
+    Source: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and
+    scan", Parallel Computing 35, 2009. NCCL uses it between nodes.
+    """
     return 2 * (ceil(log2(ranks)) * latency_s + size_bytes / rate_Bps) if ranks > 1 else 0.0
 
 
 def _rank_rates(path: nccl.Path, topology: Topology, traffic: Traffic) -> tuple[float, float]:
-    """Bytes/s that one rank of the group has inside its node, and across nodes."""
+    """Bytes/s available to one rank of the group, inside its node and across nodes."""
     inter_Bps = (
         topology.group_inter_Bps(path.ranks_per_node, traffic.concurrent_groups)
         / path.ranks_per_node
@@ -130,16 +146,19 @@ def _one_pass_s(
 def all_gather_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
-    """Seconds to give every rank the whole tensor of `size_bytes` from its shards: a reduce-scatter run backwards."""
+    """Seconds to give every rank the whole tensor of `size_bytes` from its shards: as long as a
+    reduce-scatter.
+    """
     return _one_pass_s("all_gather", size_bytes, group_size, stride, topology, traffic)
 
 
 def all_reduce_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
-    """Seconds to sum a tensor of `size_bytes` over the group, the whole result on every rank.
+    """Seconds to sum a tensor of `size_bytes` over the group and give every rank the result.
 
-    Across nodes the faster of ring and double binary tree is used: the tree wins on small tensors over many nodes.
+    Across nodes this is the faster of ring and double binary tree. The tree is faster for small
+    tensors over many nodes.
     """
     positive("size_bytes", size_bytes, zero_allowed=True)
     path = _path(group_size, stride, topology, traffic)
@@ -160,7 +179,7 @@ def all_reduce_time_s(
 
 
 def _nccl_all_reduces_s(size_bytes: float, path: nccl.Path, traffic: Traffic) -> list[float]:
-    """Seconds of every algorithm that this group can use."""
+    """Seconds of each algorithm that NCCL can use for this all-reduce."""
     times = [nccl.ring_s(size_bytes, 2, path)]
     if path.nodes > 1:
         times.append(nccl.tree_all_reduce_s(size_bytes, path))
@@ -174,11 +193,13 @@ def _nccl_all_reduces_s(size_bytes: float, path: nccl.Path, traffic: Traffic) ->
 def all_to_all_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
-    """Seconds to change which dim of a tensor of `size_bytes` (all shards together) is sharded over the group.
+    """Seconds to change the sharded dim of a tensor of `size_bytes` (all shards together) over the
+    group.
 
-    Each rank holds size/n and sends size/n**2 to every other rank: to p-1 of them inside the node, to n-p outside.  Both links work at
-    the same time.  Messages to one node travel together, so latency counts nodes, not ranks (PXN of NCCL 2.12, see "Doubling
-    all2all Performance with NVIDIA Collective Communication Library 2.12", NVIDIA developer blog, 2022).
+    Each rank holds size/n and sends size/n**2 to every other rank: to p-1 of them inside the node,
+    and to n-p outside. Both links work at the same time. Messages to one node travel together, so
+    latency counts nodes, not ranks (PXN of NCCL 2.12, see "Doubling all2all Performance with NVIDIA
+    Collective Communication Library 2.12", NVIDIA developer blog, 2022).
     """
     positive("size_bytes", size_bytes, zero_allowed=True)
     path = _path(group_size, stride, topology, traffic)
@@ -199,10 +220,12 @@ def all_to_all_time_s(
 def point_to_point_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
-    """Seconds to send a message of `size_bytes` from one rank of the group to the next, over the slowest hop of the group.
+    """Seconds to send a message of `size_bytes` from one rank of the group to the next, over the
+    slowest hop of the group.
 
-    A group that reaches several nodes has a hop between nodes, through the interface of one rank; unless `traffic` says how many groups
-    send at once, all devices of the node do.  No hop, no time: 0 for a group of one.
+    A group on several nodes has a hop between nodes, through the interface of one rank. By default
+    all devices of the node are assumed to send at once; `traffic` can say otherwise. Returns 0 for
+    a group of one.
     """
     positive("size_bytes", size_bytes, zero_allowed=True)
     path = _path(group_size, stride, topology, traffic)
@@ -242,7 +265,9 @@ def collective_time_s(
     topology: Topology,
     traffic: Traffic = QUIET,
 ) -> float:
-    """Seconds of the collective `name` on a whole tensor of `size_bytes`.  ValueError for a name that is not in `COLLECTIVES`."""
+    """Seconds of the collective `name` on a whole tensor of `size_bytes`. Raises ValueError if
+    `name` is not in `COLLECTIVES`.
+    """
     if name not in COLLECTIVES:
         raise ValueError(f"unknown collective {shown(name)}; {nearest(name, list(COLLECTIVES))}")
     return COLLECTIVES[name](size_bytes, group_size, stride, topology, traffic)

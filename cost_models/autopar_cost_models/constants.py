@@ -1,14 +1,17 @@
-"""Every sourced efficiency and latency that is not on a datasheet, in one place.  What is fitted on training runs is in `fitted.py`.
+"""Efficiencies and latencies from sources other than datasheets. Constants fitted on training runs
+are in `fitted.py`.
 
-Achieved rate = datasheet rate * efficiency.  Each number names its source, or says that it is assumed.
+Achieved rate = datasheet rate * efficiency. Each number names its source, or says that it is
+assumed.
 """
 
 GIB = 2**30
 MIB = 2**20
 
 BUCKET_BYTES = 25 * MIB
-"""Gradients are reduced, and ZeRO's updated parameters gathered, in buckets of about this size: the default of PyTorch's DDP
-(Li et al. 2020, section 4.2.2)."""
+"""Bytes of a bucket in which gradients are reduced, and parameters that ZeRO updated are gathered:
+the default of PyTorch's DDP (Li et al. 2020, section 4.2.2).
+"""
 
 # Best matmul measured over many shapes / dense datasheet peak, github.com/stas00/ml-engineering, compute/accelerator/README.md,
 # "Maximum Achievable Matmul FLOPS Comparison Table" (MAMF), 2026-08.  TFLOP/s measured of TFLOP/s on the datasheet, bf16 then fp8.

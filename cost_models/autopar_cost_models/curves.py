@@ -1,8 +1,9 @@
 """Measured curves: seconds by size, as `autopar calibrate` writes them into a cluster file.
 
-A device or link that carries a curve is priced by it in place of the analytic form: `roofline.py` asks here for products and streams,
-`collectives.py` for collectives inside a node.  Between two points the curve is a straight line of log seconds over log size; below the
-first point it keeps that point's seconds, which are latency; beyond the last it keeps the last point's rate.
+A device or link with a curve is priced by the curve instead of the formula. `roofline.py` uses
+curves for products and memory-bound kernels, `collectives.py` for collectives inside a node.
+Between two points the curve interpolates log seconds linearly over log size. Below the first point
+it keeps that point's seconds, which are latency. Beyond the last point it keeps that point's rate.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from autopar_cost_models.checks import positive
 from autopar_cost_models.echo import shown
 
 Curve = tuple[tuple[float, float], ...]
-"""(size, seconds), sizes ascending.  The size is bytes, or FLOPs of a matrix product."""
+"""Points (size, seconds) in ascending order of size. The size is in bytes, or in FLOPs for a matrix
+product.
+"""
 
 
 def curve(name: str, points: object) -> Curve:
-    """`points` as a curve.  ValueError, with `name`, unless they are two or more pairs of positive numbers with ascending sizes."""
+    """`points`, checked, as a curve. Raises ValueError, with `name`, unless they are two or more
+    pairs of positive numbers with ascending sizes.
+    """
     if not isinstance(points, (list, tuple)) or len(points) < 2:
         raise ValueError(
             f"{name}={shown(points)} must be a list of two or more [size, seconds] pairs"
@@ -43,7 +48,7 @@ def curve(name: str, points: object) -> Curve:
 
 
 def curve_s(points: Curve, size: float) -> float:
-    """Seconds at `size`."""
+    """Seconds at `size`, interpolated or extrapolated from the curve."""
     first, last = points[0], points[-1]
     if size <= first[0]:
         return first[1]
@@ -57,5 +62,5 @@ def curve_s(points: Curve, size: float) -> float:
 
 
 def best_rate(points: Curve) -> float:
-    """The highest size / second of a curve's points."""
+    """The highest size / seconds over a curve's points."""
     return max(size / seconds for size, seconds in points)

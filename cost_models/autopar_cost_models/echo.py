@@ -1,4 +1,4 @@
-"""What a message repeats of a user's value: short, on one line, and made without fail."""
+"""Short, single-line forms of user-supplied values for error messages. They never raise."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import reprlib
 from typing import Any
 
 LONGEST_WORD = 300
-"""Characters of a run without spaces, such as a path, that a message repeats in full."""
+"""The longest run of characters without spaces, such as a path, that a message shows in full."""
 LONGEST_MESSAGE = 4000
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 _LEFT_OUT = " ... "
 
 
 class _Short(reprlib.Repr):
-    """`repr` of a few elements and levels.  Large containers are not walked through."""
+    """A `repr` that shows only a few elements and levels of a container, without walking through
+    all of it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +33,12 @@ _SHORT = _Short()
 
 
 def shown(value: Any) -> str:
-    """`repr(value)` in at most some 100 characters and on one line, whatever the value is."""
+    """`repr(value)` on one line, shortened to at most 200 characters. It works for any value."""
     return shortened(" ".join(_SHORT.repr(value).split()), 200)
 
 
 def shortened(text: str, most: int) -> str:
-    """`text`, without its middle where it is longer than `most` characters."""
+    """`text` with its middle replaced by a mark if it is longer than `most` characters."""
     if len(text) <= most:
         return text
     tail = most // 3
@@ -45,6 +47,6 @@ def shortened(text: str, most: int) -> str:
 
 
 def shortened_message(text: str) -> str:
-    """A message without the middle of words that no reader needs whole, nor of a text that never ends."""
+    """A message whose very long words, and whose text as a whole, are shortened in the middle."""
     words = _LONG_WORD.sub(lambda word: shortened(word[0], LONGEST_WORD), text)
     return shortened(words, LONGEST_MESSAGE)

@@ -1,7 +1,8 @@
-"""What devices and links are.  The catalogue of both is in `catalogue.py`.
+"""The data types of devices, hosts and links. The catalogue of them is in `catalogue.py`.
 
-Rates are *dense* (datasheets of Ampere and later also print a doubled figure "with sparsity").  `fp32` is the rate without tensor
-cores, which is what PyTorch uses for float32 matmuls unless TF32 is allowed; `fp64` is the tensor-core rate, which cuBLAS uses.
+Rates are *dense*: datasheets since Ampere also print a doubled figure "with sparsity". `fp32` is
+the rate without tensor cores, which PyTorch uses for float32 matmuls unless TF32 is allowed. `fp64`
+is the tensor-core rate, which cuBLAS uses.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 LINK_KINDS = ("plain", "nvlink", "pcie", "network")
 MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
-"""The transfers that a link may have curves of."""
+"""The transfers for which a link may have measured curves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What one device has of its host when all devices of the host use it: memory, its bandwidth, and the link between the two in each
-    direction.  Achieved rate = figure * efficiency."""
+    """One device's share of its host when all devices of the host use it. It has memory, memory
+    bandwidth, and the bandwidth of the device-host link in each direction.
+
+    Achieved rate = figure * efficiency.
+    """
 
     memory_bytes: int
     memory_bandwidth_Bps: float
@@ -42,12 +46,12 @@ class Host:
 
     @property
     def achieved_memory_Bps(self) -> float:
-        """Bytes a second that an optimizer in host memory reaches."""
+        """Achieved bytes/s of memory traffic of an optimizer in host memory."""
         return self.memory_bandwidth_Bps * self.memory_efficiency
 
     @property
     def achieved_link_Bps(self) -> float:
-        """Bytes a second that large copies to a device reach."""
+        """Achieved bytes/s of large copies between host and device."""
         return self.link_bandwidth_Bps * self.link_efficiency
 
 
@@ -56,21 +60,25 @@ _TABLES = {
     "dtype_efficiency": "shares, e.g. {'fp8': 0.7}",
     "matmul_curves": "curves, {'bf16': [[1e6, 1e-5], ...]}",
 }
-"""The fields of `Device` by dtype, and what they map dtypes to."""
+"""The fields of `Device` that are tables by dtype, each with a description of its values for error
+messages.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator.  Achieved rate = figure * efficiency; `reserved_bytes` is memory that no tensor can use.
+    """One accelerator. Achieved rate = figure * efficiency.
 
-    `dtype_efficiency` overrides `matmul_efficiency` where a dtype reaches another share of its peak.  `compute_units` are the
-    multiprocessors that work on the tiles of a matmul (1: no tile quantization), `tile_s` is what each spends on a tile of 256 x 128
-    besides its products, to fill its pipeline and to store results (smaller tiles in proportion); `generation` names
-    the row of the attention rates.
+    `reserved_bytes` is memory that tensors cannot use. `dtype_efficiency` overrides
+    `matmul_efficiency` for single dtypes. `compute_units` is the number of multiprocessors that
+    share the tiles of a matmul (1: no tile quantization). `tile_s` is the seconds that each spends
+    on a tile of 256 x 128 results besides its products, to fill its pipeline and to store; smaller
+    tiles take a proportional time. `generation` selects the attention rates.
 
-    What `autopar calibrate` measured replaces rates: `matmul_curves` maps a dtype to the seconds of a product of square matrices by its
-    FLOPs, `memory_curve` has the seconds of an element-wise kernel by the bytes that it reads and writes, both with the launch.
-    `dispatch_s` is how long the host takes to issue an operation (None: as `issue_s` says).
+    Measurements of `autopar calibrate` replace rates. `matmul_curves` maps a dtype to a curve:
+    seconds of a square matrix product by its FLOPs. `memory_curve` has the seconds of an
+    element-wise kernel by the bytes that it reads and writes. Both include the launch. `dispatch_s`
+    is the host's time to issue an operation (None: see `issue_s`).
     """
 
     name: str
@@ -125,7 +133,7 @@ class Device:
             )
 
     def _floats(self) -> dict[str, object]:
-        """The fields that are numbers, tables of numbers and curves, checked and converted."""
+        """The fields that are numbers, tables of numbers or curves, validated and converted."""
         prefix = f"device {self.name}:"
         floats: dict[str, object] = {
             "flops": {
@@ -160,23 +168,25 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that tensors can use."""
+        """Bytes of device memory that tensors can use."""
         return self.memory_bytes - self.reserved_bytes
 
     @property
     def achieved_bandwidth_Bps(self) -> float:
-        """Bytes a second that kernels reach."""
+        """Achieved bytes/s of device memory."""
         return self.memory_bandwidth_Bps * self.bandwidth_efficiency
 
     @property
     def issue_s(self) -> float:
-        """Seconds that the host takes to issue an operation; none on a CPU, where that is a part of what the operation takes."""
+        """Seconds that the host takes to issue an operation; 0 on a CPU, where this is part of the
+        operation's time.
+        """
         if self.generation == "cpu":
             return 0.0
         return DISPATCH_S if self.dispatch_s is None else self.dispatch_s
 
     def peak_flops(self, dtype: str) -> float:
-        """Datasheet FLOP/s of a dtype.  ValueError if the device lacks it."""
+        """Datasheet FLOP/s of a dtype. Raises ValueError if the device lacks the dtype."""
         if dtype not in self.flops:
             raise ValueError(
                 f"device {self.name} has no {shown(dtype)} rate; it has {', '.join(self.flops)}"
@@ -184,20 +194,23 @@ class Device:
         return self.flops[dtype]
 
     def achieved_flops(self, dtype: str) -> float:
-        """FLOP/s that a large matmul reaches."""
+        """Achieved FLOP/s of a large matmul."""
         return self.peak_flops(dtype) * self.dtype_efficiency.get(dtype, self.matmul_efficiency)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects devices: line rate per device (or network interface) and direction, time of a step of a ring, achieved / line rate.
+    """A link between devices: line rate per device (or network interface) and direction, latency of
+    a ring step, and achieved over line rate.
 
-    `kind` says how collectives run on it: `plain` is textbook alpha-beta, the others follow NCCL's protocols for that medium, scaled so
-    that `latency_s` is a step of the LL128 protocol (`nccl.py`).  `multicast_efficiency` is the achieved / line rate of reductions
-    inside the switch (NVLS); 0 means that it has none.
+    `kind` selects the collective model. `plain` is alpha-beta; the others follow NCCL's protocols
+    for that medium, scaled so that `latency_s` is a step of the LL128 protocol (`nccl.py`).
+    `multicast_efficiency` is the achieved over line rate of reductions inside the switch (NVLS); 0
+    means none.
 
-    `curves` are measured: transfer (one of `MEASURED`) -> ranks of the group -> seconds by the bytes of the whole tensor (of the message,
-    for point to point, which has ranks 2 alone).  They replace all of the above for groups inside a node.
+    `curves` are measured and replace all of the above for groups inside a node. They map a transfer
+    (one of `MEASURED`) to ranks of the group, to a curve of seconds by bytes. The bytes are those
+    of the whole tensor; for point_to_point, which has only ranks 2, those of the message.
     """
 
     bandwidth_Bps: float
@@ -231,12 +244,14 @@ class Link:
 
     @property
     def achieved_Bps(self) -> float:
-        """Bytes a second that large messages reach."""
+        """Achieved bytes/s of large messages."""
         return self.bandwidth_Bps * self.efficiency
 
 
 def _link_curves(given: object) -> dict[str, dict[int, Curve]]:
-    """The curves of a link, checked: no transfer or group size by another name, and none left out of its own mapping."""
+    """Measured curves of a link, validated. Raises ValueError for unknown transfers or group
+    sizes.
+    """
     if not isinstance(given, dict):
         raise ValueError(
             f"link curves={shown(given)} must map transfers to curves by ranks, e.g. {{'all_reduce': {{2: [[1024, 1e-4], ...]}}}}"

@@ -1,11 +1,15 @@
-"""Matmuls by shape: tiles, waves, split sums, groups, and fp8 with its casts.
+"""Seconds of matmuls by shape: tiles, waves, split sums, groups, and fp8 with its casts.
 
-A GPU computes (m, k) @ (k, n) in tiles of the result, one tile at a time on each multiprocessor.  Rows and columns round up to tiles, and
-tiles to waves of all multiprocessors (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization).  Per
-multiply-add a small tile fetches more of its operands: of a tile of a x b, a + b values for a * b multiply-adds, and the largest tiles just
-keep the tensor cores fed, so smaller ones run at the ratio of these.  A multiprocessor fills its pipeline before the first products of a
-tile and stores results after the last, which weighs where k is short.  Sums over long k split where there are too few tiles, at the price
-of partial results in fp32.  The library is taken to choose the best of these.
+A GPU computes (m, k) @ (k, n) in tiles of the result, one tile at a time on each multiprocessor.
+Rows and columns round up to tiles, and tiles round up to waves of all multiprocessors (NVIDIA,
+"Matrix Multiplication Background User's Guide", tile and wave quantization).
+
+A small tile fetches more operands per multiply-add: a tile of a x b needs a + b values for a * b
+multiply-adds. The largest tiles just keep the tensor cores busy; smaller tiles are slower by the
+ratio of these. A multiprocessor fills its pipeline before the first products of a tile, and stores
+results after the last. That matters if k is short. Sums over long k are split if there are too few
+tiles, at the cost of partial results in fp32. The library is assumed to choose the best of these
+options.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ from autopar_cost_models.hardware import ITEMSIZE, Device
 from autopar_cost_models.roofline import memory_time_s, product_s, stream_s
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Sizes of tile that cuBLAS and CUTLASS have on all generations; 256 x 128 is the most efficient in NVIDIA's guide."""
+"""Tile sizes that cuBLAS and CUTLASS have on all generations. 256 x 128 is the most efficient in
+NVIDIA's guide.
+"""
 
 SPLITS = (1, 2, 4, 8)
 
@@ -37,10 +43,10 @@ def shaped_matmul_time_s(
     result_itemsize: int | None = None,
     scaling: str = "delayed",
 ) -> float:
-    """Seconds of `batch` products (m, k) @ (k, n) -> (m, n) in one kernel.
+    """Seconds of `batch` products (m, k) @ (k, n) -> (m, n) in one kernel, without casts.
 
-    `result_itemsize` is the bytes of one element of the result (None: as the operands; 2 for fp8).  Products in fp8 depend on their
-    `scaling`: one with a scale for each row and column computes more slowly.  Casts are no part of it.
+    `result_itemsize` is the bytes of one element of the result (None: as the operands; 2 for fp8).
+    `scaling` applies to fp8: a product with a scale for each row and column is slower.
     """
     rows = (m,) * whole("batch", batch)
     return grouped_matmul_time_s(
@@ -58,10 +64,11 @@ def grouped_matmul_time_s(
     result_itemsize: int | None = None,
     scaling: str = "delayed",
 ) -> float:
-    """Seconds of one kernel that multiplies, for each group g, (rows[g], k) by its own (k, n): the experts of one device.
+    """Seconds of one kernel that multiplies, for each group g, (rows[g], k) by the group's own (k,
+    n), such as the experts of one device.
 
-    Further arguments as of `shaped_matmul_time_s`.  A group without rows costs nothing.  The device's best measured matmul has a little
-    quantization in it, which is taken out first.
+    The other arguments are those of `shaped_matmul_time_s`. A group without rows costs nothing. The
+    device's best measured matmul includes some quantization loss, which is divided out first.
     """
     counts: dict[int, int] = {}
     for count in rows:
@@ -86,7 +93,9 @@ def _matmul_s(
     result_itemsize: int,
     slower: float,
 ) -> float:
-    """`groups`: (rows, number of groups with these rows); `shape`: n and k; `slower`: the device's share of its rate."""
+    """Seconds of a grouped matmul. `groups` lists (rows, number of groups with that many rows);
+    `shape` is (n, k); `slower` is a factor <= 1 on the device's rate.
+    """
     n, k = shape
     rate = slower * min(
         device.achieved_flops(dtype) / QUANTIZATION_OF_BEST, device.peak_flops(dtype)
@@ -124,7 +133,9 @@ _PRODUCT_RATES = {"rowwise": FP8_ROWWISE_RATE}
 
 
 def cast_to_fp8_bytes(elements: float, scaling: str = "delayed", transposed: bool = True) -> float:
-    """Bytes moved to quantize `elements` 16-bit values to fp8, with a transposed copy or without."""
+    """Bytes moved to quantize `elements` 16-bit values to fp8. `transposed`: whether a transposed
+    copy is written too.
+    """
     if scaling not in SCALINGS:
         raise ValueError(
             f"unknown fp8 scaling {shown(scaling)}; {nearest(scaling, list(SCALINGS))}"
@@ -133,7 +144,9 @@ def cast_to_fp8_bytes(elements: float, scaling: str = "delayed", transposed: boo
 
 
 def cast_to_fp8_time_s(elements: float, device: Device, scaling: str = "delayed") -> float:
-    """Seconds to quantize `elements` 16-bit values, with a transposed copy; what looks at all values first is one more kernel."""
+    """Seconds to quantize `elements` 16-bit values to fp8, with a transposed copy. A scaling that
+    inspects all values first needs one more kernel.
+    """
     once_s = memory_time_s(cast_to_fp8_bytes(elements, scaling), device)
     return once_s + device.launch_s if SCALINGS[scaling] else once_s
 
@@ -148,10 +161,11 @@ def fp8_linear_time_s(
     scaling: str = "delayed",
     cast_weight: bool = True,
 ) -> float:
-    """Seconds of one fp8 linear layer (rows, inputs) -> (rows, outputs), casts included.
+    """Seconds of one fp8 linear layer (rows, inputs) -> (rows, outputs), including casts.
 
-    Forward casts the input, and the weight if `cast_weight` (once per micro-batch unless it is kept), and multiplies.  Backward casts the
-    gradient of the result and runs two matmuls, for the gradients of input and weight (the latter in fp32: it is accumulated).
+    Forward casts the input, and the weight if `cast_weight` (once per micro-batch unless it is
+    kept), and multiplies. Backward casts the gradient of the result and runs two matmuls, for the
+    gradients of input and weight. The latter is written in fp32, since it accumulates.
     """
     if not backward:
         casts_s = cast_to_fp8_time_s(rows * inputs, device, scaling)

@@ -1,28 +1,36 @@
-"""Bytes that a parameter keeps resident under a precision recipe and a ZeRO stage.
+"""Resident bytes of parameters, gradients and optimizer state under a precision recipe and a ZeRO
+stage.
 
-Recipes, in bytes per parameter (parameter + gradient + optimizer), Adam with two moments:
+Recipes, in bytes per parameter (parameter + gradient + optimizer), for Adam with two moments:
 
-    fp32   4 + 4 +  8    all in fp32
-    fp64   8 + 8 + 16    all in fp64
-    bf16   2 + 4 + 12    bf16 parameters; gradients accumulated and reduced in fp32; fp32 master copy and two fp32 moments
-    fp16   2 + 4 + 12    the same with fp16 parameters (`autopar/runtime/state/precision.py`)
+- fp32: 4 + 4 + 8. All in fp32.
+- fp64: 8 + 8 + 16. All in fp64.
+- bf16: 2 + 4 + 12. bf16 parameters; gradients accumulated and reduced in fp32; fp32 master copy and
+  two fp32 moments.
+- fp16: 2 + 4 + 12. The same with fp16 parameters (`autopar/runtime/state/precision.py`).
 
-What a framework holds instead, in `STATE_RECIPES`:
+Other frameworks differ, in `STATE_RECIPES`:
 
-    fp16_gradients   2 + 2 + 16   Megatron in fp16: fp16 gradients; fp32 master copy, fp32 gradient copy and two fp32 moments
-    bf16_gradients   2 + 2 + 12   Megatron without accumulation in fp32 (grad_reduce_in_fp32=False)
-    fsdp             4 + 4 +  8   FSDP with mixed precision: fp32 shards; the bf16 copies that it gathers are no part of these
-    deepspeed_fp16   2 + 2 + 18   DeepSpeed, fp16 with ZeRO-1: of its partition also fp16 and fp32 gradients (stage_1_and_2.py, step)
-    deepspeed_bf16   2 + 8 + 12   DeepSpeed's BF16_Optimizer in pipelines: fp32 gradients, bf16 gradients of the last micro-batch, which are
-                                  cleared before the next backward only, and the bf16 copy that the all-reduce sends (bf16_optimizer.py
-                                  update_hp_grads, pipe/engine.py _bf16_reduce_grads, engine.py allreduce_bucket, release 0.6)
+- fp16_gradients: 2 + 2 + 16. Megatron in fp16: fp16 gradients; fp32 master copy, fp32 gradient copy
+  and two fp32 moments.
+- bf16_gradients: 2 + 2 + 12. Megatron without accumulation in fp32 (grad_reduce_in_fp32=False).
+- fsdp: 4 + 4 + 8. FSDP with mixed precision: fp32 shards, without the gathered bf16 copies.
+- deepspeed_fp16: 2 + 2 + 18. DeepSpeed, fp16 with ZeRO-1: a partition also has fp16 and fp32
+  gradients (stage_1_and_2.py, step).
+- deepspeed_bf16: 2 + 8 + 12. DeepSpeed's BF16_Optimizer in pipelines. It holds fp32 gradients and
+  bf16 gradients of the last micro-batch, which are cleared only before the next backward. The
+  all-reduce sends a further bf16 copy (bf16_optimizer.py update_hp_grads, pipe/engine.py
+  _bf16_reduce_grads, engine.py allreduce_bucket, release 0.6).
 
-bf16 and fp16_gradients are the 18 and 20 bytes per parameter of Megatron Core's distributed optimizer guide (its table of memory).
+bf16 and fp16_gradients are the 18 and 20 bytes per parameter of the memory table in Megatron Core's
+distributed optimizer guide.
 
-Offloaded optimizer state (Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021) is in host memory, with
-the weights that it trains and the gradients that it is given, where it is updated; the device keeps parameters and gradients.
+Offloaded optimizer state lies in host memory and is updated there, with its master weights and
+incoming gradients (Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX
+ATC 2021). The device keeps parameters and gradients.
 
-ZeRO stages follow Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.
+ZeRO stages follow Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", SC 2020, section 5.
 """
 
 from __future__ import annotations
@@ -41,7 +49,7 @@ RECIPES: dict[str, tuple[int, int, int]] = {
     "bf16": (2, 4, 12),
     "fp16": (2, 4, 12),
 }
-"""precision -> bytes per parameter of the parameter, its gradient and its optimizer state."""
+"""Bytes per parameter by precision: (parameter, gradient, optimizer state)."""
 
 STATE_RECIPES: dict[str, tuple[int, int, int]] = {
     "fp16_gradients": (2, 2, 16),
@@ -50,17 +58,19 @@ STATE_RECIPES: dict[str, tuple[int, int, int]] = {
     "deepspeed_fp16": (2, 2, 18),
     "deepspeed_bf16": (2, 8, 12),
 }
-"""As `RECIPES`, by name: what trains in 16 bits holds in some frameworks."""
+"""Like `RECIPES`, for 16-bit training in other frameworks, by recipe name."""
 
 OFFLOADS = ("none", "optimizer", "parameters")
-"""What is in host memory: nothing, the optimizer state, or parameters and optimizer state."""
+"""What lies in host memory: nothing, the optimizer state, or parameters and optimizer state."""
 
 ACTIVATION_ITEMSIZE: dict[str, int] = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class StaticMemory:
-    """Bytes resident on one device through the whole step; `host` are those in the memory of its host, no part of the total."""
+    """Bytes resident on one device throughout the step. `host` is the bytes in the memory of its
+    host, which are not part of the total.
+    """
 
     parameters: int
     gradients: int
@@ -76,11 +86,13 @@ class StaticMemory:
 def static_bytes(
     numel: int, precision: str, zero: int, dp: int, recipe: str | None = None, offload: str = "none"
 ) -> StaticMemory:
-    """Resident bytes of `numel` parameters (as held before data-parallel sharding) on one of `dp` data-parallel ranks.
+    """Resident bytes of `numel` parameters on one of `dp` data-parallel ranks; `numel` counts them
+    before ZeRO shards them.
 
-    ZeRO 1 shards the optimizer state over dp, 2 also the gradients, 3 also the parameters; shards are rounded up to whole elements.
-    `recipe` names a row of `STATE_RECIPES`; None is the recipe of the precision.  `offload`: see `OFFLOADS`.
-    Raises ValueError for an unknown precision, recipe, stage or offload.
+    ZeRO-1 shards the optimizer state over dp, ZeRO-2 also the gradients, ZeRO-3 also the
+    parameters. Shards round up to whole elements. `recipe` names a row of `STATE_RECIPES`; None
+    selects the recipe of the precision. For `offload` see `OFFLOADS`. Raises ValueError for an
+    unknown precision, recipe, stage or offload.
     """
     whole("numel", numel, least=0)
     whole("dp", dp)
@@ -108,14 +120,14 @@ def static_bytes(
 
 
 def communicator_bytes(groups: int) -> int:
-    """Bytes that NCCL allocates for `groups` communicators of a device."""
+    """Bytes of device memory that NCCL allocates for `groups` communicators."""
     return (
         whole("groups", groups, least=0) * NCCL_CHANNELS * NCCL_CONNECTIONS * NCCL_CONNECTION_BYTES
     )
 
 
 def activation_itemsize(precision: str) -> int:
-    """Bytes of one activation element."""
+    """Bytes of one activation element in this precision."""
     return _entry(ACTIVATION_ITEMSIZE, precision)
 
 

@@ -1,14 +1,16 @@
 """NCCL's own model of its collectives: latency and bandwidth of its protocols on each medium.
 
-The numbers are those of NCCL's src/graph/tuning.cc (2026: `ncclTunerConstantsDefaults` and `ncclTopoTuneModel`), by which NCCL itself
-chooses.  A protocol trades latency for bandwidth: LL sends 4 bytes of flag with 4 of data, LL128 8 with 120, Simple synchronizes with
-fences.  The time of a collective is the least over protocols and algorithms, and so the effective bandwidth ramps up with size.
+The numbers come from NCCL's src/graph/tuning.cc (2026: `ncclTunerConstantsDefaults` and
+`ncclTopoTuneModel`), by which NCCL chooses. A protocol trades latency for bandwidth. LL sends 4
+bytes of flag with 4 of data, LL128 8 with 120, and Simple synchronizes with fences. The time of a
+collective is the minimum over protocols and algorithms, so the effective bandwidth rises with size.
 
     ring   base + steps inside nodes * latency inside + steps between nodes * latency between + bytes / (rate * share of the protocol)
     tree   base + 2 * (ranks per node - 1) * latency inside + 2 * log2(nodes) * latency between + 2 * bytes / (rate * share)
 
-Latencies below are in microseconds as (LL, LL128, Simple); `scale` stretches them where a link's own latency is not NCCL's.
-Left out: caps of LL by processor, tree corrections for middle sizes, CollNet and PAT.
+Latencies below are in microseconds as (LL, LL128, Simple). They scale with a link's `latency_s` if
+that differs from NCCL's. Left out: caps of LL by processor, tree corrections for middle sizes,
+CollNet and PAT.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _NVLS_US = 25.0  # hwLatencies, NVLS
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The way of one group: ranks on each node, nodes, the links, and bytes/s that a ring over them reaches with the Simple protocol."""
+    """The path of one group: ranks on each node, number of nodes, both links, and the bytes/s of a
+    ring over them with the Simple protocol.
+    """
 
     ranks_per_node: int
     nodes: int
@@ -47,20 +51,26 @@ class Path:
 
     @property
     def ranks(self) -> int:
-        """Ranks of all nodes together."""
+        """Number of ranks of the group, on all nodes."""
         return self.ranks_per_node * self.nodes
 
     def protocols(self) -> list[int]:
-        """LL128 needs NVLink inside the node (`ncclTopoTuneModel`: typeIntra <= PATH_NVB)."""
+        """Indices of the protocols that this path can use. LL128 needs NVLink inside the node
+        (`ncclTopoTuneModel`: typeIntra <= PATH_NVB).
+        """
         return [0, 2] if self.ranks_per_node > 1 and self.intra.kind == "pcie" else [0, 1, 2]
 
     def step_us(self, table: Mapping[str, tuple[float, ...]], link: Link, protocol: int) -> float:
-        """Microseconds of one step of a protocol over a link, by a table of NCCL's latencies."""
+        """Microseconds of one step of a protocol over a link. `table` has NCCL's latencies by link
+        kind.
+        """
         return table[link.kind][protocol] * link.latency_s / (_RING_STEP[link.kind][1] * MICRO)
 
 
 def ring_s(size_bytes: float, passes: int, path: Path) -> float:
-    """Seconds of one (all-gather, reduce-scatter) or two (all-reduce) passes of a tensor of `size_bytes` around the ring."""
+    """Seconds of `passes` passes around the ring: one for an all-gather or reduce-scatter, two for
+    an all-reduce.
+    """
     between = passes * (path.nodes - 1)
     inside = passes * (path.ranks - 1) - between
     moved_bytes = passes * (path.ranks - 1) / path.ranks * size_bytes
@@ -79,7 +89,9 @@ def ring_s(size_bytes: float, passes: int, path: Path) -> float:
 
 
 def tree_all_reduce_s(size_bytes: float, path: Path) -> float:
-    """Seconds of an all-reduce over a double binary tree between nodes and chains inside them.  More than one node."""
+    """Seconds of an all-reduce by a double binary tree between nodes and chains inside them. The
+    path must have more than one node.
+    """
     times = []
     for protocol in path.protocols():
         us = _TREE_BASE[protocol] + 2 * ceil(log2(path.nodes)) * path.step_us(
@@ -92,15 +104,16 @@ def tree_all_reduce_s(size_bytes: float, path: Path) -> float:
 
 
 def in_switch_all_reduce_s(size_bytes: float, ranks: int, link: Link) -> float:
-    """Seconds of an all-reduce inside the NVLink switch (NVLS): each GPU sends its tensor once and its share of the result, and receives
-    as much, so size * (1 + 1/n) bytes in each direction."""
+    """Seconds of an all-reduce inside the NVLink switch (NVLS). Each GPU sends its tensor once and
+    its share of the result, and receives as much: size * (1 + 1/n) bytes in each direction.
+    """
     return _NVLS_US * MICRO + size_bytes * (1 + 1 / ranks) / (
         link.bandwidth_Bps * link.multicast_efficiency
     )
 
 
 def message_s(size_bytes: float, link: Link, rate_Bps: float) -> float:
-    """Seconds of one message: a ring of one step."""
+    """Seconds of one point-to-point message, priced as a ring of one step."""
     return min(
         (
             _RING_BASE[p]
@@ -113,5 +126,5 @@ def message_s(size_bytes: float, link: Link, rate_Bps: float) -> float:
 
 
 def base_s(protocol: str = "Simple") -> float:
-    """Seconds that any collective of this protocol takes to start."""
+    """Start-up seconds of any collective under this protocol."""
     return _RING_BASE[_PROTOCOLS.index(protocol)] * MICRO

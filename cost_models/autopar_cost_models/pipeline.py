@@ -1,24 +1,37 @@
-"""Time of one step of a pipeline, in closed form: GPipe, 1F1B, interleaved 1F1B and zero bubble, with stages of different times.
+"""Seconds of one pipelined step in closed form: GPipe, 1F1B, interleaved 1F1B and zero bubble, with
+stages of different times.
 
-GPipe (Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019, section 2.3) is
-two flow shops of equal jobs, all forwards and then all backwards.  Each takes one pass through all stages plus (m - 1) times the slowest:
+p is the number of ranks, m of micro-batches, v of virtual stages per rank. GPipe (Huang et al.,
+"GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019,
+section 2.3) is two flow shops of equal jobs: all forwards, then all backwards. Each takes one pass
+through all stages plus (m - 1) times the slowest:
 
     time = sum(forward) + (m - 1) max(forward) + sum(backward) + (m - 1) max(backward) + 2 (p - 1) hops          (exact)
 
-1F1B (PipeDream-flush; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
-section 2.2.1), interleaved 1F1B (section 2.2.2) and zero bubble (ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024,
-section 2.2; with several stages a rank its interleaved form) are priced by their critical path: the longest of some families of paths,
-`pipeline_paths` and `pipeline_lattice`.  For equal stages whose messages take no time that is, with the times of one virtual stage,
+The other schedules are priced by their critical path: the longest path of the families in
+`pipeline_paths` and `pipeline_lattice`. They are:
+
+- 1F1B: PipeDream-flush (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+  Clusters Using Megatron-LM", SC 2021, section 2.2.1).
+- Interleaved 1F1B: section 2.2.2 of the same paper.
+- Zero bubble: ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2), or its
+  interleaved form with several stages a rank.
+
+For equal stages and messages that take no time, with the times of one virtual stage, the critical
+path is
 
     1F1B          (m + p - 1) (forward + backward)
     interleaved   (m v + p - 1) (forward + backward)
     zero bubble   m v (forward + backward) + (p - 1) max(forward, input, forward + input - weight)        input = backward - weight
 
-A path is a lower bound of the time, so this errs low.  The simulation of the same schedules (`simulate`) shares no code with it.  For
-stages of 1 to 3 layers, a first and a last one that are heavier, up to 16 ranks and messages of up to half a mean forward, the two differ
-by less than 2 % (`tests/cost_models/test_pipeline.py`).  Known to be further apart: over 16 ranks all different and several stages on each,
-all times drawn at random (5 % low on 64 ranks; 1.5 % where stages have 1 or 2 layers), and zero bubble with messages of twice a forward
-(2 %).
+A path is a lower bound on the time, so errors are on the low side. The simulation of the same
+schedules (`simulate`) shares no code with this. The two differ by less than 2 % for stages of 1 to
+3 layers, heavier first and last stages, up to 16 ranks, and messages of up to half a mean forward
+(`tests/cost_models/test_pipeline.py`).
+
+Two cases are known to differ more. One is more than 16 unequal ranks with several stages each and
+random times: 5 % low on 64 ranks, 1.5 % if stages have 1 or 2 layers. The other is zero bubble with
+messages of twice a forward (2 %).
 """
 
 from __future__ import annotations
@@ -43,15 +56,19 @@ from autopar_cost_models.stage_times import StageTimes
 
 @dataclass(frozen=True, slots=True)
 class PipelineTime:
-    """What a schedule costs.  In flight: micro-batches whose forward has run and whose backward (weight part included) has not."""
+    """The predicted step of a schedule. A micro-batch is *in flight* after its forward and before
+    the end of its backward, including the weight part.
+    """
 
     time_s: float
     bubble_share: float
-    """Share of `time_s` in which even the rank with the most work does not compute."""
+    """Fraction of `time_s` in which the rank with the most work is idle."""
     in_flight: tuple[int, ...]
-    """Peak on each rank, over its virtual stages together."""
+    """Peak number of micro-batches in flight on each rank, over all its virtual stages."""
     in_flight_by_stage: tuple[int, ...]
-    """Peak of each virtual stage by itself; the stages of a rank need not peak at the same moment."""
+    """Peak number in flight of each virtual stage. The stages of a rank may peak at different
+    moments.
+    """
 
 
 def pipeline_time(
@@ -63,12 +80,21 @@ def pipeline_time(
     overlap: bool = True,
     least: bool = False,
 ) -> PipelineTime:
-    """Predict one step of `schedule` (an entry of `SCHEDULES`) on `ranks` ranks.
+    """The predicted step of `schedule` (an entry of `SCHEDULES`) on `ranks` ranks.
 
-    `stages` are the virtual stages, first to last; stage s is on rank s % `ranks`.  Sending what a stage yields to another rank takes
-    `hop_s`; with `overlap` the sender computes on meanwhile, without it waits.  `least`: no prediction for stages that take no less is
-    below this one, which looks at fewer paths; but for zero bubble, whose step may be shorter where stages take longer.
-    ValueError for what torch cannot run (`check_schedule`).
+    Args:
+        schedule: its name.
+        stages: times of the virtual stages, first to last; stage s is on rank s % `ranks`.
+        ranks: number of pipeline ranks.
+        micro_batches: number of micro-batches of a step.
+        hop_s: seconds to send a stage's result to another rank.
+        overlap: whether the sender computes while it sends.
+        least: return a lower bound instead, from fewer paths: no prediction for equal or slower
+            stages is below it. Zero bubble is an exception, since its step may become shorter when
+            stages become slower.
+
+    Raises:
+        ValueError: torch cannot run the combination (`check_schedule`).
     """
     whole("ranks", ranks)
     positive("hop_s", hop_s, zero_allowed=True)
@@ -102,7 +128,9 @@ def pipeline_time(
 def peak_held(
     schedule: str, sizes: Sequence[int], ranks: int, micro_batches: int
 ) -> tuple[int, ...]:
-    """The most that each rank holds of what the micro-batches in flight keep, `sizes` by virtual stage."""
+    """The peak bytes on each rank that micro-batches in flight keep. `sizes` has the bytes per
+    micro-batch of each virtual stage.
+    """
     moments = held_moments(schedule, ranks, len(sizes) // ranks, micro_batches)
     return tuple(
         max(
@@ -117,10 +145,11 @@ def peak_held(
 def late_moments(
     schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[tuple[tuple[int, ...], int], ...], ...]:
-    """For each rank the moments of a backward, or of its part for inputs: of each of its virtual stages how many micro-batches have had
-    that and wait for gradients of weights, the one whose turn it is included; and which stage's turn it is.
+    """For each rank, the states at a backward: how many weight gradients of each of its virtual
+    stages are pending, including the current one, and the stage of the current backward.
 
-    Under zero bubble gradients of weights come `lag` backwards later.  Other schedules leave nothing waiting.
+    Under zero bubble a weight gradient runs `lag` backwards later. Under other schedules nothing is
+    pending.
     """
     if not splits_backward(schedule):
         return (tuple(((0,) * stages_per_rank, chunk) for chunk in range(stages_per_rank)),) * ranks
@@ -149,10 +178,12 @@ def late_moments(
 def held_moments(
     schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """For each rank the moments at which it may hold most: how many micro-batches each of its virtual stages holds then.
+    """For each rank, the states in which it may hold most: how many micro-batches each of its
+    virtual stages holds.
 
-    The virtual stages of a rank do not peak at one moment: this follows its forwards and backwards, through one round of those that
-    alternate, after which it holds what it held.  Moments that hold no more of any stage than another are left out.
+    The virtual stages of a rank do not all peak at one moment. This follows the rank's forwards and
+    backwards through one round of alternation, after which the state repeats. Dominated states are
+    left out.
     """
     check_schedule(schedule, ranks, stages_per_rank, micro_batches)
     if not SCHEDULES[schedule].alternates:
@@ -181,7 +212,9 @@ def _weighs_more(total: int, other: tuple[int, tuple[int, ...]]) -> bool:
 
 
 def _undominated(moments: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Those that hold no less of every stage than any other; who holds less of all together is compared alone."""
+    """The states that no other state dominates. Only states with a greater sum can dominate a
+    state, so only those are compared.
+    """
     by_sum = sorted(((sum(moment), moment) for moment in moments), reverse=True)
     for total, moment in by_sum:
         heavier = takewhile(partial(_weighs_more, total), by_sum)
@@ -192,7 +225,9 @@ def _undominated(moments: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]
 def _rows(
     schedule: str, stages: Sequence[StageTimes], ranks: int, send_s: float
 ) -> tuple[Rows, Rows, Rows | None]:
-    """[rank][lap] durations of forwards (first chunk first), backwards and weight gradients (last chunk first), sends included."""
+    """Durations of forwards (first chunk first), of backwards, and of weight gradients (last chunk
+    first), as [rank][lap], including sends.
+    """
     split = splits_backward(schedule)
     forward = [times.forward_s + send_s for times in stages]
     backward = [times.backward_s - (times.weight_s if split else 0.0) + send_s for times in stages]
@@ -216,10 +251,11 @@ def _gpipe_s(forward: Rows, backward: Rows, micro_batches: int, hop_s: float) ->
 
 @lru_cache(maxsize=4096)
 def _in_flight(order: Order) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Peaks by rank and by virtual stage.
+    """Peak micro-batches in flight, by rank and by virtual stage.
 
-    A rank holds most when its warm-up is over and the first backward, or weight gradient, is still to come.  A stage holds most at the
-    end of a lap of its forwards, and in the last round, when backwards are under way, never less than before.
+    A rank holds most after its warm-up, before the first backward or weight gradient. A stage holds
+    most at the end of a lap of its forwards. In the last such round backwards are under way, and
+    the stage holds at least as much as before.
     """
     by_rank = tuple(
         min(order.forwards, order.warm_up[rank] + order.lag[rank] + 1)

@@ -1,10 +1,15 @@
-"""Critical paths of a pipeline whose chunks differ: paths that change ranks at a few micro-batches of each lap.
+"""Critical paths of a pipeline with unequal chunks: paths that change ranks at a few micro-batches
+of each lap.
 
-While a lap lasts, every rank repeats the same operations, so moving a change of ranks within a lap changes the length of a path linearly:
-the longest one changes at an end of some rank's lap.  Here it may change with the first micro-batch of a lap, the last one and some between
-(`MARKS`): on each rank these operations are *marks*, and a fixed number of operations of each kind and chunk lies between two of them.
-A path through fewer ranks is still a path, so only ranks that stand out are looked at (`anchors`); a micro-batch passes the others.
-In the end every so many rounds (`PERIOD`) move all marks by the same time: those are counted, not walked through.
+During a lap every rank repeats the same operations. Moving a change of ranks within a lap therefore
+changes the length of a path linearly, and the longest path changes ranks at an end of some rank's
+lap. Here it may change at the first micro-batch of a lap, the last one and some between (`MARKS`).
+On each rank these operations are *marks*. A fixed number of operations of each kind and chunk lies
+between two marks.
+
+A path through fewer ranks is still a path, so only selected ranks are considered (`_anchors`); a
+micro-batch just passes the others. Eventually the marks advance by the same time every few rounds
+(`PERIOD`). Those rounds are counted instead of walked.
 """
 
 from __future__ import annotations
@@ -24,11 +29,13 @@ PERIOD = 3  # most rounds after which marks are asked whether they move alike
 ALIKE = 1e-11  # of a moment: by so much the moves of marks may differ
 
 Mark = tuple[int, int, tuple[tuple[int, int], ...], int, int]
-"""(anchor, duration, since, source, way): an operation where the path may change ranks.
+"""(anchor, duration, since, source, way): an operation at which the path may change ranks.
 
-Durations of an anchor are numbered forwards by lap, backwards by lap, weight gradients by lap.  `since` lists what the anchor runs from
-its mark before up to this one: (duration, how often).  `source` is the mark that hands over the micro-batch (-1: none, or it is on the
-same anchor) and `way` the way from there: the duration, or 2 * chunks if it comes from the other end of the pipeline.
+The durations of an anchor are numbered: forwards by lap, then backwards by lap, then weight
+gradients by lap. `since` lists what the anchor runs between its previous mark and this one:
+(duration, how often). `source` is the mark that hands over the micro-batch; -1 if there is none or
+it is on the same anchor. `way` is the way from there: the duration, or 2 * chunks if the
+micro-batch comes from the other end of the pipeline.
 """
 
 
@@ -40,8 +47,11 @@ def lattice_path_s(
     hop_s: float,
     least: bool = False,
 ) -> float:
-    """The longest path of the family.  Rows are in the order in which chunks run: forward first to last, backward last to first.
-    `least`: of those paths that are in the family of any rows that take no less."""
+    """Seconds of the longest path of the family.
+
+    Rows are in the order in which chunks run: forward first to last, backward last to first.
+    `least` restricts the family to paths that exist for all rows with equal or longer times.
+    """
     anchors = spread(order.ranks) if least else _anchors(order, forward, backward, weight)
     rounds = order.micro_batches // order.lap
     per_round = 2 * len(anchors) * order.chunks * len(_offsets(order))
@@ -64,7 +74,9 @@ def lattice_path_s(
 
 
 def _repeats(ends_s: list[list[float]]) -> tuple[int, float]:
-    """(after how many rounds marks move alike, in two periods, and how far); 0 if they do not.  `ends_s[round][mark]`."""
+    """(period in rounds after which all marks advance alike, by how many seconds), confirmed over
+    two periods; (0, ...) if they do not. `ends_s` is indexed [round][mark].
+    """
     slack_s = ALIKE * max(ends_s[-1])
     for period in range(1, min(PERIOD, len(ends_s) // 3) + 1):
         pairs = zip(ends_s[-2 * period :], ends_s[-3 * period : -period], strict=True)
@@ -79,10 +91,12 @@ def _repeats(ends_s: list[list[float]]) -> tuple[int, float]:
 
 
 def _anchors(order: Order, forward: Rows, backward: Rows, weight: Rows | None) -> tuple[int, ...]:
-    """Some ranks all over the pipeline and the ends of runs of equal ranks; if there are too many of these the slowest in each lap, then
-    the slowest of all.
+    """The ranks at which paths may turn: some spread over the pipeline, and the ends of runs of
+    equal ranks. If these are too many, the slowest in each lap and then the slowest overall are
+    taken.
 
-    With fewer micro-batches than ranks a path gains by turning in the middle of a run too.
+    With fewer micro-batches than ranks, turning inside a run of equal ranks can also lengthen a
+    path, so every rank is a candidate.
     """
     ends = (
         run_ends(forward, backward, weight)
@@ -101,7 +115,7 @@ def _anchors(order: Order, forward: Rows, backward: Rows, weight: Rows | None) -
 
 
 def _offsets(order: Order) -> list[int]:
-    """Micro-batches of a lap that have marks."""
+    """The micro-batches of a lap that have marks, as indices into the lap."""
     rounds = min(ROUNDS, order.micro_batches // order.lap)
     wanted = max(
         MARKS if order.chunks > 1 else 4 * MARKS, WALK // (2 * order.ranks * order.chunks * rounds)
@@ -117,7 +131,9 @@ def _walk_s(
     weight: Rows | None,
     hop_s: float,
 ) -> tuple[float, list[list[float]]]:
-    """The longest path through the marks, one after the other, and when marks of forwards end, by round and mark."""
+    """(seconds of the longest path through the marks, end times of the marks of forwards by
+    [round][mark]).
+    """
     chunks = range(order.chunks)
     durations = [forward[r] + backward[r] + (weight[r] if weight else []) for r in anchors]
     ways = []  # [anchor][way]: from the mark on the neighbouring anchor, through the ranks between, to here
@@ -152,8 +168,9 @@ def _walk_s(
 def _marks(
     order: Order, anchors: tuple[int, ...]
 ) -> tuple[list[Mark], list[tuple[tuple[int, int], ...]], list[list[int]]]:
-    """The marks of all anchors, each after those it waits for; what each anchor runs from its last mark on; and which marks are those of
-    forwards, by round."""
+    """The marks of all anchors, each after the marks it waits for; the operations of each anchor
+    after its last mark; and indices of the marks of forwards, by round.
+    """
     lap, chunks, last = order.lap, order.chunks, order.ranks - 1
     kinds = 3 if order.weights else 2
     stride = max(lap, order.ranks)
@@ -203,14 +220,16 @@ def _difference(before: list[int], now: list[int]) -> tuple[tuple[int, int], ...
 
 
 def _done_before(order: Order, rank: int, backward: int, number: int) -> list[int]:
-    """How many operations of each duration a rank runs before forward (or backward) `number`."""
+    """How many operations of each duration a rank runs before its forward (or backward)
+    `number`.
+    """
     depth, lag = order.warm_up[rank], order.lag[rank]
     forwards, backwards = (number + depth + 1, number) if backward else (number, number - depth)
     return _by_lap(order, forwards) + _by_lap(order, backwards) + _by_lap(order, backwards - lag)
 
 
 def _by_lap(order: Order, count: int) -> list[int]:
-    """The first `count` operations of a kind, by which lap of a round they are in."""
+    """How many of the first `count` operations of a kind lie in each lap of a round."""
     rounds, rest = divmod(max(0, min(order.forwards, count)), order.lap * order.chunks)
     return [
         rounds * order.lap + max(0, min(order.lap, rest - chunk * order.lap))

@@ -1,11 +1,17 @@
-"""Which schedules there are, what they can run, and in which order their ranks work.
+"""Pipeline schedules: their names, the combinations that they can run, and the order of work of
+their ranks.
 
-A rank has v virtual stages, its *chunks*, and runs v*m forwards and as many backwards.  Forwards come in *laps*: `lap` micro-batches
-through chunk 0, the same ones through chunk 1, ..., then the next micro-batches; backwards likewise from the last chunk to chunk 0.
-After `warm_up` forwards a rank alternates: forward j, then backward j - warm_up, then (zero bubble) the weight gradient of the backward
-that is `lag` earlier; what is left follows in the same order.  This describes 1F1B (Narayanan et al., "Efficient Large-Scale Language
-Model Training on GPU Clusters Using Megatron-LM", SC 2021, section 2.2.1), its interleaved form (section 2.2.2) and ZB-H1 (Qi et al.,
-"Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2), in the variants that torch.distributed.pipelining runs.
+A rank has v virtual stages, its *chunks*, and runs v*m forwards and as many backwards for m
+micro-batches. Forwards come in *laps*: `lap` micro-batches through chunk 0, the same ones through
+chunk 1, and so on, then the next micro-batches. Backwards come likewise, from the last chunk to
+chunk 0.
+
+After `warm_up` forwards a rank alternates: forward j, then backward j - warm_up. Under zero bubble
+the weight gradient of the backward that is `lag` earlier follows. The rest follows in the same
+order. This describes 1F1B (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM", SC 2021, section 2.2.1) and its interleaved form (section 2.2.2). It
+also describes ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2), in the
+variants that torch.distributed.pipelining runs.
 """
 
 from __future__ import annotations
@@ -19,14 +25,15 @@ from autopar_cost_models.echo import shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """What makes a pipeline schedule another than the others.
+    """The properties of a pipeline schedule.
 
     - `alternates`: after its warm-up a rank alternates forwards and backwards.
     - `splits_backward`: gradients of weights are computed apart from those of inputs, and later.
-    - `min_stages_per_rank`, `max_stages_per_rank`: virtual stages of a rank; None is any number.
-    - `fills_ranks`: it needs a micro-batch for each rank.
+    - `min_stages_per_rank`, `max_stages_per_rank`: limits on virtual stages of a rank; None is
+      unlimited.
+    - `fills_ranks`: it needs at least one micro-batch for each rank.
     - `in_rounds`: micro-batches run in max(1, m // p) equal rounds over p ranks.
-    - `forwards_per_hop`: by how many forwards the warm-up of a rank is longer than that of the next rank.
+    - `forwards_per_hop`: how many more warm-up forwards a rank has than the next rank.
     """
 
     alternates: bool = True
@@ -47,15 +54,18 @@ SCHEDULES = {
 
 
 def splits_backward(schedule: str) -> bool:
-    """Whether a schedule computes gradients of weights apart; False for 'none', without a pipeline."""
+    """Whether a schedule computes weight gradients separately. False for 'none', which means no
+    pipeline.
+    """
     return schedule in SCHEDULES and SCHEDULES[schedule].splits_backward
 
 
 def check_schedule(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> None:
-    """ValueError, with what would work, unless torch can run this combination.
+    """Raise ValueError, with a combination that works, unless torch can run this one.
 
-    GPipe and 1F1B have one stage a rank, interleaved 1F1B at least two, zero bubble any number.  1F1B wants a micro-batch for each rank.
-    Interleaved and zero bubble cut the micro-batches into max(1, m // p) equal rounds, so m = 10 over p = 4 runs as 2 rounds of 5.
+    GPipe and 1F1B need one stage a rank, interleaved 1F1B at least two; zero bubble takes any
+    number. 1F1B needs a micro-batch for each rank. Interleaved and zero bubble cut the
+    micro-batches into max(1, m // p) equal rounds, so m = 10 over p = 4 runs as 2 rounds of 5.
     """
     if schedule not in SCHEDULES:
         raise ValueError(
@@ -94,7 +104,9 @@ def check_schedule(schedule: str, ranks: int, stages_per_rank: int, micro_batche
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order of work under 1F1B, interleaved 1F1B or zero bubble, as said at the top of this file."""
+    """The order of work under 1F1B, interleaved 1F1B or zero bubble, in the terms of the module
+    docstring.
+    """
 
     ranks: int
     chunks: int
@@ -103,19 +115,21 @@ class Order:
     warm_up: tuple[int, ...]
     lag: tuple[int, ...]
     per_hop: int
-    """Forwards by which the warm-up of a rank is longer than that of the rank after it."""
+    """How many more warm-up forwards a rank has than the rank after it."""
     weights: bool
-    """Whether weight gradients are computed apart."""
+    """Whether weight gradients are computed separately."""
 
     @property
     def forwards(self) -> int:
-        """Forwards that a rank runs."""
+        """Number of forwards that a rank runs in a step."""
         return self.chunks * self.micro_batches
 
 
 @lru_cache(maxsize=4096)
 def order_of(schedule: str, ranks: int, chunks: int, micro_batches: int) -> Order:
-    """The order of a schedule other than GPipe; the combination has passed `check_schedule`."""
+    """The order of work of a schedule other than GPipe. The combination must have passed
+    `check_schedule`.
+    """
     kind = SCHEDULES[schedule]
     rounds = max(1, micro_batches // ranks) if kind.in_rounds else 1
     lap, per_hop = micro_batches // rounds, kind.forwards_per_hop

@@ -1,15 +1,19 @@
-"""Critical paths of a pipeline: sums of stage times that no execution of the order can beat; the longest one is the time.
+"""Critical paths of a pipeline: lower bounds on its time. The longest path is taken as the time.
 
-A path goes along the work of a rank, in its order, and from rank to rank with a micro-batch.  The longest of *all* paths is the makespan.
-The family here is: *ramp up* to the first backward of some rank r, *work* of rank r up to its last forward, *ramp down*.
+A path follows the work of a rank, in its order, and moves from rank to rank with a micro-batch. The
+longest of *all* paths is the makespan. The family here is: *ramp up* to the first backward of some
+rank r, *work* of rank r up to its last forward, *ramp down*.
 
-    ramp up    the first micro-batch through all stages and back to rank r; any rank on the way may instead hold it up by the work
-               that it puts before it (warm-up, or a lap of a slow chunk)
-    work       what rank r does between its first backward and its last forward; with a single chunk and messages that take time,
-               loops through ranks may take longer: forward to some rank and back, which advances one micro-batch per rank
-    ramp down  the mirror image of ramp up: run time backwards, and the last backward is the first forward
+- Ramp up: the first micro-batch passes all stages and returns to rank r. Any rank on the way may
+  instead delay it by the work that it runs before (warm-up, or a lap of a slow chunk).
+- Work: what rank r does between its first backward and its last forward. With a single chunk and
+  messages that take time, loops through ranks may take longer: forward to some rank and back, which
+  advances one micro-batch per rank.
+- Ramp down: the mirror image of ramp up. If time runs backwards, the last backward is the first
+  forward.
 
-Uniform stages give the textbook: (m - 1) periods of the slowest rank plus one pass through the pipeline.
+For uniform stages this is the textbook result: (m - 1) periods of the slowest rank plus one pass
+through the pipeline.
 """
 
 from __future__ import annotations
@@ -19,10 +23,10 @@ from functools import partial
 from autopar_cost_models.pipeline_order import Order
 
 Rows = list[list[float]]
-"""[rank][lap of a round]: seconds of one operation."""
+"""Seconds of one operation, indexed [rank][lap of a round]."""
 
 SPREAD = 4
-"""Ranks that are looked at whatever they take."""
+"""Number of ranks, spread over the pipeline, that are always considered."""
 
 
 def pivot_path_s(
@@ -33,8 +37,11 @@ def pivot_path_s(
     hop_s: float,
     least: bool = False,
 ) -> float:
-    """The longest path of the family.  Rows are in the order in which chunks run: forward first to last, backward last to first.
-    `least`: of those paths that are in the family of any rows that take no less."""
+    """Seconds of the longest path of the family.
+
+    Rows are in the order in which chunks run: forward first to last, backward last to first.
+    `least` restricts the family to paths that exist for all rows with equal or longer times.
+    """
     up_end, up = _ramp_s(order, forward, backward, None, hop_s, least)
     extra = _mirrored(weight) if weight else weight
     down_end, down = _ramp_s(order, _mirrored(backward), _mirrored(forward), extra, hop_s, least)
@@ -68,13 +75,15 @@ def pivot_path_s(
 
 
 def spread(ranks: int) -> tuple[int, ...]:
-    """Some ranks all over a pipeline, the first and the last among them."""
+    """Up to `SPREAD` ranks, evenly spread over a pipeline and including the first and the last."""
     count = min(SPREAD, ranks)
     return tuple((ranks - 1) * part // max(count - 1, 1) for part in range(count))
 
 
 def run_ends(forward: Rows, backward: Rows, weight: Rows | None) -> list[int]:
-    """Ranks that differ from a neighbour, and the first and the last: among equal ranks a path seldom gains by turning in the middle."""
+    """Ranks that differ from a neighbour, and the first and the last. Among equal ranks a path
+    seldom becomes longer by turning in the middle.
+    """
     loads = list(zip(forward, backward, weight or forward, strict=True))
     last = len(loads) - 1
     return [
@@ -83,12 +92,12 @@ def run_ends(forward: Rows, backward: Rows, weight: Rows | None) -> list[int]:
 
 
 def _mirrored(rows: Rows) -> Rows:
-    """Rows when time runs backwards."""
+    """Rows with time reversed."""
     return [row[::-1] for row in rows]
 
 
 def _lap_ends_s(order: Order, first: Rows, extra: Rows | None, hop_s: float) -> list[float]:
-    """[rank] -> end of the first operation of the last lap of the way in."""
+    """End time of the first operation of the last lap of ramp up, by rank."""
     ends_s: list[float] = []  # of a lap
     for chunk in range(order.chunks):
         arrival_s = ends_s[-1] + hop_s if chunk else 0.0  # of its micro-batch, at each rank in turn
@@ -113,9 +122,11 @@ def _lap_ends_s(order: Order, first: Rows, extra: Rows | None, hop_s: float) -> 
 def _ramp_s(
     order: Order, first: Rows, turn: Rows, extra: Rows | None, hop_s: float, least: bool
 ) -> tuple[list[float], list[float]]:
-    """Way in: ([rank] -> end of operation number warm_up of kind `first`, [rank] -> end of the first operation of kind `turn`).
+    """Ramp up: (end of operation number `warm_up` of kind `first`, end of the first operation of
+    kind `turn`), each by rank.
 
-    Each `first` number j follows, on its rank, the `extra` up to number j + lag: the weight gradients, when time runs backwards.
+    Operation `first` number j follows, on its rank, the `extra` operations up to number j + lag.
+    These are the weight gradients when time is reversed.
     """
     lap, last, ranks = order.lap, order.chunks - 1, order.ranks
     ends_s = _lap_ends_s(order, first, extra, hop_s)
@@ -152,7 +163,9 @@ def _ramp_s(
 
 
 def _done_s(row: list[float], lap: int, count: int) -> float:
-    """Seconds of the first `count` operations of a rank whose laps take row[0], row[1], ..., row[0], ... each."""
+    """Seconds of the first `count` operations of a rank. An operation takes row[0] in the first
+    lap, row[1] in the second, and so on in cycles.
+    """
     rounds, rest = divmod(count, lap * len(row))
     chunk, part = divmod(rest, lap)
     return lap * (rounds * sum(row) + sum(row[:chunk])) + (part * row[chunk] if part else 0.0)
@@ -161,7 +174,9 @@ def _done_s(row: list[float], lap: int, count: int) -> float:
 def _span_s(
     order: Order, rank: int, first: Rows, extra: Rows | None, start: int, stop: int
 ) -> float:
-    """Seconds of operations start..stop-1 of kind `first` and of the `extra` that come with them."""
+    """Seconds of operations start..stop-1 of kind `first`, and of the `extra` operations that come
+    with them.
+    """
     lap = order.lap
     if order.chunks == 1 or stop <= order.chunks * lap:  # all in the last lap
         total_s = (stop - start) * first[rank][-1]
@@ -176,7 +191,9 @@ def _span_s(
 
 
 def _extra_s(order: Order, rank: int, extra: Rows, chunk: int) -> float:
-    """Seconds of `extra` after the first operation of the lap before, up to the first of this lap."""
+    """Seconds of the `extra` operations after the first operation of the previous lap, up to the
+    first of this lap.
+    """
     lap, row, ahead = order.lap, extra[rank], order.lag[rank] + 1
     if ahead <= lap:
         return ahead * row[chunk] + ((lap - ahead) * row[chunk - 1] if chunk else 0.0)
@@ -186,7 +203,7 @@ def _extra_s(order: Order, rank: int, extra: Rows, chunk: int) -> float:
 
 
 def _work_s(order: Order, rank: int, forward: Rows, backward: Rows, weight: Rows | None) -> float:
-    """Seconds of what `rank` does between its first backward and its last forward."""
+    """Seconds of the work of `rank` between its first backward and its last forward."""
     lap, total, depth = order.lap, order.forwards, order.warm_up[rank]
     if order.chunks == 1:
         seconds = (total - 2 - depth) * (forward[rank][0] + backward[rank][0])
@@ -203,11 +220,13 @@ def _work_s(order: Order, rank: int, forward: Rows, backward: Rows, weight: Rows
 def _loops(
     columns: list[float], weights: list[float], hop_s: float, ends: list[int]
 ) -> list[tuple[int, int]]:
-    """Loops first..last worth a look: for each first rank the best last one at the rate of the fastest-growing loop, and others of its.
+    """Candidate loops, as (first rank, last rank): for each first rank, the best last rank at the
+    rate of the fastest-growing loop, and further last ranks.
 
-    A loop of n ranks advances n micro-batches in sum(columns) + 2 (n - 1) hops + the weight gradient of its first rank.  The greatest
-    ratio is found by Dinkelbach's method ("On nonlinear fractional programming", Management Science 13, 1967): guess the ratio, find
-    the best run of ranks for that guess, take its ratio for the next guess.
+    A loop of n ranks advances n micro-batches in sum(columns) + 2 (n - 1) hops + the weight
+    gradient of its first rank. Dinkelbach's method finds the greatest ratio ("On nonlinear
+    fractional programming", Management Science 13, 1967): guess the ratio, find the best run of
+    ranks for that guess, take its ratio as the next guess.
     """
     rate_s = 0.0
     while True:
@@ -238,10 +257,12 @@ def _looping_s(
     last: int,
     arc: int,
 ) -> float:
-    """Seconds from the end of the first backward of `rank` to the start of its last forward, by loops first..last that contain it.
+    """Seconds from the end of the first backward of `rank` to the start of its last forward, along
+    loops first..last that contain it.
 
-    Each loop goes up to rank `first`, down to rank `last` and back; `rank` itself works off the micro-batches that fill no loop.
-    At the end the path may go up to rank `first` and back once more (`arc` ranks; 0: it stays).
+    Each loop goes up to rank `first`, down to rank `last` and back. `rank` itself processes the
+    micro-batches that fill no loop. At the end the path may go up to rank `first` and back once
+    more (`arc` ranks; 0: it does not).
     """
     size, lag = last - first + 1, order.lag[first]
     times, rest = divmod(order.micro_batches - 2 - order.warm_up[rank] - arc, size)

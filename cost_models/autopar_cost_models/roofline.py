@@ -1,9 +1,11 @@
-"""Time of one kernel: the roofline model of Williams, Waterman and Patterson (CACM 52(4), 2009), plus the launch.
+"""Seconds of one kernel: the roofline model of Williams, Waterman and Patterson (CACM 52(4), 2009),
+plus the launch.
 
     time = max(flops / achieved FLOP/s, bytes / achieved B/s) + launch
 
-A device that was measured (`curves.py`) has curves in place of both rates.  Those of products are of square matrices: what a flatter
-product moves beyond a square one of its FLOPs is what can bound it by memory.
+A measured device (`curves.py`) has curves in place of both rates. Curves of products are of square
+matrices. A less square product moves more bytes for the same FLOPs; only these extra bytes can make
+it memory-bound.
 
 `matmul.py` and `attention.py` refine the achieved rate by shape.
 """
@@ -20,23 +22,27 @@ from autopar_cost_models.hardware import ITEMSIZE, Device, Host
 
 
 def matmul_time_s(flops: float, size_bytes: float, device: Device, dtype: str) -> float:
-    """Seconds for a matmul-like kernel of `flops` FLOPs (2 per multiply-add) that moves `size_bytes` through device memory."""
+    """Seconds of a matmul-like kernel of `flops` FLOPs (2 per multiply-add) that moves `size_bytes`
+    through device memory.
+    """
     positive("flops", flops, zero_allowed=True)
     return product_s(flops, size_bytes, device, dtype) + device.launch_s
 
 
 def memory_time_s(size_bytes: float, device: Device) -> float:
-    """Seconds for an element-wise, normalization or copy kernel that reads and writes `size_bytes` in total."""
+    """Seconds of an element-wise, normalization or copy kernel that reads and writes `size_bytes`
+    in total.
+    """
     return stream_s(size_bytes, device) + device.launch_s
 
 
 def chain_time_s(
     kernel_bytes: Sequence[float], external_bytes: float, device: Device, compiled: bool
 ) -> float:
-    """Seconds of element-wise operations that follow one another.
+    """Seconds of a sequence of element-wise operations.
 
-    Eager mode runs one kernel each, which reads and writes `kernel_bytes[i]`.  A compiler fuses them into one that reads and writes only
-    what enters and leaves the chain, `external_bytes`.
+    Eager mode runs one kernel for each, which moves `kernel_bytes[i]`. A compiler fuses them into
+    one kernel that moves only the bytes that enter and leave the chain, `external_bytes`.
     """
     if compiled:
         return memory_time_s(external_bytes, device) if kernel_bytes else 0.0
@@ -66,8 +72,11 @@ def optimizer_time_s(numel: float, device: Device, precision: str, fused: bool =
 def offloaded_update_time_s(
     numel: float, host: Host, precision: str, gradient_bytes: float, parameter_bytes: float
 ) -> float:
-    """Seconds of one Adam update of `numel` parameters in host memory, by one fused pass over it: gradients of so many bytes come over the
-    link, then the update, then parameters of so many bytes go back.  One after the other, as `autopar/runtime/state/parameters.py` does."""
+    """Seconds of one Adam update of `numel` parameters in host memory, by one fused pass.
+
+    `gradient_bytes` cross the link to the host, the update runs, and `parameter_bytes` go back, one
+    after the other (`autopar/runtime/state/parameters.py`).
+    """
     positive("numel", numel, zero_allowed=True)
     if precision not in _ADAM_BYTES:
         raise ValueError(
@@ -86,10 +95,11 @@ def link_time_s(size_bytes: float, host: Host) -> float:
 
 
 def overlapped_s(compute_s: float, transfer_s: float, fitted: FittedConstants = FITTED) -> float:
-    """Seconds of compute and a collective that run at once.
+    """Seconds of compute and a collective that run at the same time.
 
-    While the collective runs it holds multiprocessors, so compute keeps 1 - s of its speed (s = `overlap_slowdown`).  Compute that lasts
-    longer than the collective ends at compute_s + s * transfer_s; otherwise the collective ends last, and both are a maximum.
+    The collective occupies multiprocessors, so compute runs at 1 - s of its speed (s =
+    `overlap_slowdown`). Compute that outlasts the collective ends at compute_s + s * transfer_s.
+    Otherwise the collective ends last. The result is the maximum of both.
     """
     positive("compute_s", compute_s, zero_allowed=True)
     positive("transfer_s", transfer_s, zero_allowed=True)
@@ -101,12 +111,12 @@ def overlapped_s(compute_s: float, transfer_s: float, fitted: FittedConstants = 
 
 
 def arithmetic_intensity(device: Device, dtype: str) -> float:
-    """FLOPs per byte above which a matmul is bound by compute: the ridge of the roofline."""
+    """FLOPs per byte above which a matmul is compute-bound: the ridge point of the roofline."""
     return device.achieved_flops(dtype) / device.achieved_bandwidth_Bps
 
 
 def product_s(flops: float, size_bytes: float, device: Device, dtype: str) -> float:
-    """Seconds of a matmul-like kernel whose shape does not matter, without the launch."""
+    """Seconds of a matmul-like kernel, without the effect of its shape and without the launch."""
     measured = device.matmul_curves.get(dtype)
     if measured is None:
         return max(flops / device.achieved_flops(dtype), stream_s(size_bytes, device))

@@ -1,14 +1,17 @@
-"""Discrete-event simulation of a pipeline: replays the list of actions of each rank, in that order, on a clock.
+"""Discrete-event simulation of a pipeline: replays each rank's list of actions, in order, on a
+clock.
 
-It knows no schedule: what a rank does next is what its list says.  An action starts when its rank is free and what it needs is there:
+It knows no schedule: the lists alone decide what a rank does next. An action starts when its rank
+is free and its inputs have arrived:
 
     F  forward of a stage            needs the activations of the stage before
     B  whole backward                needs its own F, and the gradient of the stage after (from that one's B or I)
     I  backward to the input         needs what B needs
     W  backward to the parameters    needs its own I
 
-What crosses ranks takes `hop_s`.  With `overlap` the sender computes on while it travels; without, the sender waits until it is there.
-A link carries any number of messages at once, and receiving costs the receiver nothing.
+A message to another rank takes `hop_s`. With `overlap` the sender computes meanwhile; without it,
+the sender waits until the message arrives. A link carries any number of messages at once, and
+receiving costs the receiver nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a rank does: `kind` (a key of `KINDS`) of one virtual stage on one micro-batch.  Prints as torch prints it: `3F0`."""
+    """One action of a rank: `kind` (a key of `KINDS`) of one virtual stage on one micro-batch. It
+    prints as torch prints it: `3F0`.
+    """
 
     kind: str
     stage: int
@@ -51,7 +56,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a rank computed an action.  A send that is not overlapped follows `end_s` and is not part of the span."""
+    """The start and end of an action's compute on a rank. A send that is not overlapped follows
+    `end_s` and is not included.
+    """
 
     action: Action
     start_s: float
@@ -60,17 +67,19 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What happened.  In flight: micro-batches whose forward has run and whose backward (W where it is split) has not."""
+    """The result of a simulation. A micro-batch is *in flight* after its forward and before the end
+    of its backward (of W if it is split).
+    """
 
     makespan_s: float
     timelines: tuple[tuple[Span, ...], ...]
     in_flight: tuple[int, ...]
-    """Peak on each rank, over its virtual stages together."""
+    """Peak number of micro-batches in flight on each rank, over all its virtual stages."""
     in_flight_by_stage: tuple[int, ...]
-    """Peak of each virtual stage by itself."""
+    """Peak number in flight of each virtual stage."""
 
     def busy_s(self, rank: int) -> float:
-        """Seconds that a rank computes."""
+        """Total seconds that a rank computes."""
         return sum(span.end_s - span.start_s for span in self.timelines[rank])
 
 
@@ -79,7 +88,9 @@ _Item = tuple[str, int, int]
 
 
 class _Ranks:
-    """The ranks of a pipeline while they run: what each is at, and what has arrived."""
+    """The state of a running simulation: the position of each rank in its list, and the messages
+    that have arrived.
+    """
 
     def __init__(
         self,
@@ -99,7 +110,7 @@ class _Ranks:
         self.posted = 0
 
     def run(self) -> None:
-        """Run until nothing happens any more."""
+        """Process events until none is left."""
         for rank in range(len(self.actions)):
             self._start(rank, 0.0)
         while self.events:
@@ -111,7 +122,7 @@ class _Ranks:
             self._start(rank, now_s)
 
     def check_finished(self) -> None:
-        """ValueError for a deadlock."""
+        """Raise ValueError if a rank has actions left, which means a deadlock."""
         for rank, todo in enumerate(self.actions):
             if self.position[rank] == len(todo):
                 continue
@@ -129,7 +140,9 @@ class _Ranks:
         self.posted += 1
 
     def _start(self, rank: int, now_s: float) -> None:
-        """Start the next action of an idle rank if all that it needs is here."""
+        """Start the next action of a rank if the rank is idle and all inputs of the action have
+        arrived.
+        """
         if not self.idle[rank] or self.position[rank] == len(self.actions[rank]):
             return
         action = self.actions[rank][self.position[rank]]
@@ -156,9 +169,11 @@ def simulate_pipeline(
     hop_s: float = 0.0,
     overlap: bool = True,
 ) -> Simulation:
-    """Run `actions[rank]` on every rank at once; `stages` are the times of the virtual stages, first to last.
+    """Simulate a pipeline in which each rank runs its list `actions[rank]`. `stages` are the times
+    of the virtual stages, first to last.
 
-    Raises ValueError for lists that contradict themselves, and for a deadlock: it names a rank, its action and what that waits for.
+    Raises ValueError for contradictory lists, and for a deadlock. The message names a rank, its
+    action and the input that the action waits for.
     """
     positive("hop_s", hop_s, zero_allowed=True)
     ranks = _Ranks(actions, stages, hop_s, overlap)
@@ -176,7 +191,9 @@ def simulate_pipeline(
 
 
 def _homes(actions: Sequence[Sequence[Action]], num_stages: int) -> list[int]:
-    """The rank of each stage.  ValueError unless every stage has one, and no action comes twice."""
+    """The rank of each stage. Raises ValueError if a stage is on no rank or on several, or if an
+    action occurs twice.
+    """
     home: dict[int, int] = {}
     seen: set[Action] = set()
     for rank, todo in enumerate(actions):
@@ -221,7 +238,7 @@ def _yields(action: Action) -> list[_Item]:
 
 
 def _receiver(action: Action, home: list[int]) -> int | None:
-    """The rank that waits for what an action yields."""
+    """The rank that waits for the result of an action, or None."""
     neighbour = {"F": action.stage + 1, "B": action.stage - 1, "I": action.stage - 1, "W": -1}[
         action.kind
     ]
@@ -235,7 +252,9 @@ def _duration_s(action: Action, times: StageTimes) -> float:
 
 
 def _peak(todo: Sequence[Action]) -> int:
-    """The most micro-batches alive at once.  The order of a rank decides that, not the clock."""
+    """The peak number of micro-batches in flight in a list of actions. It depends on the order
+    alone, not on the clock.
+    """
     alive = peak = 0
     for action in todo:
         alive += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]

@@ -1,4 +1,4 @@
-"""What a pipeline model is told about each virtual stage."""
+"""The times of one virtual stage, as the pipeline models take them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from autopar_cost_models.checks import positive
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds that one virtual stage computes for one micro-batch.
+    """Compute seconds of one virtual stage for one micro-batch.
 
-    `backward_s` is the whole backward.  `weight_s` is the part of it that computes gradients of parameters, which zero-bubble schedules
-    postpone; other schedules ignore it.  torch runs the *whole* backward of the first stage there (nobody waits for the gradient of its
-    input), so for a zero-bubble schedule give the first stage `weight_s=backward_s`.
+    `backward_s` is the whole backward. `weight_s` is the part that computes gradients of
+    parameters, which zero-bubble schedules postpone; other schedules ignore it. torch does not
+    split the backward of the first stage, since no rank waits for the gradient of its input. For a
+    zero-bubble schedule give the first stage `weight_s=backward_s`.
     """
 
     forward_s: float
@@ -30,7 +31,7 @@ class StageTimes:
 
     @property
     def input_s(self) -> float:
-        """The part of the backward that computes the gradient that the previous stage waits for."""
+        """Seconds of the part of the backward that computes the gradient for the previous stage."""
         return self.backward_s - self.weight_s
 
     @property

@@ -1,17 +1,23 @@
-"""Nodes of devices: a two-level network, how its interfaces are shared, and the catalogue of node presets.
+"""Nodes of devices: a two-level network, how its interfaces are shared, and the catalogue of node
+presets.
 
-A *node* here is a domain of the fast link (an NVLink domain: 8 GPUs in a DGX, 72 in an NVL72 rack of 4-GPU trays), not a host.
-Ranks are numbered node by node.
+A *node* is a domain of the fast link, not a host: an NVLink domain has 8 GPUs in a DGX, and 72 in
+an NVL72 rack of 4-GPU trays. Ranks are numbered node by node.
 
-A node has `nics_per_node` network interfaces (NICs), its devices spread evenly over them: two devices share a NIC if there are half as
-many, a device owns several if there are more.  A group with p ranks on a node sends through the NICs of those ranks, and all groups that
-send from a node at once share its NICs (`Topology.group_inter_Bps`).
+A node has `nics_per_node` network interfaces (NICs), with its devices spread evenly over them. Two
+devices share a NIC if there are half as many NICs; a device has several if there are more. A group
+with p ranks on a node sends through the NICs of those ranks. All groups that send from a node at
+once share its NICs (`Topology.group_inter_Bps`).
 
-Rails: in a rail-optimized network NIC i of every node hangs on leaf switch i, and collectives keep to their rails (NCCL's rings, trees and,
-by PXN, all-to-all: "Doubling all2all Performance with NVIDIA Collective Communication Library 2.12", NVIDIA developer blog, 2022); Wang
-et al., "Rail-only: A Low-Cost High-Performance Network for Training LLMs with Trillion Parameters", arXiv:2307.12169, find that language
-models need no more.  There `oversubscription` is 1.  Where the NICs of a node share a leaf, what leaves the node crosses the spine, and
-`oversubscription` is the leaf's downlink / uplink bandwidth (Llama 3's clusters: 7 between pods of 3072 GPUs, arXiv:2407.21783, 3.3.1).
+Rails: in a rail-optimized network NIC i of every node is attached to leaf switch i, and collectives
+stay on their rails. NCCL's rings and trees do, and by PXN its all-to-all ("Doubling all2all
+Performance with NVIDIA Collective Communication Library 2.12", NVIDIA developer blog, 2022). Wang
+et al., "Rail-only: A Low-Cost High-Performance Network for Training LLMs with Trillion Parameters",
+arXiv:2307.12169, find that language models need no more. `oversubscription` is then 1.
+
+If the NICs of a node share a leaf, traffic that leaves the node crosses the spine.
+`oversubscription` is then the leaf's downlink / uplink bandwidth (Llama 3's clusters: 7 between
+pods of 3072 GPUs, arXiv:2407.21783, 3.3.1).
 """
 
 from __future__ import annotations
@@ -29,9 +35,10 @@ from autopar_cost_models.hardware import MEASURED, Device, Link
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`nodes` nodes of `devices_per_node` devices; `intra` connects devices of a node, `inter` devices of different nodes.
+    """`nodes` nodes of `devices_per_node` devices. `intra` connects devices of a node, `inter`
+    devices of different nodes.
 
-    `inter` is one network interface; None interfaces means one for each device.
+    `inter` describes one network interface; `nics_per_node=None` means one for each device.
     """
 
     devices_per_node: int
@@ -67,7 +74,9 @@ class Topology:
             self._check_curves()
 
     def _check_curves(self) -> None:
-        """Every group that divides a node must have been measured, so that no price silently comes from another form."""
+        """Raise ValueError unless every group size that divides a node was measured, so that no
+        collective falls back to a formula unnoticed.
+        """
         sizes = [
             ranks
             for ranks in range(2, self.devices_per_node + 1)
@@ -90,18 +99,20 @@ class Topology:
 
     @property
     def nics(self) -> int:
-        """Network interfaces of a node."""
+        """Number of network interfaces of a node."""
         return self.devices_per_node if self.nics_per_node is None else self.nics_per_node
 
     def link(self, crosses_nodes: bool) -> Link:
-        """The link inside a node, or between nodes."""
+        """The link between nodes if `crosses_nodes`, otherwise the link inside a node."""
         return self.inter if crosses_nodes else self.intra
 
     def group_inter_Bps(self, ranks_per_node: int, concurrent_groups: int | None = None) -> float:
-        """Achieved bytes/s, per direction, that one group with `ranks_per_node` ranks on each node has between nodes.
+        """Achieved bytes/s, per direction, between nodes for one group with `ranks_per_node` ranks
+        on each node.
 
-        It is the rate of the NICs of its ranks, and at most its share of all NICs where `concurrent_groups` groups of any axis, this one
-        included, send from the node at once.  None: all devices send, in groups like this one.
+        This is the rate of the NICs of its ranks, limited to its share of all NICs.
+        `concurrent_groups` is the number of groups, of any axis and including this one, that send
+        from the node at once. None: all devices send, in groups of this shape.
         """
         devices, nics = self.devices_per_node, self.nics
         if whole("ranks_per_node", ranks_per_node) > devices:
@@ -117,7 +128,7 @@ class Topology:
         return self.inter.achieved_Bps * min(own, nics / groups) / self.oversubscription
 
     def calibrated(self, fitted: FittedConstants) -> Topology:
-        """This topology with the efficiency of its links multiplied by what a fit found."""
+        """This topology with the efficiencies of its links multiplied by the fitted ones."""
         intra = replace(self.intra, efficiency=self.intra.efficiency * fitted.intra_efficiency)
         inter = replace(self.inter, efficiency=self.inter.efficiency * fitted.inter_efficiency)
         return replace(self, intra=intra, inter=inter)
@@ -125,8 +136,9 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class NodePreset:
-    """A node one can buy or rent.  `devices_per_host` counts the devices that share an operating system (a tray of an NVL72 rack has 4);
-    `nics_per_node` None means one for each device."""
+    """A node one can buy or rent. `devices_per_host` counts the devices that share an operating
+    system (a tray of an NVL72 rack has 4). `nics_per_node=None` means one for each device.
+    """
 
     name: str
     device: Device
@@ -142,7 +154,7 @@ class NodePreset:
         whole("devices_per_host", self.devices_per_host)
 
     def topology(self, nodes: int, fitted: FittedConstants = FITTED) -> Topology:
-        """The topology of so many nodes of this kind."""
+        """The topology of `nodes` nodes of this kind."""
         return Topology(
             self.devices_per_node, nodes, self.intra, self.inter, self.nics_per_node
         ).calibrated(fitted)
@@ -175,25 +187,29 @@ NODES: dict[str, NodePreset] = {
 
 
 def node_preset(name: str) -> NodePreset:
-    """The preset `name`.  ValueError with the nearest names if there is none."""
+    """The node preset `name`. Raises ValueError with the nearest names if there is none."""
     if name not in NODES:
         raise ValueError(f"unknown node preset {shown(name)}; {nearest(name, list(NODES))}")
     return NODES[name]
 
 
 def home_of(device_name: str) -> NodePreset | None:
-    """The first preset that is built of this catalogue device, or None (cards and the CPU have none)."""
+    """The first preset that consists of this catalogue device; None for single cards and the
+    CPU.
+    """
     return next((p for p in NODES.values() if p.device.name == device_name), None)
 
 
 @lru_cache(maxsize=None, typed=True)  # typed: 1.0 and True equal 1 and would slip past the checks
 def group_shape(size: int, stride: int, topology: Topology) -> tuple[int, int]:
-    """(ranks per node, nodes) of the groups of `size` ranks that lie `stride` apart; their product is `size`.
+    """(ranks per node, nodes) of the groups of `size` ranks that lie `stride` apart. The product of
+    the two is `size`.
 
-    Ranks are tiled by such groups: group (k, o) is {k * size * stride + o + i * stride}.  If the groups lie differently, the answer is
-    the slowest one's, that with the fewest ranks per node.  A group that lies unevenly on its nodes is (1, size): one flat ring, all of
-    whose hops are priced as inter-node hops, since the slowest hop sets the pace of a ring.
-    Raises ValueError if no group fits on the topology.
+    Such groups tile the ranks: group (k, o) is {k * size * stride + o + i * stride}. If groups lie
+    differently, the result is that of the slowest, with the fewest ranks per node. A group that
+    lies unevenly on its nodes is (1, size): one flat ring whose hops are all priced as inter-node
+    hops, since the slowest hop sets the pace of a ring. Raises ValueError if no group fits on the
+    topology.
     """
     whole("group size", size)
     whole("group stride", stride)
@@ -216,7 +232,9 @@ def group_shape(size: int, stride: int, topology: Topology) -> tuple[int, int]:
 
 
 def _ranks_per_node(base: int, size: int, stride: int, per_node: int) -> int:
-    """Ranks that one group has on each of its nodes, or 1 if that differs between nodes."""
+    """The number of ranks that one group has on each of its nodes; 1 if it differs between
+    nodes.
+    """
     counts: dict[int, int] = {}
     for i in range(size):
         node = (base + i * stride) // per_node

@@ -1,3 +1,5 @@
-"""Plans record this: predictions of different versions do not compare."""
+"""The version of the cost models. Plans record it, since predictions of different versions are not
+comparable.
+"""
 
 COST_MODEL_VERSION = "13"

@@ -1,1 +1,1 @@
-"""Changes of layout: collectives with written-down backwards."""
+"""Layout changes: collectives and local ops, each with an explicit backward."""

@@ -1,7 +1,9 @@
-"""The mesh axes as a rank's program sees them: a group along each axis, and which groups are active.
+"""The mesh axes as a rank's program sees them: a group of ranks along each axis, and which groups
+are active.
 
-Nodes name a mesh axis ("dp", "tp"); `active_axes` says which group of ranks that is.  With simulated groups a rank's program runs with
-no process group, to verify its shapes on meta, fake or real tensors.
+Nodes name a mesh axis ("dp", "tp"); `active_axes` sets the group of ranks for it. With simulated
+groups a rank's program runs without process groups, to verify its shapes on meta, fake or real
+tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from autopar.ir.mesh import AXES, COPIES, MeshShape
 class AxisGroup:
     """This rank's group along one mesh axis.
 
-    `index` is this rank's coordinate, `group_name` the c10d name of the process group (None for one rank).  A group that simulates
-    has no process group: its collectives return zeros of the right shape (zeros, since they are valid indices).
+    `index` is this rank's coordinate; `group_name` is the c10d name of the process group (None for
+    one rank). With `simulate` there is no process group, and collectives return zeros of the right
+    shape (zeros, because they are valid indices).
     """
 
     name: str
@@ -43,8 +46,9 @@ class AxisGroup:
 
 
 def simulated_axes(shape: MeshShape, rank: int, shard: int = 0) -> dict[str, AxisGroup]:
-    """The groups of `rank` in a mesh that exists only on paper: its program runs alone, for the shapes and not for the values.  With
-    `shard` as `mesh_axes` of the runtime gives them."""
+    """The simulated groups of `rank` in a mesh, for running its program alone to get shapes. With
+    `shard`, dp is divided into ZeRO groups, as in `mesh_axes` of the runtime.
+    """
     if not 0 <= rank < shape.num_devices:
         raise AutoparError(
             f"rank {rank} is not in the mesh ({shape}) of {shape.num_devices} device(s)"
@@ -68,10 +72,11 @@ _axes_by_thread: dict[int, Mapping[str, AxisGroup]] = {}
 
 @contextlib.contextmanager
 def active_axes(axes: Mapping[str, AxisGroup]) -> Iterator[None]:
-    """Within the block, collective nodes find their mesh axes in `axes`.
+    """A context in which collective nodes use the groups in `axes`.
 
-    The innermost block of a thread counts.  A thread that entered none (autograd's) uses the block of the one thread that did.
-    Backward through finished transitions needs no block, recomputation does.
+    The innermost context of a thread counts. A thread without one, such as autograd's, uses the
+    context of the only thread that has one. Backward through finished transitions needs no context;
+    recomputation does.
     """
     thread = threading.get_ident()
     outer = _axes_by_thread.get(thread)
@@ -87,7 +92,9 @@ def active_axes(axes: Mapping[str, AxisGroup]) -> Iterator[None]:
 
 @torch.compiler.assume_constant_result
 def axis_group(axis: str) -> AxisGroup:
-    """The active group of the mesh axis called `axis`; a compiled program takes it as a constant."""
+    """The active group of the mesh axis called `axis`. A compiled program treats it as a
+    constant.
+    """
     axes = _axes_by_thread.get(threading.get_ident())
     if axes is None:
         others = list(_axes_by_thread.values())

@@ -1,6 +1,8 @@
-"""Patterned shards: the reordering of a dim after which every rank's elements are one contiguous chunk.
+"""Shards with a pattern: reordering a dim so that the elements of every rank form one contiguous
+chunk.
 
-A collective over a patterned shard is the contiguous collective between two local reorderings; see `Pattern` in `ir/sharding.py`.
+A collective over such a shard is the contiguous collective between two local reorderings; see
+`Pattern` in `ir/sharding.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from autopar.ir.sharding import CONTIGUOUS, Pattern, local_extent, shard_extent
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One tensor dim sharded over an axis: which dim, its size before sharding, the pattern, and the batch rows flattened into it."""
+    """How one tensor dim is sharded over an axis: which dim, its size before sharding, the pattern,
+    and the number of batch rows flattened into it.
+    """
 
     dim: int
     size: int
@@ -23,17 +27,19 @@ class Split:
     rows: int = 1
 
     def extent(self, parts: int, index: int) -> int:
-        """The size of the dim on rank `index`."""
+        """The size of the dim on rank `index` of `parts`."""
         return local_extent(self.size, parts, index, self.pattern)
 
     def section_sizes(self) -> list[int]:
-        """Sizes of the sections of one batch row."""
+        """Sizes of the sections within one batch row."""
         whole, unit = self.size // self.rows, sum(self.pattern.sections)
         return [whole // unit * section for section in self.pattern.sections]
 
 
 def rank_major(x: Tensor, split: Split, parts: int) -> Tensor:
-    """The whole `x` reordered along the dim: first what rank 0 holds, then rank 1, ..."""
+    """The whole `x`, reordered along the dim: first the elements of rank 0, then those of rank 1,
+    and so on.
+    """
     if split.pattern.is_contiguous:
         return x
     dim = split.dim + 1  # behind the batch rows
@@ -49,7 +55,7 @@ def rank_major(x: Tensor, split: Split, parts: int) -> Tensor:
 
 
 def natural_order(x: Tensor, split: Split, parts: int) -> Tensor:
-    """Inverse of `rank_major`."""
+    """`x` in its original order: the inverse of `rank_major`."""
     if split.pattern.is_contiguous:
         return x
     dim = split.dim + 1
@@ -64,7 +70,7 @@ def natural_order(x: Tensor, split: Split, parts: int) -> Tensor:
 
 
 def pick(x: Tensor, split: Split, parts: int, index: int) -> Tensor:
-    """What rank `index` holds of the whole `x`: a view where the pattern is contiguous."""
+    """The shard of rank `index` of the whole `x`. It is a view if the pattern is contiguous."""
     if split.pattern.is_contiguous:
         return x.narrow(split.dim, *shard_extent(split.size, parts, index))
     length = split.size // parts

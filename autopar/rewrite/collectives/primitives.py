@@ -1,10 +1,13 @@
-"""What the transitions of `ir/sharding.py` are made of: ten primitives on local tensors, with no gradient.
+"""Ten primitives on local tensors, without gradients, from which layout changes (`ir/sharding.py`)
+are built.
 
-Sizes are those of the tensor before the axis shards it.  Uneven sizes follow `shard_extent`: since every shard is full until the elements
-run out, padding shards to equal length puts all padding at the very end of the whole.  A patterned shard is even; collectives over it
-reorder the dim before or after (`patterns.py`).
+Sizes are those of the tensor before the axis shards it. Uneven shards follow `shard_extent`: every
+shard is full until no elements are left, so padding shards to equal length puts all padding at the
+end of the whole. A shard with a pattern is even; collectives over it reorder the dim before or
+after (`patterns.py`).
 
-A collective can be started and waited for later: `start_primitive` gives a `Started`.  On CPU it is waited for at once.
+A collective can be started and waited for later: `start_primitive` returns a `Started`. On CPU the
+wait is immediate.
 """
 
 from __future__ import annotations
@@ -31,17 +34,17 @@ def _identity(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None)
 
 
 def _mask(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Tensor:
-    """R -> P: x on the first rank of the axis, zeros elsewhere."""
+    """R -> P: x on the first rank of the axis, zeros on the others."""
     return x if group.index == 0 else torch.zeros_like(x)
 
 
 def _slice(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Tensor:
-    """R -> S: a copy of this rank's shard, so that the whole can be freed."""
+    """R -> S: a copy of this rank's shard, so that the whole tensor can be freed."""
     return pick(x, dst, group.size, group.index).clone(memory_format=torch.contiguous_format)
 
 
 def _pad(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Tensor:
-    """S -> P: this rank's shard among zeros."""
+    """S -> P: this rank's shard, padded with zeros to the whole size."""
     length = x.shape[src.dim]
     start = length * group.index
     if src.pattern.is_contiguous:
@@ -55,13 +58,15 @@ def _pad(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Tensor:
 
 @dataclass(slots=True)
 class Started:
-    """A collective under way: `finish` makes the result of what is received.  A collective that never ran has its result already."""
+    """A running collective. `finish` computes the result from the received tensor. Without it,
+    `received` is already the result.
+    """
 
     received: Tensor | None
     finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
-        """The result, once."""
+        """Wait for the collective and return its result. It can be called only once."""
         received, self.received = self.received, None
         if received is None:
             raise RuntimeError("a collective is waited for once; this one has been")
@@ -75,13 +80,13 @@ class Started:
 
 
 def _start_all_reduce(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Started:
-    """P -> R."""
+    """P -> R: start an all-reduce."""
     sent = _c10d.all_reduce(x.contiguous(), "sum", group.group_name)
     return Started(sent, lambda received: received)
 
 
 def _start_all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Started:
-    """S -> R."""
+    """S -> R: start an all-gather."""
     shard = _resize(x, src.dim, ceil(src.size / group.size)).contiguous()
 
     def finish(gathered: Tensor) -> Tensor:
@@ -92,7 +97,7 @@ def _start_all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None
 
 
 def _start_reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Started:
-    """P -> S."""
+    """P -> S: start a reduce-scatter."""
     step = ceil(dst.size / group.size)
     whole = _resize(rank_major(x, dst, group.size), dst.dim, step * group.size)
     stacked = whole if dst.dim == 0 else torch.cat(whole.split(step, dst.dim), 0)
@@ -106,7 +111,7 @@ def _start_reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: S
 
 
 def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
-    """S(d) -> S(e): cut along e, send, join along d."""
+    """S(d) -> S(e): start an all-to-all, which cuts along e and joins along d."""
     x = rank_major(x, dst, group.size)
     pieces = list(x.split([dst.extent(group.size, rank) for rank in range(group.size)], dst.dim))
     shapes = [list(pieces[group.index].shape) for _ in pieces]
@@ -124,7 +129,9 @@ def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> St
 
 
 def _start_reshuffle(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
-    """S(d) -> S(d) in another pattern: gather, then keep what is this rank's."""
+    """S(d) -> S(d) with another pattern: start an all-gather, of which each rank keeps its
+    shard.
+    """
     gathering = _start_all_gather(x, group, src, None)
     return _then(gathering, lambda whole: _slice(whole, group, None, dst))
 
@@ -134,7 +141,7 @@ def _at_once(primitive: Callable[[Tensor, AxisGroup, Any, Any], Tensor]) -> _Pri
 
 
 def _then(started: Started, last: Callable[[Tensor], Tensor]) -> Started:
-    """The same collective, with something more to do at its end."""
+    """The same collective, followed by the local step `last`."""
     finish = started.finish
     if finish is None:
         return Started(last(started.wait()))
@@ -160,15 +167,16 @@ _PRIMITIVES: dict[str, _Primitive] = {
 def apply_primitive(
     name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None
 ) -> Tensor:
-    """Run one primitive on this rank's `x`, with no gradient.
+    """Run one primitive on this rank's `x`, without gradient.
 
-    `src` says which dim of x the group shards and `dst` which dim of the result.  Raises ValueError if x is not shaped like that.
+    `src` describes how x is sharded by the group, `dst` how the result is (None: not sharded).
+    Raises ValueError if the shape of x does not match.
     """
     return start_primitive(name, x, group, src, dst).wait()
 
 
 def sum_in_place(x: Tensor, group: AxisGroup) -> Tensor:
-    """What `all_reduce` makes of a contiguous tensor that nobody else needs, in its own memory."""
+    """The all-reduced sum of a contiguous tensor, computed in its own memory."""
     if group.size == 1 or not x.numel():
         return x
     if group.simulate:
@@ -179,7 +187,9 @@ def sum_in_place(x: Tensor, group: AxisGroup) -> Tensor:
 def start_primitive(
     name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None
 ) -> Started:
-    """Start what `apply_primitive` runs.  A primitive that communicates nothing is done at once."""
+    """Start the primitive that `apply_primitive` runs. A primitive without communication is
+    complete at once.
+    """
     whole, result = list(x.shape), list(x.shape)
     if src is not None:
         _check_extent(name, x, src, group, src.extent(group.size, group.index))
@@ -220,7 +230,7 @@ def _check_extent(name: str, x: Tensor, split: Split, group: AxisGroup, expected
 
 
 def _resize(x: Tensor, dim: int, length: int) -> Tensor:
-    """x cut, or filled up with zeros, to `length` elements in `dim`."""
+    """x cut, or padded with zeros, to `length` elements in `dim`."""
     missing = length - x.shape[dim]
     if missing <= 0:
         return x.narrow(dim, 0, length) if missing < 0 else x

@@ -1,4 +1,4 @@
-"""Names on the ranges of a torch profiler's trace."""
+"""Named ranges in a torch profiler's trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ _NOTHING = nullcontext()
 
 
 def named(*words: object) -> AbstractContextManager:
-    """A block that stands under these words in the trace of a running profiler.  Where none runs it costs a look."""
+    """A context whose ops appear under these words in the trace of a running profiler. Without a
+    profiler it does almost nothing.
+    """
     if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(" ".join(map(str, words)))

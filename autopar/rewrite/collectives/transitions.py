@@ -1,6 +1,8 @@
-"""The transitions of `ir/sharding.py` as functions: the collective nodes of a rewritten program.
+"""Transitions: layout changes with gradients (`ir/sharding.py`), as the collective nodes of a
+rewritten program.
 
-Each node function is named after the primitive that it runs forward and is told, as `backward`, the primitive that its gradient runs:
+Each node function is named after the primitive that it runs in forward. Its argument `backward`
+names the primitive that its gradient runs:
 
     function        value          backward (gradient, read from right to left)
     identity        R -> R         identity | all_reduce (R -> R/P) | mask (R/P -> R)
@@ -13,11 +15,13 @@ Each node function is named after the primitive that it runs forward and is told
     reduce_scatter  P -> S(d)      all_gather
     reshuffle       S(d) -> S(d)   reshuffle      (from one pattern of the dim to another)
 
-`make_transition(src, dst, sizes)` chooses the function and its arguments.  The same ten primitives (`primitives.py`) serve both
-directions.  Sizes given to the functions are those of the tensor before this axis shards it.
+`make_transition(src, dst, sizes)` chooses the function and its arguments. The same ten primitives
+(`primitives.py`) serve both directions. Sizes passed to the functions are those of the tensor
+before this axis shards it.
 
-Given `async_op=True` a function starts its primitive and returns a `Pending`, which `wait` turns into the value.  Backward mirrors it: the
-gradient's primitive starts where the value was waited for and is waited for where it was started, so what lies in between hides both.
+With `async_op=True` a function starts its primitive and returns a `Pending`, which `wait` turns
+into the value. Backward mirrors this: the gradient's primitive starts at the `wait` and is waited
+for at the start. Work between the two therefore overlaps with both.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ from autopar.rewrite.collectives.primitives import Started, apply_primitive, sta
 
 
 class _Transition(torch.autograd.Function):
-    """Primitive `forward_name` forward and `backward_name`, with source and destination exchanged, backward."""
+    """An autograd function: primitive `forward_name` in forward, and `backward_name`, with source
+    and destination exchanged, in backward.
+    """
 
     @staticmethod
     def forward(
@@ -64,7 +70,9 @@ class _Transition(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Handle:
-    """The collective under way between the two ends of an asynchronous transition, forward or backward."""
+    """The running collective between the start and the wait of an asynchronous transition, in
+    forward or backward.
+    """
 
     started: Started | None = None
 
@@ -82,15 +90,15 @@ class _Handle:
 
 
 _Move = tuple[str, AxisGroup, Split | None, Split | None]
-"""A primitive, the group over which it moves a tensor, and how the tensor and the result are split."""
+"""A primitive, its group, and how its operand and its result are sharded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A value that is on its way.  `token`, an empty tensor, is the way back of its gradient, `arrival` its handle and what moves the
-    gradient.
+    """The result of a started asynchronous transition. `token`, an empty tensor, carries the
+    gradient back. `arrival` has the handle and the primitive of the gradient.
 
-    Without an arrival the value is there: it is the token.
+    Without an arrival, the token is the value itself.
     """
 
     token: Tensor
@@ -98,12 +106,12 @@ class Pending:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient flows back."""
+        """Whether a gradient flows back through it."""
         return self.token.requires_grad
 
 
 class _Start(torch.autograd.Function):
-    """The first end of an asynchronous transition."""
+    """An autograd function: the start of an asynchronous transition."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, handle: _Handle, move: _Move) -> Tensor:
@@ -118,7 +126,9 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """The other end, told what moves the gradient."""
+    """An autograd function: the wait of an asynchronous transition. It starts the primitive of the
+    gradient in backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, handle: _Handle, move: _Move) -> Tensor:
@@ -171,7 +181,7 @@ def _move(
 
 
 def wait(pending: Pending) -> Tensor:
-    """The value of an asynchronous transition."""
+    """The value of an asynchronous transition, waited for."""
     return (
         pending.token if pending.arrival is None else _Wait.apply(pending.token, *pending.arrival)
     )
@@ -185,7 +195,7 @@ def _split(dim: int, size: int, pattern: str, rows: int) -> Split:
 def identity(
     x: Tensor, axis: str, backward: str = "all_reduce", async_op: bool = False
 ) -> Tensor | Pending:
-    """The value as it is; only its gradient changes placement."""
+    """The value unchanged; only its gradient changes placement."""
     return _move(x, axis, "identity", backward, async_op=async_op)
 
 
@@ -198,15 +208,19 @@ def shard(
     rows: int = 1,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """This rank's shard, along `dim`, of a replicated value.  Here as below, `pattern` is a `Pattern` as text ('' is contiguous) and
-    `rows` the number of batch rows that are flattened into the dim."""
+    """This rank's shard, along `dim`, of a replicated value. `pattern` is a `Pattern` as text (''
+    is contiguous), and `rows` the number of batch rows flattened into the dim; both mean the
+    same in the functions below.
+    """
     return _move(
         x, axis, "slice", backward, dst=_split(dim, x.shape[dim], pattern, rows), async_op=async_op
     )
 
 
 def mask(x: Tensor, axis: str, backward: str = "identity") -> Tensor | Pending:
-    """A replicated value as a partial sum: kept on coordinate 0 of the axis, zero elsewhere."""
+    """A replicated value as a partial sum: unchanged on coordinate 0 of the axis, zero
+    elsewhere.
+    """
     return _move(x, axis, "mask", backward)
 
 
@@ -220,7 +234,7 @@ def all_gather(
     rows: int = 1,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """The whole of a value sharded along `dim`, which has `size` elements in all."""
+    """The whole of a value that is sharded along `dim`, which has `size` elements in total."""
     return _move(
         x, axis, "all_gather", backward, src=_split(dim, size, pattern, rows), async_op=async_op
     )
@@ -239,7 +253,9 @@ def all_to_all(
     rows: int = 1,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """A value sharded along `src_dim` (of `src_size` elements in all) sharded along `dst_dim` instead."""
+    """A value sharded along `src_dim` (`src_size` elements in total), sharded along `dst_dim`
+    instead.
+    """
     src = _split(src_dim, src_size, src_pattern, rows)
     dst = _split(dst_dim, dst_size, dst_pattern, rows)
     return _move(x, axis, "all_to_all", backward, src, dst, async_op=async_op)
@@ -254,7 +270,9 @@ def pad(
     pattern: str = "",
     rows: int = 1,
 ) -> Tensor | Pending:
-    """A value sharded along `dim` as a partial sum: each rank's shard, surrounded by zeros up to `size` elements."""
+    """A value sharded along `dim` as a partial sum: each rank's shard, padded with zeros to `size`
+    elements.
+    """
     return _move(x, axis, "pad", backward, src=_split(dim, size, pattern, rows))
 
 
@@ -292,7 +310,7 @@ def reshuffle(
     rows: int = 1,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """A value sharded along `dim` of `size` elements in one pattern, sharded in another."""
+    """A value sharded along `dim` of `size` elements, with its pattern changed."""
     src, dst = (_split(dim, size, pattern, rows) for pattern in (src_pattern, dst_pattern))
     return _move(x, axis, "reshuffle", backward, src, dst, async_op=async_op)
 
@@ -308,17 +326,19 @@ NODE_FUNCTIONS: dict[str, Callable[..., Tensor | Pending]] = {
     "reduce_scatter": reduce_scatter,
     "reshuffle": reshuffle,
 }
-"""Forward primitive -> the function whose calls are nodes of a rewritten program."""
+"""The node function for each forward primitive."""
 
 
 def make_transition(
     src: Layout, dst: Layout, sizes: Sequence[int | Node], rows: int | Node = 1
 ) -> tuple[Callable[..., Tensor | Pending], dict[str, Any]]:
-    """(function, keyword arguments) such that `function(x, axis, **arguments)` turns x laid out `src` over an axis into `dst`.
+    """(function, keyword arguments) such that `function(x, axis, **arguments)` changes the layout
+    of x on an axis from `src` to `dst`.
 
-    `sizes` is the shape of the tensor before the axis shards it, `rows` the number of batch rows in a dim that a pattern of rows shards.
-    Sizes of dims that the axis does not shard are not used; a size that depends on the batch is a graph node.  For `src == dst` the
-    function is an identity in both directions, which a rewrite leaves out.
+    `sizes` is the shape of the tensor before the axis shards it. `rows` is the number of batch rows
+    in a dim with a pattern of rows. Sizes of dims that the axis does not shard are ignored. A size
+    that depends on the batch is a graph node. For `src == dst` the function is an identity in both
+    directions.
 
     >>> make_transition(parse_layout("S(1)"), parse_layout("R/P"), (4, 10))
     (<function all_gather>, {'dim': 1, 'size': 10, 'backward': 'reduce_scatter'})

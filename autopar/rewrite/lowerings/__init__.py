@@ -1,1 +1,1 @@
-"""Ops that compute otherwise where they are sharded."""
+"""Lowerings: ops that compute differently when they are sharded."""

@@ -1,10 +1,14 @@
-"""Attention of some queries over some keys, and how the results over several sets of keys are merged.
+"""Attention of some queries over some keys (a block), and merging of results over several sets of
+keys.
 
-A block's result is exact attention over its own keys together with the log-sum-exp of its scores; two such results merge into that over
-both sets of keys (Rabe and Staats 2021, arXiv:2112.05682, section 2; Dao et al. 2022, arXiv:2205.14135, section 3.1).  Backward, the
-probabilities of a block are exp(scores - lse) with the log-sum-exp over *all* keys, so that every block's gradient is computed alone.
+A block's result is exact attention over its own keys, with the log-sum-exp of its scores. Two such
+results can be merged into the result over both sets of keys (Rabe and Staats 2021,
+arXiv:2112.05682, section 2; Dao et al. 2022, arXiv:2205.14135, section 3.1). In backward, the
+probabilities of a block are exp(scores - lse), with the log-sum-exp over *all* keys. The gradient
+of each block can therefore be computed separately.
 
-Shape letters: b batch, hq query heads, hkv key heads (hkv divides hq), s queries, t keys, d head dim, dv value dim.
+Shape letters: b batch, hq query heads, hkv key heads (hkv divides hq), s queries, t keys, d head
+dim, dv value dim.
 """
 
 from __future__ import annotations
@@ -18,14 +22,17 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 aten = torch.ops.aten
 
 _EFFICIENT_LSE_MULTIPLE = 32
-"""ATen's memory-efficient kernel pads the log-sum-exp to this many queries (kAlignLSE in mem_eff_attention/kernel_forward.h), with inf."""
+"""ATen's memory-efficient kernel pads the log-sum-exp with inf to a multiple of this many queries
+(kAlignLSE in mem_eff_attention/kernel_forward.h).
+"""
 
 
 class Operands(NamedTuple):
-    """What one block of attention computes: `query` (b, hq, s, d) over `key` and `value` (b, hkv, t, d | dv).
+    """The operands of one block: `query` (b, hq, s, d), `key` (b, hkv, t, d) and `value` (b, hkv,
+    t, dv).
 
-    `mask`, boolean or additive, broadcasts from 4 dims to (b, hq, s, t).  `is_causal` lets query i see the keys up to i (s == t, no mask).
-    Without a `scale` scores are divided by the root of d.
+    `mask`, boolean or additive, has 4 dims and broadcasts to (b, hq, s, t). With `is_causal`, query
+    i sees keys up to i (s == t, no mask). `scale=None` divides scores by the square root of d.
     """
 
     query: Tensor
@@ -73,8 +80,8 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value through one block.
 
-    `out` (b, hq, s, dv) and `lse` (b, hq, s) are the merged ones, over the keys of all blocks, as is `grad`, the gradient of `out`.  `lse`
-    is +inf for a query that sees no key at all, which makes its probabilities zero.
+    `out` (b, hq, s, dv), its gradient `grad` and `lse` (b, hq, s) are those merged over the keys of
+    all blocks. `lse` is +inf for a query that sees no key at all; its probabilities are then zero.
     """
     query, key, value, mask, is_causal, scale = operands
     kernel = _kernel(operands)
@@ -125,7 +132,9 @@ def _plain_backward(
 
 
 def _kernel(operands: Operands) -> str:
-    """Which implementation takes this block; the same one forward and backward, since they share the log-sum-exp."""
+    """The name of the implementation for this block. Forward and backward must use the same one,
+    since they share the log-sum-exp.
+    """
     query, key, value, mask, is_causal, _ = operands
     if query.device.type == "cpu":
         return "flash_cpu" if query.shape[3] == value.shape[3] else "plain"
@@ -145,7 +154,9 @@ def _kernel(operands: Operands) -> str:
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask as numbers to add to scores of queries of `dtype`; booleans need no precision, numbers that of the sum."""
+    """The mask as numbers to add to scores of queries with `dtype`. A boolean mask is converted to
+    `dtype`, an additive one to the accumulation dtype.
+    """
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.to(accumulation_dtype(dtype))
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
@@ -170,13 +181,14 @@ def _scores(operands: Operands) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which sums over keys are kept: fp64 of fp64, else fp32."""
+    """The dtype in which sums over keys are accumulated: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _per_key_head(x: Tensor, key: Tensor) -> Tensor:
-    """x (b, hq, s, n) as (b, hkv, hq / hkv * s, n): the queries of all heads that read one key head are rows of one matrix, so that
-    grouped heads need no repeated keys."""
+    """x (b, hq, s, n) as (b, hkv, hq / hkv * s, n). The queries of all heads that read one key head
+    become rows of one matrix, so grouped heads need no repeated keys.
+    """
     return x.reshape(x.shape[0], key.shape[1], x.shape[1] // key.shape[1] * x.shape[2], x.shape[3])
 
 
@@ -189,7 +201,7 @@ def _sum_heads(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class OnlineSoftmax:
-    """Attention over the keys seen so far; blocks are added in any order."""
+    """Attention accumulated over blocks of keys, which may be added in any order."""
 
     def __init__(self, query: Tensor, value_dim: int) -> None:
         self._dtype = query.dtype
@@ -198,7 +210,7 @@ class OnlineSoftmax:
         self._lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Attention of the queries `rows` over keys that they have not seen."""
+        """Merge the attention `out` of the queries `rows` over new keys, with its log-sum-exp."""
         old = self._lse[:, :, rows]
         merged = torch.logaddexp(old, lse)
         # no key seen yet: both weights are exp(-inf), not exp(nan)
@@ -208,5 +220,5 @@ class OnlineSoftmax:
         self._lse[:, :, rows] = merged
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(out, lse) as `block_backward` takes them: lse is +inf where no key was seen."""
+        """(out, lse) as `block_backward` needs them. lse is +inf where a query saw no key."""
         return self._out.to(self._dtype), self._lse.masked_fill(self._lse.isneginf(), torch.inf)

@@ -1,14 +1,16 @@
-"""Attention whose sequence is sharded over a mesh axis (context parallelism), by one of three methods.
+"""Attention whose sequence is sharded over a mesh axis (context parallelism), by one of three
+methods.
 
-    method    keys and values come     communication here                         source
-    gather    whole                    none (nodes before it gather)              Llama 3 (Dubey et al. 2024, arXiv:2407.21783, 3.3.2)
+    method    keys and values are      communication here                         source
+    gather    whole                    none (earlier nodes gather)                Llama 3 (Dubey et al. 2024, arXiv:2407.21783, 3.3.2)
     ring      sharded like the query   p - 1 hops forward, 2 p - 1 backward       Liu et al. 2023, arXiv:2310.01889
     ulysses   sharded like the query   4 all-to-alls each way                     Jacobs et al. 2023, arXiv:2309.14509
 
-A rank holds the positions `shard_extent` of the sequence or, in zigzag, chunks i and 2p-1-i of 2p: under a causal mask, every rank then
-has equal work (Llama 3, as above).
+A rank holds the positions `shard_extent` of the sequence or, with zigzag, chunks i and 2p-1-i of
+2p. Under a causal mask zigzag gives every rank equal work (Llama 3, as above).
 
-Shape letters: b batch, hq query heads, hkv key heads (hkv divides hq), s queries, t keys, d head dim, dv value dim, p ranks.
+Shape letters: b batch, hq query heads, hkv key heads (hkv divides hq), s queries, t keys, d head
+dim, dv value dim, p ranks.
 """
 
 from __future__ import annotations
@@ -54,17 +56,30 @@ def context_attention(
     scale: float | None = None,
     zigzag: bool = False,
 ) -> Tensor:
-    """Attention of this rank's queries over the whole sequence of `kv_seq` keys: (b, hq, s, dv), laid out like the query.
+    """Attention of this rank's queries over the whole sequence of `kv_seq` keys: (b, hq, s, dv),
+    sharded like the query.
 
-    query: (b, hq, s, d), this rank's shard of `seq` positions over `axis`; key: (b, hkv, t, d), value: (b, hkv, t, dv), whole (gather) or
-    sharded by the same pattern.  Query head i reads key head i // (hq / hkv).  Gradients are placed like the inputs; those of whole keys
-    and values are partial over the axis.
+    Query head i reads key head i // (hq / hkv). Gradients have the placements of the inputs; those
+    of whole keys and values are partial over the axis. The gradient of an additive mask is the
+    contribution of this rank's queries (gather) or heads (ulysses); ring has none.
 
-    mask: boolean (True: attend) or additive, up to 4 dims that broadcast to (b, hq, rows, kv_seq).  Its columns are whole and in natural
-    order; its rows are this rank's for gather and ring, whole for ulysses, or 1.  The gradient of an additive mask is what this rank's
-    queries (gather) or heads (ulysses) contribute; ring has none.  Together with `is_causal` both apply.
+    Args:
+        query: (b, hq, s, d), this rank's shard of `seq` positions over `axis`.
+        key: (b, hkv, t, d), whole (gather) or sharded like the query.
+        value: (b, hkv, t, dv), like the key.
+        axis: the mesh axis that shards the sequence.
+        method: 'gather', 'ring' or 'ulysses'.
+        seq: number of query positions on all ranks.
+        kv_seq: number of keys on all ranks.
+        mask: boolean (True: attend) or additive, up to 4 dims that broadcast to (b, hq, rows,
+            kv_seq). Columns are whole and in natural order. Rows are this rank's (gather, ring),
+            whole (ulysses), or 1.
+        is_causal: whether a causal mask applies, in addition to `mask`.
+        scale: factor on the scores; None divides by the square root of d.
+        zigzag: whether the sequence is sharded in zigzag order.
 
-    Raises ValueError if a shape or option does not fit.
+    Raises:
+        ValueError: a shape or option does not fit.
     """
     group = axis_group(axis)
     operands = Operands(query, key, value, mask, is_causal, scale)
@@ -101,7 +116,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def _spans(size: int, group: AxisGroup, index: int, zigzag: bool) -> Spans:
-    """The positions that rank `index` holds, ascending."""
+    """The positions that rank `index` of the group holds, ascending."""
     if not zigzag:
         return (shard_extent(size, group.size, index),)
     chunk = size // (2 * group.size)
@@ -157,7 +172,9 @@ def _check(
 
 
 def _and_causal(mask: Tensor, rows: Spans) -> Tensor:
-    """The mask (.., s or 1, kv_seq), without the keys after each query; query positions are `rows`."""
+    """The mask (.., s or 1, kv_seq) combined with the causal mask for queries at positions
+    `rows`.
+    """
     positions = torch.cat(
         [torch.arange(start, start + length, device=mask.device) for start, length in rows]
     )
@@ -183,8 +200,9 @@ def _whole_attention(operands: Operands) -> Tensor:
 
 
 def _no_heads(operands: Operands) -> Tensor:
-    """The result where tensor parallelism leaves this rank no query head.  Nor has any rank of the context group one, so that nobody sends
-    anything.  Gradients are zero, not absent."""
+    """The result if tensor parallelism leaves this rank no query head. No rank of the context group
+    has one then, so nothing is sent. Gradients are zero instead of missing.
+    """
     query, value = operands.query, operands.value
     leaves = [x.sum() for x in operands[:4] if x is not None and x.requires_grad]
     out = query.new_zeros((*query.shape[:3], value.shape[3]))
@@ -197,7 +215,9 @@ def _no_heads(operands: Operands) -> Tensor:
 def _ulysses(
     operands: Operands, axis: str, group: AxisGroup, seq: int, kv_seq: int, zigzag: bool
 ) -> Tensor:
-    """From shards of the sequence to shards of the heads, attention over the whole sequence, and back."""
+    """The ulysses method: all-to-all from sequence shards to head shards, attention over the whole
+    sequence, and back.
+    """
     query, key, value, mask, *_ = operands
     heads, kv_heads, ranks = query.shape[1], key.shape[1], group.size
     # the fewest that give every rank equally many; divides hq / hkv, since p divides hq
@@ -225,7 +245,7 @@ def _ulysses(
 
 
 def _reordered(x: Tensor, order: list[int]) -> Tensor:
-    """The chunks of the sequence dim, chunk order[0] first."""
+    """x with the chunks of its sequence dim in the order `order`."""
     chunks = x.chunk(len(order), 2)
     return torch.cat([chunks[chunk] for chunk in order], 2)
 
@@ -234,7 +254,9 @@ def _reordered(x: Tensor, order: list[int]) -> Tensor:
 
 
 class _Block(NamedTuple):
-    """Work of one kernel: which of the rank's queries, over which of the keys at hand."""
+    """The work of one kernel: which of the rank's queries (rows), over which of the present keys
+    (columns).
+    """
 
     rows: slice
     columns: slice
@@ -242,7 +264,9 @@ class _Block(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The keys at hand: how many, their positions, and what to compute with them."""
+    """One step of a schedule: how many keys are present, their positions, and the blocks to
+    compute.
+    """
 
     keys: int
     columns: Spans
@@ -251,14 +275,18 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Schedule:
-    """One step for each shard of the keys, in order of arrival; `ring` is None if all keys are at hand."""
+    """The steps of attention: one for each shard of the keys, in order of arrival. `ring` is None
+    if all keys are present.
+    """
 
     ring: AxisGroup | None
     steps: tuple[_Step, ...]
 
 
 def _causal_blocks(rows: Spans) -> tuple[_Block, ...]:
-    """Queries at positions `rows` over whole keys: all keys before each run of queries, and the triangle of the run itself."""
+    """Blocks for queries at positions `rows` over whole keys under a causal mask: all keys before
+    each run of queries, and the triangle of the run itself.
+    """
     blocks, done = [], 0
     for start, length in rows:
         here = slice(done, done + length)
@@ -271,10 +299,12 @@ def _causal_blocks(rows: Spans) -> tuple[_Block, ...]:
 def _ring_blocks(
     queries: int, keys: int, index: int, source: int, is_causal: bool, zigzag: bool
 ) -> tuple[_Block, ...]:
-    """This rank's `queries` over the `keys` of rank `source`, without those that a causal mask hides altogether.
+    """Blocks for this rank's `queries` over the `keys` of rank `source`, without those that a
+    causal mask hides completely.
 
-    In zigzag rank i has chunks i and 2p-1-i.  The keys of a rank before this one: its first chunk precedes both chunks of queries, its
-    second follows both.  The keys of a rank after this one: both chunks lie between the two chunks of queries.
+    In zigzag order rank i has chunks i and 2p-1-i. For an earlier rank, its first chunk of keys
+    precedes both chunks of queries, and its second follows both. For a later rank, both chunks of
+    keys lie between the two chunks of queries.
     """
     rows, columns = slice(0, queries), slice(0, keys)
     if is_causal and source != index:
@@ -292,7 +322,9 @@ def _not_empty(blocks: list[_Block]) -> tuple[_Block, ...]:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Attention block by block, over keys at hand or coming round a ring.  Keeps only its inputs, the result and its log-sum-exp."""
+    """An autograd function: attention block by block, over keys that are present or arrive in a
+    ring. It keeps only its inputs, the result and the log-sum-exp.
+    """
 
     @staticmethod
     def forward(
@@ -353,8 +385,9 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _part(whole: Operands, block: _Block, step: _Step) -> Operands:
-    """What one block reads of the operands of its step: of the mask (.., s or 1, kv_seq), which has the causal one in it, its rows and the
-    positions of its keys."""
+    """The operands of one block of a step. Of the mask (.., s or 1, kv_seq), which includes the
+    causal mask, it takes the block's rows and the positions of its keys.
+    """
     query, keys, values, mask, is_causal, _ = whole
     if mask is not None:
         mask = mask[:, :, block.rows] if mask.shape[2] > 1 else mask
@@ -372,7 +405,9 @@ def _part(whole: Operands, block: _Block, step: _Step) -> Operands:
 def _visiting(
     schedule: _Schedule, key: Tensor, value: Tensor
 ) -> Iterator[tuple[_Step, Tensor, Tensor]]:
-    """(step, keys, values) for each step; while the caller computes with them, they travel on and the next ones arrive."""
+    """(step, keys, values) for each step. While the caller computes, the keys and values move to
+    the next rank, and the next ones arrive.
+    """
     steps, ring, keys, values, packed = schedule.steps, schedule.ring, key, value, None
     for number, step in enumerate(steps):
         if ring is None or number + 1 == len(steps):
@@ -389,7 +424,7 @@ def _visiting(
 
 
 def _packed_size(key: Tensor, value: Tensor, keys: int) -> int:
-    """Elements of one message: `keys` keys and values of all heads."""
+    """Number of elements in one message: `keys` keys and values of all heads."""
     return key.shape[0] * key.shape[1] * keys * (key.shape[3] + value.shape[3])
 
 
@@ -402,7 +437,8 @@ def _unpack(packed: Tensor, key: Tensor, value: Tensor, keys: int) -> tuple[Tens
 def _exchange(ring: AxisGroup, outgoing: Tensor, incoming: Tensor, tag: int) -> list[dist.Work]:
     """Start sending `outgoing` to the next rank and receiving `incoming` from the previous one.
 
-    Keys and gradients have tags of their own, since both are under way at once.  An empty shard is not sent; its receiver knows.
+    Keys and gradients use different tags, since both may be in transit at once. An empty shard is
+    not sent, and its receiver does not wait.
     """
     if ring.group_name is None or outgoing.is_meta or isinstance(outgoing, FakeTensor):
         incoming.zero_()

@@ -1,14 +1,16 @@
-"""Dropout whose masks depend on what is dropped, not on who computes it.
+"""Dropout with masks that depend on the element, not on the rank that computes it.
 
-Whether an element is kept is a hash of (the engine's seed, the step, the call, the element's index in the whole step's tensor), so that
-any sharding, any number of micro-batches and any recomputation draw the mask that one device draws.  The hash is Philox-4x32-10, the
-counter-based generator of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), here in plain integer
-arithmetic: the same bits on every device and for every dtype.
+Whether an element is kept is a hash of the engine's seed, the step, the call, and the element's
+index in the whole step's tensor. Any sharding, number of micro-batches or recomputation therefore
+draws the same mask as one device. The hash is Philox-4x32-10, the counter-based generator of
+Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). It runs in
+integer arithmetic, so its bits are the same on every device and for every dtype.
 
-What changes from call to call travels as data, in one small int64 tensor on the CPU, the program's input `NOISE`:
-`(seed, step, segment, first row, rows per rank)`.  Rows are counted in the whole step: row r of a micro-batch that starts at `first row` of
-this rank's share is row `rank * rows per rank + first row + r`.  A value without a batch dim has one mask in all micro-batches of a step,
-as it has on one device that runs the step as one batch.
+Values that change between calls are data: the program's input `NOISE`, a small int64 tensor on the
+CPU, `(seed, step, segment, first row, rows per rank)`. Rows are counted in the whole step. Row r of
+a micro-batch that starts at `first row` of this rank's share is row `rank * rows per rank + first
+row + r`. A value without a batch dim has one mask in all micro-batches of a step, as on one device
+that runs the step as one batch.
 """
 
 from __future__ import annotations
@@ -29,14 +31,18 @@ from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 
 NOISE = "dropout_noise"
-"""Name of the input of programs and segments that drop: see the module."""
+"""Name of the noise input of programs and segments with dropout; see the module docstring."""
 
 NOISE_LENGTH = 5
 CHUNK = 2**18
-"""Elements hashed at a time, which bounds the integers held while a mask is made to some MB; 2**16 to 2**18 were the fastest on a CPU."""
+"""Number of elements hashed at a time. It limits the integers in memory while a mask is computed to
+some MB; 2**16 to 2**18 were the fastest on a CPU.
+"""
 
 Position = Tensor | int | None
-"""Which indices of a whole dim a rank holds, in its order: all (None), consecutive ones from a start, or those of a 1-D int64 tensor."""
+"""The indices of a whole dim that a rank holds, in its order: all (None), consecutive ones from a
+start (int), or those in a 1-D int64 tensor.
+"""
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # Salmon et al. 2011, section 4.3, and Random123's philox.h
@@ -46,7 +52,9 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(counter: Sequence[Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
-    """Philox-4x32-10: four 32-bit words from a counter of four and a key of two.  Words of the counter are ints or int64 tensors."""
+    """The hash Philox-4x32-10: four 32-bit words from a counter of four words and a key of two.
+    Counter words are ints or int64 tensors.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -70,11 +78,12 @@ def keep_mask(
     sizes: Sequence[int | None],
     device: torch.device,
 ) -> Tensor:
-    """Which elements of the local `shape` survive, each with probability 1 - p.
+    """A boolean mask of `shape` whose elements are True with probability 1 - p.
 
-    `positions[d]` says which indices along dim d of the whole tensor this rank holds; `sizes[d]` is the whole dim's size, or None for a
-    dim that grows with the batch (at most two), whose index is hashed apart.  One hash gives four words, for four neighbours along the
-    last dim that has a size: that is why whole dims and shards that begin at a multiple of four are cheapest.
+    `positions[d]` says which indices along dim d of the whole tensor this rank holds. `sizes[d]` is
+    the size of the whole dim. It is None for a dim that grows with the batch (at most two), whose
+    index is hashed separately. One hash gives four words, for four neighbours along the last dim
+    with a size. Whole dims, and shards that begin at a multiple of four, are therefore cheapest.
     """
     if len(rows := [d for d, size in enumerate(sizes) if size is None]) > 2:
         raise ValueError(
@@ -111,7 +120,9 @@ def keep_mask(
 def _counter(
     index: list[Tensor], sizes: Sequence[int | None], last: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox' counter of every element from its `index` along each dim; that along dim `last` counts four elements at a time."""
+    """Philox's counter for every element, from its `index` along each dim. The index along dim
+    `last` counts groups of four elements.
+    """
     element = torch.zeros([1] * len(index), dtype=torch.int64, device=device)
     stride, rows = 1, []
     for dim in reversed(range(len(index))):
@@ -131,9 +142,11 @@ def counter_dropout(
     positions: Sequence[Position],
     sizes: Sequence[int | None],
 ) -> Tensor:
-    """x with each element kept with probability 1 - p and scaled by 1 / (1 - p), zero elsewhere.  Backward keeps one bool an element.
+    """x with each element kept with probability 1 - p and scaled by 1 / (1 - p); zero elsewhere.
+    Backward keeps one bool per element.
 
-    `key` names the draw; `positions` and `sizes` say which part of the whole x is: see `keep_mask`.
+    `key` identifies the draw. `positions` and `sizes` say which part of the whole tensor x is; see
+    `keep_mask`.
     """
     if p <= 0:
         return x
@@ -171,12 +184,14 @@ def _chunked(
 
 
 def step_noise(seed: int, step: int, first_row: int, rows: int) -> Tensor:
-    """The program's input NOISE for one micro-batch, which starts at row `first_row` of the `rows` that each data-parallel rank has."""
+    """The program's input NOISE for one micro-batch, which starts at row `first_row` of the `rows`
+    rows of each data-parallel rank.
+    """
     return torch.tensor([seed % 2**63, step, 0, first_row, rows], dtype=torch.int64)
 
 
 def segment_noise(noise: Tensor, segment: int) -> Tensor:
-    """The noise of one segment: segments of one class share their graph and must not share masks."""
+    """The noise of one segment. Segments of one class share a graph but must not share masks."""
     own = noise.clone()
     own[2] = segment
     return own
@@ -200,7 +215,9 @@ def dropout(
     positions: Sequence[Position],
     sizes: Sequence[int | None],
 ) -> Tensor:
-    """What aten::dropout becomes."""
+    """x with dropout applied: the replacement of aten::dropout. `call` is the number of the dropout
+    call in its segment.
+    """
     return counter_dropout(x, p, call_key(noise, call), positions, sizes)
 
 
@@ -217,10 +234,12 @@ def attention_with_dropout(
     positions: Sequence[Position],
     sizes: Sequence[int | None],
 ) -> Tensor:
-    """What scaled_dot_product_attention with dropout becomes: probabilities are made whole, dropped and applied.
+    """Attention with dropout, the replacement of scaled_dot_product_attention: the probabilities
+    are materialized, dropped and applied.
 
-    q: (.., h, s, d); k: (.., g, t, d); v: (.., g, t, e), where g divides h; mask: broadcastable to (.., h, s, t), bool (True takes part) or
-    added; `positions` and `sizes` are those of the probabilities (.., h, s, t).  Rows that may attend to nothing give zeros.
+    q is (.., h, s, d), k (.., g, t, d) and v (.., g, t, e), where g divides h. `mask` broadcasts to
+    (.., h, s, t); it is boolean (True: attend) or additive. `positions` and `sizes` are those of
+    the probabilities (.., h, s, t). Queries that may not attend to any key give zeros.
     """
     if q.dim() > 2 and k.shape[-3] != q.shape[-3] and k.shape[-3] > 1:
         k, v = (t.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for t in (k, v))
@@ -240,7 +259,9 @@ def attention_with_dropout(
 
 
 Splits = Sequence[tuple[int, int, str]]
-"""(ranks, this rank, pattern) of the axes that shard one dim, outermost first."""
+"""(number of ranks, this rank's index, pattern) for each axis that shards one dim, outermost
+first.
+"""
 
 
 def held_indices(size: int, splits: Splits) -> Tensor:
@@ -254,9 +275,10 @@ def held_indices(size: int, splits: Splits) -> Tensor:
 def row_positions(
     x: Tensor, dim: int, noise: Tensor, per_row: int, ranks: Sequence[int], splits: Splits
 ) -> Tensor:
-    """Indices in the whole step of a dim that has `per_row` entries a batch row, of which this rank holds those that `splits` leave.
+    """Indices in the whole step of a dim with `per_row` entries per batch row. This rank holds the
+    entries that `splits` select.
 
-    The rows are those of the micro-batches of the data-parallel `ranks`, one after the other.
+    The rows are those of the micro-batches of the data-parallel `ranks`, one rank after the other.
     """
     if x.is_meta:
         return torch.empty(x.shape[dim], dtype=torch.int64, device=x.device)
@@ -269,7 +291,9 @@ def row_positions(
 
 
 def other_positions(x: Tensor, dim: int, noise: Tensor, index: int) -> Tensor:
-    """Indices of a dim that depends on the batch but holds no whole number of entries a row: the micro-batch is hashed with the index."""
+    """Indices of a dim whose size depends on the batch but is not a whole number of entries per
+    row. They include the micro-batch, so that each has its own mask.
+    """
     if x.is_meta:
         return torch.empty(x.shape[dim], dtype=torch.int64, device=x.device)
     first = x.shape[dim] * max(index, 0) + (noise.tolist()[3] << 32)
@@ -282,10 +306,12 @@ def other_positions(x: Tensor, dim: int, noise: Tensor, index: int) -> Tensor:
 def local_positions(
     dim: int, size: Any, layouts: Layouts, sizes: LocalSizes, source: Node, noise: Node
 ) -> tuple[Node | int | None, int | None]:
-    """(position, whole size) of one dim of a value laid out `layouts`, as `counter_dropout` takes them; new nodes are appended.
+    """(position, whole size) of one dim of a value with these layouts, as `counter_dropout` needs
+    them. New nodes are appended to the graph.
 
-    `size` is the whole dim's size; `source` a local value with the same extent along `dim`.  Every way in which a rank can hold a part of
-    a dim must be known here: shards in any pattern, nested in the order of the mesh's axes, and rows over the batch axes.
+    `size` is the size of the whole dim; `source` is a local value with the same extent along `dim`.
+    This function must know every way in which a rank can hold part of a dim: shards with any
+    pattern, nested in the order of the mesh's axes, and rows over the batch axes.
     """
     mesh = sizes.mesh
     splits = {
@@ -322,7 +348,9 @@ def local_positions(
 def lower_draw(
     node: Node, args: tuple, sizes: LocalSizes, result: Layouts, noise: Node, call: int
 ) -> tuple[Any, tuple, dict]:
-    """(target, args, kwargs) of a call that drops.  `args` name local values; `result` is the layout of what it returns."""
+    """(target, args, kwargs) of the node that replaces a call with dropout. `args` name local
+    values; `result` has the layouts of the call's result.
+    """
     out, call_of = node.meta["val"], Call(node)
     if op_name(node) == "aten::dropout":
         found = [

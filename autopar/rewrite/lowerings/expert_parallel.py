@@ -1,14 +1,15 @@
-"""Expert parallelism: routed experts whose tokens and whose experts are sharded over one mesh axis.
+"""Expert parallelism: routed experts with tokens and experts sharded over one mesh axis.
 
-Every rank holds some tokens and some experts.  It sends each choice of its tokens, as a row, to the rank of the expert, multiplies the
-rows it received, and sends them back (GShard, Lepikhin et al. 2020, arXiv:2006.16668, section 3.2; without padding to a capacity, as in
-Gale et al. 2022, arXiv:2211.15841).  How many rows travel depends on the routing: the ranks tell each other first, and the host reads
-the numbers once.
+Every rank holds some tokens and some experts. It sends each choice of its tokens, as a row, to the
+rank of the expert, multiplies the rows that it receives, and sends them back (GShard, Lepikhin et
+al. 2020, arXiv:2006.16668, section 3.2). Rows are not padded to a capacity, as in Gale et al. 2022,
+arXiv:2211.15841. The number of rows depends on the routing: ranks exchange the counts first, and
+the host reads them once.
 
     x --index_select--> rows by expert --exchange--> rows by sender --index_select--> rows by expert --expert_mlp--> ... and back
 
-The gradient of an exchange is the exchange back.  Every token reaches its experts, so that their gradients are sums over the tokens of
-all ranks of the axis, complete where they are.
+The gradient of an exchange is the reverse exchange. Every token reaches its experts, so the
+gradients of experts are sums over the tokens of all ranks of the axis, and complete on their rank.
 """
 
 from __future__ import annotations
@@ -47,13 +48,17 @@ def expert_parallel(
     experts: int,
     capacity_factor: float = 0.0,
 ) -> Tensor:
-    """`routed_experts` of this rank's tokens, by the experts of all ranks of `axis`: (T, H) -> (T, H).
+    """`routed_experts` for this rank's tokens, by the experts of all ranks of `axis`: (T, H) -> (T,
+    H).
 
-    x (T, H), index (T, K) and weights (T, K) are this rank's tokens, any number; index counts all `experts`.  up, down and their biases
-    hold this rank's experts, `shard_extent(experts, group size, coordinate)`, possibly none; shapes and `activation` are those of
-    `routed_experts`.  The result and the gradients of x and weights are those of the whole run, rows of this rank's tokens; the
-    gradients of the experts' tensors are complete.  A capacity is counted over the tokens of each rank by itself: ceil(capacity_factor
-    T K / experts) choices of an expert by one rank.  Every rank of the axis must call, and run backward if one does.
+    x (T, H), index (T, K) and weights (T, K) are this rank's tokens, any number of them; `index`
+    counts all `experts`. up, down and their biases hold this rank's experts, `shard_extent(experts,
+    group size, coordinate)`, perhaps none. Shapes and `activation` are those of `routed_experts`.
+
+    The result and the gradients of x and weights are this rank's rows of the unsharded ones.
+    Gradients of the experts' tensors are complete. A capacity applies to the tokens of each rank
+    separately: ceil(capacity_factor T K / experts) choices of an expert by one rank. Every rank of
+    the axis must call this function, and all run backward if one does.
     """
     group = axis_group(axis)
     mlp = (up, up_bias, down, down_bias, activation, transposed)
@@ -86,8 +91,10 @@ def expert_parallel(
 def _exchange_counts(
     counts: Tensor, local: int, group: AxisGroup
 ) -> tuple[Tensor, list[int], list[int]]:
-    """From this rank's rows of each expert (experts,): the rows to come by sender and local expert (p, local), and the numbers of rows
-    to send to, and to receive from, each rank."""
+    """From the number of this rank's rows for each expert (experts,): the numbers of rows to
+    receive by sender and local expert (p, local), the rows to send to each rank, and the rows to
+    receive from each rank.
+    """
     owned = [shard_extent(counts.shape[0], group.size, rank)[1] for rank in range(group.size)]
     coming = _all_to_all(counts, owned, [local] * group.size, group).view(group.size, local)
     send = torch.stack([part.sum() for part in counts.split(owned)])
@@ -97,8 +104,10 @@ def _exchange_counts(
 
 
 def _expert_of_rows(counts: Tensor, rows: int) -> Tensor:
-    """(rows, 1): the local expert of each row that arrived, which come by sender and then by expert, as many as counts (p, local) says.
-    Rows that it does not count, as in a simulated group, have no expert."""
+    """(rows, 1): the local expert of each received row. Rows are sorted by sender and then by
+    expert, with the numbers in `counts` (p, local). Rows beyond these, as in a simulated group,
+    get no expert.
+    """
     senders, local = counts.shape
     ends = counts.reshape(-1).cumsum(0)
     cell = torch.searchsorted(ends, torch.arange(rows, device=counts.device), right=True)
@@ -106,7 +115,9 @@ def _expert_of_rows(counts: Tensor, rows: int) -> Tensor:
 
 
 def _exchange(rows: Tensor, send: list[int], receive: list[int], group: AxisGroup) -> Tensor:
-    """Rows (sum of send, H), in order of their destination -> rows (sum of receive, H), in order of their source; differentiable."""
+    """Rows (sum of receive, H) sorted by source, exchanged for rows (sum of send, H) sorted by
+    destination. Differentiable.
+    """
     return _Exchange.apply(rows, send, receive, group)
 
 
@@ -125,7 +136,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: AxisGroup) -> Tensor:
-    """Slices of dim 0, one to each rank; zeros of the right shape in a simulated group."""
+    """An all-to-all of slices of dim 0, one for each rank. In a simulated group it returns zeros of
+    the right shape.
+    """
     if group.simulate:
         return x.new_zeros(sum(receive), *x.shape[1:])
     with named("all_to_all over", group.name):

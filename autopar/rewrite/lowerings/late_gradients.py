@@ -1,4 +1,5 @@
-"""A linear layer whose weight gradient waits while the gradient of its input travels.
+"""A linear layer that computes the gradient of its weight while the gradient of its input is
+communicated.
 
     pending = all_gather(x, "tp", ..., async_op=True)          backward runs from here upwards:
     late = late_gradient(weight)                                 4. wait for the gradient of x
@@ -6,8 +7,9 @@
                                                                  2. start the collective of the gradient of x
                                                                  1. the gradient of the linear's input
 
-Autograd runs what is ready in the reverse order of creation, so where `late_gradient` is called says when the weight's gradient is
-computed.  Megatron-LM does the same inside one layer (Narayanan et al., SC 2021, and its `linear_with_grad_accumulation`).
+Autograd runs ready nodes in the reverse order of their creation. The place of the call of
+`late_gradient` therefore decides when the weight's gradient is computed. Megatron-LM does the same
+inside one layer (Narayanan et al., SC 2021, and its `linear_with_grad_accumulation`).
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(slots=True)
 class _Handle:
-    """What computes the weight's gradient, once the gradient of the result is known."""
+    """A function that computes the weight's gradient, once the gradient of the result is known."""
 
     compute: Callable[[], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LateGradient:
-    """The way of a weight's gradient: `token` is an empty tensor that leads to the weight.  Nothing, where the gradient goes as usual."""
+    """The path of a weight's gradient. `token` is an empty tensor through which autograd reaches
+    the weight. It is empty if autograd computes the gradient as usual.
+    """
 
     token: Tensor | None = None
     handle: _Handle | None = None
@@ -90,7 +94,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether autograd as it is does it: a compiler orders backward itself, and autocast keeps its own casts of the operands."""
+    """Whether plain autograd must be used: a compiler orders backward itself, and autocast casts
+    operands itself.
+    """
     device = weight.device.type
     return torch.compiler.is_compiling() or (
         torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -98,7 +104,7 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def late_gradient(weight: Tensor) -> LateGradient:
-    """The gradient of `weight` will be computed where, going backward, this call is reached."""
+    """A path for the gradient of `weight`, which is computed when backward reaches this call."""
     if _is_plain(weight):
         return LateGradient()
     handle = _Handle()
@@ -112,9 +118,10 @@ def late_linear(
     bias: Tensor | None = None,
     transposed: bool = False,
 ) -> Tensor:
-    """x (..., in) times the transpose of weight (out, in), plus bias (out); the weight's gradient goes the way of `late`.
+    """x (..., in) times the transpose of weight (out, in), plus bias (out). The weight's gradient
+    is computed by `late`.
 
-    A `transposed` weight is (in, out).
+    If `transposed`, the weight is (in, out).
     """
     if late.token is None or _is_plain(weight):
         return torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)

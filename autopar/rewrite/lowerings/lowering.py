@@ -1,7 +1,7 @@
-"""Lowering of single ops: what a call becomes when its operands and results are shards.
+"""Lowers single ops: the call that replaces an op whose operands and results are shards.
 
-Most ops run unchanged on local tensors.  Here are those that name sizes in their arguments, and those whose sharding needs a
-program of its own (vocabulary, context and expert parallelism).
+Most ops run unchanged on local tensors. This module handles ops with sizes in their arguments, and
+ops whose sharded form is a special function (vocabulary, context and expert parallelism).
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 aten = torch.ops.aten
 
 Lowered = tuple[Any, tuple, dict]
-"""Function, positional and keyword arguments of the node that replaces a call."""
+"""Function, positional arguments and keyword arguments of the node that replaces a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What lowering a call may look at: the call over whole tensors, the plan's choice on each axis, and this rank's sizes and device;
-    `noise`, for a call that drops, is the segment's noise and the call's number."""
+    """The input for lowering a call: the call over whole tensors, the plan's choice on each axis,
+    this rank's sizes and device. For a call with dropout, `noise` is the segment's noise node
+    and the call's number.
+    """
 
     node: Node
     choices: dict[str, AxisChoice]
@@ -44,23 +46,23 @@ class Lowering:
 
     @property
     def result(self) -> Layouts:
-        """Layouts of the first result."""
+        """The layouts of the first result."""
         return {axis: choice.outputs[0] for axis, choice in self.choices.items()}
 
     def operand(self, i: int) -> Layouts:
-        """Layouts of operand i."""
+        """The layouts of operand `i`."""
         return {axis: choice.inputs[i] for axis, choice in self.choices.items()}
 
     @property
     def special(self) -> dict[str, str]:
-        """The special lowerings that the choices need, and on which axis: name -> axis."""
+        """The special lowerings that the choices need: name -> axis."""
         dims = op_dims(self.node)
         named = {lowering_of(dims, x.strategy): axis for axis, x in self.choices.items()}
         return {name: axis for name, axis in named.items() if name}
 
 
 def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
-    """The call on this rank.  `args` and `kwargs` already name local values."""
+    """The call that this rank runs. `args` and `kwargs` already contain local values."""
     node, sizes, special = op.node, op.sizes, op.special
     name, asked = sparse_argument(node)
     if asked:
@@ -89,7 +91,7 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
 
 
 def _local_sections(op: Lowering) -> list:
-    """The sizes of a split's parts on this rank."""
+    """The sizes of the parts of a split on this rank."""
     dim = Call(op.node).dim(default=0)
     sections = []
     for k, part in enumerate(Call(op.node).results):
@@ -99,7 +101,9 @@ def _local_sections(op: Lowering) -> list:
 
 
 def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:
-    """Local sizes for reshape and expand; the one dim that follows the batch is written -1 where that is unambiguous."""
+    """The shape argument of reshape and expand on this rank. The one dim that depends on the batch
+    becomes -1 if that is unambiguous.
+    """
     val, source = node.meta["val"], Call(node).tensors[0]
     symbolic = [d for d, s in enumerate(val.shape) if is_symbolic(s)]
     if node.target is aten.expand.default:
@@ -117,7 +121,7 @@ def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:
 
 
 def whole_sizes(value: Any, sizes: LocalSizes) -> Any:
-    """Arguments with sizes that depend on the batch replaced by nodes that compute them."""
+    """An argument with batch-dependent sizes replaced by nodes that compute them."""
     if isinstance(value, (list, tuple)):
         return type(value)(whole_sizes(v, sizes) for v in value)
     if isinstance(value, dict):
@@ -143,7 +147,7 @@ def _cross_entropy(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
 
 
 def _local_groups(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
-    """The op is told how many of its channel groups this rank holds."""
+    """The call with its number of channel groups replaced by the number on this rank."""
     name = "groups" if "groups" in argument_names(op.node) else "num_groups"
     over = [axis for axis, choice in op.choices.items() if choice.strategy == "g"]
     parts = prod(op.sizes.mesh.size(axis) for axis in over)
@@ -151,7 +155,9 @@ def _local_groups(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
 
 
 def _replaced(node: Node, args: tuple, kwargs: dict, name: str, value: Any) -> tuple[tuple, dict]:
-    """The arguments with another value for the one that the schema calls `name`, which is passed by position or keyword."""
+    """The arguments with another value for the one that the schema calls `name`, whether it was
+    passed by position or keyword.
+    """
     position = argument_names(node).index(name)
     if name in kwargs:
         return args, kwargs | {name: value}
@@ -172,7 +178,9 @@ _CONTEXT = {"context_gather": "gather", "ring": "ring", "ulysses": "ulysses"}
 
 
 def _attention(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
-    """Query heads without their key heads pick them first; then the attention itself, over this rank's positions or whole."""
+    """The lowered attention call. If this rank's query heads need a selection of key heads, nodes
+    for that come first. The attention runs over this rank's positions, or whole.
+    """
     call, special = Call(op.node), op.special
     query, key, value, *rest = args
     if "grouped_heads" in special:
@@ -199,7 +207,9 @@ def _attention(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
 
 
 def _experts(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
-    """Arguments by position, as the op's schema has them; then the axis and the number of all experts."""
+    """The lowered call of routed experts: the op's arguments in the order of its schema, then the
+    axis and the total number of experts.
+    """
     schema = argument_names(op.node)
     given = dict(zip(schema, args, strict=False)) | kwargs
     capacity = {"capacity_factor": given["capacity_factor"]} if given.get("capacity_factor") else {}

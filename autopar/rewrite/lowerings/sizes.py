@@ -1,4 +1,4 @@
-"""Sizes on one rank: static sizes as numbers, sizes that depend on the batch as nodes of the graph."""
+"""Sizes on one rank: fixed sizes as numbers, batch-dependent sizes as graph nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.ir.sharding import Layout, local_extent
 from autopar.ops.dims import is_symbolic
 
 Layouts = dict[str, Layout]
-"""The layout of one value on each axis larger than 1."""
+"""The layout of one value on each axis with more than one rank."""
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -32,14 +32,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("FloorDiv", "CleanDiv"), operator.floordiv),
     **dict.fromkeys(("Mod", "PythonMod"), operator.mod),
 }
-"""What computes each kind of sympy expression, of two operands; sums, products, maxima and minima may have more."""
+"""The function that computes each kind of sympy expression. Sums, products, maxima and minima may
+have more than two operands.
+"""
 
 
 class LocalSizes:
-    """Turns whole sizes into this rank's sizes inside one segment's graph.
+    """Converts whole sizes to this rank's sizes inside one segment's graph.
 
-    The local batch size is read from the first segment input with a dim that is a multiple of it.  The batch of the whole
-    micro-batch is that times the ranks over which that input is sharded, because every data-parallel rank holds the same number of rows.
+    The local batch size is read from the first segment input that has a dim with a multiple of it.
+    The batch of the whole micro-batch is that times the ranks that shard this input, because every
+    data-parallel rank has the same number of rows.
     """
 
     def __init__(self, graph: Graph, mesh: MeshShape, coordinates: dict[str, int]) -> None:
@@ -49,7 +52,9 @@ class LocalSizes:
         self._nodes: dict[str, Node] = {}
 
     def offer(self, placeholder: Node, tensor: torch.Tensor, layouts: Layouts) -> None:
-        """Remember a segment input from which the batch size can be read."""
+        """Use a segment input as the source of the batch size, if there is none yet and it has a
+        suitable dim.
+        """
         if self._source is not None:
             return
         for dim, size in enumerate(tensor.shape):
@@ -60,12 +65,16 @@ class LocalSizes:
                 return
 
     def _parts(self, dim: int, layouts: Layouts, rows: bool) -> int:
-        """Over how many ranks the batch in a dim is split or, with `rows`, what is flattened with it."""
+        """The number of ranks over which the batch in a dim is split; with `rows`, over which the
+        part flattened with it is split.
+        """
         splits = [axis for axis, x in layouts.items() if (x.dim, x.pattern.rows) == (dim, rows)]
         return prod(self.mesh.size(axis) for axis in splits)
 
     def rows(self, layouts: Layouts) -> int | Node:
-        """The batch rows on this rank of a value whose batch, flattened with something else, is laid out `layouts`."""
+        """The number of batch rows on this rank, for a value whose batch is flattened with
+        something else and has these layouts.
+        """
         dims = {x.dim for x in layouts.values() if x.pattern.rows}
         if not dims:
             return 1
@@ -77,7 +86,7 @@ class LocalSizes:
         return self._emit(size, 1)
 
     def local(self, size: Any, dim: int, layouts: Layouts) -> int | Node:
-        """The size of `dim` on this rank of a value laid out `layouts`."""
+        """The size of `dim` on this rank, for a value with these layouts."""
         if is_symbolic(size):
             parts = prod(self._parts(dim, layouts, rows) for rows in (False, True))
             return self._emit(size, parts)
@@ -89,7 +98,7 @@ class LocalSizes:
         return int(size)
 
     def shape(self, tensor: torch.Tensor, layouts: Layouts) -> list[int | Node]:
-        """This rank's shape of a value."""
+        """The shape of a value on this rank."""
         return [self.local(size, dim, layouts) for dim, size in enumerate(tensor.shape)]
 
     def _batch(self) -> Node:
@@ -113,7 +122,7 @@ class LocalSizes:
         return self._build(sympy.simplify(expr / parts) if isinstance(size, torch.SymInt) else expr)
 
     def _whole_rows(self) -> Any:
-        """The rows of the whole micro-batch, in terms of the local ones."""
+        """The rows of the whole micro-batch as an expression in the local rows."""
         batch = sympy.Symbol("batch", positive=True, integer=True)
         return batch * (self._source[3] if self._source is not None else 1)
 

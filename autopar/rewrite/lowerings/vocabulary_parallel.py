@@ -1,6 +1,7 @@
-"""Ops that need communication inside when one of their dims is sharded.
+"""Ops that communicate internally when one of their dims is sharded.
 
-Vocabulary parallelism after Megatron-LM (Shoeybi et al. 2019, section 3): neither the embedding table nor the logits are ever whole.
+Vocabulary parallelism follows Megatron-LM (Shoeybi et al. 2019, section 3): neither the embedding
+table nor the logits are ever gathered.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ _kernels = torch.ops.autopar
 
 
 def in_training(batch: Tensor, running: Tensor) -> Tensor:
-    """What training reads: the batch's statistic.  `evaluation_copy` puts the running one in the place of this call."""
+    """The batch's statistic, which training uses. `evaluation_copy` replaces this call by the
+    running statistic.
+    """
     return batch
 
 
 def own_key_heads(x: Tensor, axis: str, heads: int, key_heads: int) -> Tensor:
-    """The key (or value) heads that this rank's query heads read, one for each or one for each group of them.
+    """The key (or value) heads that this rank's query heads read: one for each query head, or one
+    for each group of them.
 
-    x: (b, key_heads, t, d), whole over `axis`, over which `heads` query heads are sharded; result: (b, n, t, d) where n divides the
-    number of local query heads, and query head i reads head i // (local heads / n).
+    x is (b, key_heads, t, d), whole over `axis`, which shards `heads` query heads. The result is
+    (b, n, t, d), where n divides the number of local query heads. Query head i reads head i //
+    (local heads / n).
     """
     group = axis_group(axis)
     start, length = shard_extent(heads, group.size, group.index)
@@ -44,9 +49,11 @@ def own_key_heads(x: Tensor, axis: str, heads: int, key_heads: int) -> Tensor:
 def vocab_parallel_embedding(
     weight: Tensor, indices: Tensor, axis: str, vocab: int, padding_idx: int = -1
 ) -> Tensor:
-    """Rows of a table whose rows are sharded over `axis`: a partial sum, zero where another rank owns the row.
+    """An embedding look-up in a table whose rows are sharded over `axis`. The result is a partial
+    sum: zero where another rank has the row.
 
-    weight: (local vocab, hidden); indices: any shape, values in [0, vocab); result: (*indices.shape, hidden), Partial over `axis`.
+    weight is (local vocab, hidden); indices have any shape and values in [0, vocab). The result is
+    (*indices.shape, hidden), Partial over `axis`.
     """
     group = axis_group(axis)
     start, length = shard_extent(vocab, group.size, group.index)
@@ -68,9 +75,11 @@ def vocab_parallel_cross_entropy(
     reduction: str = "sum",
     ignore_index: int = -100,
 ) -> Tensor:
-    """Cross-entropy of logits whose classes are sharded over `axis`; three all-reduces of one number a token, no gathered logits.
+    """Cross-entropy of logits whose classes are sharded over `axis`. It needs three all-reduces of
+    one number per token, and no gathered logits.
 
-    logits: (tokens, local vocab); target: (tokens,) whole class indices; result: () for 'sum', (tokens,) for 'none', replicated.
+    logits are (tokens, local vocab); target is (tokens,) with whole class indices. The result is ()
+    for 'sum' or (tokens,) for 'none', replicated.
     """
     return _VocabParallelCrossEntropy.apply(
         logits, target, axis_group(axis), vocab, reduction, ignore_index

@@ -1,1 +1,1 @@
-"""A step's batch: checked, filled up, cut into micro-batches."""
+"""The batch of a step: checked, padded, and split into micro-batches."""

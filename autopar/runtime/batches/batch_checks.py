@@ -1,8 +1,10 @@
-"""Values of a batch that index a tensor: token ids, class labels, positions.  One beyond its end fails in the middle of a step, on a GPU by
-an assertion of the device that takes the process along, so that such values are looked for before the step begins.
+"""Checks the values of a batch that index a tensor: token ids, class labels, positions.
 
-An index is checked where it is computed from model inputs and constants alone, by ops that are cheap; what a model computes from its
-parameters is its own.
+A value out of range would fail in the middle of a step. On a GPU a device assertion would even end
+the process. Such values are therefore looked for before the step.
+
+An index is checked if it is computed from model inputs and constants alone, by cheap ops. Indices
+that a model computes from its parameters are not checked.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ _INDEXED = {
     "aten::nll_loss": ("self", "target", 1, False),
     "aten::nll_loss_nd": ("self", "target", 1, False),
 }
-"""Op: its arguments that are indexed and that index, the indexed dim (None: as the argument `dim` says; of `index` the position in the
-list), and whether negative values count from the end."""
+"""For each op with an index: the names of the indexed argument and of the index argument, the
+indexed dim, and whether negative values count from the end. A dim of None means the argument
+`dim`; for `index`, the position in the list.
+"""
 _CHEAP = frozenset(
     f"aten::{name}"
     for name in """
@@ -44,13 +48,17 @@ _CHEAP = frozenset(
     flip chunk split unbind cumsum
     """.split()
 )
-"""Ops over integers that take little beside a step, and no sizes but those of their operands."""
+"""Integer ops that are cheap compared with a step, and depend on no sizes other than those of their
+operands.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """A tensor of indices: `node` of segment `segment`, whose values lie in `least` to `most`, or are `ignored`.  `what` they index, and
-    the model inputs that they come from."""
+    """A tensor of indices: `node` in segment `segment`. Its values must lie from `least` to `most`,
+    or be `ignored`. `what` describes what they index; `inputs` are the model inputs that they
+    come from.
+    """
 
     segment: int
     node: Node
@@ -62,7 +70,7 @@ class _Index:
 
 
 class IndexLimits:
-    """The indices of a model that its batches determine."""
+    """The indices of a model that depend only on its batches."""
 
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
@@ -72,9 +80,11 @@ class IndexLimits:
         self.indices = tuple(self._found())
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """AutoparError naming the input, the value, its row and the limit, if a batch has a value that indexes nothing.
+        """Raise AutoparError, with the input, value, row and limit, if a batch has an index out of
+        range.
 
-        On a GPU this waits for the device once; gathering what all ranks found before a step waits for it anyway.
+        On a GPU this waits for the device once. The check of a batch across ranks waits for it
+        anyway.
         """
         values: dict[tuple[int, Node], Any] = {}
         rows = next(
@@ -175,7 +185,9 @@ class IndexLimits:
         )
 
     def _inputs_of(self, number: int, node: Node) -> frozenset[str] | None:
-        """The model inputs that a value is computed from by cheap ops; None if it is computed from more."""
+        """The model inputs from which a value is computed by cheap ops; None if it depends on
+        anything else.
+        """
         key = number, node
         if key not in self._sources:
             self._sources[key] = self._sources_of(number, node)
@@ -203,7 +215,7 @@ class IndexLimits:
         return frozenset().union(*known) if known and len(known) == len(parts) else None
 
     def _source(self, number: int, node: Node) -> Source | None:
-        """Where a segment's input comes from; None for another node."""
+        """The source of a segment's input; None for a node that is not an input."""
         if node.op != "placeholder":
             return None
         key = number, node
@@ -246,7 +258,7 @@ class IndexLimits:
         values: dict[tuple[int, Node], Any],
         rows: int,
     ) -> Any:
-        """A node's value on a batch."""
+        """A node's value for a batch with `rows` rows. `values` caches results."""
         key = number, node
         if key in values:
             return values[key]

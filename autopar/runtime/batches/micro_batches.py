@@ -1,4 +1,6 @@
-"""From a batch to the micro-batches of this rank: checks that every rank hears of, rows, and values of the whole step."""
+"""Splits a batch into the micro-batches of this rank, with checks across all ranks, and computes
+step values.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,15 @@ from autopar.runtime.state.precision import PRECISIONS, master_dtype
 from autopar.trace.batches import batch_tensors
 
 _SHARING = ("pp", "cp", "tp")
-"""Axes whose ranks are given the same rows."""
+"""Axes whose ranks receive the same rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """How much the batch of all ranks is: its positions, how many of them are valid targets (None if the loss is no mean over tokens),
-    its model FLOPs as a share of the planned batch's, and the positions of its longest row."""
+    """The size of the batch over all ranks: its positions, the number of valid targets (None if the
+    loss is not a mean over tokens), its model FLOPs relative to the planned batch, and the
+    positions of its longest row.
+    """
 
     tokens: int
     targets: float | None
@@ -43,9 +47,11 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """A step's work on this rank: what the graph takes for each micro-batch by name, inputs and values of the step.  `rows` are those of
-    one micro-batch.  `number`: that of the program that runs it; `filled`: if any rank filled its batch up, the same inputs with other
-    tokens there."""
+    """The work of one step on this rank: the graph inputs of each micro-batch by name, including
+    step values. `rows` is the number of rows of one micro-batch. `number` is the index of the
+    program that runs it. `filled`: if any rank padded its batch, the same inputs with other
+    tokens in the padding.
+    """
 
     inputs: list[dict[str, torch.Tensor]]
     rows: int
@@ -56,7 +62,9 @@ class MicroBatches:
 
 @dataclass(frozen=True, kw_only=True)
 class _Read:
-    """What one rank was given, by name; `tensors` are filled up to the length of the program with `number`, `length` its own positions."""
+    """What one rank read of its batch: tensors as `given`, and as `tensors` padded to the length of
+    program `number`. `length` is the number of positions before padding.
+    """
 
     given: Mapping[str, torch.Tensor] = field(default_factory=dict)
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -67,16 +75,17 @@ class _Read:
 
     @property
     def told(self) -> list[float]:
-        """What the other ranks hear of it."""
+        """The numbers that this rank sends to the others."""
         return [self.rows, self.checksum, self.number, self.length]
 
 
 class BatchSplitter:
-    """Splits batches for one program.  `split`: how losses of micro-batches go together.  `tensors()`: whole buffers and constants by
-    name, for the values of a step; every rank calls it.
+    """Splits batches for one program, or for several that differ only in batch length.
 
-    `programs`: if batches may be filled up, programs that differ in the length of their batches alone, shortest first, `program` last;
-    `flops` are model FLOPs of a row of each.
+    `split` says how losses of micro-batches combine. `tensors()` returns whole buffers and
+    constants by name, for step values; every rank must call it. If batches may be padded,
+    `programs` has one program per length, shortest first, with `program` last. `flops` are the
+    model FLOPs per row of each.
     """
 
     def __init__(
@@ -113,11 +122,15 @@ class BatchSplitter:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch is this rank's; ep is a part of dp, and its inner one."""
+        """The index of this rank's share of a global batch. ep is the inner part of the
+        data-parallel ranks.
+        """
         return self.axes["dp"].index * self.axes["ep"].size + self.axes["ep"].index
 
     def local(self, batch: Any) -> Any:
-        """This data-parallel rank's rows of a global batch, in the same structure (mapping or tuple)."""
+        """This data-parallel rank's rows of a global batch, as the same structure (mapping or
+        tuple).
+        """
         tensors = batch_tensors(batch)
         dp = self.plan.mesh.dp
         index = self.data_rank
@@ -138,7 +151,9 @@ class BatchSplitter:
         return cut if isinstance(batch, Mapping) else tuple(cut.values())
 
     def split(self, batch: Any) -> MicroBatches:
-        """Check this rank's batch with all ranks and cut it.  A mistake of any rank raises AutoparError on every rank."""
+        """This rank's batch, checked across all ranks and split. An error on any rank raises
+        AutoparError on every rank.
+        """
         whole = self._tensors()
         read, mistake = _Read(length=self.positions), None
         parts = torch.zeros(self._numbers, dtype=torch.float64, device=self.device)
@@ -180,7 +195,9 @@ class BatchSplitter:
         return MicroBatches(cut(tensors), size, found, chosen, tuple(filled))
 
     def _read(self, batch: Any) -> _Read:
-        """What this rank was given, filled up to the length of a program.  AutoparError if it does not fit the model."""
+        """This rank's batch, padded to the length of a program. Raises AutoparError if it does not
+        fit the model.
+        """
         given = batch_tensors(batch)
         number, length = self._fitting(given)
         tensors = self._checked(self._filled_up(given, number), number)
@@ -196,7 +213,9 @@ class BatchSplitter:
         )
 
     def _agreed(self, seen: list[list[list[float]]]) -> tuple[list[int], list[int], list[int]]:
-        """(rows, number of the program, positions) of each data-parallel rank, once those that share its batch have read the same."""
+        """(rows, program index, positions) of each data-parallel rank, after checking that the
+        ranks that share its batch read the same.
+        """
         for data_rank, sharing in enumerate(seen):
             if any(found[0] < 0 for found in sharing):
                 raise AutoparError(
@@ -216,7 +235,9 @@ class BatchSplitter:
         return held, numbers, lengths
 
     def _check_counts(self, held: list[int], rows: int, size: int) -> None:
-        """AutoparError unless every rank has the same number of rows, whole micro-batches, and the loss may be parted into these."""
+        """Raise AutoparError unless every rank has the same number of rows, in whole micro-batches,
+        and the loss can be split into these.
+        """
         if len(set(held)) > 1:
             raise AutoparError(
                 f"data-parallel ranks hold {held} rows; every rank must hold the same number"
@@ -234,7 +255,9 @@ class BatchSplitter:
 
     @property
     def _numbers(self) -> int:
-        """How many numbers the parts of a step's values are; of programs of all lengths alike."""
+        """The number of elements of the step values' parts; the same for programs of all
+        lengths.
+        """
         return max(0 if values is None else values.numbers for values in self._values)
 
     def _step_values(
@@ -245,7 +268,9 @@ class BatchSplitter:
         count: int,
         whole: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        """The values of the step that the graph takes, with this rank's rows of those that have rows."""
+        """The step values that the graph takes. Values with rows are reduced to this rank's
+        rows.
+        """
         values = self._values[number]
         if values is None:
             return {}
@@ -263,14 +288,18 @@ class BatchSplitter:
         }
 
     def _part(self, name: str, tensor: torch.Tensor, index: int, count: int) -> torch.Tensor:
-        """The rows of one of `count` micro-batches."""
+        """The rows of micro-batch `index` of `count`; tensors without a batch dim are returned
+        whole.
+        """
         if not has_batch(self.program.graph_inputs.get(name)):
             return tensor
         rows = tensor.shape[0] // count
         return tensor[index * rows : (index + 1) * rows]
 
     def _counted(self, values: Mapping[str, torch.Tensor]) -> float | None:
-        """How many labels of the step count; None if no cross-entropy averages over them."""
+        """The number of labels of the step that count; None if no cross-entropy averages over
+        them.
+        """
         own = self.program.step_values
         if own is None or own.labels < 0:
             return None
@@ -290,7 +319,9 @@ class BatchSplitter:
         return sent.to(tensor.dtype)
 
     def _fitting(self, given: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-        """(number of the shortest program that a batch fits into, its positions).  One that fits into none gets the last one's error."""
+        """(index of the program with the shortest length that a batch fits, positions of the
+        batch). If none is long enough, the last program's check raises the error.
+        """
         if not self.paddings or set(given) != set(self.program.whole_inputs):
             return 0, self.positions
         length = self.paddings[-1].length_of(given)
@@ -312,11 +343,13 @@ class BatchSplitter:
         return padding.fill_up(given, token)
 
     def scale(self, work: MicroBatches) -> float:
-        """What the losses of micro-batches are multiplied by before they are added up."""
+        """The factor on the losses of micro-batches before they are summed."""
         return 1.0 if self.loss_split.joins == "sum" else 1.0 / len(work.inputs)
 
     def noise(self, work: MicroBatches, index: int, seed: int, step: int) -> torch.Tensor:
-        """What dropout needs to know of a micro-batch: seed, step, and which of this rank's rows it holds."""
+        """The dropout noise of a micro-batch: seed, step, and which of this rank's rows it
+        holds.
+        """
         rows = work.rows if any(map(self._has_batch, work.inputs[index])) else 1
         return step_noise(seed, step, index * rows, rows * len(work.inputs))
 
@@ -324,7 +357,9 @@ class BatchSplitter:
         return has_batch(self.program.whole_inputs.get(name))
 
     def _checked(self, tensors: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
-        """The batch's tensors on this device, in the order of the model's inputs."""
+        """The batch's tensors on this device, in the order of the model's inputs. Raises
+        AutoparError if they do not fit the model.
+        """
         expected = self.programs[number].whole_inputs
         if set(tensors) != set(expected):
             raise AutoparError(
@@ -360,7 +395,9 @@ class BatchSplitter:
         }
 
     def _gather_over_all(self, row: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks: (data-parallel rank, rank that shares its batch, entry)."""
+        """The rows of all ranks, indexed (data-parallel rank, rank that shares its batch,
+        entry).
+        """
         rows = row.unsqueeze(0)
         for axis in reversed(AXES):
             rows = apply_primitive(
@@ -375,12 +412,14 @@ class BatchSplitter:
 
 
 def _whole(count: float | None) -> float | None:
-    """A count that is a whole number as such."""
+    """The count as an int if it is a whole number."""
     return int(count) if count is not None and count.is_integer() else count
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> float:
-    """A number that differs where batches do, in their order of elements too."""
+    """A number that differs between batches with different elements or a different order of
+    elements.
+    """
     total: float | torch.Tensor = 0.0
     for k, tensor in enumerate(tensors, start=1):
         values = tensor.double().flatten()

@@ -1,9 +1,10 @@
-"""Batches of any length: filled up at the end to a length that there is a program for, and exact nevertheless.
+"""Pads batches of any length to a length for which there is a program, without changing the loss.
 
-Filled-up positions are labels that do not count, tokens 0, masked where the model is given a mask.  What a causal model computes before
-them does not depend on them, nor does what a mask hides them from; the loss counts valid targets alone.  What does depend on them
-(attention without a mask that sees what follows, router balance losses, a loss over the last position) is found by running the same batch
-with other tokens there: a loss that changes is refused.
+Padded positions get labels that do not count and token 0, and are masked if the model takes a mask.
+In a causal model, earlier positions do not depend on them, nor do positions from which a mask hides
+them. The loss counts only valid targets. Some losses do depend on padding: attention to later
+positions without a mask, router balance losses, a loss over the last position. To detect these, the
+same batch runs with two different padding tokens, and a loss that changes is refused.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ from autopar.rewrite.program import Program
 from autopar.runtime.batches.step_values import evaluate
 
 IGNORED = -100
-"""The label that cross-entropy leaves out unless it is told otherwise."""
+"""The label that cross-entropy ignores by default."""
 
 REFUSED = "batches of this model cannot be filled up to a longer length: {}; leave out buckets"
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-7, torch.bfloat16: 0.0, torch.float16: 0.0}
-"""By how much, relatively, the loss may differ where it does not depend on what is filled up: the same program, the same sums."""
+"""The largest relative difference of the loss that counts as rounding, by dtype. The sums are the
+same, so it is small.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """How batches are filled up for one program: to `length` positions, along `dims` of each input; `targets` and `masks` say which of
-    them count in its loss."""
+    """How batches are padded for one program: to `length` positions, along `dims` of each input.
+    `targets` and `masks` are the inputs that say which positions count in the loss.
+    """
 
     length: int
     dims: dict[str, tuple[int, ...]]
@@ -44,7 +48,9 @@ class Padding:
 
     @staticmethod
     def of(program: Program) -> Padding:
-        """Raises AutoparError where it would change the loss whatever is filled in."""
+        """The padding for a program. Raises AutoparError if padding would always change the
+        loss.
+        """
         length, values = positions(program.whole_inputs.values()), program.step_values
         vals = {
             node.target: program.whole_inputs[node.target]
@@ -95,7 +101,7 @@ class Padding:
         return Padding(length, dims, targets, frozenset(counted) - targets)
 
     def length_of(self, tensors: Mapping[str, Tensor]) -> int:
-        """Positions of a batch; `length` if it has none."""
+        """The positions of a batch; `length` if the batch has no such dim."""
         given = (
             tensors[name].shape[dims[0]]
             for name, dims in self.dims.items()
@@ -104,7 +110,9 @@ class Padding:
         return next(given, self.length)
 
     def fill_up(self, tensors: Mapping[str, Tensor], token: int = 0) -> dict[str, Tensor]:
-        """The batch with positions added at its end; `token` is what inputs have there that are no labels, masks or places."""
+        """The batch with positions added at its end. Inputs other than labels, masks and position
+        ids get `token` there.
+        """
         short, found = self.length_of(tensors), {}
         for name, tensor in tensors.items():
             shape, kept = list(tensor.shape), [slice(None)] * tensor.dim()
@@ -123,7 +131,7 @@ class Padding:
 
 
 def check_model(traced: TracedModel) -> None:
-    """Raise AutoparError for a model that counts all positions, whatever is filled in."""
+    """Raise AutoparError for a model whose loss depends on all positions, whatever the padding."""
     calls = [Call(node) for block in traced.classes for node in ops(block.graph)]
     reason = ""
     if traced.updates:
@@ -138,7 +146,7 @@ def check_model(traced: TracedModel) -> None:
 
 
 def check_alike(one: float, other: float, dtype: torch.dtype, given: int, length: int) -> None:
-    """Raise AutoparError if the losses of one batch, filled up with different tokens, differ."""
+    """Raise AutoparError if the losses of one batch, with two different padding tokens, differ."""
     if not abs(one - other) <= TOLERANCE[dtype] * max(abs(one), abs(other)):
         raise AutoparError(
             f"a batch of {given} positions was filled up to {length}, and its loss depends on what it was filled with ({one:.9g} or "

@@ -1,4 +1,4 @@
-"""Which rows of a dataset each data-parallel rank trains on."""
+"""Selects the rows of a dataset on which each data-parallel rank trains."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from autopar.errors import AutoparError
 
 
 class DataParallelSampler(Sampler[list[int]]):
-    """Batches of row numbers for a DataLoader's `batch_sampler`: one batch a step, the rows of this data-parallel rank.
+    """Batches of row numbers for a DataLoader's `batch_sampler`: one batch per step, with the rows
+    of this data-parallel rank.
 
-    An epoch is a permutation of the dataset drawn from `seed` and the number of the epoch; batch k of it is rows k x `global_batch` and
-    following, of which rank `index` of `parts` takes an equal run.  So the rows of a step do not depend on how many ranks share them, ranks
-    of one data-parallel coordinate (over pp, cp and tp) take the same, and ranks of different ones share none.  Rows that do not fill a
-    batch are left out of the epoch.
+    An epoch is a permutation of the dataset, drawn from `seed` and the epoch's number. Its batch k
+    consists of the `global_batch` rows from k x `global_batch` on. Rank `index` of `parts` takes an
+    equal contiguous part of them. The rows of a step thus do not depend on the number of ranks.
+    Ranks with the same data-parallel coordinate (over pp, cp and tp) take the same rows; others
+    take disjoint rows. Rows that do not fill a batch are left out of the epoch.
 
-    `steps()` says how many batches have been trained on: iteration starts after them, so that a resumed run goes on where the checkpoint
-    was saved, and ends with the epoch.  (What a DataLoader has fetched ahead does not count.)
+    `steps()` returns how many batches were trained on. Iteration starts after them and ends with
+    the epoch, so a resumed run continues where the checkpoint was saved. (Batches that a DataLoader
+    has prefetched do not count.)
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class DataParallelSampler(Sampler[list[int]]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches among the rows."""
+        """Number of whole batches in an epoch."""
         return self.rows // self.global_batch
 
     @property
@@ -65,7 +68,7 @@ class DataParallelSampler(Sampler[list[int]]):
         return self.steps() // self.batches_per_epoch
 
     def __len__(self) -> int:
-        """Batches left in the epoch."""
+        """Number of batches left in the epoch."""
         return self.batches_per_epoch - self.steps() % self.batches_per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -1,8 +1,9 @@
-"""Values that a step computes of its whole batch before the first forward (`ir/traced.StepValues`).
+"""Computes step values: numbers that depend on the whole batch, before the first forward
+(`ir/traced.StepValues`).
 
-Each data-parallel rank computes parts from its own rows. Parts are added up over these ranks, and
-rows of a few inputs are gathered where a sum does not do. Every rank then computes the same values,
-and takes its own rows of those that have rows.
+Each data-parallel rank computes parts from its own rows. Parts are summed over these ranks. Where a
+sum is not enough, rows of a few inputs are gathered. Every rank then computes the same values, and
+takes its own rows of those that have rows.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ from autopar.ops.values import output_nodes
 
 
 class StepInputs:
-    """The values of one program's steps. `tensors`: whole buffers and constants by name."""
+    """Computes the step values of one program."""
 
     def __init__(self, values: StepValues, dtype: torch.dtype) -> None:
-        """`dtype`: that of single numbers, which half precision would round."""
+        """`dtype` is that of step values that are single numbers, which half precision would
+        round.
+        """
         self.values, self.dtype = values, dtype
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Those of the parts, in order."""
+        """The shapes of the parts, in order."""
         return [tuple(node.meta["val"].shape) for node in output_nodes(self.values.local)]
 
     @property
     def numbers(self) -> int:
-        """How many numbers the parts are."""
+        """The total number of elements of the parts."""
         return sum(map(prod, self.shapes))
 
     def parts(
@@ -45,7 +48,9 @@ class StepInputs:
         tensors: Mapping[str, Tensor],
         device: torch.device,
     ) -> Tensor:
-        """What this rank's rows give, as one vector of fp64."""
+        """The parts from this rank's `rows` rows, as one vector of fp64. `tensors` are whole
+        buffers and constants by name.
+        """
         found = evaluate(self.values.local, {"tensor": tensors, "input": inputs}, rows, device)
         flat = [part.to(torch.float64).reshape(-1) for part in found]
         return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64, device=device)
@@ -58,7 +63,9 @@ class StepInputs:
         tensors: Mapping[str, Tensor],
         device: torch.device,
     ) -> list[Tensor]:
-        """The values of a batch of `rows` rows, from the sums of all ranks' parts. `inputs`: with the rows of all ranks."""
+        """The step values of a batch of `rows` rows, from the sums of all ranks' parts. `inputs`
+        have the rows of all ranks.
+        """
         pieces = parts.split([prod(shape) for shape in self.shapes]) if self.shapes else ()
         added = {
             f"part{k}": piece.reshape(shape)
@@ -79,8 +86,10 @@ class StepInputs:
 def evaluate(
     graph: Graph, given: Mapping[str, Mapping[str, Tensor]], rows: int, device: torch.device
 ) -> Sequence[Tensor]:
-    """What a graph returns for a batch of `rows` rows. `given`: tensors by what they are of, then by name, since an input
-    may be called as a buffer is. Sums of floating-point numbers are in fp64."""
+    """The results of a graph for a batch of `rows` rows. `given` has the tensors by kind (input,
+    tensor, part) and then by name, since an input and a buffer may have the same name. Sums of
+    floating-point numbers are in fp64.
+    """
     found: dict = {}
 
     def plain(arg: Any) -> Any:
@@ -114,7 +123,9 @@ def evaluate(
 
 
 def _of_one_dtype(read: dict[Node, Any]) -> dict[Node, Any]:
-    """What an op reads, all in fp64 if a sum among it is: products and writes take one dtype."""
+    """The operands of an op, all converted to fp64 if one of them is: products and writes need a
+    single dtype.
+    """
     if not any(
         isinstance(value, Tensor) and value.dtype == torch.float64 for value in read.values()
     ):

@@ -1,1 +1,1 @@
-"""Saving and loading, under any plan."""
+"""Saves and loads checkpoints that any plan can read."""

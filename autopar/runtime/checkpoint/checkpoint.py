@@ -1,7 +1,8 @@
-"""Checkpoints of an engine, which any plan and world size can load.
+"""Saves and loads checkpoints of an engine, which any plan and world size can load.
 
-Tensors are written by torch.distributed.checkpoint, every rank its pieces (`pieces.py`); what else there is goes into one file
-(`files.py` says which).  Every method is called by every rank, and an error on one rank is raised on all.
+torch.distributed.checkpoint writes tensors; every rank writes its pieces (`pieces.py`). All other
+state goes into one file (`files.py` describes it). Every rank must call every method, and an error
+on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -50,36 +51,42 @@ from autopar.runtime.ranks.process_groups import file_group
 from autopar.runtime.state.pieces import Pieces, read_pieces, tensors_in, write_pieces
 
 Extra = Mapping[str, Any]
-"""Objects with state_dict() and load_state_dict(), such as learning-rate schedulers, by a name of the user's choice."""
+"""Objects with state_dict() and load_state_dict(), such as learning-rate schedulers, by user-chosen
+names.
+"""
 
 
 class Saving:
-    """A save that may still be under way."""
+    """A save that may still be running."""
 
     def __init__(self, future: Future[Path]) -> None:
         self._future, self.waited_for = future, False
 
     def wait(self) -> Path:
-        """The finished checkpoint's directory.  Raises AutoparError if it could not be written."""
+        """Wait for the save, and return the checkpoint's directory. Raises AutoparError if it could
+        not be written.
+        """
         self.waited_for = True
         return self._future.result()
 
     @property
     def done(self) -> bool:
-        """Whether the writing has ended."""
+        """Whether the save has ended."""
         return self._future.done()
 
     def settle(self) -> None:
-        """Wait for the end of it, whatever that is."""
+        """Wait for the end of the save, without raising its error."""
         self._future.exception()
 
 
 _under_way: list[Saving] = []
-"""The save that writes beside the steps of some engine of this process: all talk over one group, so that there is one at a time."""
+"""The running asynchronous save of this process, if any. All saves use one process group, so there
+is at most one.
+"""
 
 
 def settle_saving() -> None:
-    """Wait until no save of this process is under way."""
+    """Wait until no save of this process is running."""
     while _under_way:
         _under_way.pop().settle()
 
@@ -94,11 +101,13 @@ class Checkpoints:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group over which ranks talk about files."""
+        """The process group for messages about files."""
         return file_group()
 
     def wait(self) -> None:
-        """Wait for the save that is under way, of another engine too.  Raises the error of the own one if nobody has heard of it."""
+        """Wait for a running save, also of another engine. Raises the error of this engine's last
+        save, if `wait` was not called on that.
+        """
         settle_saving()
         latest, self._latest = self._latest, None
         if latest is not None and not latest.waited_for:
@@ -107,7 +116,7 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------------------- save
 
     def save(self, directory: Path, extra: Extra, keep: int | None, asynchronous: bool) -> Saving:
-        """Write a checkpoint, as `Engine.save` says."""
+        """Write a checkpoint; see `Engine.save`."""
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise AutoparError(
                 f"keep={shown(keep)} must be a whole number of checkpoints, at least 1"
@@ -130,7 +139,7 @@ class Checkpoints:
         return self._latest
 
     def _tensors(self) -> dict[str, Pieces]:
-        """This rank's pieces of all that is saved as tensors."""
+        """This rank's pieces of everything that is saved as tensors."""
         held = self.engine.held()
 
         def collect() -> dict[str, Pieces]:
@@ -147,7 +156,7 @@ class Checkpoints:
         return found
 
     def _state(self, extra: Extra) -> bytes:
-        """state.pt on rank 0, which writes it; nothing on the others."""
+        """The content of state.pt on rank 0, which writes it; empty on the others."""
         engine, held = self.engine, self.engine.held()
         extras: dict[str, Any] = {}
 
@@ -223,7 +232,7 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------------------- load
 
     def load(self, directory: Path, extra: Extra, optimizer: bool, missing_ok: bool) -> int:
-        """Go on from a checkpoint, as `Engine.load` says."""
+        """Load a checkpoint; see `Engine.load`. Returns its number of steps."""
         _check_named(extra)
         self.wait()
         with lost_ranks("while loading"):
@@ -306,7 +315,7 @@ def _names(saved: dict[str, tuple[int, ...]], kind: str) -> dict[str, tuple[int,
 
 
 def _keys(saved: dict[str, tuple[int, ...]]) -> dict[str, set[str]]:
-    """Keys of the optimizer's state tensors by parameter."""
+    """The keys of the optimizer's state tensors, by parameter."""
     keys: dict[str, set[str]] = {}
     for entry in _names(saved, "optimizer"):
         name, _, key = entry.rpartition("/")

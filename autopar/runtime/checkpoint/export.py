@@ -1,7 +1,7 @@
-"""A model's weights as safetensors under the model's own names, as Hugging Face writes and reads them.
+"""Exports a model's weights as safetensors under the model's own names, in Hugging Face's format.
 
-Every rank writes its pieces beside the target, as in a checkpoint; rank 0 then reads whole tensors, one file's worth at a time, so that no
-rank ever holds the whole model.
+Every rank writes its pieces to a temporary folder, as in a checkpoint. Rank 0 then reads whole
+tensors, enough for one file at a time, so no rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ INDEX = "model.safetensors.index.json"
 def export(
     engine: CheckpointSource, directory: Path, dtype: torch.dtype | None, max_file_bytes: int
 ) -> None:
-    """Write model.safetensors, or numbered files of at most `max_file_bytes` (or one tensor) with an index, into a new directory."""
+    """Write the weights into a new directory: model.safetensors, or numbered files of at most
+    `max_file_bytes` (or one tensor) with an index.
+    """
     group, partial = file_group(), partial_of(directory)
     if (
         not isinstance(max_file_bytes, int)
@@ -110,7 +112,7 @@ def _files(
     dtype: torch.dtype | None,
     max_file_bytes: int,
 ) -> dict[str, list[str]]:
-    """File names and the tensors in each, in order."""
+    """The names of the files and the tensors in each, in order."""
     files: list[list[str]] = [[]]
     size_bytes = 0
     for name, (shape, own) in tensors.items():

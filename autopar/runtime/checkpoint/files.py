@@ -1,12 +1,12 @@
-"""The files of checkpoints: a directory of them, each complete or ignored.
+"""The files of checkpoints: a directory of checkpoints, each either complete or ignored.
 
     DIRECTORY/000003-step-60/       the third checkpoint, after 60 steps
         autopar.json                format, steps, seed, model, plan, sizes and checksums of the other files (without it: no checkpoint)
         state.pt                    parameter groups, plain optimizer state, random states, what the user added
         .metadata, __*.distcp       tensors, by torch.distributed.checkpoint
 
-A checkpoint is written under a name that ends in .partial and renamed once it is complete and on disk, so that a crash leaves the earlier
-ones as they were.  Rank 0 calls these functions.
+A checkpoint is written under a name that ends in .partial. It is renamed once it is complete and on
+disk, so a crash does not affect earlier ones. Rank 0 calls these functions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Found:
 def newest(directory: Path, missing_ok: bool = False) -> Found | None:
     """The newest complete checkpoint in `directory`, or `directory` itself if it is one.
 
-    Raises AutoparError, with what is wrong with each that is there, if there is none; with `missing_ok` only if one is there.
+    If there is none, raises AutoparError with the defect of each incomplete one. With `missing_ok`,
+    returns None if there are no checkpoints at all.
     """
     mistakes = []
     with disk_errors(f"cannot read {directory}"):
@@ -83,7 +84,9 @@ def _numbered(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _checked(path: Path) -> dict[str, Any]:
-    """The header of a complete checkpoint.  Raises AutoparError if a file is missing or has another size than it was saved with."""
+    """The header of a complete checkpoint. Raises AutoparError if a file is missing or its size has
+    changed.
+    """
     try:
         header = json.loads((path / HEADER).read_text())
         version, files = (
@@ -113,12 +116,14 @@ def _checked(path: Path) -> dict[str, Any]:
 
 
 def partial_of(path: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """The path at which a checkpoint is written before it is complete."""
     return path.with_name(f".{path.name}.partial")
 
 
 def begin(directory: Path, steps: int) -> Path:
-    """The name of the next checkpoint, with an empty partial directory for it.  What crashes have left behind goes."""
+    """The path of the next checkpoint. An empty partial directory is made for it, and remains of
+    crashed saves are removed.
+    """
     with disk_errors(f"cannot save to {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob(".*.partial"):
@@ -129,7 +134,9 @@ def begin(directory: Path, steps: int) -> Path:
 
 
 def finish(final: Path, state: bytes, header: dict[str, Any], checksums: dict[str, int]) -> None:
-    """Write the last files and make the checkpoint visible at once.  `checksums` are those of the tensor files."""
+    """Write the last files and rename the checkpoint, which makes it visible. `checksums` are those
+    of the tensor files.
+    """
     partial = partial_of(final)
     with disk_errors(f"cannot save {final}"):
         _write_file(partial / STATE, state)
@@ -154,13 +161,15 @@ def checksum(file: Path) -> int:
 
 
 def own_checksums(final: Path, rank: int) -> dict[str, int]:
-    """Those of the tensor files that torch.distributed.checkpoint has written for a rank."""
+    """Checksums of the tensor files that torch.distributed.checkpoint wrote for a rank."""
     with disk_errors(f"cannot save {final}"):
         return {file.name: checksum(file) for file in partial_of(final).glob(f"__{rank}_*")}
 
 
 def check_content(found: Found, rank: int, world_size: int) -> None:
-    """Raise AutoparError if a file has changed since it was saved.  Every rank looks at its share of the files."""
+    """Raise AutoparError if a file has changed since it was saved. Each rank checks its share of
+    the files.
+    """
     for name, (_, expected) in sorted(found.header["files"].items())[rank::world_size]:
         with disk_errors(f"cannot read {found.path / name}"):
             actual = checksum(found.path / name)
@@ -171,7 +180,7 @@ def check_content(found: Found, rank: int, world_size: int) -> None:
 
 
 def discard(final: Path) -> None:
-    """Remove what a failed save has left."""
+    """Remove the partial directory of a failed save."""
     shutil.rmtree(partial_of(final), ignore_errors=True)
 
 
@@ -201,7 +210,9 @@ def forget(directory: Path, keep: int | None) -> None:
 
 @contextlib.contextmanager
 def disk_errors(doing: str) -> Iterator[None]:
-    """Within the block, errors of files become AutoparErrors: those that torch.distributed.checkpoint gathers from all ranks too."""
+    """A context in which file errors become AutoparErrors, including those that
+    torch.distributed.checkpoint gathers from all ranks.
+    """
     try:
         yield
     except CheckpointException as error:

@@ -1,7 +1,10 @@
-"""The state of any torch optimizer by parameter name, so that it does not depend on the order or the shards of a plan.
+"""Converts the state of any torch optimizer to and from parameter names, independently of order and
+shards in a plan.
 
-State shaped like its parameter lies as the parameter does.  State of fewer rows or columns (Adafactor's) lies as the parameter does along
-the dims that both have.  Scalar tensors, and all state of a parameter that this rank holds whole, are whole; what is no tensor is plain.
+State with the shape of its parameter is sharded like the parameter. State with fewer dims
+(Adafactor's rows and columns) is sharded like the parameter on the common dims. Scalar tensors, and
+all state of parameters that this rank holds whole, are whole. State that is not a tensor is stored
+as plain values.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from autopar.runtime.state.optimizers import is_elementwise, step
 from autopar.runtime.state.pieces import Held, Pieces, local_part, whole
 
 Groups = list[dict[str, Any]]
-"""Parameter groups: the `names` of each group's parameters, and its `options` (learning rate, ...)."""
+"""Parameter groups: the `names` of the parameters in each group, and its `options` (learning rate,
+...).
+"""
 
 
 def state_tensors(
@@ -38,7 +43,7 @@ def state_tensors(
 def state_values(
     optimizer: torch.optim.Optimizer, held: Mapping[str, Held]
 ) -> dict[str, dict[str, Any]]:
-    """What else there is in the state: parameter -> key -> number, None or the like."""
+    """The other values of the optimizer's state: parameter -> key -> number, None or similar."""
     return {
         name: {key: value for key, value in found.items() if not isinstance(value, Tensor)}
         for name, found in _state(optimizer, held).items()
@@ -51,7 +56,7 @@ def _state(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) -> dict[s
 
 
 def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
-    """How a tensor of the state lies in the whole one."""
+    """The place of a state tensor within the whole tensor."""
     local, parameter = local_part(value), local_part(held.tensor)
     if value.dim() == 0 or not held.cuts:
         return whole(local)
@@ -83,7 +88,7 @@ def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
 
 
 def group_options(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) -> Groups:
-    """This rank's parameter groups by name; tensors without elements are left out."""
+    """This rank's parameter groups by name, without tensors that have no elements."""
     names = {id(part.tensor): name for name, part in held.items()}
     return [
         {
@@ -95,7 +100,9 @@ def group_options(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) ->
 
 
 def merged(ranks: Iterable[Groups]) -> Groups:
-    """The groups of all ranks, which may hold different parameters: options are those of the first rank with parameters in the group."""
+    """The combined groups of all ranks, which may hold different parameters. Options come from the
+    first rank with parameters in the group.
+    """
     found: Groups = []
     for groups in ranks:
         for index, group in enumerate(groups):
@@ -110,7 +117,9 @@ def merged(ranks: Iterable[Groups]) -> Groups:
 
 
 def matching_options(mine: Groups, saved: Groups) -> list[dict[str, Any]]:
-    """The saved options for each of this rank's groups.  Raises AutoparError if groups were cut differently."""
+    """The saved options for each of this rank's groups. Raises AutoparError if the groups were
+    formed differently.
+    """
     group_of = {name: index for index, group in enumerate(saved) for name in group["names"]}
     options = []
     for index, group in enumerate(mine):
@@ -130,7 +139,7 @@ def matching_options(mine: Groups, saved: Groups) -> list[dict[str, Any]]:
 
 
 def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """Give the optimizer's groups these options."""
+    """Set the options of the optimizer's groups."""
     for group, new in zip(optimizer.param_groups, options, strict=True):
         for key, value in new.items():
             if isinstance(group.get(key), Tensor):
@@ -150,9 +159,11 @@ def room_for(
     keys: dict[str, set[str]],
     values: dict[str, dict[str, Any]],
 ) -> dict[str, dict[str, Pieces]]:
-    """State tensors of the optimizer to be overwritten: as the checkpoint's `keys` by parameter, allocated by the optimizer itself.
+    """State tensors of the optimizer into which a checkpoint can be loaded: those of `keys`, by
+    parameter, allocated by the optimizer itself.
 
-    Raises AutoparError, with the optimizer as it was, if its state has other keys.  `values` is the state that is no tensor.
+    Raises AutoparError, without changing the optimizer, if its state has other keys. `values` is
+    the state that is not a tensor.
     """
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {name: part.tensor for name, part in held.items() if id(part.tensor) in trained}
@@ -186,8 +197,9 @@ def _listed(keys: set[str]) -> str:
 
 
 def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
-    """A step of these parameters with gradients of zero and a learning rate of zero: it allocates their state.  What an optimizer of
-    another class makes of them all the same is undone."""
+    """Run an optimizer step of these parameters with zero gradients and a learning rate of zero,
+    which allocates their state. If an optimizer changes parameters anyway, the change is undone.
+    """
     if not parameters:
         return
     before = (
@@ -214,7 +226,7 @@ def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> N
 def set_values(
     optimizer: torch.optim.Optimizer, held: Mapping[str, Held], values: dict[str, dict[str, Any]]
 ) -> None:
-    """Set the state that is no tensor."""
+    """Set the state that is not a tensor."""
     for name, found in values.items():
         if name in held and found:
             optimizer.state[held[name].tensor].update(found)

@@ -1,4 +1,4 @@
-"""What a checkpoint reads of an engine and sets in it."""
+"""The interface of an engine that checkpoints use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.runtime.state.pieces import Held
 
 
 class CheckpointSource(Protocol):
-    """An engine, as far as checkpoints know it."""
+    """The attributes and methods of an engine that checkpoints read or set."""
 
     plan: Plan
     optimizer: torch.optim.Optimizer

@@ -1,1 +1,1 @@
-"""Metrics of a step, and its profile."""
+"""Metrics and profiles of training steps."""

@@ -1,4 +1,4 @@
-"""What a step was like: its loss, time, tokens and memory, beside what the plan predicted."""
+"""Metrics of a step: loss, time, tokens and memory, with the plan's predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.ir.plan import Plan
 from autopar.runtime.batches.micro_batches import BatchSize
 
 Mark = float | torch.cuda.Event
-"""A moment: seconds of this machine's clock, or an event on the device's stream."""
+"""A point in time: seconds of this machine's clock, or an event on the device's stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Metrics:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         return self.tokens / self.step_time_s
 
     def __str__(self) -> str:
@@ -68,7 +68,9 @@ class Metrics:
 
 
 class Meter:
-    """Notes what a step leaves; what costs a wait for the device is done when `metrics` is asked for.  `place`: this rank's, along pp."""
+    """Records the data of each step without waiting for the device; `metrics` waits. `place` is
+    this rank's coordinate along pp.
+    """
 
     def __init__(self, plan: Plan, device: torch.device, place: int) -> None:
         predicted, peaks = plan.predicted, plan.predicted.peak_memory_bytes
@@ -82,11 +84,11 @@ class Meter:
         self.norm: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """Note that a step begins."""
+        """Record that a step begins."""
         self.norm, self._begun = None, self._now()
 
     def end(self, step: int, loss: torch.Tensor, size: BatchSize) -> None:
-        """Note that a step has ended, with its loss and the size of its batch."""
+        """Record that a step has ended, with its loss and the size of its batch."""
         self._last = step, loss, size, self.norm, self._begun, self._now()
 
     def _now(self) -> Mark:
@@ -97,7 +99,7 @@ class Meter:
         return event
 
     def metrics(self) -> Metrics:
-        """What the last step was like.  AutoparError before the first."""
+        """The metrics of the last step. Raises AutoparError before the first step."""
         if self._last is None:
             raise AutoparError(
                 "engine.metrics are those of the last step, and none has run: call engine.step first"

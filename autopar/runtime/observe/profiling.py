@@ -1,4 +1,5 @@
-"""A torch profiler's trace of some steps, with the plan's names on its ranges, and what it says beside what the plan predicted.
+"""Profiles of training steps: a torch profiler's trace with the plan's names on its ranges,
+compared with the plan's predictions.
 
     step 7                                           a step, and in it
       batch                                          checking it with all ranks, and cutting it
@@ -7,9 +8,10 @@
         stage 1 forward of micro-batch 0, ...
       layers.3 forward, layers.3 backward            in these: a segment of the plan; its recomputation is in its backward
       all_gather over tp                             wherever it runs: a collective
-      update                                         reducing and clipping gradients, the optimizer, gathering what it has updated
+      update                                         reducing and clipping gradients, the optimizer, gathering updated parameters
 
-Ranges of a backward begin when the gradient of a segment's result is there, and end when the next begins.
+The range of a segment's backward begins when the gradient of its result is ready, and ends when the
+next segment's begins.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ _PASS = re.compile(r"(micro-batch \d+ (forward|backward)|stage \d+ .* micro-batc
 
 @contextlib.contextmanager
 def traced_run(path: Path, device: torch.device) -> Iterator[None]:
-    """A block whose ops are written to `path` as a Chrome trace; AutoparError if it cannot be written, or a profiler runs already."""
+    """A context whose ops are written to `path` as a Chrome trace. Raises AutoparError if that
+    fails or a profiler is already running.
+    """
     if torch.autograd._profiler_enabled():
         raise AutoparError(
             "a torch profiler is running already, and there can be one: end it before engine.profile"
@@ -58,7 +62,9 @@ def traced_run(path: Path, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_segments(program: Program, names: Iterable[str]) -> Iterator[None]:
-    """A block in which the segments with these names, as far as the program has them, have ranges of their own."""
+    """A context in which the segments with these names have ranges of their own. Names that the
+    program lacks are ignored.
+    """
     backward, hooks = _Backward(), []
     for name in names:
         module = getattr(program.module, module_name(name), None)
@@ -74,7 +80,9 @@ def named_segments(program: Program, names: Iterable[str]) -> Iterator[None]:
 
 
 class _Forward:
-    """The range of one segment's forward, and on its results what opens that of its backward."""
+    """The range of one segment's forward. It registers hooks on the results that open the range of
+    the backward.
+    """
 
     def __init__(self, name: str, backward: _Backward) -> None:
         self.name, self.backward = name, backward
@@ -98,7 +106,7 @@ class _Forward:
 
 
 class _Backward:
-    """The range of the segment whose backward runs: one at a time."""
+    """The range of the segment whose backward is running; there is one at a time."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -124,7 +132,9 @@ class _Backward:
 
 
 class Profile:
-    """What `engine.profile` saw of this rank.  Read it after its block; `str` is a table beside the plan's prediction."""
+    """The profile of this rank from `engine.profile`, to be read after its block. `str` gives a
+    table with the plan's predictions.
+    """
 
     def __init__(self, path: Path, plan: Plan) -> None:
         self.path, self.plan = path, plan
@@ -144,7 +154,9 @@ class Profile:
 
     @cached_property
     def _ranges(self) -> list[tuple[str, Interval]]:
-        """Names and times of all ranges: on a GPU those of the kernels that were started in them."""
+        """Names and times of all ranges. On a GPU they are those of the kernels launched within the
+        range.
+        """
         kind = (
             "gpu_user_annotation"
             if any(event.get("cat") == "kernel" for event in self._events)
@@ -156,12 +168,14 @@ class Profile:
 
     @property
     def steps(self) -> int:
-        """Whole steps in the trace."""
+        """Number of whole steps in the trace."""
         return sum(re.fullmatch(r"step \d+", name) is not None for name, _ in self._ranges)
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:
-        """Seconds a step of each range by name; ranges of several steps and micro-batches under one name add up."""
+        """Seconds per step of each range, by name. Ranges with one name in several steps or
+        micro-batches are summed.
+        """
         found: dict[str, float] = {}
         for name, (start, end) in self._ranges:
             name = re.sub(r"^step \d+$", "step", name)
@@ -170,8 +184,10 @@ class Profile:
 
     @cached_property
     def exposed_communication_s(self) -> Mapping[str, float]:
-        """Seconds a step in which a rank does nothing but communicate, or wait for others to: on CPU by axis, since every collective is
-        waited for at once; on a GPU all together ('all'), kernels of NCCL while no other kernel runs."""
+        """Seconds per step in which the rank only communicates or waits for others. On CPU they are
+        given by axis, since every collective is waited for at once. On a GPU there is one number
+        ('all'): NCCL kernels while no other kernel runs.
+        """
         steps = max(self.steps, 1)
         kernels = [
             (event["name"], _interval(event))
@@ -193,7 +209,7 @@ class Profile:
         return {axis: exposed(by_axis[axis], []) / steps for axis in AXES if axis in by_axis}
 
     def rows(self) -> list[tuple[str, float, float | None]]:
-        """(part of a step, seconds measured, seconds predicted: None where the plan has none)."""
+        """(part of a step, measured seconds, predicted seconds or None)."""
         took, plan = self.seconds, self.plan
         predicted = plan.predicted.breakdown
         passes = sum(seconds for name, seconds in took.items() if _PASS.fullmatch(name))
@@ -247,7 +263,7 @@ def _interval(event: Mapping[str, Any]) -> Interval:
 
 
 def exposed(wanted: Iterable[Interval], beside: Iterable[Interval]) -> float:
-    """For how long at least one of `wanted` lasts and none of `beside`."""
+    """Total time in which at least one interval of `wanted` and none of `beside` is active."""
     marks = sorted(
         [
             (time, kind, step)

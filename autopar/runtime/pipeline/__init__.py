@@ -1,1 +1,1 @@
-"""Stages that run by a schedule."""
+"""Runs stages under a pipeline schedule."""

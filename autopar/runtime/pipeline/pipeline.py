@@ -1,8 +1,8 @@
-"""Run the stages of a rank under a schedule of torch.distributed.pipelining.
+"""Runs the stages of a rank under a schedule of torch.distributed.pipelining.
 
-Torch moves the values and runs forwards and backwards in the schedule's order; this file gives it stages that fit: their shapes known
-beforehand, inputs of each micro-batch by name, losses scaled by us.  Torch's own scaling of gradients, merging of outputs and splitting of
-batches stay unused.
+torch moves the values and runs forwards and backwards in the schedule's order. This module gives it
+suitable stages: shapes known in advance, inputs of each micro-batch by name, and scaled losses.
+torch's own scaling of gradients, merging of outputs and splitting of batches are not used.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from autopar.runtime.programs.recompute import Recomputed, segment_of
 
 
 class Pipeline:
-    """A program's stages on this rank, joined with those of the other ranks of the process group `group` (one along pp).
+    """A program's stages on this rank, connected with those of other ranks by the process group
+    `group` (one along pp).
 
-    `evaluation` is the program's evaluation copy where it differs.
+    `evaluation` is the program's evaluation copy, if that differs.
     """
 
     def __init__(
@@ -56,20 +57,24 @@ class Pipeline:
 
     @property
     def per_rank(self) -> int:
-        """Stages of a rank."""
+        """Number of stages of a rank."""
         return len(self.program.stages)
 
     def train(self, given: Sequence[Mapping[str, Tensor]], rows: int, scale: float) -> list[Tensor]:
-        """Forward and backward of a step's micro-batches of `rows` rows, `given` by name; losses are multiplied by `scale`.
+        """Run forward and backward of a step's micro-batches of `rows` rows. `given` has the inputs
+        of each by name; losses are multiplied by `scale`.
 
-        Returns the losses, unscaled, on the rank of the last stage; nothing on the others.  Gradients are added to those of the leaves.
+        Returns the unscaled losses on the rank of the last stage, and [] on the others. Gradients
+        are added to those of the leaves.
         """
         self._check(self.schedule, len(given))
         self._scale = scale
         return self._run(self.schedule, given, rows, self._loss)
 
     def evaluate(self, given: Sequence[Mapping[str, Tensor]], rows: int) -> list[Tensor]:
-        """The losses of the micro-batches, as `train` returns them, by forward alone."""
+        """The losses of the micro-batches, from forward alone, on the rank of the last stage; [] on
+        the others.
+        """
         name = "gpipe" if self.per_rank == 1 else "interleaved_1f1b"
         self._check(name, len(given))
         with torch.no_grad():
@@ -139,7 +144,9 @@ class Pipeline:
         return LISTS[name](stages, number, loss_fn=loss_fn, scale_grads=False), stages
 
     def _described(self, value: Value, rows: int) -> Tensor:
-        """A meta tensor like this rank's part of a value that crosses a boundary."""
+        """A meta tensor with the shape and dtype of this rank's part of a value that crosses a
+        stage boundary.
+        """
         shape = local_shape(self.program.mesh, self.program.rank, value.whole, value.layouts, rows)
         return torch.empty(
             shape, dtype=value.whole.dtype, device="meta", requires_grad=value.has_gradient
@@ -147,16 +154,19 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """A stage whose work has names in a profiler's trace, and that has memory for a message from when it waits for it until it has read it.
+    """A torch pipeline stage with named profiler ranges, which holds a message's memory only from
+    waiting for the message until reading it.
 
-    Torch would hold, from the first step on, a buffer for the input of every micro-batch and one for the gradient of its output, and the
-    gradient of every input until the next step: at 64 micro-batches of 128 MB, 24 GB.  Here a buffer without a message is a meta tensor.
+    torch would hold three things from the first step on: a buffer for the input of every
+    micro-batch, one for the gradient of its output, and the gradient of every input until the next
+    step. For 64 micro-batches of 128 MB these are 24 GB. Here a buffer without a message is a meta
+    tensor.
 
-    `gradients`: what the stages of this rank have sent back and may not have arrived, if the schedule leaves it to stages to wait for what
-    they send; torch's schedules of several stages wait for nothing before the step ends, and hold every message of it until then.
-
-    `steady`: which of the values that it receives, and of those that it sends, are the same for all micro-batches.  They travel with the
-    first and stay to the end of the step.
+    `gradients` are sent messages of this rank that may not have arrived, if the schedule lets
+    stages wait for their own messages. torch's schedules with several stages wait only at the end
+    of a step, and hold every message until then. `steady` says which received and which sent values
+    are the same for all micro-batches. They travel with the first micro-batch and stay to the end
+    of the step.
     """
 
     submod: _StageModule
@@ -192,7 +202,7 @@ class _Stage(PipelineStage):
             self.device = device
 
     def _passing(self, micro_batch: int) -> tuple[Any, ...]:
-        """What comes with this micro-batch, steady values aside."""
+        """The buffers of the values that arrive with this micro-batch, without steady values."""
         return tuple(
             info
             for info, steady in zip(self.args_recv_info[micro_batch], self.steady[0], strict=True)
@@ -227,7 +237,7 @@ class _Stage(PipelineStage):
         return []
 
     def begin(self, trains: bool) -> None:
-        """Forget what a step before may have left."""
+        """Clear what an earlier step may have left."""
         self.has_backward = trains
         self.clear_runtime_states()
         self._left.clear()
@@ -237,7 +247,7 @@ class _Stage(PipelineStage):
                     part.run_again_by(self.parted.again)
 
     def end(self) -> None:
-        """Wait for all that is on its way, and let go of what stayed for the step."""
+        """Wait for all messages in transit, and free what stayed for the step."""
         self._move_buffers(self.args_recv_info[0], torch.device("meta"))
         for works in self._forwards.values():
             _arrive(works)
@@ -276,7 +286,7 @@ class _Stage(PipelineStage):
             self._move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
 
     def _first_part(self, parted: PartedBackward, micro_batch: int, loss: Tensor | None) -> None:
-        """Gradients of what it received; those of weights wait."""
+        """Compute the gradients of received values; those of weights are postponed."""
         sent, received = self.fwd_cache.pop(micro_batch)
         results, gradients = (
             (sent, self._retrieve_recv_grads(micro_batch)) if loss is None else ([loss], None)
@@ -299,27 +309,28 @@ class _Stage(PipelineStage):
 
     @staticmethod
     def _move_buffers(infos: Sequence[Any], device: torch.device) -> None:
-        """Have the buffers of a micro-batch on `device`, empty."""
+        """Allocate the buffers of a micro-batch on `device`, without content."""
         for info in infos:
             if info.buffer is not None:
                 info.buffer = torch.empty(info.buffer.shape, dtype=info.buffer.dtype, device=device)
 
 
 def _sent(ops: Sequence[dist.P2POp]) -> list[dist.Work]:
-    """Send messages."""
+    """Start sending messages. Returns the handles to wait for."""
     return [op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops]
 
 
 def _arrive(works: list[dist.Work]) -> None:
-    """Wait for messages on their way, and forget them."""
+    """Wait for messages in transit, and clear the list."""
     for work in works:
         work.wait()
     works.clear()
 
 
 class _StageModule(nn.Module):
-    """A stage as torch wants it: received values by position, what all stages of the rank are given by name, and what is sent, or the
-    loss, as the result."""
+    """The module of a stage as torch needs it: received values by position, named inputs common to
+    all stages of the rank, and as result the values to send, or the loss.
+    """
 
     def __init__(self, stage: StageProgram, losses: list[Tensor], program: Program) -> None:
         super().__init__()
@@ -348,7 +359,7 @@ class _StageModule(nn.Module):
         return _no_view(results[0])
 
     def _ready(self, value: Value, x: Tensor) -> Tensor:
-        """A value as it can be sent: contiguous, and no view."""
+        """A value in a form that can be sent: contiguous, and not a view."""
         if x.requires_grad and not value.has_gradient:
             raise RuntimeError(
                 f"a gradient flows back through {value.name}, which the program says has none: a bug in autopar"
@@ -356,14 +367,18 @@ class _StageModule(nn.Module):
         return _no_view(x.contiguous())
 
     def _renew(self, values: Sequence[Tensor]) -> None:
-        """New values of buffers, for the micro-batches to come: put in their place, since backward of this one may read the old ones."""
+        """Replace buffers by their new values for later micro-batches. They are not modified in
+        place, since this micro-batch's backward may read the old ones.
+        """
         new = dict(zip(self.stage.updates, values, strict=True))
         for module, attribute, name in self.slots:
             before = self.buffers_before.setdefault(name, module.get_buffer(attribute))
             module._buffers[attribute] = new[name].detach().to(before.dtype)
 
     def give_back(self) -> None:
-        """Copy the buffers' last values to where the step found them, and put those back."""
+        """Copy the buffers' last values into the tensors that the step started with, and restore
+        those tensors.
+        """
         for module, attribute, name in self.slots:
             if name in self.buffers_before:
                 self.buffers_before[name].copy_(module.get_buffer(attribute))
@@ -372,12 +387,16 @@ class _StageModule(nn.Module):
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """The same, and if a graph leads to it no view, which could not be detached in place."""
+    """The same tensor; a clone if it is a view with a graph, which could not be detached in
+    place.
+    """
     return x.clone() if x.requires_grad and x._is_view() else x
 
 
 class _Entry(torch.autograd.Function):
-    """A received value.  Its gradient is made contiguous, as it must be to be sent."""
+    """An autograd function for a received value. It makes the gradient contiguous, as sending
+    requires.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

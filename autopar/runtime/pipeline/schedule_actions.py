@@ -1,8 +1,10 @@
-"""What every rank does, in order, under a pipeline schedule: read off torch.distributed.pipelining, not written again.
+"""The actions of every rank under a pipeline schedule, taken from torch.distributed.pipelining
+itself.
 
-`ScheduleGPipe` and `Schedule1F1B` are loops over a stage (`_step_microbatches`): run on a stage that writes down what it is asked to do.
-Their `pipeline_order` is no substitute: torch 2.13's for 1F1B gives the last rank micro-batches 1..m instead of 0..m-1.
-Schedules of several stages a rank run the list `pipeline_order` that their constructor makes for all ranks.  No process group is needed.
+`ScheduleGPipe` and `Schedule1F1B` are loops over a stage (`_step_microbatches`). They run on a
+stage that records the requests. Their `pipeline_order` cannot be used: in torch 2.13 that of 1F1B
+gives the last rank micro-batches 1..m instead of 0..m-1. Schedules with several stages per rank run
+the list `pipeline_order`, which their constructor makes for all ranks. No process group is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ LISTS: Mapping[str, Callable[..., PipelineScheduleMulti]] = {
 def schedule_actions(
     schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each rank; virtual stage s is on rank s % `ranks`.  AutoparError for a combination that torch cannot run."""
+    """The actions of each rank, in order. Virtual stage s is on rank s % `ranks`. Raises
+    AutoparError for a combination that torch cannot run.
+    """
     try:
         check_schedule(schedule, ranks, stages_per_rank, micro_batches)
     except ValueError as error:
@@ -42,7 +46,9 @@ def schedule_actions(
 
 
 class _RecordingStage:
-    """What torch's schedules ask of a stage.  It sends and computes nothing, and keeps what it was asked to compute."""
+    """A stand-in for a stage, which records what torch's schedules request and neither computes nor
+    communicates.
+    """
 
     submod = None  # so that torch looks for no compiled modules
 
@@ -60,7 +66,7 @@ class _RecordingStage:
         self.actions.append(Action("B", self.stage_index, micro_batch))
 
     def perform_reduce_grad(self, *_args: Any) -> None:
-        """Gradients are reduced after the pipeline: no part of the schedule."""
+        """Nothing: gradients are reduced after the pipeline, not as part of the schedule."""
 
     def _no_messages(self, _micro_batch: int) -> list:
         return []

@@ -1,17 +1,21 @@
-"""A backward in two parts: zero bubble computes gradients of inputs first, those of weights later.
+"""A backward in two parts, for zero bubble: gradients of inputs first, gradients of weights later.
 
-Of the nodes behind a stage's results, some lead to what it received: the first part runs these.  The others lead to weights alone, and fall
-apart into groups that have nothing in common.  A group that one node of the first part leads to waits for the second part, which runs that
-node again, for the gradients of weights only.  Several nodes would be too many, since one may follow on another, and to run them again for
-weights would be to run all between: groups that several lead to, as a weight of two layers does, run in the first part.
+Some nodes of the graph behind a stage's results lead to received values; the first part runs these.
+The other nodes lead only to weights, and form groups without connections. If one node of the first
+part leads to a group, the group waits. The second part runs that node again, for the gradients of
+weights only. If several nodes lead to a group, as for a weight of two layers, the first part runs
+the group. One of these nodes may follow another, so running them again would mean running all nodes
+in between.
 
-Autograd gives back what forward kept with the node that read it, or, if the graph must stay for a second part, not before the graph goes:
-a micro-batch would hold all that it kept until its second part, and the gradients that this begins with besides.  Here what forward keeps
-is in slots of ours.  The first part empties each slot as it reads it, as a backward in one would, but for those that the second reads: what
-products multiplied by their weights, and no more of attention or of what is between products.
+Autograd frees a saved tensor with the node that reads it. If the graph must survive for a second
+part, it frees saved tensors only with the graph. A micro-batch would then hold everything until its
+second part. Here saved tensors lie in slots of this module. The first part empties each slot as it
+reads it, like a normal backward, except for slots that the second part reads: the operands that
+products multiply by their weights.
 
-A segment or attention core that recomputes leaves its slots empty, and runs again when the first of them is read: once, for both parts
-(torch.utils.checkpoint would run it again for each few weights).
+A segment or attention core that is recomputed leaves its slots empty. It runs again when the first
+slot is read: once, for both parts. (torch.utils.checkpoint would run it again for every few
+weights.)
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 
 
 class _Slot:
-    """Holds a tensor that some node of a graph has kept, the `number`-th of its micro-batch, or waits for it to be made `again`."""
+    """Holds the `number`-th tensor that a micro-batch's graph saves. It may be empty until the
+    recomputation `again` fills it.
+    """
 
     __slots__ = ("__weakref__", "again", "number", "tensor")
 
@@ -41,11 +47,11 @@ class _Slot:
 
 
 class _Made(Exception):
-    """All that a segment keeps has been made again."""
+    """Raised when a recomputed segment has filled all its slots, to stop it."""
 
 
 class _Again:
-    """A segment that fills its slots by running again."""
+    """A segment that fills its slots by running its forward again."""
 
     def __init__(self, run: Callable, inputs: tuple[Any, ...]) -> None:
         self.run = run
@@ -54,7 +60,7 @@ class _Again:
         self.filled = 0
 
     def make(self) -> None:
-        """Run again, unless that has been."""
+        """Run the forward again, unless that was already done."""
         if self.inputs is None:
             return
         inputs = [
@@ -74,7 +80,7 @@ class _Again:
             )
 
     def _fill(self, tensor: Tensor) -> None:
-        """Put a tensor into its slot, and nothing into the graph, which goes as soon as it is made."""
+        """Put a saved tensor into its slot, and nothing into the new graph, which is discarded."""
         if (slot := self.slots[self.filled]()) is not None:
             slot.tensor = tensor.detach()
         self.filled += 1
@@ -83,7 +89,7 @@ class _Again:
 
 
 class PartedBackward:
-    """The slots of a stage, whose micro-batches keep the same tensors in the same order."""
+    """The slots of a stage. All its micro-batches save the same tensors in the same order."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -96,7 +102,7 @@ class PartedBackward:
 
     @contextmanager
     def forward(self, micro_batch: int) -> Iterator[None]:
-        """The forward of a micro-batch, which keeps what it keeps in slots."""
+        """A context for the forward of a micro-batch, in which saved tensors go into slots."""
         self._number = 0
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
@@ -109,7 +115,8 @@ class PartedBackward:
         gradients: Sequence[Tensor | None] | None,
         received: Sequence[Any],
     ) -> tuple[tuple[Tensor | None, ...], Left]:
-        """The first part of its backward: gradients of what the stage `received`, None where there is none, and what the second part needs.
+        """Run the first part of a micro-batch's backward. Returns the gradients of the values that
+        the stage `received` (None for those without), and what the second part needs.
 
         `gradients` are those of the `results`; None for a loss.
         """
@@ -127,7 +134,9 @@ class PartedBackward:
             self._gives_back = None
 
     def again(self, run: Callable, *inputs: Any) -> Any:
-        """What `run` makes of the inputs, which alone are kept: it runs again for its backward."""
+        """The result of `run` on the inputs. Only the inputs are kept, and `run` runs again for its
+        backward.
+        """
         segment = _Again(run, inputs)
 
         def pack(_tensor: Tensor) -> _Slot:
@@ -159,7 +168,9 @@ class PartedBackward:
         return tensor
 
     def _read_by(self, nodes: Iterable[Node]) -> frozenset[int]:
-        """Numbers of the slots that these nodes read: asked of the nodes themselves, by reading."""
+        """The numbers of the slots that these nodes read, found by reading the nodes' saved
+        tensors.
+        """
         self._read = found = set[int]()
         try:
             for node in nodes:
@@ -182,13 +193,15 @@ def _apart(given: Given) -> tuple[list[GradientEdge], list[Tensor | None]]:
 
 @dataclass(slots=True)
 class Left:
-    """What the first part of a micro-batch's backward leaves for the second: sets of edges with their gradients, each with the edges to
-    weights that they lead to, and a Python function that is to compute for these alone."""
+    """What the first part of a micro-batch's backward leaves for the second. Each entry has edges
+    with their gradients, the edges to weights that they lead to, and a function that restricts a
+    Python node to these weights.
+    """
 
     work: list[tuple[Given, list[GradientEdge], Callable[[], None]]] = field(default_factory=list)
 
     def second(self) -> None:
-        """The second part: add to the gradients of the weights."""
+        """Run the second part: add to the gradients of the weights."""
         while self.work:
             given, weights, narrow = self.work.pop(0)
             narrow()
@@ -197,16 +210,18 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Which part of a backward runs which nodes of a graph, by their numbers."""
+    """The division of a backward: which part runs which nodes of a graph, by node number."""
 
     first: frozenset[int]
-    """Nodes that lead to what the stage received."""
+    """Nodes that lead to received values."""
     waiting: frozenset[int]
     """Nodes that the second part runs."""
     later: tuple[tuple[int | None, tuple[int, ...]], ...]
-    """Pairs of a node of the first part, or None where results lead, and the weights for which the second part runs it."""
+    """Pairs of a node of the first part (None: the results) and the weights for which the second
+    part runs it again.
+    """
     shared: tuple[int, ...]
-    """Weights of which the first part has the gradients."""
+    """Weights whose gradients the first part computes."""
 
 
 @lru_cache(maxsize=256)
@@ -216,9 +231,11 @@ def _parts(
     roots: frozenset[int],
     weights: frozenset[int],
 ) -> _Parts:
-    """The parts of a graph whose node n leads to `following[n]`: micro-batches of a stage have the same, with other nodes.
+    """The division of a graph in which node n leads to the nodes `following[n]`. All micro-batches
+    of a stage have the same division, with other nodes.
 
-    `ends` are where gradients of what the stage received arrive, `roots` those of its results.
+    `ends` are the nodes where gradients of received values arrive; `roots` are the nodes of the
+    results.
     """
     graph = nx.DiGraph(
         (node, after) for node, all_after in enumerate(following) for after in all_after
@@ -249,7 +266,9 @@ def _parts(
 
 
 class _Ways:
-    """The nodes behind the results of a stage, each given with its gradient, and which part of a backward runs them."""
+    """The graph behind the results of a stage, with their gradients, and its division into two
+    parts.
+    """
 
     def __init__(
         self, results: Sequence[tuple[Tensor, Tensor | None]], received: Sequence[Any]
@@ -284,11 +303,13 @@ class _Ways:
 
     @property
     def waiting(self) -> list[Node]:
-        """Nodes that the second part runs."""
+        """The nodes that the second part runs."""
         return [self.nodes[number] for number in self.parts.waiting]
 
     def run(self) -> tuple[tuple[Tensor | None, ...], Left]:
-        """The first part."""
+        """Run the first part. Returns the gradients of received values, and what remains for the
+        second part.
+        """
         left = Left()
         now: Given = []
         then: Given = []
@@ -345,10 +366,12 @@ class _Ways:
         return number in self.parts.waiting and number not in self.parts.first
 
     def _narrowed(self, number: int) -> Callable[[], None]:
-        """Have a node that both parts run compute in the first what that needs, and, when this is called, what the second needs.
+        """Make a node that both parts run compute only what the first part needs now. Calling the
+        result switches it to what the second part needs.
 
-        Autograd asks nodes of torch's own for the gradients that its call wants; one in Python has to be told, by what it reads in
-        `ctx.needs_input_grad`.  Those of its inputs that need a gradient have, in order, its following nodes.
+        Autograd restricts torch's own nodes to the requested gradients. A Python node must be told
+        through `ctx.needs_input_grad`. Its inputs that need a gradient correspond, in order, to its
+        following nodes.
         """
         node = self.nodes[number]
         following = self.following[number]

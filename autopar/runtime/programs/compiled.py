@@ -1,4 +1,4 @@
-"""torch.compile: what a segment computes between its collectives is compiled.
+"""torch.compile for the compute of a segment between its collectives.
 
     segment                        as it runs
     linear, norm, rotary           region 0    one call of a compiled function
@@ -6,12 +6,15 @@
     linear, silu, mul              region 1
     wait                           wait
 
-A *region* is a run of ops that only compute.  Collectives stay outside, in the program's own order: a compiler orders what it is given as
-suits each rank, and two ranks that send in different orders exchange wrong values.  So collectives overlap as without a compiler, and what
-reads numbers on the host (counters of dropout, sizes of routed tokens) breaks nothing.  Regions of one structure and shape share one
-function, with parameters among its inputs: what many layers do is compiled once.
+A *region* is a sequence of ops that only compute. Collectives stay outside, in the program's order:
+a compiler may reorder them differently on each rank, and ranks that communicate in different orders
+exchange wrong values. Collectives therefore overlap as without a compiler. Ops that read numbers on
+the host (counters of dropout, sizes of routed tokens) do not break the graph. Regions with the same
+structure and shapes share one function with parameters as inputs, so that the code of many layers
+is compiled once.
 
-Hooks, recomputation and stages see the segments that they know: only what a segment's forward calls changes.
+Only what a segment's forward calls changes. Hooks, recomputation and stages still see the same
+segments.
 """
 
 from __future__ import annotations
@@ -42,18 +45,24 @@ from autopar.rewrite.shard import local_shard
 from autopar.runtime.programs.recompute import Recomputed
 
 OPTIONS = ("backend", "mode", "options", "dynamic")
-"""Options of torch.compile that a user may give.  (`fullgraph` would take the stop of a recomputation for a break of its graph.)"""
+"""Options of torch.compile that a user may set. (`fullgraph` is excluded: it would treat the early
+stop of a recomputation as a graph break.)
+"""
 
 _LOCAL = (in_training, own_key_heads, vocab_parallel_embedding)
-"""Functions of ours that only compute."""
+"""autopar's own functions that only compute."""
 _AS_THEY_ARE = {
     torch.Tag.nondeterministic_seeded,
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
 }
-"""Ops that a compiler may not have: its random numbers are others, and what depends on data breaks its graphs."""
+"""Tags of ops that are not compiled: a compiler draws other random numbers, and data-dependent
+results break its graphs.
+"""
 _YET = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.index.Tensor)
-"""Tagged for what programs never ask of them: dropout is an op of its own, and a mask as an index does not export."""
+"""Ops that are compiled in spite of their tags, since programs do not use the tagged feature:
+dropout is a separate op, and a mask as an index cannot be exported.
+"""
 
 _PRODUCTS = tuple(
     getattr(torch.ops.aten, name).default for name in ("linear", "addmm", "mm", "matmul")
@@ -76,8 +85,9 @@ def check_compiles(plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What is compiled: calls of compiled functions in the segments of a rank, how many functions these are, how many ops run in them, and
-    by name those that run as they are."""
+    """What is compiled on a rank: number of calls of compiled functions, number of these functions,
+    number of ops in them, and counts by name of the ops that are not compiled.
+    """
 
     calls: int
     functions: int
@@ -90,10 +100,14 @@ class Coverage:
 
 
 class Compiler:
-    """Compiles segments with these options of torch.compile, each region when it first runs; or nothing."""
+    """Compiles segments with given options of torch.compile, each region on its first run; or does
+    nothing.
+    """
 
     def __init__(self, given: Mapping[str, Any] | bool) -> None:
-        """`given`: True for torch's defaults, False for nothing.  Raises AutoparError for options that torch.compile does not take."""
+        """`given` is True for torch's defaults, False to compile nothing, or a mapping of options.
+        Raises AutoparError for invalid options.
+        """
         self.on, options = given is not False, {} if isinstance(given, bool) else given
         if not isinstance(options, Mapping) or (
             unknown := [name for name in options if name not in OPTIONS]
@@ -116,7 +130,7 @@ class Compiler:
 
     @property
     def coverage(self) -> Coverage | None:
-        """None if nothing is to be compiled."""
+        """What is compiled; None if compilation is off."""
         return (
             None
             if not self.on
@@ -124,7 +138,9 @@ class Compiler:
         )
 
     def compile(self, program: Program) -> Program:
-        """The same program, whose segments call compiled functions; those that do so already stay."""
+        """The same program, with segments that call compiled functions. Segments that already do
+        are unchanged.
+        """
         for segment in (
             child for stage in program.stages for child in stage.module.children() if self.on
         ):
@@ -139,8 +155,10 @@ class Compiler:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """A block that runs and compiles: what torch.compile raises becomes AutoparError, and so does a function that is compiled again and
-        again, which would run as it is from then on, and nobody would know."""
+        """A context for running and compiling. Errors of torch.compile become AutoparErrors. So
+        does a function that hits the recompilation limit, which torch would silently run
+        uncompiled from then on.
+        """
         if not self.on:
             yield
             return
@@ -164,7 +182,9 @@ class Compiler:
             ) from error
 
     def _compiled(self, body: GraphModule, apart: Collection[Node] = ()) -> GraphModule:
-        """A module that computes what `body` does, with its parameters and submodules, in regions without the nodes `apart`."""
+        """A module that computes what `body` does, with its parameters and submodules, in compiled
+        regions. The nodes `apart` stay outside of regions.
+        """
         root, graph = nn.Module(), Graph()
         values: dict[Node, Node] = {}
         region: list[Node] = []
@@ -176,7 +196,7 @@ class Compiler:
             values[node] = graph.node_copy(node, values.__getitem__)
 
         def close() -> None:
-            """Put the region into the graph: as a call, if it is more than one op."""
+            """Append the current region to the graph: as one call if it has more than one op."""
             if sum(map(_works, region)) > 1:
                 self._call(graph, root, region, values)
             else:
@@ -205,7 +225,7 @@ class Compiler:
         return made
 
     def _note(self, node: Node) -> None:
-        """Count an op that runs as it is."""
+        """Count an op that is not compiled."""
         if _works(node):
             function = called_function(node)
             self._others[getattr(function, "_opname", function.__name__)] += 1
@@ -213,7 +233,7 @@ class Compiler:
     def _call(
         self, graph: Graph, root: nn.Module, region: list[Node], values: dict[Node, Node]
     ) -> None:
-        """Append a call of the function that computes a region, and its results."""
+        """Append a call of the function that computes a region, and nodes for its results."""
         inputs = list(
             dict.fromkeys(x for node in region for x in node.all_input_nodes if x not in region)
         )
@@ -236,9 +256,11 @@ class Compiler:
         self._ops += sum(map(_works, region))
 
     def _function(self, graph: Graph, inputs: tuple[str, ...]) -> nn.Module:
-        """The compiled function of a graph without parameters: one for all graphs of this structure, of inputs that are described alike.
+        """The compiled function of a graph without parameters. Graphs with the same structure and
+        the same described inputs share one.
 
-        Inputs of another shape would have it compiled again, for any shape."""
+        Inputs of other shapes would recompile the function for dynamic shapes.
+        """
         key = tuple(node.target for node in graph.nodes), str(graph), inputs
         if key not in self._functions:
             region = GraphModule(nn.Module(), graph, class_name="Region")
@@ -247,8 +269,9 @@ class Compiler:
 
 
 def _tail(graph: Graph) -> frozenset[Node]:
-    """The last product and what follows, if that is a sum at most: backward reads nothing of it, and recomputation stops before it, which
-    within a compiled function it cannot."""
+    """The last product and the nodes after it, if these are at most a sum. Backward does not read
+    them, and recomputation stops before them, which is impossible inside a compiled function.
+    """
     nodes = list(graph.nodes)
     last = max((k for k, node in enumerate(nodes) if node.target in _PRODUCTS), default=len(nodes))
     more = any(
@@ -259,14 +282,14 @@ def _tail(graph: Graph) -> frozenset[Node]:
 
 
 def _only_computes(node: Node) -> bool:
-    """Whether a node is an op that a compiler computes as torch does."""
+    """Whether a node is an op that a compiler computes like torch."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target in _LOCAL
     return node.target in _YET or _AS_THEY_ARE.isdisjoint(node.target.tags)
 
 
 def _described(node: Node) -> str:
-    """The shape and dtype of a value, before its axes shard it, and how they do."""
+    """A value's shape and dtype before sharding, and its layouts, as text."""
     whole = node.meta.get("whole")
     return "" if whole is None else f"{whole.dtype} {tuple(whole.shape)} {node.meta['layouts']}"
 
@@ -277,7 +300,9 @@ def _works(node: Node) -> bool:
 
 
 def _is_free(node: Node) -> bool:
-    """Whether a node runs nothing on the device: an input, a parameter, a number, a part of a result."""
+    """Whether a node runs nothing on the device: an input, a parameter, a number, or one result of
+    several.
+    """
     number = (
         node.target is torch.ops.aten.sym_size.int
         or getattr(node.target, "__module__", "") == "_operator"

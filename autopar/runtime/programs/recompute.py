@@ -1,8 +1,9 @@
-"""Recompute: segments that do not keep all activations, as the plan says for each.
+"""Recomputation: segments that do not keep all activations, in the mode that the plan has for each.
 
-full        a segment is checkpointed: backward runs its forward again
-op          the same, but the results of dear ops, and sums over an axis, are kept (a selective policy of torch.utils.checkpoint)
-selective   the attention core alone is checkpointed, everything else keeps what autograd keeps
+- full: the whole segment is checkpointed, and backward runs its forward again.
+- op: the same, but results of expensive ops and of sums over an axis are kept (a selective policy
+  of torch.utils.checkpoint).
+- selective: only the attention core is checkpointed; other ops keep what autograd keeps.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 
 
 class Recomputed(nn.Module):
-    """A segment in the place of `body`, whose parameters and buffers it runs `run` with.
+    """A recomputed segment, which replaces `body`. It runs `run` with the parameters and buffers of
+    `body`.
 
-    `whole`: all of it is checkpointed (else `run` checkpoints parts of itself); `contexts` are those of a selective policy.  `changing`:
-    buffers that forward changes; the second run reads the values that the first one read.
+    `whole`: the whole segment is checkpointed; otherwise `run` checkpoints parts of itself.
+    `contexts` are those of a selective policy. `changing` are buffers that forward changes; the
+    second run reads the values that the first one read.
     """
 
     again: Callable[..., Any]
@@ -69,7 +72,9 @@ class Recomputed(nn.Module):
         self.__dict__["run"] = run  # not a child, which would list the parameters twice
 
     def run_again_by(self, again: Callable) -> None:
-        """Have what is checkpointed run by `again`, which is called with what runs and its inputs."""
+        """Make `again(run, *inputs)` run the checkpointed parts, in place of torch's
+        checkpointing.
+        """
         for part in (
             (self,)
             if self.whole
@@ -78,7 +83,7 @@ class Recomputed(nn.Module):
             part.again = again
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """Run the segment so that backward computes again what it does not keep."""
+        """Run the segment so that backward recomputes what is not kept."""
         if not self.whole:
             return self.run(*inputs)
         if not self.changing:
@@ -88,17 +93,19 @@ class Recomputed(nn.Module):
 
 
 def kept_in_split_backward(plan: Plan) -> bool:
-    """Whether a plan wants what torch's selective policy cannot do: give kept results to both halves of a backward."""
+    """Whether a plan needs kept results in both parts of a split backward, which torch's selective
+    policy cannot provide.
+    """
     return plan.splits_backward and any(block.recompute == "op" for block in plan.blocks)
 
 
 def segment_of(module: GraphModule | Recomputed) -> GraphModule:
-    """The segment itself, whether recomputed or not."""
+    """The segment's own graph module, whether it is recomputed or not."""
     return module.body if isinstance(module, Recomputed) else module
 
 
 def wrap_recomputed(program: Program, plan: Plan, traced: TracedModel) -> None:
-    """Put recomputed segments in the place of those that the plan recomputes."""
+    """Replace the segments that the plan recomputes by recomputed ones, in place."""
     modes = {name: block.recompute for block in plan.blocks for name in block.segments}
     for segment in traced.segments:
         name = module_name(segment.name)
@@ -121,7 +128,7 @@ def wrap_recomputed(program: Program, plan: Plan, traced: TracedModel) -> None:
 def recomputed(
     body: GraphModule, block: BlockClass, mode: str, changing: tuple[str, ...]
 ) -> nn.Module:
-    """A segment under a recompute mode: itself, if that has nothing to run again."""
+    """A segment under a recompute mode; the segment itself if the mode recomputes nothing in it."""
     if mode == "full":
         return Recomputed(body, body, True, changing=changing)
     if mode == "op" and block.is_layer:
@@ -161,7 +168,7 @@ _kept = threading.local()  # autograd recomputes on threads of its own on CUDA
 
 @contextlib.contextmanager
 def _keep() -> Iterator[None]:
-    """Within the block, the policy keeps results."""
+    """A context in which the policy keeps results."""
     _kept.on = True
     try:
         yield
@@ -170,7 +177,9 @@ def _keep() -> Iterator[None]:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what ops within `_keep` compute.  Views cost nothing, and keeping one would keep all that it is a view of."""
+    """A checkpoint policy that keeps the results of ops within `_keep`. Views are recomputed: they
+    cost nothing, and keeping one would keep its whole base.
+    """
     views = any(result.alias_info is not None for result in op._schema.returns)
     return (
         CheckpointPolicy.MUST_SAVE
@@ -183,7 +192,7 @@ _kept_contexts = partial(create_selective_checkpoint_contexts, _policy)
 
 
 def _keeping(body: GraphModule, dear: Collection[str]) -> GraphModule:
-    """The segment with its dear ops and its sums over axes called within `_keep`."""
+    """The segment with its expensive ops and its sums over axes called within `_keep`."""
     run = _copy(body)
     for node in run.graph.nodes:
         if node.op == "call_function" and (
@@ -207,9 +216,11 @@ def _called_within_keep(function: Callable) -> Callable:
 
 
 def core_parts(graph: Graph, core: Collection[str]) -> list[set[Node]]:
-    """The nodes of each attention core: the ops named in `core`, what lies between them, and the parts of their results.
+    """The nodes of each attention core: the ops named in `core`, the nodes between them, and the
+    parts of their results.
 
-    Ops that a path without parameters joins are of one core.  Each core is closed: no path leaves it and comes back.
+    Ops connected by a path without parameters belong to one core. Each core is closed: no path
+    leaves it and returns.
     """
     calls = [node for node in graph.nodes if node.op == "call_function"]
     inside = {node for node in calls if node.meta.get("op") in core}

@@ -1,1 +1,1 @@
-"""Processes: how they start, group, and agree."""
+"""Processes: starting them, forming groups, and agreeing."""

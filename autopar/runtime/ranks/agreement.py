@@ -1,6 +1,5 @@
-"""Decisions that all ranks must hear of: what one rank finds, or fails at, every rank learns.
-
-Also what a rank says that has lost the others.
+"""Shares results and errors between all ranks, so that all ranks continue or fail together. Also
+reports the loss of other ranks.
 """
 
 from __future__ import annotations
@@ -17,15 +16,19 @@ from autopar.errors import AutoparError
 T = TypeVar("T")
 
 TIMEOUT_S = 600.0
-"""How long a rank waits for the others; planning and files are the longest that one rank does alone."""
+"""Seconds that a rank waits for the others. The longest work of one rank alone is planning and file
+access.
+"""
 
 
 class LostRanks(AutoparError):
-    """Another rank is gone, or silent for longer than the time limit."""
+    """Another rank has ended, or did not respond within the time limit."""
 
 
 def from_first(group: dist.ProcessGroup | None, function: Callable[[], T]) -> T:
-    """Rank 0's `function()` on every rank, or its AutoparError.  No group: this rank is alone."""
+    """The result of rank 0's `function()`, or its AutoparError, on every rank. Without a group this
+    rank is alone.
+    """
     if group is None:
         return function()
     message: list[tuple[Any, str]] = [(None, "")]
@@ -39,7 +42,9 @@ def from_first(group: dist.ProcessGroup | None, function: Callable[[], T]) -> T:
 
 
 def from_all(group: dist.ProcessGroup | None, function: Callable[[], T]) -> list[T]:
-    """`function()` of every rank, on every rank; the AutoparError of the first rank that has one."""
+    """The results of `function()` from every rank, on every rank. If ranks fail, the AutoparError
+    of the first one is raised.
+    """
     if group is None:
         return [function()]
     found: list[tuple[Any, str]] = [(None, "")] * dist.get_world_size()
@@ -62,7 +67,9 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether an error is one of gloo, NCCL or the store."""
+    """Whether an error comes from gloo, NCCL or the store, which means that other ranks are
+    unreachable.
+    """
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error)
     )
@@ -70,7 +77,7 @@ def lost_contact(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def lost_ranks(doing: str) -> Iterator[None]:
-    """Within the block, such an error becomes LostRanks, which says what to look for."""
+    """A context in which such an error becomes LostRanks, with advice on what to look for."""
     try:
         yield
     except RuntimeError as error:
@@ -85,7 +92,7 @@ def lost_ranks(doing: str) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr, on rank 0 alone.  A stderr that takes nothing is no reason to stop training."""
+    """Print a line to stderr, on rank 0 only. A failing stderr does not stop training."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         with contextlib.suppress(OSError, ValueError):  # full, or closed
             print(f"autopar: {text}", file=sys.stderr, flush=True)

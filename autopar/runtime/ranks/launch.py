@@ -1,10 +1,11 @@
-"""Ranks as processes of this machine, on CPU over gloo: for `autopar verify` and for tests.
+"""Starts ranks as processes of this machine, on CPU over gloo, for `autopar verify` and tests.
 
-`run_workers` runs one function and ends; `WorkerPool` keeps its processes.  Both start the same worker loop.  A failure on one rank (an
-exception, a kill, a timeout) ends all ranks at once, since the others may be waiting for it in a collective.
+`run_workers` runs one function and ends. `WorkerPool` keeps its processes. Both start the same
+worker loop. A failure on one rank (an exception, a kill, a timeout) ends all ranks at once, since
+others may be waiting for it in a collective.
 
-Results and arguments travel as plain pickles.  (multiprocessing would send tensors as handles to shared memory, which die with their
-sender.)
+Results and arguments travel as plain pickles. (multiprocessing would send tensors as handles to
+shared memory, which disappear with the sender.)
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ DEFAULT_TIMEOUT_S = 300.0
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt (malloc.h)."""
 _GRACE_S = 0.5
-"""How long to look for a killed rank once another rank has failed: the loss of a peer fails its partners' collectives, and is the cause."""
+"""Seconds to look for a killed rank after another rank has failed. A lost peer makes its partners'
+collectives fail, so the killed rank is the cause.
+"""
 
 
 class WorkerError(RuntimeError):
-    """A rank raised, died or took too long; `rank` is the one to look at."""
+    """A rank raised an exception, died or took too long. `rank` is the rank that caused it."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
@@ -51,10 +54,11 @@ class WorkerError(RuntimeError):
 def run_workers(
     function: Callable[..., Any], nproc: int, args: tuple = (), timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> list[Any]:
-    """[function(rank, *args) for each rank], run by `nproc` new processes joined in a gloo process group.
+    """[function(rank, *args) for each rank], run by `nproc` new processes in a gloo process group.
 
-    The function may be a closure where processes can be forked (Linux, CUDA and torch.distributed not initialized here).  Raises
-    AutoparError if a rank raised one, and otherwise WorkerError, with the rank's traceback.
+    The function may be a closure if processes can be forked (Linux, with CUDA and torch.distributed
+    not initialized here). Raises AutoparError if a rank raised that; for any other failure,
+    WorkerError with the rank's traceback.
     """
     workers = _Workers(nproc, (function, args), timeout_s)
     try:
@@ -64,10 +68,11 @@ def run_workers(
 
 
 class WorkerPool:
-    """`nproc` ranks that stay: starting them costs once.  A failed run costs the processes; the next run starts new ones.
+    """`nproc` ranks that are started once and reused. After a failed run, the next run starts new
+    ones.
 
-    The workers are copies of this process as it was at the first run, so that what a function imports should be imported by then.
-    `start_method` 'spawn' makes fresh processes, which CUDA needs.
+    The workers are copies of this process at the first run, so modules should be imported before.
+    `start_method='spawn'` starts new interpreters, which CUDA needs.
     """
 
     def __init__(self, nproc: int, start_method: str | None = None) -> None:
@@ -77,7 +82,9 @@ class WorkerPool:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> list[Any]:
-        """[function(rank, *args) for each rank].  The function is sent by reference: one defined at the top level of a module."""
+        """[function(rank, *args) for each rank]. The function is sent by reference, so it must be
+        defined at the top level of a module.
+        """
         task = pickle.dumps((function, args))
         if self._workers is not None and not self._workers.alive():
             self.close()
@@ -91,7 +98,7 @@ class WorkerPool:
             raise
 
     def close(self) -> None:
-        """End the processes.  A later `run` starts new ones."""
+        """End the processes. A later `run` starts new ones."""
         if self._workers is not None:
             self._workers.stop()
             self._workers = None
@@ -104,7 +111,7 @@ class WorkerPool:
 
 
 class _Workers:
-    """Processes of one gloo world, one pipe to each."""
+    """The processes of one gloo world, with a pipe to each."""
 
     def __init__(
         self,
@@ -147,7 +154,7 @@ class _Workers:
                 raise self._death(rank) from error
 
     def collect(self, timeout_s: float) -> list[Any]:
-        """One result of every rank, by rank; raises on the first failure."""
+        """The result of every rank, in order of rank. Raises an error on the first failure."""
         deadline_s = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         while len(results) < len(self.pipes):
@@ -174,7 +181,9 @@ class _Workers:
         return [results[rank] for rank in range(len(self.pipes))]
 
     def stop(self) -> None:
-        """Kill all processes: they hold nothing worth an orderly exit, and may be stuck in a collective."""
+        """Kill all processes. They hold nothing that needs an orderly exit, and may be stuck in a
+        collective.
+        """
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -201,7 +210,7 @@ class _Workers:
         return WorkerError(words.strip(": \n"), rank)
 
     def _cause(self, rank: int, is_autopar_error: bool, message: str, trace: str) -> Exception:
-        """The exception to raise for the one that `rank` reported."""
+        """The exception to raise for a failure that `rank` reported."""
         failure = WorkerError(f"rank {rank} of {len(self.pipes)} failed:\n{trace}", rank)
         if is_autopar_error:
             error = AutoparError(message)
@@ -218,20 +227,24 @@ class _Workers:
 
 
 def _start_method() -> str:
-    """fork where that is safe (0.1 s), else spawn (some 10 s of imports)."""
+    """The start method: 'fork' where that is safe (0.1 s), otherwise 'spawn' (about 10 s of
+    imports).
+    """
     safe = sys.platform == "linux" and not torch.cuda.is_initialized() and not dist.is_initialized()
     return "fork" if safe else "spawn"
 
 
 def _crash_file(directory: str, rank: int) -> Path:
-    """Where a rank that crashes writes what its threads were at."""
+    """The file in which a crashing rank writes the stacks of its threads."""
     return Path(directory, f"rank-{rank}.crash")
 
 
 def _worker(
     rank: int, nproc: int, directory: str, pipe: Connection, task: tuple | None, timeout_s: float
 ) -> None:
-    """One rank: run the given task, then each that comes through the pipe, until the pipe ends or something fails."""
+    """The loop of one rank: run the given task, then each that arrives through the pipe, until the
+    pipe closes or a task fails.
+    """
     # Ctrl-C reaches all processes of the terminal; the parent ends its workers itself
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     crash = _crash_file(directory, rank).open("w")
@@ -275,8 +288,10 @@ def _worker(
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library (glibc) keep what is freed for what is allocated next, as torch's allocator does on a GPU.  It would give large
-    tensors back to the system, and have their pages faulted in again at every step: on some ranks, in some steps."""
+    """Make the C library (glibc) reuse freed memory, as torch's allocator does on a GPU. By default
+    it returns large tensors to the system, and page faults then slow down some steps on some
+    ranks.
+    """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)

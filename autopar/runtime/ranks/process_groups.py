@@ -1,4 +1,6 @@
-"""From a mesh shape to process groups: the torch DeviceMesh and this rank's group along every axis."""
+"""Creates process groups from a mesh shape: the torch DeviceMesh, and this rank's group along every
+axis.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ from autopar.rewrite.collectives.axes import AxisGroup
 def mesh_axes(
     shape: MeshShape, device_type: str = "cpu", shard: int = 0
 ) -> tuple[DeviceMesh | None, dict[str, AxisGroup]]:
-    """The DeviceMesh with the dims of `AXES` (also those of size 1), and each axis' group for this rank.  Where groups of `shard`
-    data-parallel ranks share out what ZeRO does, dp is in two: `COPIES` from group to group, and `dp` inside one.
+    """(the DeviceMesh with the dims of `AXES`, including those of size 1; this rank's group along
+    each axis).
 
-    Uses the initialized default process group, and every one of its ranks must call.  With no process group, a mesh of one device
-    needs none: the DeviceMesh is then None.  Raises AutoparError if the world does not have the size of the mesh.
+    If ZeRO shards within groups of `shard` data-parallel ranks, dp is divided in two: `COPIES` from
+    group to group, and `dp` within a group. This uses the initialized default process group, and
+    every rank must call it. Without a process group, only a mesh of one device is possible, and the
+    DeviceMesh is None. Raises AutoparError if the world does not have the size of the mesh.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != shape.num_devices:
@@ -53,9 +57,10 @@ def mesh_axes(
 def pp_subgroup(
     shape: MeshShape, rank: int, coordinates: tuple[int, ...], pp: AxisGroup
 ) -> AxisGroup | None:
-    """The group of the ranks with these pp coordinates and the other coordinates of `rank`; None if `rank` is not among them.
+    """The group of the ranks with these pp coordinates and the other coordinates of `rank`; None if
+    `rank` is not among them.
 
-    Every rank of the world must call, with the same `coordinates`.
+    Every rank of the world must call it, with the same `coordinates`.
     """
     if len(coordinates) == pp.size:
         return pp
@@ -70,8 +75,9 @@ def pp_subgroup(
 
 
 _meshes: tuple[Any, dict[tuple, Any]] = (None, {})
-"""The default process group, and the meshes and groups made over it: groups hold sockets and threads, so that engines of one shape share
-theirs."""
+"""The default process group, and the meshes and groups that were made over it. Groups hold sockets
+and threads, so engines with the same mesh share them.
+"""
 
 
 def _known() -> dict[tuple, Any]:
@@ -89,7 +95,7 @@ def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def ranks_of(shape: MeshShape) -> torch.Tensor:
-    """The rank at each coordinate of `AXES`."""
+    """The rank at each coordinate of `AXES`, as a tensor."""
     placed = shape.placed
     ranks = torch.arange(shape.num_devices, dtype=torch.int).view(
         [shape.size(axis) for axis in placed]
@@ -98,7 +104,9 @@ def ranks_of(shape: MeshShape) -> torch.Tensor:
 
 
 def _device_mesh(shape: MeshShape, device_type: str, shard: int = 0) -> DeviceMesh:
-    """With `shard`, dp in two: `COPIES` and what is inside a group of so many data-parallel ranks."""
+    """The DeviceMesh of a shape. With `shard`, dp is divided in two: `COPIES`, and the ranks inside
+    a group of `shard` data-parallel ranks.
+    """
     known, key = _known(), (shape, device_type, shard)
     if key not in known:
         ranks = ranks_of(shape)
@@ -123,10 +131,11 @@ def _device_mesh(shape: MeshShape, device_type: str, shard: int = 0) -> DeviceMe
 
 
 def join_process_group(backend: str, limit: timedelta) -> None:
-    """Join the ranks that torchrun has started.
+    """Join the ranks that torchrun has started into the default process group.
 
-    Ranks find each other through a store of torchrun's, which outlives them: after a restart it still has the addresses of those that
-    ended, and torch 2.13 would call them.  So each start has its own part of the store.
+    Ranks find each other through torchrun's store, which outlives them. After a restart it still
+    has the addresses of ended ranks, and torch 2.13 would use them. Each start therefore uses its
+    own prefix in the store.
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
     start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {world_size} ranks"
@@ -145,13 +154,13 @@ def _world() -> dist.ProcessGroup:
 
 
 def time_limit() -> timedelta:
-    """How long the default process group lets a rank wait."""
+    """The time limit of the default process group."""
     world = _world()
     return world._get_backend(world._device_types[0]).options._timeout
 
 
 def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Let the ranks of a group wait no longer than this."""
+    """Set the time limit of a process group."""
     dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
@@ -159,7 +168,9 @@ _file_group: tuple[Any, dist.ProcessGroup | None] = (None, None)
 
 
 def file_group() -> dist.ProcessGroup | None:
-    """All ranks over gloo, apart from the groups that train: saving talks beside a step.  None without a process group."""
+    """A gloo process group of all ranks, separate from the groups that train, because saving
+    communicates during steps. None without a process group.
+    """
     global _file_group
     if not dist.is_initialized():
         return None

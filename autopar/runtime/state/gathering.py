@@ -1,9 +1,11 @@
-"""Parameters that have memory while a segment runs forward, and from its backward until their own gradients are there: under ZeRO 3, and
-where they are in host memory.
+"""Parameters that occupy memory only while segments need them: under ZeRO-3, and if they are
+offloaded to the host.
 
-Autograd keeps the leaves and views of them, so that the tensors must stay: their storage is emptied and filled again, as FSDP does.  A leaf
-is emptied when its gradient has been accumulated: every node of that backward that reads it leads to that gradient, and has run.  The last
-segment stays from its forward on, as its backward comes next.
+They have memory during a segment's forward, and from its backward until their own gradients are
+ready. Autograd keeps the leaves and views of them, so the tensors must stay; their storage is
+emptied and refilled, as in FSDP. A leaf is emptied when its gradient has been accumulated: every
+backward node that reads it leads to that gradient, and has run. The last segment's leaves stay
+filled from its forward, since its backward comes next.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from autopar.runtime.state.zero import Moving, copied
 class Gathering:
     """Fills and empties the leaves made by `empty`.
 
-    `gather(names)` starts to gather their wholes; all ranks ask for the same names in one order.  With `ahead` the segment that comes next,
-    forwards or backwards, is started when one begins, so that it travels while that one computes.
+    `gather(names)` starts to gather their whole tensors; all ranks request the same names in the
+    same order. With `ahead`, the gather of the next segment (in forward or backward) starts when a
+    segment begins, so that it overlaps with that segment's compute.
     """
 
     def __init__(self, gather: Callable[[Sequence[str]], Moving], ahead: bool = False) -> None:
@@ -39,14 +42,16 @@ class Gathering:
     def empty(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> nn.Parameter:
-        """A leaf without memory."""
+        """A new leaf without memory."""
         leaf = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         leaf.untyped_storage().resize_(0)
         self._leaves[name] = leaf
         return leaf
 
     def watch(self, root: nn.Module) -> None:
-        """Fill and empty the leaves of every module under `root` around its forward and its backward."""
+        """Register hooks that fill and empty the leaves of every module under `root` around its
+        forward and backward.
+        """
         segments = []
         names = {id(leaf): name for name, leaf in self._leaves.items()}
         for path, module in root.named_modules():
@@ -65,7 +70,9 @@ class Gathering:
 
     @torch.no_grad()
     def fill(self, names: Sequence[str], following: Sequence[str] = ()) -> None:
-        """Gather those leaves that have no memory, and start with those that follow."""
+        """Gather the leaves `names` that have no memory, and start to gather those of
+        `following`.
+        """
         if not self._present.issuperset(names):
             self._arrive()
             missing = [name for name in names if name not in self._present]
@@ -77,7 +84,7 @@ class Gathering:
             self._travelling = coming, self._gather(coming)
 
     def _arrive(self) -> None:
-        """Wait for the leaves on their way."""
+        """Wait for the leaves in transit."""
         if self._travelling is None:
             return
         (names, moving), self._travelling = self._travelling, None
@@ -90,7 +97,7 @@ class Gathering:
         self._present.update(names)
 
     def free(self, names: Sequence[str] | None = None) -> None:
-        """Empty leaves, by default all."""
+        """Empty leaves; by default all."""
         if names is None:
             self._arrive()
         for name in list(self._present) if names is None else names:
@@ -101,7 +108,7 @@ class Gathering:
 
     @contextmanager
     def holding(self, everything: bool) -> Iterator[None]:
-        """A block after which no leaf has memory, and during which all have, if `everything`."""
+        """A context during which all leaves have memory, if `everything`. After it, none has."""
         if everything:
             self.fill(list(self._leaves))
         try:

@@ -17,11 +17,13 @@ from autopar.runtime.state.holding import Holding, Trained
 from autopar.runtime.state.zero import Moving, buckets, scatter
 
 Layouts = Mapping[str, Mapping[str, Layout]]
-"""The layout of each parameter on each axis with more than one rank."""
+"""The layouts of each parameter on each axis with more than one rank."""
 
 
 def partial_axes(layouts: Mapping[str, Layout]) -> tuple[str, ...]:
-    """The axes over which the gradient of a parameter laid out like this is a partial sum after backward."""
+    """The axes over which the gradient of a parameter with these layouts is a partial sum after
+    backward.
+    """
     return tuple(axis for axis, layout in layouts.items() if layout == RP)
 
 
@@ -31,9 +33,11 @@ def add_up(
     axes: Mapping[str, AxisGroup],
     put: Callable[[str, Tensor], None],
 ) -> None:
-    """Add up partial gradients, in buckets of those that are partial over the same axis.
+    """Sum partial gradients over their axes, in buckets of those that are partial over the same
+    axis.
 
-    Each sum takes the place of its summand in `grads`, and is given to `put`, which should forget the summand too: bucket by bucket.
+    Each sum replaces its summand in `grads`, and is passed to `put`, which should also drop its
+    reference to the summand. Memory is thus freed bucket by bucket.
     """
     members: dict[tuple, list[str]] = {}
     for name, grad in grads.items():
@@ -55,7 +59,9 @@ def global_norm(
     axes: Mapping[str, AxisGroup],
     device: torch.device,
 ) -> Tensor:
-    """The 2-norm of all gradients together: squares of shards are added up over the axes that shard them."""
+    """The 2-norm of all gradients together. Squares of shards are summed over the axes that shard
+    them.
+    """
     squares: dict[tuple[str, ...], Tensor] = {(): torch.zeros((), device=device)}
     for name, grad in grads.items():
         sharded = tuple(axis for axis, layout in layouts.get(name, {}).items() if layout.is_shard)

@@ -1,7 +1,8 @@
-"""Give a program its parameters: each rank keeps its shard alone.
+"""Creates the parameters of a program: each rank keeps only its shards.
 
-A real model is sharded from its own tensors.  A meta model is read from `weights` (safetensors or a torch checkpoint), or initialized
-module by module by the model's own initializers, so that no rank ever holds more than one module beyond its shards.
+A model with real tensors is sharded from these. A meta model is read from `weights` (safetensors or
+a torch checkpoint), or initialized module by module by the model's own initializers. A rank then
+never holds more than its shards and one module.
 """
 
 from __future__ import annotations
@@ -36,10 +37,22 @@ def materialize(
     held: Collection[str] | None = None,
     kept: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, shard: shard,
 ) -> dict[str, torch.Tensor]:
-    """This rank's shard of every parameter and buffer that is `held` (by default of all), by name, or the part of it that `kept` keeps, at
-    its `home`; ranks talk over `device`; floating ones in `dtype(name)`.  Every rank must call, with the same `specs`.
+    """This rank's shards of parameters and buffers, by name.
 
-    Raises AutoparError if a tensor is missing, has the wrong shape, or its module has no initializer.
+    Raises AutoparError if a tensor is missing, has the wrong shape, or its module has no
+    initializer. Every rank must call it with the same `specs`.
+
+    Args:
+        program: the program that needs them.
+        model: the model, real or on the meta device.
+        specs: all parameters and buffers by name.
+        weights: a file or folder to read from, or None.
+        device: the device for communication between ranks.
+        home: the device of each result, by name.
+        dtype: the dtype of each floating-point result, by name.
+        seed: seeds the initializers.
+        held: names of the tensors to return; default all.
+        kept: `kept(name, shard)` returns the part of a shard that is kept.
     """
     held = specs.keys() if held is None else held
     layouts: dict[str, dict] = {}
@@ -86,7 +99,9 @@ def materialize(
 
 
 def _from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Rank 0's tensor on every rank, as DDP does: ranks may have initialized their models from different seeds."""
+    """Rank 0's tensor, on every rank, as in DDP: ranks may have initialized their models with
+    different seeds.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return tensor
     tensor = tensor.to(device, copy=True).contiguous()
@@ -100,9 +115,11 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def initialized(model: nn.Module, names: set[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Initialize a meta model on the CPU one module at a time and yield its named tensors, each once.
+    """Initialize a meta model on the CPU, one module at a time, and yield its named tensors, each
+    once.
 
-    Every module starts from a seed made of `seed` and its name, so that the result does not depend on the rank or the plan.
+    Every module is seeded from `seed` and its name, so the result does not depend on the rank or
+    the plan.
     """
     done: set[int] = set()
     state = torch.get_rng_state()
@@ -131,7 +148,9 @@ def _buffers(model: nn.Module, names: set[str]) -> Iterator[tuple[str, torch.Ten
 
 
 def _initialize_module(model: nn.Module, module: nn.Module, prefix: str) -> nn.Module:
-    """A copy of one module without its children, on the CPU, initialized.  AutoparError if something of it is left as it was."""
+    """An initialized copy of one module on the CPU, without its children. Raises AutoparError if an
+    initializer leaves some tensor unset.
+    """
     state = torch.get_rng_state()
     real = _initialized_over(model, module, prefix, 0)
     numbers = {name: t for name, t in _held(real) if not t.is_floating_point()}
@@ -161,7 +180,9 @@ def _left(model: nn.Module, module: nn.Module, name: str) -> AutoparError:
 
 
 def _initialized_over(model: nn.Module, module: nn.Module, prefix: str, number: int) -> nn.Module:
-    """`_initialize_module` over NaN, and over `number` where there is none."""
+    """`_initialize_module` on memory prefilled with NaN, or with `number` for dtypes without
+    NaN.
+    """
     children, module._modules = module._modules, {}
     try:
         real = copy.copy(module)
@@ -190,7 +211,9 @@ def _initialized_over(model: nn.Module, module: nn.Module, prefix: str, number: 
 
 
 class open_weights:
-    """Reads tensors by name from a .safetensors file, a directory of them (with or without an index), or a torch checkpoint."""
+    """Reads tensors by name from a .safetensors file, a directory of them (with or without an
+    index), or a torch checkpoint.
+    """
 
     def __init__(self, path: str | Path) -> None:
         path = path_of(path, "weights")
@@ -235,15 +258,15 @@ class open_weights:
 
     @property
     def names(self) -> set[str]:
-        """All tensors that the files hold."""
+        """Names of all tensors in the files."""
         return set(self._files) | set(self._loaded)
 
     def has(self, name: str) -> bool:
-        """Whether the files hold a tensor."""
+        """Whether the files contain a tensor."""
         return name in self._files or name in self._loaded
 
     def __call__(self, name: str) -> torch.Tensor:
-        """A tensor of the files."""
+        """The tensor called `name`."""
         if name in self._loaded:
             return self._loaded[name]
         from safetensors import safe_open

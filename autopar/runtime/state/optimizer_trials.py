@@ -1,8 +1,11 @@
-"""What an optimizer of an unknown class does, found by stepping copies of it on small tensors.
+"""Determines how an optimizer of an unknown class behaves, by running copies of it on small
+tensors.
 
-A copy (`_twin`) has the groups, options and attributes of the optimizer, over stand-ins: two for each group and number of dims.  An
-optimizer *couples* parameters if a stand-in ends elsewhere when it steps alone than when it steps beside the others: Prodigy does, whose
-step size is one estimate for all, and what clips by the norm of all gradients.  Such an optimizer must be given all parameters at once.
+A copy (`_twin`) has the groups, options and attributes of the optimizer. It trains small stand-in
+tensors, two for each group and number of dims. An optimizer *couples* parameters if a stand-in ends
+differently when it is trained alone than with the others. Examples are Prodigy, which estimates one
+step size for all parameters, and clipping by the norm of all gradients. Such an optimizer must
+receive all parameters at once.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ STEPS, RATE, LONGEST = 6, 0.1, 5
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """`couples`: an update depends on other parameters too.  `obstacle`: why only whole replicas may be given to this optimizer ('' if
-    nothing stands in the way)."""
+    """Findings about an optimizer. `couples`: an update depends on other parameters too.
+    `obstacle`: why it can only run on whole replicas, or ''.
+    """
 
     couples: bool = False
     obstacle: str = ""
@@ -36,7 +40,7 @@ class _CommunicatesError(Exception):
 
 
 class _Silent(TorchDispatchMode):
-    """Within the block a collective raises, before anything is sent."""
+    """A mode in which a collective raises an error before it sends anything."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -48,7 +52,7 @@ class _Silent(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class _StandIn:
-    """A small tensor for parameter `real` of param group `group`."""
+    """A small tensor that stands in for the parameter `real` of parameter group `group`."""
 
     group: int
     real: Tensor
@@ -60,7 +64,9 @@ class _StandIn:
 
 
 def habits_of(optimizer: torch.optim.Optimizer) -> Habits:
-    """Try the optimizer, which stays as it is.  What its step raises is an obstacle."""
+    """Find how the optimizer behaves, without changing it. An error in its step becomes an
+    obstacle.
+    """
     stand_ins = list(_stand_ins(optimizer))
     everyone = range(len(stand_ins))
     try:
@@ -102,7 +108,9 @@ def _stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[_StandIn]:
 def _trained(
     optimizer: torch.optim.Optimizer, stand_ins: list[_StandIn], chosen: Any, seed: int
 ) -> list[Tensor]:
-    """The stand-ins after some steps of a copy that trains the chosen ones; `seed` is for what it draws itself."""
+    """The stand-ins after some steps of a copy that trains the `chosen` ones. `seed` seeds the
+    optimizer's own random draws.
+    """
     generator = torch.Generator().manual_seed(7)
     tensors = [nn.Parameter(stand_in.tensor(generator)) for stand_in in stand_ins]
     twin = _twin(optimizer, stand_ins, tensors, chosen)
@@ -159,7 +167,9 @@ def _twin(
 
 
 def _reduced(value: Any, real: Tensor, stand_in: Tensor) -> Any:
-    """State that the constructor has made for a parameter, for its stand-in: the same first element everywhere."""
+    """Optimizer state that a constructor made for a parameter, reduced to its stand-in: filled with
+    its first element.
+    """
     if not isinstance(value, Tensor) or value.shape != real.shape or not value.dim():
         return copy.deepcopy(value)
     first = local_part(value).flatten()[:1]
@@ -171,7 +181,9 @@ def _reduced(value: Any, real: Tensor, stand_in: Tensor) -> Any:
 
 
 def _alike(some: list[Tensor], others: list[Tensor], stand_ins: list[_StandIn]) -> bool:
-    """Whether each stand-in ended alike, up to rounding of its update and of itself."""
+    """Whether each stand-in ended with the same values, up to rounding of its update and of
+    itself.
+    """
     generator = torch.Generator().manual_seed(7)
     for one, other, stand_in in zip(some, others, stand_ins, strict=True):
         start = stand_in.tensor(generator)

@@ -1,10 +1,12 @@
-"""Optimizers over sharded parameters: which run on shards, and which on whole matrices.
+"""Optimizers over sharded parameters: which can run on shards, and which need whole matrices.
 
-Classes that treat every element alone (`ELEMENTWISE`, by exact type) run on shards as they are.  Adafactor takes means of rows and columns:
-on DTensors these are sums over ranks, which torch 2.13 leaves pending and then refuses to change in place; `Summed` adds them up at once.
-Every other class, a subclass of these too, may look at whole matrices: it is given them (`whole_matrices.py`).
+Element-wise optimizers (`ELEMENTWISE`, by exact type) run on shards unchanged. Adafactor averages
+rows and columns, which are sums over ranks on DTensors. torch 2.13 leaves these sums pending and
+then refuses to modify them in place; `Summed` completes them at once. Every other class, including
+subclasses of these, may use whole matrices and receives them (`whole_matrices.py`).
 
-What needs more than gradients (a closure), or ops that torch has for whole tensors alone, is refused by name.
+An optimizer that needs more than gradients (a closure), or ops that torch supports only for plain
+tensors, is refused by name.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ ELEMENTWISE = (
 
 
 class Summed(TorchFunctionMode):
-    """Within the block, a DTensor result that is a pending sum over some axes is added up."""
+    """A mode in which a DTensor result that is a pending sum over some axes is summed at once."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -55,7 +57,9 @@ class Summed(TorchFunctionMode):
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer is known to treat every element alone: by its class, and without hooks that see more."""
+    """Whether the optimizer is known to be element-wise: by its class, and without step hooks,
+    which could see more.
+    """
     hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
     return type(optimizer) in ELEMENTWISE and not any(hooks)
 
@@ -64,10 +68,11 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def make_optimizer(factory: Factory, parameters: Parameters, plan: Plan) -> torch.optim.Optimizer:
-    """The optimizer that `factory` makes, over the masters of this rank.
+    """The optimizer that `factory` makes, over this rank's master parameters.
 
-    One that may look at whole matrices is built again over whole masters where the plan cuts or copies any: `factory` is called twice.
-    Raises AutoparError for what cannot be run exactly under the plan.
+    If it may use whole matrices and the plan cuts or copies any, it is made again over whole
+    masters; `factory` is then called twice. Raises AutoparError if it cannot run exactly under the
+    plan.
     """
     if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
         raise AutoparError(
@@ -126,8 +131,9 @@ def _built(factory: Factory, parameters: Parameters) -> torch.optim.Optimizer:
 
 
 def _couples(optimizer: torch.optim.Optimizer, cut: bool, plan: Plan) -> bool:
-    """Whether the optimizer couples parameters.  AutoparError if the plan parts what it must see together; `cut`: whether the plan cuts
-    parameters of this rank."""
+    """Whether the optimizer couples parameters. `cut`: whether the plan cuts parameters of this
+    rank. Raises AutoparError if the plan separates what the optimizer needs together.
+    """
     # stages of a pipeline hold, and try, different parameters
     ranks = from_all(file_group(), lambda: (habits_of(optimizer), cut))
     couples = any(habits.couples for habits, _ in ranks)
@@ -148,7 +154,7 @@ def _couples(optimizer: torch.optim.Optimizer, cut: bool, plan: Plan) -> bool:
 
 
 def _keep_owned(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
-    """Take out of the optimizer what other ranks update."""
+    """Remove from the optimizer the parameters that other ranks update."""
     others = {
         id(master) for name, master in parameters.masters.items() if not parameters.has_master(name)
     }
@@ -162,7 +168,9 @@ def _keep_owned(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Non
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise AutoparError for what is no optimizer, and for one whose step needs a closure."""
+    """Raise AutoparError for an object that is not an optimizer, and for an optimizer whose step
+    needs a closure.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise AutoparError(
             f"the optimizer factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass, for example, "
@@ -181,7 +189,9 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """A step, right on DTensors too.  Raises AutoparError if torch lacks an op of it there."""
+    """Run an optimizer step, correctly on DTensors too. Raises AutoparError if torch lacks a
+    DTensor op that the step needs.
+    """
     try:
         with Summed() if _is_adafactor(optimizer) else contextlib.nullcontext():
             optimizer.step()

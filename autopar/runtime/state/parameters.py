@@ -1,22 +1,27 @@
-"""The trained parameters of one rank: what its graphs read, what it owns, what the optimizer updates, and how gradients get there.
+"""The trained parameters of one rank: what its graphs read, what it owns, what the optimizer
+updates, and where gradients accumulate.
 
-    leaf     the tensor that graphs read: whole over dp, in the precision's dtype; under ZeRO-3, and where the plan offloads parameters, it
-             has memory only while a segment runs
-    own      this rank's part of it (`zero.py`): the leaf itself, a view of it (ZeRO 1, 2), or a tensor of its own (ZeRO 3), in host
-             memory where the plan offloads parameters
-    master   what the optimizer trains: a DTensor over `own`, or over a copy of it: in fp32 where the precision is half, in host memory
-             where the plan offloads the optimizer alone; of a parameter that is updated whole the whole, on its owner
-             (`whole_matrices.py`)
-    total    the gradient so far, where that is not `leaf.grad`: a part (ZeRO 2, 3), or fp32 where the leaf's is half
+- leaf: the tensor that graphs read, whole over dp, in the precision's dtype. Under ZeRO-3, and if
+  the plan offloads parameters, it has memory only while a segment runs.
+- own: this rank's part of it (`zero.py`): the leaf itself, a view of it (ZeRO-1, ZeRO-2), or a
+  separate tensor (ZeRO-3). It is in host memory if the plan offloads parameters.
+- master: what the optimizer trains: a DTensor over `own`, or over a copy of it. The copy is in fp32
+  for half precision, and in host memory if the plan offloads only the optimizer. For a parameter
+  that is updated whole, it is the whole tensor, on its owner (`whole_matrices.py`).
+- total: the gradient so far, if that is not `leaf.grad`: a part (ZeRO-2, ZeRO-3), or fp32 if the
+  leaf's gradient is half precision.
 
-Of a step, ZeRO 0 and 1 reduce gradients once, at its end; 2 and 3 in every backward, in buckets as gradients become ready, so that no rank
-ever holds all of them.  1 and 2 gather the updated parameters once a step; 3 gathers those of a segment before its forward and again before
-its backward (`gathering.py`), and in a pipeline once a step, as gradients are reduced once a step there.  Where groups of ranks share
-out, all that is within a group; what it has of gradients is added up over the groups once a step.
+ZeRO-0 and ZeRO-1 reduce gradients once, at the end of a step. ZeRO-2 and ZeRO-3 reduce them in
+every backward, in buckets as they become ready, so that no rank holds all of them. ZeRO-1 and
+ZeRO-2 gather updated parameters once a step. ZeRO-3 gathers those of a segment before its forward
+and again before its backward (`gathering.py`). In a pipeline, ZeRO-3 gathers and reduces once a
+step. If ZeRO shards within groups of ranks, all of this happens within a group, and gradients are
+summed over groups once a step.
 
-An offloaded tensor is in host memory whatever the device is: what it is given and gives back is copied even from CPU to CPU, so that a
-program holds on CPU processes what it would hold on a device, and what it would hold beside one.  Offloaded parameters are fetched as those
-of ZeRO 3 are gathered, before every pass of a segment, and then gathered if they are parts.
+An offloaded tensor is in host memory for every type of device. Its inputs and outputs are copied
+even from CPU to CPU. A program on CPU processes thus holds the same bytes as on a device and its
+host. Offloaded parameters are fetched before every pass of a segment, as ZeRO-3 gathers them, and
+are then gathered if they are parts.
 """
 
 from __future__ import annotations
@@ -58,22 +63,28 @@ class Parameters:
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates, by name."""
+        """The tensors that the optimizer updates, by name."""
         return {name: one.master for name, one in self.trained.items()}
 
     def cuts(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
-        """The groups over which a master is cut, outermost first, and what each cuts: tp and ep, and then those of ZeRO."""
+        """The groups over which a master is sharded, outermost first, each with its split: tp and
+        ep, then those of ZeRO.
+        """
         if name in self.wholes:
             return ()
         cutting, axes = self.holding.cuttings[name], self.holding.axes
         return (*cutting.splits, *((axes[axis], split) for axis, split in cutting.share.cuts))
 
     def has_master(self, name: str) -> bool:
-        """Whether this rank holds what the optimizer updates of a trained parameter: its own part, or the whole that it owns."""
+        """Whether this rank holds the tensor that the optimizer updates for a trained parameter:
+        its own part, or the whole that it owns.
+        """
         return name not in self.wholes or self.wholes.owns(name)
 
     def cut(self, trained: Collection[int]) -> dict[str, Cutting]:
-        """The parameters of which this rank holds a part, among those whose master's id is in `trained`."""
+        """The parameters of which this rank holds only a part, among those whose master's id is in
+        `trained`.
+        """
         found = {name: self.holding.cuttings[name] for name in self.trained}
         return {
             name: cutting
@@ -83,8 +94,9 @@ class Parameters:
 
     @torch.no_grad()
     def update_whole(self, cut: Mapping[str, Cutting], everywhere: bool) -> None:
-        """From now on update these parameters whole: by one rank each, or by every rank.  Masters that every rank holds whole become plain
-        tensors.  Every rank must call."""
+        """From now on, update these parameters whole: each on one rank, or all on every rank.
+        Masters that every rank holds whole become plain tensors. Every rank must call it.
+        """
         holding = self.holding
         self.wholes.choose(cut, everywhere)
         for name, one in self.trained.items():
@@ -117,7 +129,7 @@ class Parameters:
         self.give(program, device)
 
     def give(self, program: Program, device: torch.device) -> None:
-        """Let a program read the installed tensors."""
+        """Make a program read the installed tensors."""
         for parameter in program.parameters:
             holder = getattr(program.module, parameter.module)
             (holder._buffers if parameter.spec.buffer else holder._parameters)[
@@ -130,7 +142,9 @@ class Parameters:
         self.watch(program.module)
 
     def watch(self, module: nn.Module) -> None:
-        """Fill leaves for this module's segments, which read the same ones, if they are empty between."""
+        """Fill the leaves for this module's segments when they run, if leaves are emptied in
+        between. Its segments read the same leaves.
+        """
         if self.holding.by_segment:
             self.gathering.watch(module)
 
@@ -160,7 +174,9 @@ class Parameters:
         return leaf
 
     def _distributed(self, name: str, local: nn.Parameter) -> nn.Parameter:
-        """What the optimizer sees: a DTensor that shares storage with `local`, over ep and tp, and over the axes that ZeRO shares out."""
+        """The tensor that the optimizer sees: a DTensor that shares storage with `local`, over ep
+        and tp, and over the axes that ZeRO shards over.
+        """
         cutting, groups = self.holding.cuttings[name], self.holding.axes
         sharing = (COPIES, *SHARING_AXES) if self.holding.plan.zero else ("ep",)
         axes = tuple(axis for axis in (*sharing, "tp") if axis in groups and groups[axis].size > 1)
@@ -185,7 +201,7 @@ class Parameters:
     # --------------------------------------------------------------------------------------------------------------- the step
 
     def hand_over(self) -> None:
-        """Give each master its gradient."""
+        """Set the gradient of each master."""
         holding = self.holding
         for name, grad in self.gradients.so_far().items():
             one = self.trained[name]
@@ -208,7 +224,7 @@ class Parameters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Make the leaves what the masters have become."""
+        """Update the leaves from the masters."""
         holding = self.holding
         for name, one in self.trained.items():
             if name in self.wholes:
@@ -227,19 +243,22 @@ class Parameters:
         return self.wholes.part(name, master, dtype, self.holding.device)
 
     def _gather(self, names: Sequence[str]) -> Moving:
-        """The wholes of parameters, from every rank's own parts."""
+        """Start to gather the whole tensors of parameters from every rank's own parts."""
         ones = [self.trained[name] for name in names]
         parts = [one.own.to(self.holding.device, non_blocking=True) for one in ones]
         return Moving(gather(parts, [one.share for one in ones], self.holding.axes))
 
     def present(self) -> AbstractContextManager:
-        """A block that runs the program; after it no gathered parameter is left.  In a pipeline all are gathered for all of it."""
+        """A context for running the program, after which no gathered parameter has memory. In a
+        pipeline all are gathered throughout.
+        """
         return self.gathering.holding(not self.holding.by_pass)
 
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:
-        """A parameter or buffer as a tp or ep shard, whole over the axes that ZeRO shares out; trained ones in the master's dtype.  Every
-        rank must call."""
+        """A parameter or buffer as a tp or ep shard, whole over the axes that ZeRO shards over.
+        Trained ones have the master's dtype. Every rank must call it.
+        """
         if name not in self.trained:
             return self.leaves[name].detach()
         holding, one = self.holding, self.trained[name]

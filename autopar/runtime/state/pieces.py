@@ -1,10 +1,13 @@
-"""Sharded tensors on disk: every rank writes and reads its own pieces, described by where they lie in the whole tensor.
+"""Sharded tensors on disk: every rank writes and reads its own pieces, described by their place in
+the whole tensor.
 
-A rank's part of a tensor is a product of positions along each dim.  Positions that follow each other make a run, and a product of runs is
-a piece: a box of the whole tensor and the box of the local tensor that holds it.  A contiguous shard is one piece, a fused projection
-sharded in three sections is three.  torch.distributed.checkpoint stores boxes, and reads any box from the boxes that it has, so that what
-one plan has saved another one loads.  (DTensors say nothing of patterns: torch.distributed.checkpoint would take a rank's sections of a
-fused projection for one contiguous chunk, without an error.)
+A rank's part of a tensor is a product of positions along each dim. Consecutive positions form a
+run, and a product of runs is a piece: a box of the whole tensor, and the box of the local tensor
+that holds it. A contiguous shard is one piece; a fused projection sharded in three sections is
+three. torch.distributed.checkpoint stores boxes, and reads any box from the stored ones, so one
+plan can load what another one saved. (DTensors cannot express patterns:
+torch.distributed.checkpoint would silently treat a rank's sections of a fused projection as one
+contiguous chunk.)
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from autopar.rewrite.collectives.patterns import Split, pick
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One dim split over `parts` ranks, of which this is the one at `index`."""
+    """One dim split over `parts` ranks; this is the split of rank `index`."""
 
     dim: int
     parts: int
@@ -53,25 +56,29 @@ class Cut:
     pattern: Pattern = CONTIGUOUS
 
     def of(self, positions: Tensor, index: int) -> Tensor:
-        """Those of `positions` (1-D) that the rank at `index` holds."""
+        """The elements of `positions` (1-D) that the rank at `index` holds."""
         return pick(positions, Split(0, len(positions), self.pattern), self.parts, index)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank holds of a tensor of `shape`: the local `tensor` (or a DTensor around it), which `cuts` leave, outermost first."""
+    """A rank's part of a tensor of `shape`: the local `tensor` (or a DTensor around it) after
+    `cuts`, outermost first.
+    """
 
     shape: tuple[int, ...]
     tensor: Tensor
     cuts: tuple[Cut, ...] = ()
 
     def pieces(self) -> Pieces:
-        """The parts of the whole tensor that this rank holds."""
+        """The pieces of the whole tensor that this rank holds."""
         positions = tuple(self.positions(dim) for dim in range(len(self.shape)))
         return Pieces(self.shape, local_part(self.tensor), positions)
 
     def positions(self, dim: int) -> Tensor:
-        """The positions along `dim` of the whole tensor that the local tensor has, in its order."""
+        """The positions along `dim` of the whole tensor that the local tensor contains, in its
+        order.
+        """
         found = torch.arange(self.shape[dim])
         for cut in self.cuts:
             if cut.dim == dim:
@@ -79,7 +86,9 @@ class Held:
         return found
 
     def gathered_positions(self, dim: int) -> Tensor:
-        """Positions along `dim` in the order in which the parts of all ranks follow each other: that of a DTensor made replicated."""
+        """Positions along `dim` in the order of the concatenated parts of all ranks, as in a
+        DTensor that is made replicated.
+        """
         found = [torch.arange(self.shape[dim])]
         for cut in self.cuts:
             if cut.dim == dim:
@@ -95,7 +104,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A rank's part of a tensor of `shape`: `local` has the given `positions` along each dim."""
+    """A rank's part of a tensor of `shape`: `local` contains the `positions` along each dim."""
 
     shape: tuple[int, ...]
     local: Tensor
@@ -108,7 +117,7 @@ class Pieces:
             )
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """(offset in the whole tensor, view of the local tensor) of each piece."""
+        """(offset in the whole tensor, view of the local tensor) for each piece."""
         if self.local.numel() == 0:
             return
         for chosen in product(*(_runs(positions) for positions in self.positions)):
@@ -118,23 +127,25 @@ class Pieces:
             yield tuple(whole for whole, _, _ in chosen), view
 
     def copied(self, device: str = "cpu") -> Pieces:
-        """The same with a copy of the tensor."""
+        """These pieces with a copy of the tensor on `device`."""
         return Pieces(self.shape, self.local.to(device, copy=True), self.positions)
 
 
 def whole(tensor: Tensor) -> Pieces:
-    """A tensor that every rank holds whole."""
+    """The pieces of a tensor that every rank holds whole."""
     return Held(tuple(tensor.shape), tensor).pieces()
 
 
 def _runs(positions: Tensor) -> list[tuple[int, int, int]]:
-    """(first position, its place here, length) of each run of consecutive positions."""
+    """(first position, index in `positions`, length) of each run of consecutive positions."""
     starts = [0, *((positions.diff() != 1).nonzero().flatten() + 1).tolist(), len(positions)]
     return [(int(positions[start]), start, end - start) for start, end in pairwise(starts)]
 
 
 class PieceWriter(DefaultSavePlanner):
-    """Has torch.distributed.checkpoint write the pieces of every rank, one that several hold once."""
+    """A save planner for torch.distributed.checkpoint that writes the pieces of every rank. A piece
+    that several ranks hold is written once.
+    """
 
     def __init__(self, tensors: dict[str, Pieces]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -156,12 +167,12 @@ class PieceWriter(DefaultSavePlanner):
                 )
 
     def create_local_plan(self) -> SavePlan:
-        """All pieces of this rank."""
+        """The plan to write all pieces of this rank."""
         self.plan = SavePlan(self._items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The tensor that is written at an index."""
+        """The tensor to write at an index."""
         return self._views[index]
 
 
@@ -172,7 +183,9 @@ def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 class PieceReader(DefaultLoadPlanner):
-    """Has torch.distributed.checkpoint fill the pieces of every rank, in place."""
+    """A load planner for torch.distributed.checkpoint that fills the pieces of every rank in
+    place.
+    """
 
     def __init__(self, tensors: dict[str, Pieces]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -185,12 +198,12 @@ class PieceReader(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take in what was saved."""
+        """Store the metadata of the checkpoint."""
         self.metadata, self.is_coordinator = metadata, is_coordinator
         self._saved = {} if metadata is None else tensors_in(metadata)
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads of each saved piece."""
+        """The plan of what this rank reads from each saved piece."""
         items = []
         for name, pieces in self._tensors.items():
             views = {torch.Size(offset): view for offset, view in pieces.boxes()}
@@ -208,12 +221,14 @@ class PieceReader(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The tensor that is read into at an index."""
+        """The tensor to read into at an index."""
         return self._views[index.fqn, index.offset]
 
 
 def write_pieces(path: Path, tensors: dict[str, Pieces], group: dist.ProcessGroup | None) -> None:
-    """Write the pieces of all ranks of the group (None: of this rank) into a directory, each once."""
+    """Write the pieces of all ranks of the group (None: of this rank) into a directory, each
+    once.
+    """
     with _no_warning(group):
         dcp.save(
             {},
@@ -238,7 +253,7 @@ def read_pieces(path: Path, tensors: dict[str, Pieces], group: dist.ProcessGroup
 
 @contextlib.contextmanager
 def _no_warning(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """torch warns where one process works alone, which is meant here."""
+    """A context without torch's warning about a single process, which is intended here."""
     # and then this may be the thread of a save, while warnings belong to all threads
     if group is not None:
         yield

@@ -1,11 +1,14 @@
-"""Precision: the dtype that forward and backward run in, that of the weights the optimizer trains, and the scale of the loss.
+"""Precision: the dtype of forward and backward, the dtype of the trained weights, and the loss
+scale.
 
-    fp32, fp64   one dtype for all
-    bf16         bf16 leaves; fp32 master weights; gradients are added up, over micro-batches and over ranks, in fp32
-    fp16         as bf16 with fp16 leaves, and the loss is scaled so that small gradients do not vanish
+- fp32, fp64: one dtype for everything.
+- bf16: bf16 leaves and fp32 master weights. Gradients are summed, over micro-batches and over
+  ranks, in fp32.
+- fp16: like bf16 with fp16 leaves. The loss is scaled so that small gradients do not vanish.
 
-The loss scale follows Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2, with the constants of torch.amp.GradScaler:
-it halves, and the step is skipped, when a gradient of any rank is not finite; it doubles after 2000 steps without that.
+The loss scale follows Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2, with
+the constants of torch.amp.GradScaler. If a gradient of any rank is not finite, the scale is halved
+and the step is skipped. After 2000 steps without that, the scale is doubled.
 """
 
 from __future__ import annotations
@@ -27,19 +30,21 @@ PRECISIONS = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""Precisions that the engine runs, and the dtype of forward and backward."""
+"""The precisions that the engine runs, with the dtype of forward and backward."""
 
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 HALF = ("bf16", "fp16")
-"""Precisions whose master weights have another dtype than what graphs read."""
+"""Precisions whose master weights have another dtype than the graphs."""
 
 
 NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of most elements of the floating parameters that train (of all, where none trains); fp32 for a model without any."""
+    """The dtype of most elements of the trained floating-point parameters (of all, if none is
+    trained); fp32 for a model without any.
+    """
     floating = [p for p in model.parameters() if p.is_floating_point()]
     sizes: Counter[torch.dtype] = Counter()
     for parameter in [p for p in floating if p.requires_grad] or floating:
@@ -48,9 +53,9 @@ def main_dtype(model: nn.Module) -> torch.dtype:
 
 
 def default_precision(model: nn.Module, device_type: str) -> str:
-    """The precision of a model for which none is given: its own, but bf16 on GPUs for an fp32 model.
+    """The default precision of a model: its own, but bf16 for an fp32 model on GPUs.
 
-    Raises AutoparError for a dtype that the engine does not compute in.
+    Raises AutoparError for a dtype that the engine does not support.
     """
     main = main_dtype(model)
     if main not in NAMES:
@@ -64,9 +69,11 @@ def default_precision(model: nn.Module, device_type: str) -> str:
 def precision_note(
     model: nn.Module, inputs: Mapping[str, Tensor], precision: str, kept: Collection[str] = ()
 ) -> str:
-    """What a default precision means for this model: the dtype that it leaves, and the tensors of other dtypes that are cast.
+    """A note on what a default precision changes for this model: its dtype, and the tensors of
+    other dtypes that are cast.
 
-    `kept`: buffers that stay as they are.  Returns '' where every tensor keeps its dtype.  Inputs are named where they lose digits.
+    `kept` are buffers that are not cast. Returns '' if every tensor keeps its dtype. Inputs are
+    named if they lose digits.
     """
     main, found = main_dtype(model), []
     if NAMES[main] != precision:
@@ -103,19 +110,23 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def captured_in(precision: str | None, runnable: bool) -> str | None:
-    """The precision to capture a model in: that of what is to run; None, the model's own, for a prediction in half precision, whose cost
-    models know what stays in fp32."""
+    """The precision in which to capture a model. For a program that will run, its precision. For a
+    prediction in half precision None, which means the model's own: the cost models know what
+    stays in fp32.
+    """
     return precision if runnable or precision not in HALF else None
 
 
 def master_dtype(precision: str) -> torch.dtype:
-    """The dtype of master weights, of gradients added up, and of what the optimizer keeps."""
+    """The dtype of master weights, of accumulated gradients, and of optimizer state."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 @dataclass(slots=True)
 class LossScale:
-    """The dynamic loss scale of fp16; of other precisions it is 1 and stays so.  `good_steps`: steps since it last changed."""
+    """The dynamic loss scale of fp16. For other precisions it is always 1. `good_steps` counts
+    steps since it last changed.
+    """
 
     scale: float = 1.0
     dynamic: bool = False
@@ -123,13 +134,15 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: str) -> LossScale:
-        """The scale that a precision begins with."""
+        """The initial scale of a precision."""
         return cls(FIRST_SCALE, True) if precision == "fp16" else cls()
 
     def unscale(
         self, grads: Mapping[str, torch.Tensor], axes: Iterable[AxisGroup], device: torch.device
     ) -> bool:
-        """Divide the gradients by the scale.  Whether the step counts: whether all are finite, on every rank of the axes."""
+        """Divide the gradients by the scale. Returns whether the step counts: all gradients are
+        finite, on every rank of the axes.
+        """
         if not self.dynamic:
             return True
         broken = torch.zeros((), device=device)

@@ -1,4 +1,6 @@
-"""Tables whose gradients eager PyTorch keeps sparse: the engine makes these dense, since ranks add them up."""
+"""Tables with sparse gradients in eager PyTorch. The engine makes these gradients dense, since
+ranks sum them.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ from autopar.ir.traced import TracedModel
 
 
 def check_dense_is_the_same(optimizer: torch.optim.Optimizer, traced: TracedModel) -> None:
-    """Raise AutoparError if forward asks for sparse gradients and the optimizer may do something else with dense ones.
+    """Raise AutoparError if forward requests sparse gradients and the optimizer may treat dense
+    ones differently.
 
-    SGD and Adagrad of torch.optim make the same update of both; the others of torch.optim take no sparse gradients, but for SparseAdam,
-    which takes no dense ones.  What an optimizer of another library does is not known.
+    torch.optim's SGD and Adagrad make the same update for both. Its other optimizers accept no
+    sparse gradients, except SparseAdam, which accepts no dense ones. Optimizers of other libraries
+    are unknown.
     """
     tables = _sparse_tables(traced)
     kind = type(optimizer)
@@ -35,7 +39,9 @@ def check_dense_is_the_same(optimizer: torch.optim.Optimizer, traced: TracedMode
 
 
 def _sparse_tables(traced: TracedModel) -> list[str]:
-    """The parameters that forward reads with sparse gradients.  A table that forward computes is named by the op that reads it."""
+    """The parameters that forward reads with sparse gradients. A table that forward computes is
+    named by the op that reads it.
+    """
     found: dict[str, None] = {}
     for segment in traced.segments:
         block = traced.classes[segment.class_index]

@@ -1,4 +1,6 @@
-"""Parameters of a pipeline: which this rank holds, and what ranks that hold one tensor owe each other."""
+"""Parameters in a pipeline: which ones this rank holds, and sums over the ranks that hold the same
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from autopar.runtime.state.parameters import Parameters
 
 
 class StageParameters:
-    """`pp` is this rank's group along pp, `group` its process group (None without a pipeline)."""
+    """The parameters of this rank's pipeline stages. `pp` is this rank's group along pp; `group` is
+    its process group (None without a pipeline).
+    """
 
     def __init__(self, program: Program, pp: AxisGroup, group: dist.ProcessGroup | None) -> None:
         self.holders, self.pp, self.group = program.holders, pp, group
@@ -27,15 +31,19 @@ class StageParameters:
         self._groups = {held: group for held, group in groups.items() if group is not None}
 
     def holds(self, name: str) -> bool:
-        """Whether this rank of the pipeline holds a parameter."""
+        """Whether this pipeline rank holds a parameter."""
         return self.pp.index in self.holders[name]
 
     def counts(self, name: str) -> bool:
-        """Whether this rank counts a parameter: of those that hold one, the first does."""
+        """Whether this rank counts a parameter in sums over all parameters. Only the first holder
+        does.
+        """
         return self.pp.index == self.holders[name][0]
 
     def add_up_tied(self, parameters: Parameters) -> None:
-        """Add up the gradients of a parameter that several stages read, on each rank that holds it.  Once a step, before anything else."""
+        """Sum the gradients of a parameter that several stages read, on each rank that holds it.
+        This comes first, once a step.
+        """
         for held, group in self._groups.items():
             for name in parameters.trained:
                 if self.holders[name] == held:
@@ -50,7 +58,9 @@ class StageParameters:
     def everywhere(
         self, state: dict[str, torch.Tensor], specs: Mapping[str, ParameterSpec]
     ) -> dict[str, torch.Tensor]:
-        """What each rank holds of whole tensors by name -> all of them, on every rank, in the order of `specs`."""
+        """All whole tensors by name, on every rank, in the order of `specs`. `state` has those of
+        this rank.
+        """
         if self.group is None:
             return state
         dtypes: list[dict[str, torch.dtype]] = [{} for _ in range(self.pp.size)]

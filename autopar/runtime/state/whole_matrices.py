@@ -1,9 +1,11 @@
-"""Parameters that are updated whole though ranks hold parts: what an optimizer of whole matrices (Muon, Shampoo, LAMB) needs.
+"""Parameters that are updated whole although ranks hold parts, for optimizers that use whole
+matrices (Muon, Shampoo, LAMB).
 
-The ranks that share a parameter gather its gradient, and one of them, its owner, holds the whole master and its optimizer state.  The
-owner steps, and every rank is given its part of the result: a reduce-scatter to which all others contribute zeros.  Owners are chosen so
-that each rank has about as many elements.  An optimizer that looks at several parameters at once needs all of them: then every rank owns
-every parameter, and all compute the same.
+The ranks that share a parameter gather its gradient. One of them, its owner, holds the whole master
+and its optimizer state. The owner runs the step, and every rank receives its part of the result by
+a reduce-scatter in which all others contribute zeros. Owners are chosen so that ranks own about the
+same number of elements. An optimizer that couples parameters needs all of them. Every rank then
+owns every parameter, and all compute the same.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from autopar.runtime.state.holding import Cutting
 from autopar.runtime.state.zero import SHARING_AXES, Moving, gathered, scatter
 
 EVERY_RANK = -1
-"""The owner of a parameter that every rank updates."""
+"""The owner index of a parameter that every rank updates."""
 
 
 class WholeMatrices:
-    """The parameters that are updated whole, by name, and which rank owns each.  `axes` are those that ZeRO shares out over."""
+    """The parameters that are updated whole, by name, and their owners. `axes` are those over which
+    ZeRO shards.
+    """
 
     def __init__(self, axes: Mapping[str, AxisGroup]) -> None:
         self._axes, self._along = (
@@ -44,31 +48,37 @@ class WholeMatrices:
         return name in self._owner
 
     def choose(self, cuttings: Mapping[str, Cutting], everywhere: bool) -> None:
-        """Choose the owners of these parameters: the largest first, each to the rank that has the fewest elements so far."""
+        """Choose the owners of these parameters: the largest first, each assigned to the rank with
+        the fewest elements so far.
+        """
         self._cuttings, load = dict(cuttings), [0] * self.ranks
         for name in sorted(cuttings, key=lambda name: -prod(cuttings[name].shape)):
             self._owner[name] = EVERY_RANK if everywhere else load.index(min(load))
             load[self._owner[name]] += prod(cuttings[name].shape)
 
     def owns(self, name: str) -> bool:
-        """Whether this rank holds the whole of a parameter."""
+        """Whether this rank owns a parameter and holds its whole master."""
         return self._owner[name] in (EVERY_RANK, self.rank)
 
     def most_elements(self) -> int:
-        """The elements of the rank that owns most."""
+        """The number of elements of the rank that owns most."""
         load = dict.fromkeys((*range(self.ranks), EVERY_RANK), 0)
         for name, owner in self._owner.items():
             load[owner] += prod(self._cuttings[name].shape)
         return max(load.values())
 
     def placeholder(self, name: str, like: Tensor) -> nn.Parameter:
-        """What stands for a parameter in groups of an optimizer until it is taken out: its shape, without its memory."""
+        """A placeholder for a parameter in the groups of an optimizer until it is removed: it has
+        the shape, but no memory.
+        """
         return nn.Parameter(
             torch.zeros((), dtype=like.dtype, device=like.device).expand(self._cuttings[name].shape)
         )
 
     def joined(self, name: str, part: Tensor) -> Tensor:
-        """The whole from every rank's part of a parameter or gradient; every rank of the group must call."""
+        """The whole tensor from every rank's part of a parameter or gradient. Every rank of the
+        group must call it.
+        """
         cutting = self._cuttings[name]
         part = gathered(part, cutting.share, self._axes).reshape(cutting.local_shape)
         for group, split in reversed(cutting.splits):
@@ -78,7 +88,9 @@ class WholeMatrices:
     def part(
         self, name: str, whole: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """This rank's part of what the owner holds (`whole`; None on other ranks); every rank of the group must call."""
+        """This rank's part of the owner's tensor (`whole`; None on other ranks). Every rank of the
+        group must call it.
+        """
         cutting = self._cuttings[name]
         found = (
             torch.zeros(cutting.shape, dtype=dtype, device=device)

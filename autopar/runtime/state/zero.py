@@ -1,12 +1,14 @@
 """ZeRO: which part of a parameter each rank owns, and the collectives between wholes and parts.
 
-Ranks that hold copies of one tensor share it out: over dp, over cp, and over ep where the tensor is no expert's (Rajbhandari et al., SC
-2020).  Where groups of them do so, each for itself, the axis dp is here what lies inside a group, and `copies` goes from group to group.
-"Whole" below is what a rank's graph reads, a tp or ep shard of the parameter; "part" is what this rank owns of it.  A part is a chunk of
-one dim, as DTensor's Shard: over several axes chunks nest, outermost axis first, and the last ranks own less, or nothing, where sizes are
-uneven.
+Ranks that hold copies of one tensor share it: over dp, over cp, and over ep unless the tensor
+belongs to an expert (Rajbhandari et al., SC 2020). If ZeRO shards within groups, the axis dp means
+the ranks inside a group here, and `copies` goes from group to group. A "whole" below is what a
+rank's graph reads, a tp or ep shard of the parameter. A "part" is what this rank owns of it. A part
+is a chunk of one dim, as in DTensor's Shard. Over several axes chunks nest, outermost axis first.
+If sizes are uneven, the last ranks own less or nothing.
 
-Many tensors travel in one message: each is laid out by receiving rank, padded, and the rows are joined.
+Many tensors share one message: each is arranged by receiving rank, padded, and the rows are
+concatenated.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.rewrite.collectives.primitives import start_primitive
 
 SHARING_AXES = ("dp", "ep", "cp")
-"""Axes whose ranks may hold copies of a parameter that ZeRO shares out, outermost first."""
+"""Axes whose ranks may hold copies of a parameter that ZeRO shards, outermost first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How a whole is cut: the axes that cut it, outermost first, and what each cuts (dim, and its size before).  No cut: every rank that
-    has a copy owns it all."""
+    """How a whole is cut into parts: the axes that cut it, outermost first, each with its split
+    (dim, and size before). Without cuts every rank owns its whole copy.
+    """
 
     cuts: tuple[tuple[str, Split], ...] = ()
 
@@ -41,15 +44,15 @@ class Share:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes over which it is shared out."""
+        """The axes that cut it."""
         return tuple(axis for axis, _ in self.cuts)
 
     def split(self, axis: str) -> Split:
-        """What an axis cuts."""
+        """The split of one axis."""
         return dict(self.cuts)[axis]
 
     def part(self, whole: Tensor, axes: Mapping[str, AxisGroup]) -> Tensor:
-        """A view of what this rank owns."""
+        """The part of `whole` that this rank owns, as a view."""
         for axis, split in self.cuts:
             whole = pick(whole, split, axes[axis].size, axes[axis].index)
         return whole
@@ -58,10 +61,12 @@ class Share:
 def share_of(
     shape: Sequence[int], layouts: Mapping[str, Layout], axes: Mapping[str, AxisGroup]
 ) -> Share:
-    """The share of a parameter whose whole has this shape: of its dims the one whose largest part is smallest, the first of several.
+    """The share of a parameter whose whole has this shape. The dim is the one whose largest part is
+    smallest; the first of several.
 
-    Dims that tp or ep shard are left alone, so that a part is what torch's DTensor calls Shard on each axis; so are dims with fewer
-    elements than ranks, which DTensor cannot update in place.  A tensor without another dim (a scalar, a bias that tp shards) stays whole.
+    Dims that tp or ep shard are not cut, so that a part is a torch DTensor Shard on each axis. Dims
+    with fewer elements than ranks are not cut either, since DTensor cannot update them in place. A
+    tensor without another dim (a scalar, a bias that tp shards) stays whole.
     """
     copies = tuple(
         axis
@@ -82,11 +87,13 @@ def share_of(
 
 
 Steps = Generator[None, None, list[Tensor]]
-"""Makes tensors; yields while a collective travels."""
+"""A generator that yields while a collective is in transit, and returns tensors."""
 
 
 class Moving:
-    """Tensors on their way: the first collective is started at once, the others as they are waited for.  Wait once."""
+    """Tensors in transit through a sequence of collectives. The first one starts at once, the
+    others during `wait`, which may be called once.
+    """
 
     def __init__(self, steps: Steps) -> None:
         self._steps, self._found = steps, None
@@ -100,7 +107,7 @@ class Moving:
         return self._found is None
 
     def wait(self) -> list[Tensor]:
-        """What has arrived, once all of it has."""
+        """Wait for all collectives, and return the tensors."""
         while self._found is None:
             self._advance()
         return self._found
@@ -112,7 +119,9 @@ def scatter(
     layouts: Sequence[Mapping[str, Layout]],
     axes: Mapping[str, AxisGroup],
 ) -> Steps:
-    """This rank's parts of gradients, added up over the axes that cut them where the layouts say that they are partial sums."""
+    """This rank's parts of gradients. They are summed over the axes that cut them if the layouts
+    say that they are partial sums.
+    """
     found = list(wholes)
     for axis in SHARING_AXES:
         group, partial = axes[axis], []
@@ -132,7 +141,9 @@ def scatter(
 def gather(
     parts: Sequence[Tensor], shares: Sequence[Share], axes: Mapping[str, AxisGroup]
 ) -> Steps:
-    """Wholes from every rank's parts, to be read by `copied`: the dim that is cut may be two, ranks and what each has."""
+    """Whole tensors from every rank's parts, to be read by `copied`: the cut dim may appear as two
+    dims, (ranks, elements of each).
+    """
     found = list(parts)
     for axis in reversed(SHARING_AXES):
         places = [k for k, share in enumerate(shares) if axis in share.axes]
@@ -151,12 +162,12 @@ def gathered(part: Tensor, share: Share, axes: Mapping[str, AxisGroup]) -> Tenso
 
 
 def copied(target: Tensor, whole: Tensor) -> None:
-    """Copy what `gather` found into a tensor of its true shape, without a copy on the way."""
+    """Copy a result of `gather` into a tensor of its true shape, without an intermediate copy."""
     target.view(whole.shape).copy_(whole)
 
 
 def _reduce_scatter(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
-    """Sums over the group, of each tensor this rank's chunk."""
+    """This rank's chunk of each tensor, summed over the group."""
     if not members:
         return []
     rows = [_by_rank(x, split, group.size) for x, split in members]
@@ -183,7 +194,7 @@ def _reduce_scatter(members: list[tuple[Tensor, Split]], group: AxisGroup) -> St
 
 
 def _all_gather(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
-    """Whole tensors from chunks of each, as `gather` gives them."""
+    """Whole tensors from chunks of each, in the form of `gather`."""
     if not members:
         return []
     padded = [_lengthened(x, split.dim, ceil(split.size / group.size)) for x, split in members]
@@ -202,7 +213,7 @@ def _all_gather(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
 
 
 def _by_rank(x: Tensor, split: Split, ranks: int) -> Tensor:
-    """(ranks, n): row r is what rank r is to have of x, padded to the length of the others'."""
+    """x as (ranks, n): row r is the chunk of rank r, padded to the length of the longest."""
     step = ceil(split.size / ranks)
     whole = _lengthened(x, split.dim, step * ranks)
     return whole.unflatten(split.dim, (ranks, step)).movedim(split.dim, 0).reshape(ranks, -1)
@@ -215,7 +226,7 @@ def _padded(shape: Sequence[int], split: Split, ranks: int) -> list[int]:
 
 
 def _lengthened(x: Tensor, dim: int, length: int) -> Tensor:
-    """x filled up with zeros to `length` elements in `dim`."""
+    """x padded with zeros to `length` elements in `dim`."""
     if x.shape[dim] == length:
         return x
     shape = list(x.shape)
@@ -226,7 +237,7 @@ def _lengthened(x: Tensor, dim: int, length: int) -> Tensor:
 def buckets(
     names: Iterable[str], size_bytes: Callable[[str], int], limit_bytes: int
 ) -> Iterable[list[str]]:
-    """Names in groups of at least `limit_bytes`, but for the last."""
+    """The names in groups whose sizes reach at least `limit_bytes`, except for the last group."""
     bucket, total = [], 0
     for name in names:
         bucket.append(name)

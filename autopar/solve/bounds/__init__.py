@@ -1,1 +1,1 @@
-"""Lower bounds of candidates."""
+"""Lower bounds on the step time of candidates."""

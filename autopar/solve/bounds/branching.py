@@ -1,4 +1,6 @@
-"""How a family is split: at the op whose strategies differ most between placements that may be best."""
+"""Splits a family of placements at the op whose strategies differ most between placements that may
+be optimal.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ class Branching:
     more_s: dict[tuple, dict[int, np.ndarray]] = field(default_factory=dict)
 
     def split(self, family: Family) -> list[Family]:
-        """Two families that have the same placements together, but for strategies that no placement of it has; none of a single
-        placement."""
+        """Two families that together contain the family's placements; strategies that no placement
+        uses are dropped. [] if the family has a single placement.
+        """
         found = max(
             (
                 one
@@ -53,7 +56,7 @@ class Branching:
         ]
 
     def only(self, family: Family) -> Choices:
-        """The placement of a family of one."""
+        """The only placement of a family that has one."""
         return tuple(
             {op.name: op.strategies[allowed.get(o, (0,))[0]].name for o, op in enumerate(block.ops)}
             for block, allowed in zip(self.facts.first.classes, family.allowed, strict=True)
@@ -62,9 +65,12 @@ class Branching:
     def _branches(
         self, family: Family, c: int
     ) -> Iterator[tuple[float, float, bool, int, int, np.ndarray]]:
-        """For each op of a class that has a choice: by how many seconds the least of all that is asked of a segment rises at least once a
-        strategy is chosen, by how many it may rise, whether the op is a parameter, an input or an output, which others see, class, op, and
-        seconds by strategy and question."""
+        """A tuple for each op of class `c` that has a choice, by which ops are compared.
+
+        It has: the seconds by which the bounds of a segment rise at least once a strategy is
+        chosen; the seconds by which they may rise; whether other segments see the op (a parameter,
+        input or output); class; op; and the rise in seconds by strategy and question.
+        """
         block = self.facts.first.classes[c]
         open_ops = [
             o for o in range(len(block.ops)) if len(left_of(self.facts.first, family, c, o)) > 1
@@ -84,8 +90,10 @@ class Branching:
             )
 
     def _more_s(self, family: Family, c: int) -> dict[int, np.ndarray]:
-        """Op -> by strategy and question, how many seconds more than at least a segment takes whose op runs the strategy: a block by
-        itself, others with what is in their unit."""
+        """For each op with a choice: the seconds by which the minimum rises with each strategy, by
+        strategy and question. Blocks are considered alone, other segments together with their
+        unit.
+        """
         beside = next(
             (
                 of
@@ -118,7 +126,9 @@ class Branching:
         return self.more_s[key]
 
     def _sent_s(self, c: int, op: int) -> list[np.ndarray]:
-        """By strategy of an input: seconds of the message that brings it, and of the one with its gradient, if a stage begins there."""
+        """By strategy of an input: seconds of the message with its value, and of the message with
+        its gradient, if a stage begins there.
+        """
         block, setting = self.facts.first.classes[c], self.facts.first.pipeline
         if setting is None or (name := block.ops[op].name) not in block.inputs:
             return []
@@ -129,7 +139,7 @@ class Branching:
         ]
 
     def _in_seconds(self, question: Question) -> Question:
-        """A question in seconds of a micro-batch."""
+        """A question scaled to seconds per micro-batch."""
         price, often = self.facts.price, median_high(self.facts.held)
         return replace(
             question,
@@ -142,7 +152,9 @@ class Branching:
 
 
 def _halves(left: tuple[int, ...], more_s: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The strategies that are left in two parts: below and above the middle of what they differ in most."""
+    """The remaining strategies in two groups: below and above the middle of the quantity in which
+    they differ most.
+    """
     of_left = more_s[list(left)]
     values = of_left[:, int(np.ptp(of_left, axis=0).argmax())]
     lower = (

@@ -1,4 +1,6 @@
-"""What bounds of one candidate are found from: its models, and the tables of their segments."""
+"""The data from which bounds of one candidate are computed: its models, and the cost tables of its
+segments.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,23 @@ from autopar.solve.elimination.cost_tables import Stack
 from autopar.solve.staging.unit_row import BytePrice
 
 _TIMES = (1.0, 2.0, 4.0)
-"""Prices of a byte that bounds look at, in times of the one that is best for all ranks together."""
+"""Prices of a byte at which bounds are evaluated, relative to the price that is best for all ranks
+together.
+"""
 
 _LATE, _TIMES_LATE = (0.5, 0.9), (1.0, 2.0)
-"""Parts of the micro-batches that a rank holds which wait for gradients of parameters, and prices of a byte for those."""
+"""Fractions of a rank's micro-batches that wait for gradients of parameters, and relative prices of
+a byte for these cases.
+"""
 
 FREE = BytePrice(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnTables:
-    """What segments cost, what their parameters do, and the segments as models of their own."""
+    """Cost tables of some segments, the costs of their parameters, and these segments as separate
+    models.
+    """
 
     tables: Tables
     parameters: list[Stack]
@@ -33,8 +41,13 @@ class OwnTables:
 
 @dataclass(frozen=True)
 class CandidateFacts:
-    """Of one candidate; `models` by recompute mode, `cell` what it shares with others.  `held`: how often ranks hold what forward keeps;
-    `price`: seconds that a byte kept is likely to be worth.  `parts_backward`: whether some schedule does (`is_parted`)."""
+    """Data of one candidate.
+
+    `models` has its model for each recompute mode; `cell` is shared with other candidates. `held`
+    is the number of micro-batches whose kept bytes a rank holds, by rank. `price` is the estimated
+    value of a kept byte in seconds. `parts_backward`: whether some schedule runs backward in two
+    parts (`is_parted`).
+    """
 
     models: Models
     cell: Cell
@@ -46,29 +59,31 @@ class CandidateFacts:
 
     @cached_property
     def first(self) -> AnnotatedModel:
-        """The model in the mode that keeps most."""
+        """The model in the recompute mode that keeps most."""
         return next(iter(self.models.values()))
 
     @cached_property
     def hides(self) -> bool:
-        """Whether recomputation may pay in a pipeline where memory does not ask for it."""
+        """Whether recomputation can speed up a pipeline even if memory does not require it."""
         return hides(self.models)
 
     @cached_property
     def layers(self) -> set[int]:
-        """Classes of blocks."""
+        """The classes of blocks."""
         return {self.first.segments[number] for number in blocks_of(self.first)}
 
     @cached_property
     def repeated(self) -> tuple[int, bool] | None:
-        """What is asked of a block that reads another of its class, if blocks are all of one."""
+        """The key (class, True) of a block that reads another block of its class, if all blocks
+        have one class; otherwise None.
+        """
         if len(self.layers) > 1:
             return None
         return next((key for key in self.cell.keys if key[0] in self.layers and key[1]), None)
 
     @cached_property
     def units(self) -> list[tuple[int, ...]]:
-        """The segments of each unit that has several, each of another class."""
+        """The segments of each unit with several segments, all of different classes."""
         return [
             tuple(of)
             for of in units_of(self.first)
@@ -77,7 +92,9 @@ class CandidateFacts:
 
     @cached_property
     def prices(self) -> list[BytePrice]:
-        """For ranks that hold what is kept often, and for those that do so seldom; then for those that wait."""
+        """The prices of a byte at which bounds are evaluated: for ranks that hold kept bytes for
+        many micro-batches and for few, then for ranks with waiting micro-batches.
+        """
         often, price = sorted({max(self.held), min(self.held)}), self.price
         if not price:
             return [FREE]
@@ -95,7 +112,7 @@ class CandidateFacts:
         ]
 
     def unit(self, numbers: tuple[int, ...]) -> OwnTables:
-        """Of the segments of a unit together."""
+        """The tables of the segments of a unit together."""
         if numbers not in self.known_units:
             tables = self.cell.unit(numbers)
             models = {mode: together(model, numbers) for mode, model in self.models.items()}
@@ -103,7 +120,7 @@ class CandidateFacts:
         return self.known_units[numbers]
 
     def single(self, c: int, closed: bool) -> OwnTables:
-        """Of one segment of a class."""
+        """The tables of one segment of a class."""
         if (c, closed) not in self.known_singles:
             tables = self.cell.single(c, closed)
             models = {mode: alone(model, c, closed) for mode, model in self.models.items()}

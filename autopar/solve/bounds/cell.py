@@ -1,4 +1,4 @@
-"""Bounds of all candidates that price ops alike."""
+"""Lower bounds shared by all candidates with the same prices of ops (a cell)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from autopar.solve.elimination.bucket_elimination import Question, Tables
 from autopar.solve.integer_program.lp_relaxation import least_saved
 
 _SHARES = (0.0, 0.02, 0.04, 0.08, 0.16, 0.32)
-"""What all that is kept costs at the prices of a byte that a cell looks at, in times of the work.  Recomputing everything is a third."""
+"""The cost of all kept bytes, relative to the compute time, at each price of a byte that a cell
+evaluates. Recomputing everything costs a third.
+"""
 
 
 @dataclass
 class Cell:
-    """What candidates share whose ops cost the same: they differ in dp, pp and ZeRO alone.  `model_of(mode)` is one of them, annotated for
-    a recompute mode, `modes` are those allowed, the first keeping most."""
+    """Data shared by candidates whose ops cost the same; they differ only in dp, pp and ZeRO.
+    `model_of(mode)` is the annotated model of one of them. `modes` are the allowed recompute
+    modes, the one that keeps most first.
+    """
 
     model_of: Callable[[str], AnnotatedModel]
     modes: tuple[str, ...]
@@ -35,32 +39,32 @@ class Cell:
 
     @staticmethod
     def of(models: Models) -> Cell:
-        """That of models by recompute mode."""
+        """The cell of models by recompute mode."""
         return Cell(models.__getitem__, tuple(models))
 
     @cached_property
     def first(self) -> AnnotatedModel:
-        """The model in the mode that keeps most."""
+        """The model in the recompute mode that keeps most."""
         return self.model_of(self.modes[0])
 
     @cached_property
     def models(self) -> Models:
-        """By recompute mode."""
+        """The model for each recompute mode."""
         return {mode: self.model_of(mode) for mode in self.modes}
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all blocks are of one class."""
+        """Whether all blocks have one class."""
         return len({self.first.segments[number] for number in blocks_of(self.first)}) == 1
 
     @cached_property
     def tables(self) -> Tables:
-        """What the model costs in all modes."""
+        """The cost tables of the model in all modes."""
         return Tables(self.models)
 
     @cached_property
     def prices(self) -> tuple[float, ...]:
-        """Prices of a byte, in seconds, that a bound looks at."""
+        """The prices of a byte, in seconds, at which bounds are evaluated."""
         work_s = sum(
             block.count * sum(pair)
             for block, pair in zip(self.first.classes, cheapest_s(self.first), strict=True)
@@ -70,12 +74,16 @@ class Cell:
 
     @cached_property
     def likely_price(self) -> float:
-        """What a byte is likely to be worth to a candidate that must save some: as much as to the last one (`raise_totals`)."""
+        """A first guess of the best price of a byte for a candidate with limited memory.
+        `raise_totals` replaces it by the best price of the last candidate.
+        """
         return self.prices[1]
 
     @cached_property
     def moment_bytes(self) -> int:
-        """What one block keeps and needs for its backward at least, in whichever mode."""
+        """A lower bound on the bytes that one block keeps and needs for its backward, in any
+        mode.
+        """
         blocks = {self.first.segments[number] for number in blocks_of(self.first)}
         return min(
             _least_moment(model.classes[index])
@@ -84,7 +92,7 @@ class Cell:
         )
 
     def single(self, index: int, closed: bool) -> Tables:
-        """One segment of a class as a model of its own (`alone`), in all modes."""
+        """The tables, in all modes, of one segment of a class as a separate model (`alone`)."""
         if (index, closed) not in self.singles:
             self.singles[index, closed] = Tables(
                 {mode: alone(model, index, closed) for mode, model in self.models.items()}, True
@@ -92,7 +100,7 @@ class Cell:
         return self.singles[index, closed]
 
     def unit(self, numbers: tuple[int, ...]) -> Tables:
-        """Some segments as a model of their own (`together`), in all modes."""
+        """The tables, in all modes, of some segments as a separate model (`together`)."""
         if numbers not in self.units:
             self.units[numbers] = Tables(
                 {mode: together(model, numbers) for mode, model in self.models.items()}, True
@@ -101,7 +109,9 @@ class Cell:
 
     @cached_property
     def keys(self) -> list[tuple[int, bool]]:
-        """Of each segment its class, and whether it reads another of that (`is_closed`)."""
+        """For each segment: its class, and whether it reads another segment of that class
+        (`is_closed`).
+        """
         return [
             (index, is_closed(self.first, number))
             for number, index in enumerate(self.first.segments)
@@ -109,17 +119,23 @@ class Cell:
 
     @cached_property
     def minima(self) -> list[tuple[float, float]]:
-        """For each segment seconds of forward and of backward, without parameters, that no placement goes below."""
+        """For each segment: lower bounds on its seconds of forward and of backward, without
+        parameters.
+        """
         return [self._at_once[key][:2] for key in self.keys]
 
     @cached_property
     def glance(self) -> Sketch:
-        """The row of units of which each takes what no placement goes below, in the first mode, in whatever memory."""
+        """The sketch in which each unit takes its lower bound in the first mode, with unlimited
+        memory.
+        """
         forward_s, _, work_s = zip(*(self._at_once[key] for key in self.keys), strict=True)
         return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s))
 
     def glance_s(self, schedule: Schedule, micro_batches: int) -> float:
-        """Seconds that no step goes below in whatever memory, where schedules with whole backwards do not differ."""
+        """A lower bound on the step seconds with unlimited memory. Schedules without split backward
+        share one result.
+        """
         key = (
             replace(schedule, name="1f1b") if not schedule.alternates else schedule,
             micro_batches,
@@ -130,7 +146,9 @@ class Cell:
 
     @cached_property
     def sketch(self) -> Sketch:
-        """`glance` with what blocks keep, in whichever mode, at `prices` of a byte."""
+        """`glance` plus lower bounds that charge for the bytes that blocks keep, in the best mode,
+        at each price.
+        """
         prices = self.prices[1:]
         lines_s = [
             [self._priced[key][number] for key in self.keys] for number in range(len(prices))
@@ -143,7 +161,9 @@ class Cell:
 
     @cached_property
     def _at_once(self) -> dict[tuple[int, bool], tuple[float, float, float]]:
-        """Seconds of forward, of backward and of both together that no placement of a segment goes below, in the first mode."""
+        """Lower bounds on the seconds of a segment in the first mode: (forward, backward, both
+        together), by key.
+        """
         found: dict[tuple[int, bool], tuple[float, float, float]] = {}
         for index, closed in dict.fromkeys(self.keys):
             # one of many: what its ops take at least, without eliminating
@@ -160,7 +180,9 @@ class Cell:
 
     @cached_property
     def _priced(self) -> dict[tuple[int, bool], tuple[float, ...]]:
-        """For each price above nothing: what a segment takes at least with the bytes that it keeps, if it is a block's."""
+        """For each price above 0: a lower bound on a segment's seconds plus the price of its kept
+        bytes, by key. Only segments of blocks are charged for bytes.
+        """
         layers, prices, found = (
             {self.first.segments[number] for number in blocks_of(self.first)} - {self.first.last},
             self.prices[1:],
@@ -181,12 +203,14 @@ class Cell:
         return (inf,) * len(asked) if least is None else tuple(least.cost_s.tolist())
 
     def by_unit(self, of_segments: Sequence[float]) -> list[float]:
-        """What the segments of each unit add up to."""
+        """The sum of the segments' values in each unit."""
         return [sum(of_segments[unit.start : unit.stop]) for unit in units_of(self.first)]
 
 
 def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
-    """One segment of a class; `closed`: whose input is its own output, wherever each that reads another of its class does so."""
+    """One segment of a class as a separate model. If `closed`, its input is its own output,
+    wherever every segment that reads another one of its class does so.
+    """
     own = tuple(
         replace(edge, source=0, target=0, count=1)
         for edge in model.edges
@@ -198,7 +222,9 @@ def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
 
 
 def together(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
-    """A block and segments of other classes as a model of their own (`alone`), with what changes on the way from one to another."""
+    """A block and segments of other classes as one separate model, including the conversions
+    between them.
+    """
     own = [model.segments[number] for number in numbers]
     parts, edges = (
         [
@@ -233,7 +259,9 @@ def together(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
 
 
 def _always_read(model: AnnotatedModel, index: int) -> set[tuple[int, int]]:
-    """(output, input) over which every segment that reads another of its class reads one."""
+    """The (output, input) pairs over which every segment that reads another one of its class reads
+    it.
+    """
     found: set[tuple[int, int]] | None = None
     for number, own in enumerate(model.segments):
         if own == index and is_closed(model, number):
@@ -247,7 +275,7 @@ def _always_read(model: AnnotatedModel, index: int) -> set[tuple[int, int]]:
 
 
 def is_closed(model: AnnotatedModel, number: int) -> bool:
-    """Whether a segment reads another of its class."""
+    """Whether a segment reads another segment of its class."""
     return any(
         source >= 0 and model.segments[source] == model.segments[number]
         for source, _ in model.reads[number]
@@ -255,7 +283,9 @@ def is_closed(model: AnnotatedModel, number: int) -> bool:
 
 
 def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
-    """For each mode and segment, seconds and bytes that no placement goes below (and a weight part that none exceeds)."""
+    """For each mode and segment, lower bounds on seconds and bytes over all placements (for the
+    weight part, an upper bound).
+    """
     found = []
     for model in models.values():
         parts = [_least_parts(model, index, cell.first) for index in range(len(model.classes))]
@@ -277,8 +307,10 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
 
 
 def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> SegmentCost:
-    """What a segment costs at least besides calls that dp does not change: seconds of what follows dp, and of what runs again but not in
-    the `first` mode, and bytes."""
+    """Lower bounds on the costs of a segment besides calls that do not depend on dp: seconds of
+    parameters and calls that depend on dp, seconds of recomputation beyond the `first` mode, and
+    bytes.
+    """
     block = model.classes[index]
     pairs = [
         zip(op.strategies, other.strategies, strict=True)
@@ -308,7 +340,9 @@ def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> Se
 
 
 def cheapest_s(model: AnnotatedModel) -> list[tuple[float, float]]:
-    """Seconds of forward and of backward of a segment of each class without what follows dp, every op at its cheapest strategy."""
+    """Seconds (forward, backward) of a segment of each class with every op at its cheapest
+    strategy, without ops that depend on dp.
+    """
     found = []
     for block in model.classes:
         calls = [op.strategies for op in block.ops if not op.follows_dp]
@@ -322,7 +356,9 @@ def cheapest_s(model: AnnotatedModel) -> list[tuple[float, float]]:
 
 
 def _least_moment(block: AnnotatedBlock) -> int:
-    """Bytes that one segment keeps and needs for its backward at least, but for what depends on ZeRO and on pipelines (workspace)."""
+    """A lower bound on the bytes that one segment keeps and needs for its backward, without
+    workspace, which depends on ZeRO and pipelines.
+    """
     inputs = (
         sum(min(block.input_bytes[name].values()) for name in block.inputs)
         if block.recompute

@@ -1,4 +1,4 @@
-"""A bound as a function of prices of memory."""
+"""Maximizes a Lagrangian bound over the price of a byte."""
 
 from __future__ import annotations
 
@@ -6,28 +6,32 @@ from dataclasses import dataclass, field
 from math import inf
 
 _CLOSE = 1e-5
-"""By what share the best price could still raise a bound when the search for it ends."""
+"""The search for the best price ends if it could raise the bound by at most this fraction."""
 
 
 @dataclass(slots=True)
 class Dual:
-    """max over prices u >= 0 of a concave function, of which each value comes with a slope: cutting planes."""
+    """The maximum of a concave function over prices u >= 0, by cutting planes. `known` has its
+    points as (price, value, slope).
+    """
 
     known: list[tuple[float, float, float]] = field(default_factory=list)  # price, value, slope
 
     @property
     def best_s(self) -> float:
-        """The largest value known."""
+        """The largest known value of the function."""
         return max((value for _, value, _ in self.known), default=0.0)
 
     @property
     def best_price(self) -> float:
-        """Where the function is largest, as far as it is known."""
+        """The price with the largest known value."""
         return max(self.known, key=lambda point: point[1])[0] if self.known else 0.0
 
     @property
     def turning_price(self) -> float | None:
-        """The best price, if it is above nothing and the function is known to rise and to fall."""
+        """The best price, if it is positive and the maximum is bracketed by known slopes; otherwise
+        None.
+        """
         slopes = [slope for *_, slope in self.known]
         return (
             self.best_price or None
@@ -36,8 +40,10 @@ class Dual:
         )
 
     def next_prices(self, likely: float, most: float) -> tuple[float, ...]:
-        """Where the function may be largest: first at nothing and at the `likely` price, behind what rises at `most` or beyond; none if it
-        cannot be much larger than what is known."""
+        """The prices to evaluate next. First these are 0 and `likely`; while the function still
+        rises, `most` or beyond. () if the maximum cannot be much larger than the best known
+        value.
+        """
         if not self.known:
             return (0.0, likely) if likely else (0.0,)
         rising = [point for point in self.known if point[2] > 0]

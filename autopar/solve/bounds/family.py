@@ -1,4 +1,4 @@
-"""Parts of a family of plans."""
+"""Families of placements, and their division into parts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from autopar.ir.annotated import AnnotatedBlock, AnnotatedModel
 from autopar.solve.costs.schedule import Schedule
 
 _NARROWEST = 1 / 64
-"""Parts are not parted further than to so much of what can be gained."""
+"""A part is not divided further than to this fraction of the possible gain."""
 
 
 Allowed = dict[int, tuple[int, ...]]
-"""Number of an op of a class -> numbers of the strategies that are left of it, where not all are."""
+"""For each op of a class (by index) whose strategies are restricted: indices of the remaining
+strategies.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Placements by what the repeated block takes: seconds of forward, and once a step in the first mode; each from so many to so many."""
+    """A set of placements by the costs of the repeated block: ranges of its forward seconds, and of
+    its seconds once a step, both in the first mode.
+    """
 
     forward_s: tuple[float, float] = (0.0, inf)
     once_s: tuple[float, float] = (0.0, inf)
@@ -27,8 +31,9 @@ class Part:
     def halves(
         self, least_s: tuple[float, float], slack_s: tuple[float, float]
     ) -> tuple[Part, Part] | None:
-        """Two parts that have the same placements together, parted where this one is widest: no placement takes less than `least_s` of
-        either, and nothing is gained beyond `slack_s` more.  None if it is too narrow to be parted."""
+        """This part divided in two where it is widest; None if it is too narrow. No placement takes
+        less than `least_s` in either cost, and beyond `slack_s` more, nothing is gained.
+        """
         ends = self.forward_s, self.once_s
         inside = [
             (max(low, least), min(high, least + slack))
@@ -51,9 +56,13 @@ EVERY = Part()
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`allowed` by class.  `bounds_s`: no placement of it is faster under a schedule.  `limited`: schedules under which memory asks for
-    recomputation; None before that is known.  `parts`: by schedule, those that may have a faster placement than was known when this family,
-    or one that it is a part of, was bounded, each with its bound."""
+    """A set of placements. `allowed` restricts the strategies of ops, by class.
+
+    `bounds_s` has a lower bound for each schedule. `limited` are the schedules under which memory
+    requires recomputation (None: unknown). `parts` has, by schedule, the parts with their bounds
+    that might contain a faster placement than the best known when this family, or one that contains
+    it, was bounded.
+    """
 
     allowed: tuple[Allowed, ...]
     bounds_s: Mapping[Schedule, float] = field(default_factory=dict)
@@ -61,14 +70,16 @@ class Family:
     parts: Mapping[Schedule, tuple[tuple[float, Part], ...]] = field(default_factory=dict)
 
     def by_op(self, classes: Sequence[int] | None = None) -> dict[tuple[int, int], tuple[int, ...]]:
-        """(place, op) -> strategies, of these classes in their order, or of all."""
+        """The remaining strategies by (index in `classes`, op), for these classes or for all."""
         own = range(len(self.allowed)) if classes is None else classes
         return {
             (place, op): left for place, c in enumerate(own) for op, left in self.allowed[c].items()
         }
 
     def within(self, other: Family) -> Family | None:
-        """This family without strategies that the other does not leave: itself if it has none, None if an op is left none."""
+        """The intersection with another family: this family itself if nothing changes, None if it
+        is empty.
+        """
         allowed = []
         for own, of in zip(self.allowed, other.allowed, strict=True):
             less = {op: tuple(n for n in own.get(op, left) if n in left) for op, left in of.items()}
@@ -78,12 +89,12 @@ class Family:
         return self if tuple(allowed) == self.allowed else replace(self, allowed=tuple(allowed))
 
     def key(self, classes: Sequence[int]) -> tuple:
-        """What tells families apart by what they leave these classes."""
+        """A key that distinguishes families by the strategies that they leave for these classes."""
         return tuple(tuple(sorted(self.allowed[c].items())) for c in classes)
 
 
 def narrowed(block: AnnotatedBlock, allowed: Allowed) -> AnnotatedBlock:
-    """A class whose ops have only the strategies that are left."""
+    """A class whose ops have only the remaining strategies."""
     return replace(
         block,
         ops=tuple(
@@ -96,5 +107,5 @@ def narrowed(block: AnnotatedBlock, allowed: Allowed) -> AnnotatedBlock:
 
 
 def left_of(model: AnnotatedModel, family: Family, c: int, op: int) -> tuple[int, ...]:
-    """The strategies that a family leaves an op of a class of its model."""
+    """The strategies that a family leaves for an op of class `c`."""
     return family.allowed[c].get(op, tuple(range(len(model.classes[c].ops[op].strategies))))

@@ -1,11 +1,15 @@
-"""Families of placements of one candidate: what no placement of a family goes below, and the proof that none is faster than the best found.
+"""Lower bounds on families of placements of one candidate, for proving that none is faster than the
+best known plan.
 
-A *family* leaves each op some of its strategies.  Of a segment of each class the least of everything (seconds forward, and for each
-recompute mode seconds backward and bytes kept; static bytes, seconds once a step) is found by elimination, each by itself, and so is what
-is least of several of them together, by mode.  A row of such segments, staged best (`best_staging`), bounds the family: no staging takes
-longer where its segments take and hold less.  The bound is loose by as much as the fastest placement of the family is not its leanest, and
-so a family is split in two, at the op whose strategies differ most between placements that may be best, until its bound reaches the time of
-the best plan (branch and bound).
+A *family* restricts the strategies of ops. For a segment of each class, elimination finds the
+minimum of each cost separately. The costs are forward seconds, backward seconds and kept bytes in
+each recompute mode, static bytes, and seconds once a step. It also finds minima of some sums of
+these. A row of segments with these minimal costs, with the best staging (`best_staging`), gives a
+lower bound for the family: cheaper segments cannot make the best staging slower.
+
+The bound is loose because the fastest placement is not also the leanest. Therefore a family is
+split in two, at the op whose strategies differ most between placements that may be optimal, until
+its bound reaches the time of the best plan (branch and bound).
 """
 
 from __future__ import annotations
@@ -26,20 +30,23 @@ from autopar.solve.staging.row_of_costs import in_first, row_of_costs
 from autopar.solve.staging.unit_row import BytePrice, UnitRow
 
 ByMode = list[list[float]]
-"""Seconds by mode and segment."""
+"""Seconds, indexed by mode and segment."""
 
 
 @dataclass(slots=True)
 class _Costs:
-    """What segments cost at least: `costs`, `work_s` (forward and backward together) and `lines` at prices by mode and segment."""
+    """Minimal costs of segments, each indexed by mode and segment. `work_s` is forward and backward
+    together; `lines` charge for bytes at a price.
+    """
 
     costs: list[list[SegmentCost]]
     work_s: ByMode
     lines: list[tuple[BytePrice, ByMode]]
 
     def join(self, numbers: tuple[int, ...], block: int, least: UnitMinimum) -> None:
-        """Have the block of a unit take what it takes at least together with the segments beside it, less what these do.  What backward
-        takes more may be gradients of parameters, for which no other rank waits."""
+        """Raise the costs of a unit's block so that the unit reaches its joint minimum `least`. Any
+        extra backward may be gradients of parameters, for which no other rank waits.
+        """
         others = [number for number in numbers if number != block]
         for own, backward_s in zip(self.costs, least.backward_s, strict=True):
             cost = own[block]
@@ -57,7 +64,9 @@ class _Costs:
                 of_mode[block] = max(of_mode[block], in_mode_s - sum(of_mode[n] for n in others))
 
     def limit(self, modes: int) -> None:
-        """Keep the first modes; seconds are those of whichever mode a placement runs in: it may have to recompute."""
+        """Keep only the first `modes` modes. Seconds become the minimum over all modes, since a
+        placement may have to recompute.
+        """
         self.costs = in_first(self.costs, modes)
         self.work_s = _least_of_modes(self.work_s, modes)
         self.lines = [(price, _least_of_modes(by_mode, modes)) for price, by_mode in self.lines]
@@ -65,8 +74,9 @@ class _Costs:
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """What a row has beside what its segments cost: bytes that cross into each segment, bytes and seconds once a step of each tie, and
-    bytes that the last segment keeps at most."""
+    """The parts of a row besides segment costs: bytes that enter each segment, (bytes, seconds once
+    a step) of each tie, and an upper bound on the bytes that the last segment keeps.
+    """
 
     crossing: list[int]
     ties: list[tuple[int, float]]
@@ -74,7 +84,7 @@ class _Beside:
 
 
 class Families:
-    """Of one candidate."""
+    """Computes bounds of families of one candidate."""
 
     def __init__(self, facts: CandidateFacts) -> None:
         self.facts = facts
@@ -83,12 +93,15 @@ class Families:
         self._last_beside: tuple[Family, _Beside] | None = None
 
     def root(self) -> Family:
-        """All placements."""
+        """The family of all placements."""
         return Family(tuple({} for _ in self.facts.first.classes))
 
     def least_and_slack_s(self, family: Family) -> tuple[tuple[float, float], tuple[float, float]]:
-        """(least, slack) in seconds of forward of a block, and of what it takes once a step: how much more than the least either may be
-        before that says nothing of its backward, in the mode where that is most; 0 if there are blocks of several classes."""
+        """(least, slack), each as (forward seconds of a block, seconds that it takes once a step).
+
+        Beyond least + slack, either cost no longer restricts the backward seconds, in the mode in
+        which it restricts them longest. All zeros if blocks have several classes.
+        """
         least = self.minima.least(family, *self.facts.repeated) if self.facts.repeated else None
         if least is None:
             return (0.0, 0.0), (0.0, 0.0)
@@ -109,12 +122,15 @@ class Families:
     def row(
         self, family: Family, several: bool, modes: int, closely: bool = True, part: Part = EVERY
     ) -> UnitRow | None:
-        """Segments of which each costs what no placement of the family goes below, in the first of the modes; None if there is none.
-        `closely`: together with what stands beside it, too.  `part`: of those placements alone, so that backward of the repeated block
-        takes no less than what it takes in all leaves.
+        """A row of segments whose costs are lower bounds over the family, in the first `modes`
+        modes; None if the family is empty.
 
-        What the last segment gives back is what it keeps; but with `several` stages a rank it may not be held when most else is, so that
-        a rank may need less where that is larger.
+        `closely`: raise the costs of blocks to the joint minimum of their unit. `part` restricts
+        the bound to the placements in a part. There, the repeated block's backward takes at least
+        the total minus the forward.
+
+        The last segment normally frees what it keeps. With `several` stages per rank it may not
+        hold these bytes when most other bytes are held. A rank then needs less if that is larger.
         """
         facts = self.facts
         costs = self._costs(family, several, part)
@@ -135,7 +151,7 @@ class Families:
         )
 
     def _costs(self, family: Family, several: bool, part: Part) -> _Costs | None:
-        """What segments cost, each by itself."""
+        """Costs of segments, each minimized separately."""
         facts, keys = self.facts, self.facts.cell.keys
         found: dict[tuple[int, bool], SegmentMinimum] = {}
         for key in set(keys):
@@ -167,7 +183,9 @@ class Families:
     def _lines(
         self, found: dict[tuple[int, bool], SegmentMinimum], several: bool
     ) -> list[tuple[BytePrice, ByMode]]:
-        """What segments take at prices of bytes; segments beside blocks, with `several` stages a rank, without those that they keep."""
+        """Lower bounds on segment seconds plus byte prices. With `several` stages per rank,
+        segments outside of blocks are not charged for kept bytes.
+        """
         facts, lines = self.facts, []
         for price in facts.prices:
             if several and price.late:
@@ -185,7 +203,9 @@ class Families:
         return lines
 
     def _join_units(self, costs: _Costs, family: Family, several: bool) -> bool:
-        """Have blocks take what they do with what is in their unit; False if some unit has no placement."""
+        """Raise the costs of blocks to the joint minimum of their unit. Returns False if some unit
+        has no placement.
+        """
         facts = self.facts
         for numbers in facts.units:
             least = self.minima.together(family, numbers, several)
@@ -198,7 +218,9 @@ class Families:
         return True
 
     def _beside(self, family: Family) -> _Beside:
-        """The same family is mostly asked for several times, one after the other."""
+        """The parts of a row besides segment costs. The result for the latest family is cached,
+        since it is usually requested several times.
+        """
         if self._last_beside is None or self._last_beside[0] is not family:
             base = self.facts.first
             blocks = [
@@ -221,7 +243,7 @@ class Families:
         return self._last_beside[1]
 
     def _least_of_payer(self, family: Family, c: int, name: str) -> tuple[int, float]:
-        """Bytes, and seconds once a step in whichever mode, of a parameter of a class at least."""
+        """Lower bounds for a parameter of a class: (bytes, seconds once a step in any mode)."""
         models = list(self.facts.models.values())
         number = [op.name for op in models[0].classes[c].ops].index(name)
         left = left_of(models[0], family, c, number)
@@ -234,7 +256,7 @@ def _least_of_modes(by_mode: ByMode, modes: int) -> ByMode:
 
 
 def _most_kept(block: AnnotatedBlock) -> int:
-    """Bytes that a segment keeps at most."""
+    """An upper bound on the bytes that a segment keeps."""
     if block.recompute:
         return sum(
             max(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies)

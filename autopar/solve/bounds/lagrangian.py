@@ -1,13 +1,18 @@
-"""What no placement of a candidate goes below: formulas for all ways to cut, recompute and place at once.
+"""Lower bounds on a candidate over all cuts, recomputations and placements at once.
 
-total   a step takes at least `Shape.each` times what all segments take for a micro-batch, however they are cut.  Rank r holds what its
-        segments keep `held[r]` times, so that for any price u of a byte
+The bound by totals: a step takes at least `Shape.each` times the micro-batch seconds of all
+segments, however they are cut. Rank r holds `held[r]` times what its segments keep. A plan that
+fits has no more bytes than there are, so for any price u of a byte
 
-            seconds >= least (seconds + u x kept + u / held[0] x static) - u x sum over ranks (bytes of a rank / held[r])
+    seconds >= least (seconds + u x kept + u / held[0] x static)
+               - u x sum over ranks (bytes of a rank / held[r])
 
-        since what fits has no more bytes than there are (a Lagrangian bound; `Dual` looks for the price that makes it largest);
-        what ends keep counts for the part of it that micro-batches still hold which wait for gradients of parameters
-sketch  whole blocks, waiting and memory at once, of what segments take at least (`sketch.py`)
+This is a Lagrangian bound; `Dual` finds the price that maximizes it. What segments outside of
+blocks keep counts only in part, since micro-batches that wait for gradients of parameters hold less
+of it.
+
+A sketch (`sketch.py`) considers whole blocks, waiting and memory together, with lower bounds of
+segments.
 """
 
 from __future__ import annotations
@@ -30,14 +35,16 @@ from autopar.solve.elimination.cost_tables import Stack
 from autopar.solve.staging.interleaved import dealt_sizes, least_held
 
 _ROUNDS = 5
-"""How often a dual looks for a better price."""
+"""The largest number of rounds in which the price of a byte is improved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A schedule as bounds see it.  `each`: steps that take at least so many times the work of a micro-batch over all segments.  `held`:
-    of each rank, how many micro-batches of what its stages keep it holds, at least; `by_ends`: of what segments beside blocks keep, the
-    part of these that holds all of it."""
+    """A schedule as bounds see it. `each`: a step takes at least this many times the micro-batch
+    seconds of all segments. `held`: lower bounds on how many micro-batches' kept bytes each rank
+    holds. `by_ends`: for segments outside of blocks, the fraction of these micro-batches that
+    hold everything.
+    """
 
     each: float
     held: tuple[float, ...]
@@ -45,14 +52,16 @@ class Shape:
 
     @property
     def room(self) -> float:
-        """Bytes kept over all ranks, for each byte that a rank has."""
+        """The kept bytes that all ranks together can hold, per byte of memory of one rank."""
         return sum(1 / held for held in self.held)
 
 
 @lru_cache(maxsize=4096)
 def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) -> Shape:
-    """`alike`: whether all blocks are of one class.  With one stage a rank and whole backwards a rank begins when the first micro-batch has
-    come through all ranks before, and ends as long before the last: m t + (t of the ranks before) is least where all are equal."""
+    """The shape of a schedule. `alike`: all blocks have one class. With one stage per rank and
+    whole backwards, a rank starts when the first micro-batch has passed the ranks before it, and
+    ends correspondingly early: m t + (t of the ranks before) is minimal if all are equal.
+    """
     ranks, chunks = schedule.ranks, schedule.stages_per_rank
     if ranks == 1:
         return Shape(float(micro_batches), (1.0,))
@@ -77,14 +86,16 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
 
 @dataclass(slots=True)
 class Total:
-    """The bound of totals of one schedule of a candidate, and the placements that were met on the way to the best price."""
+    """The total bound of one schedule of a candidate, and the placements found while searching for
+    the best price.
+    """
 
     shape: Shape
     dual: Dual = field(default_factory=Dual)
     placements: list[Choices] = field(default_factory=list)
 
     def question(self, price: float) -> Question:
-        """What the bound asks for at a price of a byte."""
+        """The question (weights of costs) that the bound minimizes at a price of a byte."""
         each_step, each_rank = (
             1 / len(self.shape.held) / self.shape.each,
             price / max(self.shape.held),
@@ -94,7 +105,9 @@ class Total:
         )
 
     def bound_s(self, cost_s: float, price: float, room: float) -> float:
-        """Seconds of a step at least where that costs at least `cost_s` and a rank has `room` bytes."""
+        """A lower bound on step seconds, if the question's minimum is at least `cost_s` and a rank
+        has `room` bytes.
+        """
         return self.shape.each * (cost_s - price * room * self.shape.room)
 
 
@@ -106,9 +119,10 @@ def raise_totals(
     capacity_bytes: int | None,
     upper_bound_s: float,
 ) -> None:
-    """Look for the best price of a byte for each schedule, until its bound reaches `upper_bound_s` or rises no more.
+    """Improve the price of a byte for each schedule, until its bound reaches `upper_bound_s` or
+    stops rising.
 
-    `parameters`: of the candidate's own `models`.
+    `parameters` are cost tables of the parameters of the candidate's own `models`.
     """
     is_limited, room = capacity_bytes is not None, 0
     if capacity_bytes is not None:
@@ -153,7 +167,9 @@ def raise_totals(
 
 
 def _consistent(models: Models, choices: Choices, is_exact: bool) -> Choices | None:
-    """A placement, unless it came of tables that were split and its layouts do not go together."""
+    """The placement, or None if its layouts are inconsistent, which can happen if tables were
+    split.
+    """
     if not is_exact:
         try:
             class_costs(next(iter(models.values())), choices)
@@ -163,7 +179,9 @@ def _consistent(models: Models, choices: Choices, is_exact: bool) -> Choices | N
 
 
 def leanest(tables: Tables, parameters: Sequence[Stack]) -> Choices | None:
-    """The placement that keeps and holds least, whatever it takes; None if none is consistent."""
+    """The placement that keeps and holds the fewest bytes, at any time cost; None if none is
+    consistent.
+    """
     found = tables.least(
         [Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)], parameters
     )
@@ -174,8 +192,9 @@ def leanest(tables: Tables, parameters: Sequence[Stack]) -> Choices | None:
 
 
 def parameters_s(models: Models) -> list[tuple[float, float, float]]:
-    """By class: seconds of forward, of forward and backward, and once a step that no placement goes below in any mode, of what follows
-    dp."""
+    """By class: lower bounds in any mode on the seconds of ops that depend on dp: (forward, forward
+    and backward, once a step).
+    """
     found = []
     for blocks in zip(*(model.classes for model in models.values()), strict=True):
         following = [[op.strategies for op in block.ops if op.follows_dp] for block in blocks]

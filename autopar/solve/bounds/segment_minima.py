@@ -1,4 +1,6 @@
-"""What no placement of a family goes below in one segment, and in the segments of a unit together."""
+"""Minimal costs over a family's placements, for one segment and for the segments of a unit
+together.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ from autopar.solve.integer_program.lp_relaxation import least_saved
 from autopar.solve.staging.unit_row import BytePrice
 
 _SLACK_S = 1e-12
-"""Rounding of sums of seconds."""
+"""Absolute slack in seconds for rounding of sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentMinimum:
-    """Of a segment: what no placement goes below, by mode, forward and backward together (`work_s`), and by prices of bytes and mode
-    (`lines`): seconds of a micro-batch and its share of those once a step, and what the bytes are worth.  `differs_s`: by how many seconds
-    once a step a placement takes more in a mode than in the first, at least and at most."""
+    """Minimal costs of a segment, by mode. `work_s` is forward and backward together. `lines` has,
+    by price of a byte and mode, seconds of a micro-batch with its share of seconds once a step,
+    plus the price of bytes. `differs_s`: the smallest and largest difference in seconds once a
+    step between a mode and the first mode.
+    """
 
     costs: tuple[SegmentCost, ...]
     work_s: tuple[float, ...]
@@ -34,8 +38,9 @@ class SegmentMinimum:
 
 @dataclass(frozen=True, slots=True)
 class UnitMinimum:
-    """What the segments of a unit take at least together: seconds of forward, of backward in each mode, and by mode those of both
-    (`together_s[0]`) and what the lines' prices say (the others)."""
+    """Minimal joint costs of the segments of a unit: forward seconds, backward seconds by mode, and
+    by mode the seconds of both (`together_s[0]`) and with bytes at each price (the others).
+    """
 
     forward_s: float
     backward_s: list[float]
@@ -44,14 +49,14 @@ class UnitMinimum:
 
 @dataclass(frozen=True)
 class SegmentMinima:
-    """Those of one candidate, by elimination."""
+    """Computes and caches the minimal costs for one candidate, by elimination."""
 
     facts: CandidateFacts
     known: dict[tuple, SegmentMinimum | None] = field(default_factory=dict)
     known_units: dict[tuple, UnitMinimum | None] = field(default_factory=dict)
 
     def least(self, family: Family, c: int, closed: bool) -> SegmentMinimum | None:
-        """Of a segment of a class; None if it has no placement in the family."""
+        """The minimal costs of a segment of a class; None if the family has no placement for it."""
         key = c, closed, family.key([c])
         if key not in self.known:
             self.known[key] = self._eliminated(c, closed, family)
@@ -60,7 +65,9 @@ class SegmentMinima:
     def together(
         self, family: Family, numbers: tuple[int, ...], several: bool
     ) -> UnitMinimum | None:
-        """Of the segments of a unit; None if no placement of theirs is consistent.  `several`: for ranks with several stages."""
+        """The minimal joint costs of the segments of a unit; None if no placement is consistent.
+        `several`: for ranks with several stages.
+        """
         facts = self.facts
         own = [facts.first.segments[number] for number in numbers]
         key = numbers, several, family.key(own)
@@ -84,7 +91,7 @@ class SegmentMinima:
 
     @cached_property
     def questions(self) -> list[Question]:
-        """What is asked of a segment, each by itself."""
+        """The questions whose minima are computed for a segment, each separately."""
         modes = tuple(self.facts.models)
         asked = [
             Question(backward=0.0),
@@ -135,7 +142,9 @@ class SegmentMinima:
     def _costs(
         self, answers: Sequence[float], blocks: Sequence[AnnotatedBlock]
     ) -> tuple[SegmentCost, ...]:
-        """What a segment costs at least by mode, from the answers to `questions`; `blocks`: its class by mode."""
+        """The minimal costs of a segment by mode, from the answers to `questions`. `blocks` has its
+        class in each mode.
+        """
         forward_s, static, input_s, *rest = answers
         rest += [0.0] * (0 if self.facts.parts_backward else len(blocks))  # nothing waits
         weight_s = max(rest[0] - input_s, 0.0)  # others wait for no less than the rest of backward
@@ -156,13 +165,15 @@ class SegmentMinima:
         )
 
     def _by_mode(self, questions: Iterable[Question]) -> list[Question]:
-        """Each of them in each mode."""
+        """The questions, each in every mode."""
         return [
             replace(question, mode=mode) for question in questions for mode in self.facts.models
         ]
 
     def _priced(self, prices: Sequence[BytePrice]) -> list[Question]:
-        """What a segment takes for a micro-batch and, of what it takes once a step, its share, with bytes kept and static at prices."""
+        """Questions that sum a segment's micro-batch seconds, its share of seconds once a step, and
+        its kept and static bytes at each price.
+        """
         return [
             Question(
                 step=1 / self.facts.first.num_microbatches,
@@ -179,8 +190,9 @@ class SegmentMinima:
 def above(
     least: SegmentMinimum, part: Part, micro_batches: int
 ) -> tuple[tuple[SegmentCost, ...], tuple[float, ...]]:
-    """Costs of the placements of a part, and seconds of forward and of backward together.  What backward takes more may be gradients of
-    parameters, for which no other rank waits."""
+    """(minimal costs by mode, forward and backward seconds together) of the placements in a part.
+    Any extra backward may be gradients of parameters, for which no other rank waits.
+    """
     found, works_s, (once_least_s, once_most_s) = [], [], part.once_s
     once_least_s = max(once_least_s, least.costs[0].step_s)
     for cost, work_s, line_s, (fewest_s, most_s) in zip(
@@ -203,7 +215,9 @@ def above(
 
 
 def _differs_s(first: AnnotatedBlock, block: AnnotatedBlock) -> tuple[float, float]:
-    """By how many seconds once a step any placement takes more in a block than in the `first`, at least and at most."""
+    """The smallest and largest difference in seconds once a step between `block` and `first`, over
+    all placements.
+    """
     pairs = [
         (op.strategies, other.strategies) for op, other in zip(block.ops, first.ops, strict=True)
     ]
@@ -216,5 +230,5 @@ def _differs_s(first: AnnotatedBlock, block: AnnotatedBlock) -> tuple[float, flo
 
 
 def _again(block: AnnotatedBlock) -> int:
-    """Bytes that backward makes again at least."""
+    """A lower bound on the bytes that backward recomputes."""
     return least_saved(block, block.inputs) if block.recompute else 0

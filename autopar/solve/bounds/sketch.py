@@ -1,10 +1,14 @@
-"""A bound of all stagings of all placements of a cell, before a candidate is annotated.
+"""A sketch: a lower bound over all stagings of all placements of a cell, before a candidate is
+annotated.
 
-Each unit of the row (a block and what stands beside it, `unit_row.py`) takes what no placement goes below, each segment by itself:
-forward, and forward and backward together, also at prices of a byte that it keeps. A rank whose units add up to L seconds at a price u,
-and which holds what they keep h times in `room` bytes, takes L - u x room / h for a micro-batch at least, in whatever modes its blocks
-run. It begins when the first micro-batch has come through the ranks before. Stages of one a rank are the best of all cuts, found rank by
-rank; of several the best of the deals. Unlike the bound by totals this has whole blocks, waiting and memory at once.
+Each unit of the row (a block and the segments beside it, `unit_row.py`) takes the minimum of each
+of its segments separately. The minima are for forward, for forward and backward together, and for
+these with kept bytes at a price. Take a rank whose units add up to L seconds at a price u. It holds
+what they keep h times in `room` bytes. It takes at least L - u x room / h seconds per micro-batch,
+in any modes of its blocks. It starts when the first micro-batch has passed the ranks before it.
+
+With one stage per rank, the best cut is found rank by rank; with several stages, the best deal is
+taken. Unlike the bound by totals, this considers whole blocks, waiting and memory at once.
 """
 
 from __future__ import annotations
@@ -19,17 +23,21 @@ from autopar.solve.costs.schedule import Schedule
 from autopar.solve.staging.interleaved import ends_of, sums_of_ranks
 
 _ROUNDING = 1e-9
-"""Relative slack of sums in another order."""
+"""Relative slack for sums in another order."""
 
 _WAITING_OF_ZERO_BUBBLE = 1 / 3
-"""About so much of a pipeline's ramp ranks wait for under zero bubble (Qi et al. 2023, arXiv:2401.10241: forward + gradients of inputs - of
-weights, of three that take about as long)."""
+"""The fraction of a pipeline's ramp that ranks wait for under zero bubble, approximately (Qi et al.
+2023, arXiv:2401.10241): forward + gradients of inputs - gradients of weights, three parts of
+about equal length.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """Sums over the units before each (one more than there are units).  `forward_s` and `work_s`: seconds of a micro-batch at least;
-    `lines_s`: by price, those with what blocks keep at that price; `prices`: seconds for a byte kept; `once_s`: seconds once a step."""
+    """Prefix sums over the units (one entry more than units). `forward_s` and `work_s` are lower
+    bounds on seconds per micro-batch. `lines_s` has, by price, those plus the price of what
+    blocks keep. `prices` are in seconds per kept byte. `once_s` is seconds once a step.
+    """
 
     forward_s: np.ndarray
     work_s: np.ndarray
@@ -39,14 +47,14 @@ class Sketch:
 
     @staticmethod
     def of_units(forward_s: Sequence[float], work_s: Sequence[float]) -> Sketch:
-        """Of what each unit takes, without prices and parameters."""
+        """A sketch of units with these seconds, without prices and parameters."""
         none = np.zeros((0, len(work_s) + 1))
         return Sketch(sums(forward_s), sums(work_s), none.sum(axis=0), none, np.zeros(0))
 
     def with_parameters(
         self, forward_s: Sequence[float], work_s: Sequence[float], once_s: Sequence[float]
     ) -> Sketch:
-        """The same with what parameters of each unit take besides, in whichever mode."""
+        """This sketch with lower bounds on the seconds of each unit's parameters added."""
         more_s = sums(work_s)
         return replace(
             self,
@@ -58,7 +66,7 @@ class Sketch:
 
     @property
     def units(self) -> int:
-        """How many there are."""
+        """Number of units."""
         return len(self.work_s) - 1
 
     def bound_s(
@@ -69,9 +77,15 @@ class Sketch:
         room_bytes: float = np.inf,
         static: np.ndarray | None = None,
     ) -> float:
-        """Seconds that no step goes below.  `held`: of each rank, how many micro-batches of what its stages keep it holds, at least;
-        `room_bytes`: what a rank has for that and for what is static; `static`: bytes of the units before each, at least.  Without these
-        memory is not limited."""
+        """A lower bound on the seconds of a step.
+
+        Args:
+            schedule: the pipeline schedule.
+            micro_batches: number of micro-batches of a step.
+            held: for each rank, a lower bound on how many micro-batches' kept bytes it holds.
+            room_bytes: bytes of a rank for kept and static bytes; infinite by default.
+            static: prefix sums of lower bounds on the static bytes of units.
+        """
         held = held or (1.0,) * schedule.ranks
         static = np.zeros(self.units + 1) if static is None else static
         waits_s = self.forward_s if schedule.splits_backward else self.work_s
@@ -83,7 +97,9 @@ class Sketch:
     def _taken_s(
         self, line_s: np.ndarray, work_s: np.ndarray, room: np.ndarray, held: np.ndarray | float
     ) -> np.ndarray:
-        """What ranks take for a micro-batch at least: `line_s` (by price first) and `work_s` of their units, with `room` bytes."""
+        """Lower bounds on ranks' seconds per micro-batch, from `line_s` (first axis: price) and
+        `work_s` of their units, with `room` bytes.
+        """
         prices = self.prices.reshape(-1, *(1 for _ in work_s.shape))
         took_s = np.maximum(work_s, (line_s - prices * (room / held)).max(axis=0, initial=0.0))
         return np.where(room < 0, np.inf, took_s)
@@ -97,7 +113,9 @@ class Sketch:
         static: np.ndarray,
         waits_s: np.ndarray,
     ) -> float:
-        """The best of all cuts: by how many units the ranks so far have, the longest that one of them takes with what it waits."""
+        """The bound over all cuts, with one stage per rank. Dynamic programming over ranks and the
+        number of units so far minimizes the longest time of a rank including its waiting.
+        """
         work_s, once_s = _between(self.work_s), _between(self.once_s)
         limits = (
             (_between(self.lines_s), work_s, room_bytes - _between(static))
@@ -125,7 +143,7 @@ class Sketch:
         static: np.ndarray,
         waits_s: np.ndarray,
     ) -> float:
-        """The best of the deals."""
+        """The bound over all deals, with several stages per rank."""
         ends = ends_of(self.units, schedule.ranks * schedule.stages_per_rank)
         if not len(ends):
             return np.inf
@@ -146,8 +164,9 @@ class Sketch:
         room_bytes: float,
         static_bytes: int,
     ) -> float:
-        """About what a step takes if all ranks have as much to do: what the one does that must keep least.  `static_bytes`: of all ranks.
-        No bound."""
+        """An estimate, not a bound, of step seconds if all ranks have equal work: the time of the
+        rank that can keep least. `static_bytes` is over all ranks.
+        """
         ranks, held_most = schedule.ranks, max(held)
         room, each_s = (
             (room_bytes - static_bytes / ranks) / held_most,
@@ -165,10 +184,10 @@ class Sketch:
 
 
 def sums(of_units: Sequence[float]) -> np.ndarray:
-    """What the units before each add up to, and all of them."""
+    """Prefix sums: the values of the units before each, and the total."""
     return np.array([0.0, *np.cumsum(of_units)])
 
 
 def _between(sums: np.ndarray) -> np.ndarray:
-    """What the units from each to each add up to, on the last two axes."""
+    """The sums of the units from i to j, on the last two axes."""
     return sums[..., None, :] - sums[..., :, None]

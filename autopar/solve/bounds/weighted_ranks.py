@@ -1,4 +1,6 @@
-"""A bound of pipelines on devices of several kinds by a formula, before anything of a candidate but its cells is known."""
+"""A closed-form lower bound for pipelines on devices of several kinds, which needs only the cells
+of a candidate.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from autopar.solve.integer_program.lp_relaxation import least_static_by_class
 
 @dataclass(slots=True)
 class Weighted:
-    """`weighted_bound_s` of candidates; arguments as of `groups.search_groups`."""
+    """Computes `weighted_bound_s` of candidates. The arguments are those of `search_groups`."""
 
     annotate: Callable[[Candidate, int], AnnotatedModel]
     capacities: Sequence[int | None]
@@ -30,7 +32,7 @@ class Weighted:
     def least_s(
         self, candidate: Candidate, alike: Candidate, cells: Sequence[Cell], schedule: Schedule
     ) -> float:
-        """`weighted_bound_s` at the best of some prices of a byte that forward keeps."""
+        """The best `weighted_bound_s` over several prices of a kept byte."""
         micro, deal, blocks = (
             candidate.num_microbatches,
             candidate.mesh.groups,
@@ -57,7 +59,9 @@ class Weighted:
         return max(found)
 
     def _memory(self, alike: Candidate, group: int) -> tuple[np.ndarray, float]:
-        """(static bytes of each segment at least, bytes of a device besides what is fixed) on a group."""
+        """On a group: (lower bounds on the static bytes of each segment, bytes of a device without
+        the fixed ones).
+        """
         kind = alike.holds, group
         if kind not in self.memory:
             model, capacity = (
@@ -69,7 +73,9 @@ class Weighted:
         return self.memory[kind]
 
     def _works(self, cell: Cell) -> list[tuple[float, np.ndarray]] | None:
-        """For some prices of a byte: the price, and what each segment takes and keeps for a micro-batch at least; None if nothing does."""
+        """For each price of a byte: (price, a lower bound on each segment's micro-batch seconds
+        plus the price of its kept bytes). None if a segment has no consistent placement.
+        """
         if id(cell) not in self.works:
             kinds, asked = cell.keys, [Question(kept=p, kept_by_ends=p) for p in cell.prices]
             found = {kind: cell.single(*kind).least(asked) for kind in set(kinds)}
@@ -90,14 +96,18 @@ def weighted_bound_s(
     micro_batches: int,
     worth_s: Sequence[float] = (),
 ) -> float:
-    """Seconds that no step goes below whose segments take at least `work_s[rank][segment]` for a micro-batch.
+    """A lower bound on the seconds of a step whose segments take at least `work_s[rank][segment]`
+    for a micro-batch.
 
-    Rank r computes m micro-batches, and waits for those before it: t of a micro-batch on a rank, m t[r] + (t of the ranks before) <= step
-    (zero bubble: no waiting).  Added up with any shares of one, that is sum of w[r] t[r] <= step, and t[r] is the sum of its segments, so
-    that each segment adds at least the least of w[r] x (its work on r) over the ranks that may have it: what comes before the first block
-    is on the first rank, what comes after the last on the last.  The shares are those for which a block costs the same everywhere.
+    Rank r computes m micro-batches and waits for the ranks before it. With t[r] the seconds of a
+    micro-batch on rank r, m t[r] + (t of the ranks before) <= step; under zero bubble there is no
+    waiting. Any convex combination of these inequalities has the form: sum of w[r] t[r] <= step.
+    t[r] is a sum over segments, so each segment adds at least the minimum of w[r] x (its work on r)
+    over the ranks that may have it. Segments before the first block are on the first rank, segments
+    after the last block on the last rank. The weights make a block cost the same on every rank.
 
-    `work_s` may hold what segments keep, at a price of a byte; `worth_s` is then what all is worth that each rank can keep.
+    `work_s` may include kept bytes at a price; `worth_s` is then the value of the bytes that each
+    rank can keep.
     """
     waits = not schedule.splits_backward
     later, shares = 0.0, []

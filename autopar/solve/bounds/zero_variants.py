@@ -1,7 +1,8 @@
-"""ZeRO stages of one mesh and micro-batch together.
+"""Bounds for all ZeRO stages of one mesh and micro-batch together.
 
-In a pipeline those that share out differ little, in what parameters hold.  So a model that none of them goes below bounds
-them all at once, and a stage than which another takes and holds no more in any placement is left out.
+In a pipeline, ZeRO stages that shard differ only in the costs of parameters. A model with the
+minimum of each cost therefore bounds them all at once. A stage that another one dominates in every
+placement is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _SAME = ("name", "inputs", "outputs", "saved", "late")
 
 
 def least_of(models: Sequence[AnnotatedModel]) -> AnnotatedModel:
-    """A model of which each strategy takes and holds the least that it does in any of `models`, with the same classes and strategies."""
+    """A model in which each strategy has the minimum of each cost over `models`, which have the
+    same classes and strategies.
+    """
     if len(models) == 1:
         return models[0]
     classes = tuple(map(_least_block, zip(*(model.classes for model in models), strict=True)))
@@ -73,12 +76,16 @@ def _least_strategy(of: Sequence[Strategy]) -> Strategy:
 
 
 def undominated_variants(of: Sequence[Models]) -> list[int]:
-    """Indices of the variants that no other variant dominates in time and memory under every placement; of equal ones the first."""
+    """Indices of the variants that no other variant dominates in time and memory under every
+    placement. Of equal ones, the first.
+    """
     return sorted(undominated(np.array([_numbers(models) for models in of])))
 
 
 def _numbers(models: Models) -> list[float]:
-    """All that ZeRO stages differ in; less is better.  Of backward what is no gradient of a parameter, too, for which alone others wait."""
+    """All numbers in which ZeRO stages differ; smaller is better. They include the part of backward
+    that is not gradients of parameters, since other ranks wait only for that.
+    """
     found: list[float] = []
     for model in models.values():
         found += [model.fixed_s, model.fixed_bytes]

@@ -1,1 +1,1 @@
-"""The definition: what a placement costs in a schedule."""
+"""The definition of costs: what a placement costs under a schedule."""

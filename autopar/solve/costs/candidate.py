@@ -1,4 +1,4 @@
-"""What a search goes through and what it finds: candidates and the result."""
+"""Candidates: the choices that the search enumerates."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from autopar.ir.mesh import MeshShape
 INFINITE = float("inf")
 
 MIXED = "mixed"
-"""Each block recomputes as is best."""
+"""The recompute choice in which each block has its best mode."""
 
 MODES = ("none", "selective", "full")
-"""What a block may do under `MIXED`: from the one that keeps most to the one that keeps least."""
+"""The modes of a block under `MIXED`, from the one that keeps most to the one that keeps least."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What is decided before the placement."""
+    """The choices that are fixed before the placement is solved."""
 
     mesh: MeshShape
     micro_batch: int  # sequences per data-parallel rank per micro-batch
@@ -36,23 +36,24 @@ class Candidate:
 
     @property
     def parameters(self) -> tuple[MeshShape, int, int]:
-        """Parameters cost the same where these are equal."""
+        """A key: candidates with equal keys have the same costs of parameters."""
         return self.mesh, self.zero, self.shard
 
     @property
     def holds(self) -> tuple:
-        """What parameters hold, and what is fixed in the first mode, is the same where these are equal: of a mode that makes something
-        again the buffers follow the micro-batch."""
+        """A key: candidates with equal keys have the same bytes of parameters and the same fixed
+        bytes in the first mode. If that mode recomputes, its buffers depend on the micro-batch.
+        """
         return self.parameters, self.modes, 0 if self.modes[0] == "none" else self.micro_batch
 
     @property
     def is_joint(self) -> bool:
-        """Whether recompute modes or stages are found together with the placement."""
+        """Whether recompute modes or stages are optimized together with the placement."""
         return self.recompute == MIXED or bool(self.schedules)
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Recompute modes that blocks may have."""
+        """The recompute modes that blocks may have."""
         return MODES if self.recompute == MIXED else (self.recompute,)
 
     def __str__(self) -> str:

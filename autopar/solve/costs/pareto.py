@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 _TOGETHER = 100
-"""So many rows are compared with all others at once."""
+"""Number of rows that are compared with all others at once."""
 
 
 def undominated(keys: np.ndarray) -> list[int]:
-    """Rows of `keys` than which no other is at least as small in every column (of equal ones the first), in the order of their columns."""
+    """Indices of the rows of `keys` that no other row dominates (of equal rows the first), sorted
+    by their columns.
+    """
     order = np.lexsort(keys.T[::-1])
     columns, found = keys[order].T, []
     # those that tell rows apart; the first of them ascends
@@ -24,7 +26,7 @@ def undominated(keys: np.ndarray) -> list[int]:
 
 
 def _at_most(columns: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Which rows are at most as large in every column as which others."""
+    """A boolean matrix: whether row i of `columns` is at most row j of `others` in every column."""
     found = np.ones((columns.shape[1], others.shape[1]), dtype=bool)
     for one, other in zip(columns, others, strict=True):
         found &= one[:, None] <= other

@@ -1,17 +1,21 @@
-"""A placement cut into pipeline stages: what a step takes, and what each rank holds.
+"""The cost of a placement that is cut into pipeline stages: seconds of a step, and bytes of each
+rank.
 
-Stages are runs of consecutive segments. Segments of the classes that repeat are the model's blocks; what comes before the first block
-belongs to the first stage, what comes after the last to the last. `best_staging.py` finds where stages begin; here is `cut`, which deals
-blocks as evenly as their number allows, and where it does not divide has the stages with the least besides take one more.
+Stages are runs of consecutive segments. Segments of repeated classes are the model's blocks.
+Segments before the first block belong to the first stage, segments after the last block to the
+last. `best_staging.py` finds where stages begin. `cut` in this module distributes blocks as evenly
+as possible; stages with the least other work get one block more.
 
     step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
-    memory  = static + micro-batches in flight x (kept + what was sent) + the fullest moment of backward, for each rank;
-              under zero bubble also micro-batches that wait for gradients of parameters x what these hold more than they kept, less
-              what the model's last segment has given back of each, where a rank has one stage;
-              with several stages a rank also a message that comes and one that goes
+    memory  = static + micro-batches in flight x (kept + sent) + the peak of backward, for each rank
 
-Where ranks have devices of several kinds, each has its own model: the same classes and strategies, at its prices.
-A tied parameter is held and updated by every rank that reads it; the reduction of its gradient between ranks is not priced.
+Two more terms may apply. Under zero bubble, micro-batches that wait for gradients of parameters
+hold more than they kept, less what the model's last segment has freed, if a rank has one stage.
+With several stages a rank, an incoming and an outgoing message are added.
+
+If ranks have devices of several kinds, each has its own model: the same classes and strategies,
+with its own prices. Every rank that reads a tied parameter holds and updates it. The reduction of
+its gradient between ranks is not priced.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ Stages = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Pipelined:
-    """A step through a pipeline.  `stages` has the segments of each virtual stage; memory is of each rank, in parts of the fullest."""
+    """The cost of a step in a pipeline. `stages` has the segments of each virtual stage.
+    `memory_bytes` is by rank; `memory_parts` is for the fullest rank.
+    """
 
     time_s: float
     stages: Stages
@@ -51,7 +57,9 @@ class Pipelined:
 def pipelined(
     model: AnnotatedModel | Sequence[AnnotatedModel], choices: Choices, stages: Stages | None = None
 ) -> Pipelined:
-    """Price a step of a placement in `stages`, by default those of `cut`.  `model`: that of all ranks, or of each."""
+    """The cost of a step of a placement in `stages`, by default those of `cut`. `model` is one
+    model for all ranks, or one for each rank.
+    """
     models = [model] * model.pipeline_setting.ranks if isinstance(model, AnnotatedModel) else model
     different = {id(one): one for one in models}
     costs_of = {key: segment_costs(one, choices) for key, one in different.items()}
@@ -110,8 +118,10 @@ def pipelined(
 
 
 def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
-    """On each rank, of messages that are on their way beside those that its micro-batches keep: with several stages a rank torch makes
-    room for one before it is needed, and a gradient is held until the next one goes."""
+    """On each rank, bytes of messages in transit besides those that its micro-batches keep. With
+    several stages a rank, torch allocates space for a message before it is needed, and holds a
+    gradient until the next one is sent.
+    """
     if setting.stages_per_rank == 1 or not setting.keeps_outputs:
         return [0] * setting.ranks
     # what comes into a stage, or leaves it
@@ -120,7 +130,7 @@ def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
 
 
 def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
-    """Seconds of the longest message, over the slowest of the links that the ranks have."""
+    """Seconds of the longest message over the slowest link of any rank."""
     crossing = [size for size in sent if size]  # if empty, a model may lack a pipeline
     settings = [model.pipeline_setting for model in models] if crossing else []
     return max(
@@ -130,7 +140,7 @@ def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> floa
 
 
 def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:
-    """Cost of each segment; conversions between segments are paid by the one that reads."""
+    """The cost of each segment. The reading segment pays for a conversion between segments."""
     own, sent_s = class_costs(model, choices), arrivals(model, choices)
     found = []
     for index, sources in zip(model.segments, model.reads, strict=True):
@@ -151,7 +161,9 @@ def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:
 
 
 def blocks_of(model: AnnotatedModel) -> list[int]:
-    """The segments that are dealt to stages: those of the classes that repeat or are of layers, or all if none is."""
+    """The indices of the segments that are distributed to stages: those of repeated classes or of
+    layers; all if there are none.
+    """
     counts = Counter(model.segments)
     found = [
         number
@@ -162,12 +174,16 @@ def blocks_of(model: AnnotatedModel) -> list[int]:
 
 
 def units_of(model: AnnotatedModel) -> list[range]:
-    """The segments of each unit of a row: a block and what stands between it and the next; what comes before the first is of the first."""
+    """The segments of each unit of a row: a block and the segments up to the next block. Segments
+    before the first block belong to the first unit.
+    """
     return [range(*ends) for ends in pairwise([0, *blocks_of(model)[1:], len(model.segments)])]
 
 
 def cut(count: int, blocks: Sequence[int], total_s: Sequence[float]) -> Stages:
-    """The segments of each of `count` virtual stages with as many blocks as the others, or one fewer; `total_s` is by segment."""
+    """The segments of each of `count` virtual stages, whose numbers of blocks differ by at most
+    one. `total_s` has the seconds of each segment.
+    """
     before, after = sum(total_s[: blocks[0]]), sum(total_s[blocks[-1] + 1 :])
     each, more = divmod(len(blocks), count)
     extra = [before if stage == 0 else 0.0 for stage in range(count)]
@@ -178,7 +194,7 @@ def cut(count: int, blocks: Sequence[int], total_s: Sequence[float]) -> Stages:
 
 
 def stages_of(sizes: Sequence[int], blocks: Sequence[int], segments: int) -> Stages:
-    """The segments of stages with so many blocks each."""
+    """The segments of stages with `sizes[i]` blocks each."""
     taken, firsts = 0, [0]
     for size in sizes[:-1]:
         taken += size
@@ -196,7 +212,9 @@ def _stage_times(stage: Sequence[int], costs: Sequence[SegmentCost]) -> StageTim
 
 
 def messages_bytes(model: AnnotatedModel, choices: Choices) -> list[int]:
-    """Bytes of the message into a stage that begins with each segment: every value made before that it or a later one reads."""
+    """Bytes of the message into a stage that begins with segment i, for each i: every earlier value
+    that segment i or a later one reads.
+    """
     return crossing_bytes(
         model,
         [
@@ -207,7 +225,7 @@ def messages_bytes(model: AnnotatedModel, choices: Choices) -> list[int]:
 
 
 def crossing_bytes(model: AnnotatedModel, size_of: Sequence[Sequence[int]]) -> list[int]:
-    """`messages_bytes` of segments of which each input, by class, has so many bytes."""
+    """`messages_bytes` for inputs of the given sizes, by class and input."""
     readers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for segment, (index, sources) in enumerate(zip(model.segments, model.reads, strict=True)):
         for source, size_bytes in zip(sources, size_of[index], strict=True):
@@ -236,7 +254,9 @@ def _memory(
     costs: Sequence[SegmentCost],
     kept_bytes: tuple[int, int],
 ) -> dict[str, int]:
-    """What a rank holds, by part; `kept_bytes` of what forward keeps, with and without the last stage of all."""
+    """Bytes of a rank by part. `kept_bytes` is what forward keeps, with and without the last stage
+    of the pipeline.
+    """
     setting = model.pipeline_setting
     mine = range(rank, len(stages), setting.ranks)
     parted = [is_parted(setting.schedule, number) for number in mine]
@@ -269,7 +289,7 @@ def _memory(
 
 
 def is_parted(schedule: str, stage: int) -> bool:
-    """Whether backward of a stage runs in two parts."""
+    """Whether the backward of a stage runs in two parts."""
     return splits_backward(schedule) and stage > 0
 
 
@@ -281,11 +301,14 @@ def fullest_of(
     turns: Sequence[tuple[Sequence[int], int]],
     ends: bool,
 ) -> tuple[int, int]:
-    """(bytes kept, bytes of a moment of backward) of a rank where both are most.
+    """(kept bytes, transient bytes of backward) of a rank, at the moment when their sum is largest.
 
-    Forwards keep `kept` at most, or `without` but for the pipeline's last stage; `moments` are those of the rank's stages, `late` what
-    their micro-batches hold more while they wait for gradients of parameters, as at each of `turns` (`late_moments`).  If the rank `ends`
-    the pipeline by a backward in one part, that follows its forward at once: other stages have theirs while the last keeps nothing.
+    Forwards keep at most `kept` bytes, or `without` not counting the pipeline's last stage.
+    `moments` are the transient bytes of the rank's stages. `late` is the extra bytes of each
+    stage's micro-batches that wait for gradients of parameters; `turns` lists the states at a
+    backward (`late_moments`). If the rank `ends` the pipeline and its last backward is whole, that
+    backward directly follows its forward. The backward of its other stages then runs while the last
+    stage keeps nothing.
     """
     if len(moments) == 1 or not ends:
         waiting = (
@@ -298,22 +321,24 @@ def fullest_of(
 
 
 def freed_bytes(last: SegmentCost, parted: bool) -> int:
-    """What the model's last segment has given back when backward reaches others."""
+    """Bytes that the model's last segment has freed when backward reaches other segments."""
     return max(-last.late_bytes, 0) if parted else last.kept_bytes
 
 
 def _given_back(
     model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool
 ) -> int:
-    """`freed_bytes` of a stage that has the model's last segment; 0 of others."""
+    """`freed_bytes` of a stage that has the model's last segment; 0 for others."""
     return sum(freed_bytes(costs[s], parted) for s in stage if model.segments[s] == model.last)
 
 
 def _moment_bytes(
     model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool
 ) -> int:
-    """The fullest moment of backward of a stage, besides what its micro-batches hold when it is over: in two parts, the model's last
-    segment has it before anything waits of the others."""
+    """Peak bytes of the backward of a stage, above what its micro-batches hold afterwards. In a
+    split backward, the model's last segment reaches its peak before anything of the others
+    waits.
+    """
     freed, late = _given_back(model, stage, costs, parted), _late_bytes(stage, costs, parted)
     needed = [
         costs[s].parted_transient_bytes if parted else costs[s].transient_bytes for s in stage
@@ -330,12 +355,14 @@ def _moment_bytes(
 
 
 def _late_bytes(stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool) -> int:
-    """What a micro-batch of a stage holds more than it kept while it waits for gradients of parameters."""
+    """The extra bytes that a micro-batch of a stage holds while it waits for gradients of
+    parameters.
+    """
     return parted * sum(max(costs[s].late_bytes, 0) for s in stage)
 
 
 def host_bytes(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: int) -> int:
-    """What the rank that needs most holds in host memory; one rank has all stages where there is no pipeline."""
+    """The host memory of the rank that needs most. Without a pipeline one rank has all stages."""
     costs, found = class_costs(model, choices), []
     for rank in range(ranks):
         numbers = [segment for stage in stages[rank::ranks] for segment in stage]
@@ -347,7 +374,9 @@ def host_bytes(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: i
 
 
 def borrowed(model: AnnotatedModel, choices: Choices, segments: Iterable[int]) -> list[Strategy]:
-    """The shared parameters that a rank with these segments reads without one that pays for them."""
+    """The strategies of shared parameters that a rank with these segments reads without having a
+    segment that pays for them.
+    """
     own, found = set(segments), []
     for shared in model.shared:
         (number, name), *_ = shared.paying

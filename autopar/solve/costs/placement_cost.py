@@ -1,13 +1,16 @@
-"""What a placement costs, straight from the definition.  No solver is involved, so a solver can be audited with it.
+"""The cost of a placement, computed directly from the definition. No solver is involved, so this
+can check one.
 
     time   = num_microbatches * (sum over classes count * (forward + backward + conversions) + sum over edges count * conversion)
              + sum over classes count * step + fixed_s
     memory = fixed_bytes + sum over classes count * (static + kept) + transient
 
-A value converts once for each distinct layout that a consumer needs and its producer does not deliver.  With recompute `kept` is the
-class' inputs; otherwise it is the saved tensors.  `transient` is what the fullest moment of backward adds: in a segment of class c its
-workspace, with recompute also what it saves besides its inputs, and, but in the last segment, less what that has given back by then.  Of a
-tie group only the first member has static bytes and step cost.
+A value is converted once for each distinct layout that a consumer needs and its producer does not
+deliver. With recomputation, `kept` is the inputs of the class; otherwise it is the saved tensors.
+`transient` is the peak of backward: in a segment of class c, its workspace. With recomputation,
+what it saves besides its inputs is added. Except in the last segment, what that one has freed by
+then is subtracted. Of a group of tied parameters only the first member has static bytes and step
+costs.
 """
 
 from __future__ import annotations
@@ -27,16 +30,20 @@ from autopar.ir.annotated import (
 from autopar.ir.sharding import Layout
 
 Choices = tuple[dict[str, str], ...]
-"""Per class: op name -> strategy name."""
+"""For each class: op name -> strategy name."""
 
 
 class InconsistentPlacement(ValueError):
-    """Choices that no program can run: an op without a choice, an impossible conversion, or tied parameters placed differently."""
+    """Choices that no program can run: an op without a choice, an impossible conversion, or tied
+    parameters with different placements.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """Cost of one step on one device.  The parts in seconds sum to `time_s`, those in bytes to `memory_bytes`."""
+    """The cost of one step on one device. The parts in seconds sum to `time_s`, those in bytes to
+    `memory_bytes`.
+    """
 
     time_s: float
     memory_bytes: int
@@ -60,13 +67,13 @@ class Priced:
 
     @property
     def time_parts(self) -> dict[str, float]:
-        """Seconds by part; sums to `time_s`."""
+        """Seconds by part; they sum to `time_s`."""
         parts = ("forward", "backward", "recompute", "conversion", "edge", "step", "fixed")
         return {part: getattr(self, f"{part}_s") for part in parts}
 
     @property
     def memory_parts(self) -> dict[str, int]:
-        """Bytes by part; sums to `memory_bytes`."""
+        """Bytes by part; they sum to `memory_bytes`."""
         return {
             **static_parts(self.static_bytes, self.gradient_bytes, self.optimizer_bytes),
             **{part: getattr(self, f"{part}_bytes") for part in ("kept", "transient", "fixed")},
@@ -74,15 +81,16 @@ class Priced:
 
 
 def static_parts(static_bytes: int, gradient_bytes: int, optimizer_bytes: int) -> dict[str, int]:
-    """What is resident all the time, by part."""
+    """Always-resident bytes, by part."""
     parameters = static_bytes - gradient_bytes - optimizer_bytes
     return {"parameters": parameters, "gradients": gradient_bytes, "optimizer": optimizer_bytes}
 
 
 def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced:
-    """Cost of running `model` with the strategies that `choices` names, one mapping (op name -> strategy name) per class.
+    """The cost of running `model` with the strategies in `choices`: one mapping (op name ->
+    strategy name) per class.
 
-    Raises InconsistentPlacement where the choices do not fit together.
+    Raises InconsistentPlacement if the choices do not fit together.
     """
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
     _check_ties(model, chosen)
@@ -139,7 +147,7 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
 
 
 def _fullest_moment(model: AnnotatedModel, chosen: Sequence[dict[str, Strategy]]) -> int:
-    """Bytes that the fullest moment of backward adds to what is kept."""
+    """Peak bytes that backward adds to the kept ones."""
     freed = 0 if model.last is None else _kept_bytes(model.classes[model.last], chosen[model.last])
     moments = (
         transient_bytes(block, strategies.values()) - (freed if index != model.last else 0)
@@ -150,10 +158,14 @@ def _fullest_moment(model: AnnotatedModel, chosen: Sequence[dict[str, Strategy]]
 
 @dataclass(frozen=True, slots=True)
 class SegmentCost:
-    """What one segment of a class costs on one device: seconds of one micro-batch (recomputation is part of the backward), seconds once a
-    step, and bytes; `weight_s` is the part of the backward that computes gradients of parameters.  `late_bytes` is what a micro-batch holds
-    more than it kept between two parts of a backward, the gradients of inputs and those of parameters: less than 0 where it is less.
-    `again_bytes` of `transient_bytes` are of what is made again."""
+    """The cost of one segment of a class on one device: seconds of one micro-batch, seconds once a
+    step, and bytes.
+
+    Recomputation is part of `backward_s`. `weight_s` is the part of `backward_s` that computes
+    gradients of parameters. `late_bytes` is how much more a micro-batch holds between the two parts
+    of a split backward than it kept; it may be negative. `again_bytes` is the part of
+    `transient_bytes` that is recomputed.
+    """
 
     forward_s: float
     backward_s: float
@@ -170,12 +182,14 @@ class SegmentCost:
 
     @property
     def parted_transient_bytes(self) -> int:
-        """Bytes for a moment of a backward in two parts: some of what it makes again is what stays between them."""
+        """Transient bytes of a split backward. Some recomputed bytes are those that stay between
+        the two parts.
+        """
         return self.transient_bytes - min(self.again_bytes, max(self.late_bytes, 0))
 
 
 def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
-    """Cost of a segment of each class, without the conversions between segments (`arrivals`)."""
+    """The cost of a segment of each class, without conversions between segments (`arrivals`)."""
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
     found = []
     for block, strategies in zip(model.classes, chosen, strict=True):
@@ -205,7 +219,9 @@ def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> 
 def arrivals(
     model: AnnotatedModel, choices: Sequence[Mapping[str, str]]
 ) -> dict[tuple[int, int, int, int], tuple[float, float]]:
-    """Seconds (forward, backward) of each change of layout on the way from (class, its output) to (class, its input)."""
+    """Seconds (forward, backward) of the layout change from (class, output) to (class, input), for
+    each such edge.
+    """
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
     return {
         (edge.source, edge.source_output, edge.target, edge.target_input): (
@@ -217,18 +233,19 @@ def arrivals(
 
 
 def late_bytes(strategies: Iterable[Strategy]) -> int:
-    """Bytes that a segment holds from the gradients of its inputs to those of its parameters: what ops with a parameter keep, and the
-    gradients of their results."""
+    """Bytes that a segment holds from the gradients of its inputs to those of its parameters: saved
+    tensors of ops with a parameter, and the gradients of their results.
+    """
     return _bytes_of(saved for strategy in strategies for saved in strategy.late)
 
 
 def transient_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
-    """Bytes that backward of one segment needs at its fullest moment besides what the class keeps from forward."""
+    """Peak bytes that backward of one segment needs besides those kept from forward."""
     return block.workspace_bytes + again_bytes(block, strategies)
 
 
 def again_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
-    """Bytes that backward of one segment makes again."""
+    """Bytes that backward of one segment recomputes."""
     return saved_bytes(strategies, block.inputs) if block.recompute else 0
 
 
@@ -240,8 +257,9 @@ def _kept_bytes(block: AnnotatedBlock, strategies: Mapping[str, Strategy]) -> in
 
 
 def saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) -> int:
-    """Bytes that autograd keeps for one segment: each key once, at the largest size that a chosen strategy gives it.  Keys of the values
-    `without` are left out."""
+    """Bytes that autograd keeps for one segment: each key once, with the largest size among chosen
+    strategies. Keys of the values in `without` are left out.
+    """
     return _bytes_of(
         saved for strategy in strategies for saved in strategy.saved if saved.value not in without
     )
@@ -255,7 +273,7 @@ def _bytes_of(tensors: Iterable[Saved]) -> int:
 
 
 def input_bytes(block: AnnotatedBlock, name: str, layout: Layout) -> int:
-    """Bytes of segment input `name` kept from forward to backward of a class with recompute."""
+    """Bytes of segment input `name` kept from forward to backward in a recomputed class."""
     try:
         return block.input_bytes[name][layout]
     except KeyError:
@@ -284,7 +302,7 @@ def _check_ties(model: AnnotatedModel, chosen: list[dict[str, Strategy]]) -> Non
 
 
 def _conversions(block: AnnotatedBlock, strategies: dict[str, Strategy]) -> Iterator[Conversion]:
-    """The conversions one segment makes: one per value and needed layout."""
+    """The conversions that one segment makes: one per value and needed layout."""
     have = {
         value: layout
         for op in block.ops
@@ -308,7 +326,7 @@ def _conversions(block: AnnotatedBlock, strategies: dict[str, Strategy]) -> Iter
 def _edge_conversions(
     model: AnnotatedModel, chosen: list[dict[str, Strategy]]
 ) -> Iterator[tuple[BoundaryEdge, Conversion]]:
-    """Every edge whose ends disagree, with what that takes once."""
+    """Every edge with different layouts at its ends, with the conversion."""
     for edge in model.edges:
         source, target = model.classes[edge.source], model.classes[edge.target]
         output, entry = source.outputs[edge.source_output], target.inputs[edge.target_input]

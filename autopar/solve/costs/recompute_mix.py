@@ -1,8 +1,9 @@
-"""Models of which blocks recompute differently.
+"""Models in which blocks have different recompute modes.
 
-A model is annotated once for each recompute mode, with the same classes, ops and strategies.  `mixed` gives each segment the mode that it
-runs in: a class of which segments run in several modes is there once for each, with as many segments, so that whatever prices a model
-prices this one.  Buffers that only some mode needs are there while backward of a segment of that mode runs.
+A model is annotated once for each recompute mode, with the same classes, ops and strategies.
+`mixed` gives each segment its own mode: a class whose segments have several modes becomes several
+classes. Any function that prices a model therefore also prices a mixed one. A buffer that only some
+mode needs exists while backward of a segment in that mode runs.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ Models = Mapping[str, AnnotatedModel]
 
 
 def hides(models: Models) -> bool:
-    """Whether some parameter takes less once a step in another mode than in the first: a longer backward hides more of it, so that
-    ranks that others wait for may recompute where memory does not ask for it."""
+    """Whether some parameter costs less time once a step in a mode other than the first. A longer
+    backward hides more of its communication, so recomputation may pay on ranks that others wait
+    for even if memory does not require it.
+    """
     first, *others = models.values()
     return any(
         later.step_s < own.step_s
@@ -34,20 +37,23 @@ def hides(models: Models) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """`model` has a class for each entry of `origin`: (class of the unmixed models, recompute mode)."""
+    """`model` has a class for each entry of `origin`: (class of the unmixed models, recompute
+    mode).
+    """
 
     model: AnnotatedModel
     origin: tuple[tuple[int, str], ...]
 
     def choices(self, choices: Choices) -> Choices:
-        """A placement of the unmixed models, for this one."""
+        """A placement of the unmixed models, as choices for this one."""
         return tuple(choices[index] for index, _ in self.origin)
 
 
 def mixed(models: Models, modes: Sequence[str]) -> Mixed:
-    """The model whose segment number k runs in `modes[k]`.
+    """The model whose segment k runs in mode `modes[k]`.
 
-    What ranks have for a shared tensor without a segment that pays for it costs what it does in the mode of the first that pays.
+    A rank may hold a shared tensor without a segment that pays for it. The tensor then costs what
+    it does in the mode of the first paying segment.
     """
     base = next(iter(models.values()))
     order = {mode: place for place, mode in enumerate(models)}

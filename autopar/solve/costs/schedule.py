@@ -11,7 +11,9 @@ from autopar.solve.costs.pipeline_cost import Stages
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A pipeline's schedule (one rank: 'gpipe'), how many ranks it has, and how many stages each."""
+    """A pipeline's schedule (for one rank: 'gpipe'), its number of ranks, and the stages of each
+    rank.
+    """
 
     name: str
     ranks: int
@@ -24,19 +26,21 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed apart."""
+        """Whether gradients of weights are computed separately."""
         return SCHEDULES[self.name].splits_backward
 
     @property
     def has_one_stage(self) -> bool:
-        """Whether a rank never has more than one stage."""
+        """Whether the schedule allows only one stage per rank."""
         return SCHEDULES[self.name].max_stages_per_rank == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """`modes` has the recompute mode of each segment.  No staging of the placement that fits takes less than `bound_s`.  `is_free`: memory
-    left out no staging that could be faster."""
+    """The stages of a placement and the recompute mode of each segment (`modes`). `bound_s` is a
+    lower bound on all stagings of the placement that fit. `is_free`: memory excluded no staging
+    that could be faster.
+    """
 
     stages: Stages
     modes: tuple[str, ...]
@@ -45,7 +49,9 @@ class Staging:
 
 
 def ramp(part: float, ranks: int, micro_batches: int) -> float:
-    """Seconds of a step for each second of a micro-batch over all ranks, if a rank waits for `part` of what each before it takes: m t +
-    part x (t of the ranks before) is least where all are equal."""
+    """Seconds of a step per second of a micro-batch over all ranks, if a rank waits for the
+    fraction `part` of the time of each earlier rank. m t + part x (t of the ranks before) is
+    minimal if all are equal.
+    """
     part = min(max(part, 1e-9), 1.0)
     return part / (1 - (1 - part / micro_batches) ** ranks)

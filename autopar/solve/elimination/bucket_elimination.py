@@ -1,13 +1,17 @@
-"""The least that any placement costs, for several prices of a byte at once, by eliminating one choice after the other.
+"""The minimal cost of any placement, for several weightings of costs at once, by bucket
+elimination.
 
-What is minimised, for each price: the seconds of a micro-batch of all segments, and for each byte that forward keeps or that is static its
-price in seconds.  The layers may recompute: each class of them does so in the mode that is cheapest with the placement.
+The objective of each question is a weighted sum: seconds of a micro-batch over all segments, and
+bytes kept or static at a price in seconds. Layers may be recomputed; each class of them uses the
+mode that is cheapest together with the placement.
 
-Costs are tables over the few choices that they depend on: an op's own, what a value's maker and its readers agree on (a conversion is paid
-once for each layout), a tensor that several ops save (kept once, at the largest size), edges between segments and ties.  A choice is
-eliminated by adding up the tables that it is in and keeping the minimum over it (bucket elimination, Dechter 1999, Artificial Intelligence
-113): exact, and for the graphs of models, which are narrow, quicker than the linear program by far.  Where a table would grow too large it
-is split, each part with a minimum of its own (mini-buckets, Dechter and Rish 2003, J. ACM 50): the result is then a lower bound still.
+Costs are tables over the few choices that they depend on: the strategy of an op; what a value's
+producer and readers agree on (a conversion is paid once for each layout); a tensor that several ops
+save (kept once, at the largest size); edges between segments; and ties. A choice is eliminated by
+summing the tables that contain it and minimizing over it (Dechter 1999, Artificial Intelligence
+113). This is exact. For the narrow graphs of models it is much faster than the linear program. If a
+table would become too large, it is split, and each part has its own minimum (mini-buckets, Dechter
+and Rish 2003, J. ACM 50). The result is then still a lower bound.
 """
 
 from __future__ import annotations
@@ -28,24 +32,39 @@ from autopar.solve.elimination import cost_tables
 from autopar.solve.elimination.cost_tables import WAYS, CostTables, Scope, Stack
 
 _ATTEMPTS = 12
-"""Orders that are tried; the best is kept for all models of a structure."""
+"""Number of elimination orders that are tried. The best is reused for all models with the same
+structure.
+"""
 
 _AS_GOOD = 6, 5
-"""Tables may have 6/5 times the entries that they had in the model whose order they get.  Two integers: entries may exceed every float."""
+"""The ratio 6/5: tables may be this much larger than in the model whose order is reused. It is
+stored as two integers, because the number of entries may exceed every float.
+"""
 
 _ROUNDING = 1e-12
-"""Relative slack that covers double rounding of sums (each addition rounds by 1.1e-16)."""
+"""Relative slack for double rounding of sums (each addition rounds by 1.1e-16)."""
 
 Allowed = Mapping[tuple[int, int], Sequence[int]]
-"""Number of a class and of an op in it -> numbers of the strategies that it may run."""
+"""(class, op) -> indices of the strategies that the op may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to minimise: the sum of seconds of forward and of backward of a micro-batch, of those of `weight`, the part of backward that
-    computes gradients of parameters (so that it may count against it), of seconds once a step, of bytes that forward keeps for a
-    micro-batch and of those that stay between two parts of a backward (of blocks, and of what is before and after them), and of bytes that
-    are static, each times what it counts.  `mode`: in which mode layers recompute, if that is given."""
+    """The weights of an objective to minimize.
+
+    Attributes:
+        forward: weight of forward seconds of a micro-batch.
+        backward: weight of backward seconds of a micro-batch.
+        weight: weight of the part of backward that computes gradients of parameters; may be
+            negative.
+        step: weight of seconds once a step.
+        kept: weight of bytes that blocks keep for a micro-batch.
+        kept_by_ends: the same for segments before and after the blocks.
+        late: weight of bytes that blocks hold between two parts of a backward.
+        late_by_ends: the same for segments before and after the blocks.
+        static: weight of static bytes.
+        mode: the recompute mode of layers; None lets each class choose.
+    """
 
     forward: float = 1.0
     backward: float = 1.0
@@ -65,20 +84,28 @@ _counted = attrgetter(*_COUNTS)
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """`cost_s`, by question: no placement costs less.  `is_exact`: some placement costs that."""
+    """The minima of several questions. `cost_s` is a lower bound for each question. `is_exact`:
+    some placement reaches it.
+    """
 
     cost_s: np.ndarray
     is_exact: bool
     decode: Callable[[int], tuple[Choices, tuple[str, ...]]]
-    """Question -> (the placement that costs least, or nearly where it is not exact; the recompute mode of each class)."""
+    """A function from the index of a question to its optimal placement (nearly optimal if not
+    exact) and the recompute mode of each class.
+    """
     counted: Callable[[str], np.ndarray]
-    """Field of a question -> how much those placements have of what it counts, by question."""
+    """A function from a field of `Question` to the amount of that cost in the optimal placements,
+    by question.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Tables `parts` (number, order of its axes, how these lie among those of `scope`) are added up, and the minimum over the first choice
-    of `scope` is the next table."""
+    """One elimination: the tables `parts` are summed, and minimizing over the first choice of
+    `scope` gives the next table. A part is (table number, order of its axes, how they align with
+    `scope`).
+    """
 
     scope: Scope
     parts: tuple[tuple[int, tuple[int, ...], tuple[slice | None, ...]], ...]
@@ -89,11 +116,13 @@ class _Step:
 
     @property
     def left(self) -> Scope:
-        """The choices of the next table."""
+        """The choices of the resulting table."""
         return self.scope[1:]
 
     def at(self, asked: Sequence[np.ndarray], places: Mapping[int, np.ndarray]) -> np.ndarray:
-        """What each value of the choice that goes costs where the others are at `places`, by value and question."""
+        """The cost of each value of the eliminated choice, with the other choices at `places`,
+        indexed by value and question.
+        """
         total = np.zeros((1, 1))
         for number, order, axes in self.parts:
             others = tuple(
@@ -107,8 +136,9 @@ class _Step:
     def added(
         self, asked: Sequence[np.ndarray], without: int = -1, besides: Sequence[np.ndarray] = ()
     ) -> np.ndarray:
-        """The sum of the parts, but for the table of one number, and of what is given besides.  Only what was made here is added to in
-        place."""
+        """The sum of the parts without the table number `without`, plus `besides`. In-place
+        addition is used only on arrays created here.
+        """
         parts = [
             asked[number].transpose(order)[axes]
             for number, order, axes in self.parts
@@ -127,7 +157,7 @@ class _Step:
 
 @lru_cache(maxsize=64)
 def _plan(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> tuple[_Step, ...]:
-    """In which order choices go; the same for all models of one structure."""
+    """The eliminations in order; the same for all models with the same structure."""
     # choice -> tables that it is in
     of: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
     known = list(scopes)
@@ -145,8 +175,10 @@ def _plan(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> tuple[_Step, ...
 
 
 def _step(variable: int, parts: Sequence[int], known: Sequence[Scope]) -> _Step:
-    """The tables `parts` of those that are `known`, largest first.  The minimum is over whole blocks of memory, since the choice that goes
-    comes first; last come those that most parts have, so that sums run over many entries at once."""
+    """The elimination of `variable` from the tables `parts`, largest first. The eliminated choice
+    is the first axis, so that the minimum runs over whole blocks of memory. The choices in most
+    parts are last, so that sums run over many entries at once.
+    """
     shared = Counter(v for number in parts for v in known[number])
     scope = (variable, *sorted(shared.keys() - {variable}, key=lambda v: (shared[v], v)))
     shaped = []
@@ -164,15 +196,16 @@ def _step(variable: int, parts: Sequence[int], known: Sequence[Scope]) -> _Step:
 
 
 _orders: dict[tuple[int, tuple[Scope, ...]], tuple[list[int], float]] = {}
-"""By how many choices there are and which stand together: an order that keeps tables small, which it does whatever sizes they have,
-nearly; and how many entries they have."""
+"""A cache of elimination orders with their total table entries, by the number of choices and the
+sets that occur together. An order that keeps tables small does so for nearly any sizes.
+"""
 
 
 def _order(scopes: Sequence[Scope], sizes: tuple[int, ...]) -> list[int]:
-    """Choices in an order that keeps tables small.
+    """An order of choices that keeps tables small.
 
-    Models of one structure differ in a few tables, so that an order of one is mostly good for the others; it is found anew where it makes
-    tables larger than it did there.
+    Models with the same structure differ in few tables, so an order is usually good for all of
+    them. It is computed again if it makes tables larger than it did before.
     """
     known: list[set[int]] = []
     for scope in sorted(set(scopes), key=lambda scope: (-len(scope), scope)):
@@ -195,8 +228,10 @@ def _order(scopes: Sequence[Scope], sizes: tuple[int, ...]) -> list[int]:
 
 
 def _found_order(scopes: Sequence[Scope], sizes: Sequence[int]) -> tuple[list[int], float]:
-    """(an order, entries of all its tables).  Next is the one that joins fewest pairs of values which no table joins yet (weighted
-    min-fill), of several such orders with ties broken at random the one of the smallest tables."""
+    """(an order, the total entries of its tables). Each step takes the choice that newly joins the
+    fewest pairs of values (weighted min-fill). Of several such orders with random tie-breaking,
+    the one with the smallest tables is returned.
+    """
     found: tuple[list[int], float] = [], inf
     for attempt in range(_ATTEMPTS):
         found = _one_order(scopes, sizes, Random(attempt), float(attempt > 0), found[1]) or found
@@ -204,7 +239,7 @@ def _found_order(scopes: Sequence[Scope], sizes: Sequence[int]) -> tuple[list[in
 
 
 def _beside(scopes: Sequence[Scope], count: int) -> dict[int, set[int]]:
-    """Choice -> others that stand with it in a table."""
+    """For each choice, the other choices that occur in a table with it."""
     found: dict[int, set[int]] = {v: set() for v in range(count)}
     for scope in scopes:
         for v in scope:
@@ -213,7 +248,9 @@ def _beside(scopes: Sequence[Scope], count: int) -> dict[int, set[int]]:
 
 
 def _join(beside: dict[int, set[int]], v: int) -> set[int]:
-    """Eliminate a choice: those that stood with it, which stand together from now on."""
+    """Eliminate a choice from the graph of co-occurring choices. Returns its neighbours, which
+    become connected.
+    """
     own = beside.pop(v)
     for u in own:
         beside[u] = (beside[u] | own) - {u, v}
@@ -221,7 +258,7 @@ def _join(beside: dict[int, set[int]], v: int) -> set[int]:
 
 
 def _entries_of(order: Sequence[int], scopes: Sequence[Scope], sizes: Sequence[int]) -> int:
-    """Entries of all tables of an order."""
+    """Total entries of all tables of an order."""
     beside = _beside(scopes, len(sizes))
     return sum(sizes[v] * prod([sizes[u] for u in _join(beside, v)]) for v in order)
 
@@ -229,7 +266,7 @@ def _entries_of(order: Sequence[int], scopes: Sequence[Scope], sizes: Sequence[i
 def _one_order(
     scopes: Sequence[Scope], sizes: Sequence[int], random: Random, noise: float, most: float
 ) -> tuple[list[int], float] | None:
-    """(an order, entries of all its tables); None if these are not fewer than `most`."""
+    """(an order, total entries of its tables); None unless they are fewer than `most`."""
     beside = _beside(scopes, len(sizes))
 
     def score(v: int) -> float:
@@ -258,7 +295,7 @@ def _one_order(
 
 
 def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int]) -> list[list[int]]:
-    """Tables in groups that are each added up to one which is not too large."""
+    """The tables in groups, each of whose sum is not too large."""
     groups: list[tuple[list[int], set[int]]] = []
     for number in sorted(numbers, key=lambda n: -len(known[n])):
         for group, scope in groups:
@@ -272,7 +309,7 @@ def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int]) -> list
 
 
 class Tables(CostTables):
-    """Of a model, with the least that they add up to."""
+    """The cost tables of a model, with their minimization."""
 
     def least(
         self,
@@ -280,10 +317,10 @@ class Tables(CostTables):
         parameters: Sequence[Stack] = (),
         allowed: Allowed | None = None,
     ) -> Least | None:
-        """What a placement costs at least; None if none is consistent.
+        """The minimal costs of placements for these questions; None if no placement is consistent.
 
-        `parameters`: what the parameters of a model with the same classes cost (`parameters`).  `allowed`: the strategies that some ops
-        may run.
+        `parameters` are cost tables of the parameters of a model with the same classes (see
+        `CostTables.parameters`). `allowed` restricts the strategies of some ops.
         """
         found = self._eliminated(questions, parameters, allowed or {})
         if found.is_split and len({question.mode for question in questions}) > 1:
@@ -306,7 +343,9 @@ class Tables(CostTables):
     def _least_apart(
         self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed | None
     ) -> Least | None:
-        """`least` of each question by itself: of a table that was split one part alone would see which modes a question bars."""
+        """`least` for each question separately. If a table is split, only one part knows which
+        modes a question excludes.
+        """
         apart = [self.least([question], parameters, allowed) for question in questions]
         found = [least for least in apart if least is not None]
         if len(found) < len(apart):
@@ -326,8 +365,9 @@ class Tables(CostTables):
         parameters: Sequence[Stack] = (),
         allowed: Allowed | None = None,
     ) -> dict[tuple[int, int], np.ndarray]:
-        """(class, op) -> what placements in which the op runs a strategy cost at least, by question and strategy; for ops with a choice.
-        Nothing is told where tables were split."""
+        """For each (class, op) with a choice: the minimal cost over placements in which the op uses
+        each strategy, by question and strategy. {} if tables were split.
+        """
         eliminated = self._eliminated(questions, parameters, allowed or {})
         if eliminated.is_split:
             return {}
@@ -378,7 +418,7 @@ class Tables(CostTables):
         return _eliminated(scopes, asked, self.sizes, left)
 
     def _named(self, chosen: Mapping[int, int]) -> tuple[Choices, tuple[str, ...]]:
-        """Names of strategies and modes."""
+        """The names of strategies and modes."""
         choices = tuple(
             {
                 op.name: op.strategies[chosen.get(self.op_of[c, o], 0)].name
@@ -393,9 +433,11 @@ class Tables(CostTables):
 
 @dataclass(frozen=True, slots=True)
 class _Eliminated:
-    """All choices gone, one after the other: `asked` are the tables, over the choices of `scopes`, with the result of each step after them;
-    the last axis is that of questions (of one entry where all get the same).  `left`: the values of choices of which not all were looked
-    at; `sizes`: how many were."""
+    """The state after eliminating all choices. `asked` has the tables over the choices of `scopes`,
+    followed by the result of each step. Their last axis is questions (length 1 if equal for
+    all). `left` has the values of restricted choices; `sizes` has how many values each choice
+    has.
+    """
 
     steps: tuple[_Step, ...]
     scopes: Sequence[Scope]
@@ -405,11 +447,11 @@ class _Eliminated:
 
     @property
     def is_split(self) -> bool:
-        """Whether some table was."""
+        """Whether a table was split."""
         return len({step.variable for step in self.steps}) < len(self.steps)
 
     def whole(self, without: int = -1) -> np.ndarray:
-        """What is left in the end, by question; `without` the table of that number."""
+        """The final minimum, by question, without the table number `without`."""
         gone = {without, *(number for step in self.steps for number, *_ in step.parts)}
         return sum(
             (found.reshape(-1) for number, found in enumerate(self.asked) if number not in gone),
@@ -417,7 +459,7 @@ class _Eliminated:
         )
 
     def chosen(self, questions: int) -> dict[int, np.ndarray]:
-        """The value of each choice where that costs least, by question."""
+        """The value of each choice in the optimal placement, by question."""
         places: dict[int, np.ndarray] = {}
         # of a table that was split, all parts
         for _, steps in groupby(reversed(self.steps), key=attrgetter("variable")):
@@ -434,8 +476,10 @@ class _Eliminated:
         }
 
     def least_with(self, wanted: Iterable[int]) -> dict[int, np.ndarray]:
-        """Choice -> the least of all that has each of its values, by value and question.  What comes before a step is its table; what
-        comes after is found from last to first."""
+        """For each choice in `wanted`: the minimal total with each of its values, by value and
+        question. The forward pass is in the steps' tables; a backward pass from last to first
+        adds the rest.
+        """
         first, found = len(self.asked) - len(self.steps), {}
         reader = {
             number: place for place, step in enumerate(self.steps) for number, *_ in step.parts
@@ -461,7 +505,9 @@ class _Eliminated:
 
 
 def _least_over(total: np.ndarray, scope: Scope, left: Scope) -> np.ndarray:
-    """The least over all choices of `scope` but those that are `left`, in their order.  One axis after the other, which is quicker."""
+    """The minimum over all choices of `scope` except `left`, with axes in the order of `left`. One
+    axis at a time is faster.
+    """
     axes = list(scope)
     while gone := [v for v in axes if v not in left]:
         total = np.minimum.reduce(total, axis=axes.index(gone[0]))
@@ -475,7 +521,9 @@ def _eliminated(
     all_sizes: Sequence[int],
     left: Mapping[int, list[int]],
 ) -> _Eliminated:
-    """`all_sizes`: of all choices, and of all their values."""
+    """Eliminate all choices. `all_sizes` has the number of values of each choice; `left` restricts
+    some.
+    """
     steps, sizes = _plan(tuple(scopes), tuple(all_sizes)), list(all_sizes)
     for variable, values in left.items():
         sizes[variable] = len(values)

@@ -1,7 +1,8 @@
-"""What the choices of a placement cost, as tables over the few choices that each cost depends on.
+"""The costs of a placement as tables over the few choices that each cost depends on.
 
-A choice is an op's strategy, or the recompute mode of a class of layers, wherever there is more than one; there are also choices that only
-say what others see of an op's strategy.  Each kind of table counts by its own fields of a question (`eliminate.Question`).
+A choice is the strategy of an op or the recompute mode of a class of layers, if there is more than
+one option. Further choices represent only what others see of an op's strategy. Each kind of table
+is weighted by its own fields of a question (`Question`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from autopar.solve.costs.placement_cost import input_bytes
 from autopar.solve.costs.recompute_mix import Models
 
 LARGEST = 400_000
-"""Entries of a table; what needs more is split."""
+"""The largest number of entries of a table; larger ones are split."""
 
 Scope = tuple[int, ...]
-"""The choices that a table depends on: ascending, but for tables that elimination makes."""
+"""The choices that a table depends on; in ascending order, except for tables made by
+elimination.
+"""
 
 WAYS = ("forward", "backward")
 _BESIDES = ("weight", "step", "static")
@@ -44,7 +47,9 @@ _parts_of = attrgetter("forward_s", "backward_s", "backward_weight_s", "step_s",
 
 @dataclass(frozen=True)
 class Table:
-    """`entries` have an axis of parts, then one for each choice of `scope`.  `counts`: the fields of a question that parts count by."""
+    """A cost table. `entries` has an axis of parts, then one for each choice of `scope`. `counts`
+    names the question fields that weight the parts.
+    """
 
     scope: Scope
     entries: np.ndarray
@@ -52,8 +57,9 @@ class Table:
 
 
 class Stack:
-    """Tables of one kind, their entries side by side, so that what they cost is found at once.  What may not be chosen is infinite in the
-    tables of `WAYS`, whatever it counts."""
+    """Tables of one kind with their entries concatenated, so that they are weighted together.
+    Forbidden combinations are infinite in the tables of `WAYS`, for any weights.
+    """
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self.counts = tables[0].counts
@@ -68,8 +74,9 @@ class Stack:
         self._entries[barred] = 0.0
 
     def asked(self, weights: np.ndarray) -> Iterator[np.ndarray]:
-        """What the entries of each table cost under questions that count the parts by `weights` (question, part); the last axis is that
-        of questions."""
+        """The entries of each table, weighted by `weights` (question, part). The last axis is
+        questions.
+        """
         found = self._entries @ weights.T
         found[self._barred] = np.inf
         start = 0
@@ -78,7 +85,9 @@ class Stack:
             start = end
 
     def counted(self, name: str, places: Mapping[int, np.ndarray]) -> np.ndarray:
-        """What one of the parts comes to where choices are at `places` (choice -> values by question), by question."""
+        """The total of one part, by question, if the choices are at `places` (choice -> values by
+        question).
+        """
         own, start, total = self._entries[:, self.counts.index(name)], 0, np.zeros(1)
         for scope, end, shape in zip(self.scopes, self._ends, self._shapes, strict=True):
             place: np.ndarray | int = 0
@@ -90,7 +99,7 @@ class Stack:
 
 
 def stacked(tables: Sequence[Table]) -> list[Stack]:
-    """One stack for each kind of tables."""
+    """The tables as one stack for each kind."""
     kinds: dict[tuple[str, ...], list[Table]] = defaultdict(list)
     for table in tables:
         kinds[table.counts].append(table)
@@ -99,18 +108,23 @@ def stacked(tables: Sequence[Table]) -> list[Stack]:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A choice, and for each of its values a strategy of an op that looks so (-1: no choice)."""
+    """A choice, and for each of its values a strategy of an op that looks the same to others (-1:
+    no choice).
+    """
 
     variable: int
     strategies: Sequence[int]
 
 
 class CostTables:
-    """The tables of a model; `models` by recompute mode, the first keeping most.
+    """The cost tables of a model. `models` has the model for each recompute mode, the one that
+    keeps most first.
 
-    `sizes`: how many values each choice has.  `op_of` and `mode_of`: which choice is an op's, and which the mode of a class (-1: there is
-    but one value).  `seen`: of each choice that says what others see the op's choice, and by strategy what is seen.  `is_exact`: no table
-    was split.  `with_late`: what stays between two parts of a backward is counted too; `ways_alone`: seconds of forward and backward alone.
+    `sizes` has the number of values of each choice. `op_of` and `mode_of` give the choice of an
+    op's strategy and of a class's mode (-1: only one value). `seen` maps a choice that represents
+    an op's strategy to what is seen, by strategy. `is_exact`: no table was split. `with_late`: also
+    count bytes that stay between two parts of a backward. `ways_alone`: count only seconds of
+    forward and backward.
     """
 
     def __init__(self, models: Models, with_late: bool = False, ways_alone: bool = False) -> None:
@@ -146,7 +160,9 @@ class CostTables:
         self.stacks = stacked(self.tables)
 
     def parameters(self, models: Models) -> list[Stack]:
-        """What parameters and calls that follow dp take and hold in models with the same classes."""
+        """Cost tables of the parameters, and of calls that depend on dp, in models with the same
+        classes.
+        """
         found, base = [], next(iter(models.values()))
         for c, block in enumerate(base.classes):
             own = [model.classes[c] for model in (models.values() if c in self.mode_of else [base])]
@@ -157,7 +173,7 @@ class CostTables:
         return stacked(found)
 
     def _choice(self, size: int) -> int:
-        """The number of a new choice; -1 where there is only one."""
+        """The number of a new choice with `size` values; -1 if there is only one value."""
         if size == 1:
             return -1
         self.sizes.append(size)
@@ -172,7 +188,9 @@ class CostTables:
     def _table(
         self, variables: Sequence[int], entries: np.ndarray, counts: tuple[str, ...]
     ) -> Table:
-        """A table over `variables` in any order (-1: no choice); `entries` have an axis of parts before them."""
+        """A table over `variables` in any order (-1: no choice). `entries` has an axis of parts
+        before them.
+        """
         places = sorted(range(len(variables)), key=lambda place: variables[place])
         entries = entries.transpose(0, *(place + 1 for place in places))
         scope = tuple(variables[place] for place in places)
@@ -188,8 +206,9 @@ class CostTables:
     def _by_mode(
         self, c: int, entries: np.ndarray, variables: list[int], counts: tuple[str, ...]
     ) -> list[Table]:
-        """The table of a class of which the first of `variables` is its mode, added before them; none if it is zero.  `entries`: part,
-        mode, variables."""
+        """The table of a class, as a list, with its mode as an additional first choice; [] if all
+        entries are zero. `entries` is indexed by part, mode, and variables.
+        """
         if not entries.any():
             return []
         if entries.shape[1] > 1 and bool(np.all(entries == entries[:, :1])):
@@ -249,7 +268,9 @@ class CostTables:
         readers: dict[str, list[tuple[int, int]]],
         kept: list[dict[str, dict[int, np.ndarray]]],
     ) -> dict[tuple[int, str], _View]:
-        """What others see of an op's choice through a value that several ops read or save: fewer choices than the op has strategies."""
+        """Smaller choices for what others see of an op's strategy, through a value that several ops
+        read or save.
+        """
         found = {}
         for (o, value), parts in _seen_by_others(base, readers, kept).items():
             kinds: dict[tuple, int] = {}
@@ -267,7 +288,7 @@ class CostTables:
         return found
 
     def _add_ops(self, c: int, blocks: list[AnnotatedBlock]) -> None:
-        """What each op costs by itself."""
+        """Add the costs of each op by itself."""
         for o, op in enumerate(blocks[0].ops):
             if not op.follows_dp:
                 entries = blocks[0].count * _entries([block.ops[o].strategies for block in blocks])
@@ -285,7 +306,7 @@ class CostTables:
         views: dict[tuple[int, str], _View],
         counted: str,
     ) -> None:
-        """What a class keeps, by mode: each tensor once."""
+        """Add the bytes that a class keeps, by mode; each tensor counts once."""
         by_scope: dict[tuple[int, ...], np.ndarray] = {}
         for mode, of_mode in enumerate(kept):
             for key, by_op in of_mode.items():
@@ -319,7 +340,7 @@ class CostTables:
             )
 
     def _add_edge(self, edge: BoundaryEdge) -> None:
-        """What changes between segments."""
+        """Add the conversions between segments of an edge."""
         source, target = self.base.classes[edge.source], self.base.classes[edge.target]
         o = _place(source, source.outputs[edge.source_output])
         r = _place(target, target.inputs[edge.target_input])
@@ -343,7 +364,9 @@ class CostTables:
         conversions: list[dict[tuple[Layout, Layout], Conversion]],
         variables: list[int],
     ) -> None:
-        """What it takes to get a value from the layout that its maker delivers to those that its readers need."""
+        """Add the conversions of a value from its producer's layout to those that its readers
+        need.
+        """
         link = _link_of(tuple(have), tuple(map(tuple, needs)))
         if link.is_free:
             return
@@ -381,7 +404,7 @@ class CostTables:
             self.tables.append(self._table([mode, *variables], total, WAYS))
 
     def _add_tie(self, group: tuple[tuple[int, str], ...]) -> None:
-        """One tensor is stored one way."""
+        """Require the same placement for tied parameters."""
         (c, name), *others = group
         first = _place(self.base.classes[c], name)
         placed = [s.outputs[0].value for s in self.base.classes[c].ops[first].strategies]
@@ -399,7 +422,9 @@ def _seen_by_others(
     readers: dict[str, list[tuple[int, int]]],
     kept: list[dict[str, dict[int, np.ndarray]]],
 ) -> dict[tuple[int, str], list[list]]:
-    """(op, value) that several ops read or save -> what of the op's strategies each of these looks at, by strategy."""
+    """For each (op, value) that several ops read or save: what each of these sees of the op's
+    strategies, by strategy.
+    """
     seen: dict[tuple[int, str], list[list]] = defaultdict(list)
     sizes_of = [
         ((o, Saved(key, 0).value), len(sizes) > 1, sizes[o])
@@ -425,13 +450,15 @@ def _seen_by_others(
 
 
 def _entries(of_modes: Sequence[Sequence[Strategy]]) -> np.ndarray:
-    """What `_HELD` counts, by part, mode and strategy."""
+    """The costs named in `_HELD`, by part, mode and strategy."""
     by_mode = np.array([list(map(_parts_of, strategies)) for strategies in of_modes], dtype=float)
     return by_mode.transpose(2, 0, 1)
 
 
 def _kept(block: AnnotatedBlock) -> dict[str, dict[int, np.ndarray]]:
-    """For each tensor that a segment keeps until its backward: op -> bytes, by strategy.  Of a class that recomputes, its inputs."""
+    """For each tensor that a segment keeps until its backward: op -> bytes by strategy. For a
+    recomputed class, these are its inputs.
+    """
     found: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     if block.recompute:
         for name in block.inputs:
@@ -444,7 +471,9 @@ def _kept(block: AnnotatedBlock) -> dict[str, dict[int, np.ndarray]]:
 
 
 def _late(block: AnnotatedBlock) -> dict[str, dict[int, np.ndarray]]:
-    """For each tensor that a segment holds between two parts of a backward: op -> bytes, by strategy."""
+    """For each tensor that a segment holds between two parts of a backward: op -> bytes by
+    strategy.
+    """
     return _by_key([[strategy.late for strategy in op.strategies] for op in block.ops])
 
 
@@ -460,16 +489,17 @@ def _by_key(of_ops: Sequence[Sequence[Sequence[Saved]]]) -> dict[str, dict[int, 
 
 
 def _where(allowed: np.ndarray) -> np.ndarray:
-    """Seconds of forward and of backward that let only what is `allowed` be chosen."""
+    """Entries (forward, backward seconds) that forbid everything not `allowed`."""
     return np.repeat(np.where(allowed, 0.0, np.inf)[None], 2, axis=0)
 
 
 @dataclass(frozen=True)
 class _Link:
-    """How layouts meet that are made and needed: the same for all values whose makers and readers have the same strategies.
+    """How produced and needed layouts meet. It is shared by all values whose producer and readers
+    have the same strategies.
 
-    `pairs`: of the different layouts that are `made` with those that are `wanted`, by what is made, then by what is wanted.  `rows` and
-    `places`: by strategy of the maker and of each reader, which of them.
+    `pairs` lists all (made, wanted) pairs of distinct layouts, by made, then by wanted. `rows` and
+    `places` give the index of the layout for each strategy, of the producer and of each reader.
     """
 
     made: tuple[Layout, ...]
@@ -483,7 +513,9 @@ class _Link:
 
     @cached_property
     def needed(self) -> list[np.ndarray]:
-        """By layout, where some reader needs it; an axis for each reader."""
+        """For each wanted layout, a boolean array over the readers' strategies: whether some reader
+        needs it.
+        """
         return [
             np.logical_or.reduce(np.meshgrid(*(at == n for at in self.places), indexing="ij"))
             for n in range(len(self.wanted))
@@ -491,13 +523,13 @@ class _Link:
 
     @property
     def is_free(self) -> bool:
-        """Whether there is nothing to change."""
+        """Whether no conversion can occur."""
         return len(self.pairs) == 1 and self.pairs[0][0] is self.pairs[0][1]
 
     def prices(
         self, conversions: dict[tuple[Layout, Layout], Conversion]
     ) -> list[tuple[float, float]]:
-        """Seconds of forward and of backward of each of `pairs`; infinite where that is impossible."""
+        """Seconds (forward, backward) of each of `pairs`; infinite if impossible."""
         found = []
         for pair in self.pairs:
             conversion = conversions.get(pair)
@@ -514,7 +546,9 @@ class _Link:
 
 @lru_cache(maxsize=4096)
 def _link_of(have: tuple[Layout, ...], needs: tuple[tuple[Layout, ...], ...]) -> _Link:
-    """`have`: by strategy of the maker; `needs`: by reader, and its strategy."""
+    """The link between `have` (layouts by strategy of the producer) and `needs` (layouts by reader
+    and its strategy).
+    """
     made, wanted = tuple(dict.fromkeys(have)), tuple(dict.fromkeys(chain.from_iterable(needs)))
     places = tuple(np.array([wanted.index(layout) for layout in need]) for need in needs)
     return _Link(made, wanted, np.array([made.index(layout) for layout in have]), places)

@@ -1,5 +1,6 @@
-"""CP-SAT (`ortools.sat.python.cp_model`), loaded when something of it is asked for: with pandas that takes half a second, and most plans
-are found without it."""
+"""CP-SAT (`ortools.sat.python.cp_model`), imported on first use: with pandas that takes half a
+second, and most plans are found without it.
+"""
 
 from __future__ import annotations
 

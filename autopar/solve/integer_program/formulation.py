@@ -1,27 +1,29 @@
-"""The placement problem as a 0/1 program: variables, constraints and two objectives, independent of who solves it.
+"""The placement problem as a 0/1 program: variables, constraints and two objectives, independent of
+the solver.
 
-Variables (all 0/1, except T)
-    x[op, s]      op runs strategy s                                                                 `_add_strategies`
-    z[link, a, d] the source of a link delivers layout a and its target needs layout d               `_add_link`
-    y[group,a, d] some link of the group converts a -> d                                             `_add_group`
-    u[class,k, l] a chosen strategy of the class saves tensor k at its l-th smallest size or larger  `_add_saved`
-    T             bytes that the fullest moment of backward adds to what is kept                     `_add_memory`
+    Variables (all 0/1, except T)
+      x[op, s]      op runs strategy s                                                                 `_add_strategies`
+      z[link, a, d] the source of a link delivers layout a and its target needs layout d               `_add_link`
+      y[group,a, d] some link of the group converts a -> d                                             `_add_group`
+      u[class,k, l] a chosen strategy of the class saves tensor k at its l-th smallest size or larger  `_add_saved`
+      T             transient: bytes that backward adds at its peak to what is kept                    `_add_memory`
 
-Constraints
-    sum_s x[op, s] = 1                               one strategy per op                             `_add_strategies`
-    sum_d z[link, a, d] = [source delivers a]        z is the joint choice of both ends (a flow);    `_add_link`
-    sum_a z[link, a, d] = [target needs d]           a pair without z cannot be chosen
-    z[link, a, d] <= y[group, a, d]                  consumers share one conversion                  `_add_group`
-    [first stores p] = [other stores p]              tied parameters, for every placement p          `_add_ties`
-    sum of x whose size of k >= l-th <= u[class, k, l]   a key is counted once, at its largest size  `_add_saved`
-    workspace(class) + saved(class) - freed <= T     saved with recompute alone, freed by the last   `_add_memory`
-    static + kept + T + fixed <= capacity            only where some choice could exceed it          `_add_memory`
+    Constraints
+      sum_s x[op, s] = 1                               one strategy per op                             `_add_strategies`
+      sum_d z[link, a, d] = [source delivers a]        z is the joint choice of both ends (a flow);    `_add_link`
+      sum_a z[link, a, d] = [target needs d]           a pair without z cannot be chosen
+      z[link, a, d] <= y[group, a, d]                  consumers share one conversion                  `_add_group`
+      [first stores p] = [other stores p]              tied parameters, for every placement p          `_add_ties`
+      sum of x whose size of k >= l-th <= u[class, k, l]   a key is counted once, at its largest size  `_add_saved`
+      workspace(class) + saved(class) - freed <= T     saved if recomputed, freed by the last segment  `_add_memory`
+      static + kept + T + fixed <= capacity            only if some choice could exceed it             `_add_memory`
 
 Objective: seconds (`cost_s`) or bytes (`size_bytes`) of the variables at 1, plus a constant.
 
-Every constraint but those two on memory is "exactly one of these" or "at most one of these or that", which CP-SAT propagates best.
-The flow z makes the LP relaxation of a chain or tree of ops exact.  z and y exist only where both ends have a choice; otherwise
-the indicator of the end with a choice takes their place.
+Every constraint except the two on memory is "exactly one of these" or "at most one of these or
+that", which CP-SAT propagates best. The flow z makes the LP relaxation of a chain or tree of ops
+exact. z and y exist only if both ends have a choice; otherwise the indicator of the end with a
+choice replaces them.
 """
 
 from __future__ import annotations
@@ -47,15 +49,17 @@ from autopar.solve.integer_program.links import (
 )
 
 Indicator = tuple[int, ...]
-"""Variables of which at most one is 1; their sum tells whether something holds."""
+"""Variables of which at most one is 1. Their sum is 1 if a condition holds."""
 
 Moment = tuple[dict[int, int], int]
-"""Bytes that a moment of backward needs: by variable, and a constant."""
+"""Bytes that backward needs at one moment: (bytes by variable, a constant)."""
 
 
 @dataclass(slots=True)
 class Program:
-    """Variables are numbered; all are 0/1 but `transient` (bytes, at most `transient_max`), which is -1 where there is none."""
+    """A 0/1 program. Variables are numbered. The only integer variable is `transient` (bytes, at
+    most `transient_max`); -1 means there is none.
+    """
 
     model: AnnotatedModel
     cost_s: list[float] = field(default_factory=list)  # per variable: seconds per step
@@ -72,29 +76,29 @@ class Program:
     has_memory: bool = True  # whether size_bytes is complete; False where no capacity can bind
 
     def add(self, cost_s: float = 0.0, size_bytes: int = 0) -> int:
-        """The number of a new variable."""
+        """Add a variable with these costs, and return its number."""
         self.cost_s.append(cost_s)
         self.size_bytes.append(size_bytes)
         return len(self.cost_s) - 1
 
     @property
     def constant_s(self) -> float:
-        """Seconds whatever is chosen."""
+        """Seconds that do not depend on choices."""
         return self.model.fixed_s
 
     @property
     def constant_bytes(self) -> int:
-        """Bytes whatever is chosen."""
+        """Bytes that do not depend on choices."""
         return self.model.fixed_bytes
 
     def room_bytes(self, capacity_bytes: int | None) -> int:
-        """Bytes that choices may take.  Raises ValueError if there is no capacity."""
+        """Bytes available to choices. Raises ValueError if there is no capacity."""
         if capacity_bytes is None:
             raise ValueError("capacity_bytes is None: memory has no limit")
         return capacity_bytes - self.constant_bytes
 
     def choices(self, chosen: list[int]) -> Choices:
-        """Strategy names from the variables at 1."""
+        """The placement given by the variables at 1, as strategy names."""
         names: Choices = tuple({} for _ in self.model.classes)
         for variable in chosen:
             if variable in self.strategy_of:
@@ -105,9 +109,11 @@ class Program:
 
 
 def formulate(model: AnnotatedModel, capacity_bytes: int | None) -> Program | OpRef:
-    """The program of `model`; or the op that no consistent choice of layouts leaves a strategy.
+    """The program of `model`. If no consistent choice of layouts exists, an op that is left without
+    a strategy.
 
-    The memory constraint is left out (`has_memory` False) if `capacity_bytes` is None or no choice can exceed it.
+    The memory constraint is left out (`has_memory` is False) if `capacity_bytes` is None or no
+    choice can exceed it.
     """
     links, ties = find_links(model), find_ties(model)
     domains = reduce_domains([model], links, ties)
@@ -127,7 +133,9 @@ def formulate(model: AnnotatedModel, capacity_bytes: int | None) -> Program | Op
 
 
 def formulate_between(model: AnnotatedModel, domains: Domains) -> Program:
-    """What segments of `model` have to do with each other: strategies, which cost nothing here, edges and ties."""
+    """A program of how segments of `model` depend on each other: edges, ties, and strategies, which
+    cost nothing here.
+    """
     program = Program(model)
     x = _add_strategies(program, domains)
     program.cost_s, program.size_bytes = [0.0] * len(x), [0] * len(x)
@@ -140,7 +148,9 @@ def formulate_between(model: AnnotatedModel, domains: Domains) -> Program:
 def formulate_segment(
     model: AnnotatedModel, index: int, domains: Domains
 ) -> tuple[Program, dict[int, int], Moment]:
-    """(one segment of class `index`, with what it has and keeps as `size_bytes`; what it keeps; what backward of it needs besides)."""
+    """For one segment of class `index`: (its program, with its static and kept bytes as
+    `size_bytes`; the bytes that it keeps, by variable; what its backward needs besides).
+    """
     classes = tuple(replace(block, count=1) for block in model.classes)
     program, domains = (
         Program(replace(model, classes=classes)),
@@ -180,7 +190,7 @@ def _add_strategies(program: Program, domains: Domains) -> dict[tuple[OpRef, int
 def _indicators(
     x: dict, domain: tuple[int, ...], ref: OpRef, labels: tuple
 ) -> dict[Layout, Indicator]:
-    """Label -> the strategies of `ref` that have it."""
+    """For each label, the indicator of the strategies of `ref` that have it."""
     found: dict = defaultdict(tuple)
     for s in domain:
         found[labels[s]] += (x[ref, s],)
@@ -188,7 +198,9 @@ def _indicators(
 
 
 def _add_group(program: Program, x: dict, domains: Domains, links: list[Link]) -> None:
-    """Links that read one value: joint choices of each, and one payment per distinct conversion."""
+    """Add links that read one value: a joint choice for each link, and one payment per distinct
+    conversion.
+    """
     price_s = links[0].price_s
     readers: dict[tuple[Layout, Layout], list[Indicator]] = defaultdict(list)
     known: dict[tuple, dict] = {}
@@ -212,7 +224,7 @@ def _add_group(program: Program, x: dict, domains: Domains, links: list[Link]) -
 def _add_link(
     program: Program, x: dict, domains: Domains, link: Link, need: dict[Layout, Indicator]
 ) -> dict[tuple, Indicator]:
-    """(layout delivered, layout needed) -> indicator of that joint choice."""
+    """For each (layout delivered, layout needed), the indicator of this joint choice."""
     have = _indicators(x, domains[link.source], link.source, link.source_layouts)
     if len(have) == 1:
         return {(a, d): indicator for a in have for d, indicator in need.items()}
@@ -241,7 +253,7 @@ def _add_ties(program: Program, x: dict, domains: Domains, tie: Tie) -> None:
 
 
 def _add_memory(program: Program, x: dict, domains: Domains) -> None:
-    """Bytes of every class, and what the fullest moment of backward adds."""
+    """Add the bytes of every class, and the transient of backward."""
     model, freed = program.model, {}
     kept, moments = zip(
         *(_add_bytes(program, x, domains, c) for c in range(len(model.classes))), strict=True
@@ -260,7 +272,9 @@ def _add_memory(program: Program, x: dict, domains: Domains) -> None:
 def _add_bytes(
     program: Program, x: dict, domains: Domains, c: int
 ) -> tuple[dict[int, int], Moment]:
-    """(what one segment of class `c` keeps, what backward of it needs besides), by variable; all that its segments keep is added."""
+    """Add the bytes that the segments of class `c` keep. Returns, for one segment by variable,
+    (what it keeps, what its backward needs besides).
+    """
     block = program.model.classes[c]
     saved = _add_saved(program, x, domains, c, block.inputs if block.recompute else ())
     kept = _input_sizes(program, x, domains, c) if block.recompute else saved
@@ -270,7 +284,7 @@ def _add_bytes(
 
 
 def _input_sizes(program: Program, x: dict, domains: Domains, c: int) -> dict[int, int]:
-    """Variable -> bytes of the inputs of one segment of class `c`."""
+    """Bytes of the inputs of one segment of class `c`, by variable."""
     block = program.model.classes[c]
     refs = [((c, number), op) for number, op in enumerate(block.ops) if op.name in block.inputs]
     return {
@@ -283,7 +297,9 @@ def _input_sizes(program: Program, x: dict, domains: Domains, c: int) -> dict[in
 def _add_saved(
     program: Program, x: dict, domains: Domains, c: int, without: Sequence[str]
 ) -> dict[int, int]:
-    """Variable -> bytes, whose sum is what one segment of class `c` saves besides values `without`."""
+    """Bytes by variable that sum to what one segment of class `c` saves, except the values in
+    `without`.
+    """
     sizes = _saved_sizes(program.model, domains, c, without)
     bytes_of: dict[int, int] = defaultdict(int)
     for by_op in sizes.values():
@@ -309,7 +325,7 @@ def _add_saved(
 def _saved_sizes(
     model: AnnotatedModel, domains: Domains, c: int, without: Sequence[str]
 ) -> dict[str, dict[OpRef, dict[int, int]]]:
-    """Saved key -> op -> strategy -> bytes, for class `c`."""
+    """For class `c`: saved key -> op -> strategy -> bytes."""
     sizes: dict[str, dict[OpRef, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for o, op in enumerate(model.classes[c].ops):
         for s in domains[c, o]:
@@ -324,7 +340,9 @@ def _saved_sizes(
 def _largest_saved(
     model: AnnotatedModel, domains: Domains, c: int, without: Sequence[str] = ()
 ) -> int:
-    """An upper bound of the bytes that one segment of class `c` saves besides values `without`: every key at its largest size."""
+    """An upper bound on the bytes that one segment of class `c` saves, except the values in
+    `without`: every key at its largest size.
+    """
     sizes = _saved_sizes(model, domains, c, without)
     return sum(
         max(max(per_strategy.values()) for per_strategy in by_op.values())
@@ -333,7 +351,7 @@ def _largest_saved(
 
 
 def _largest_memory(model: AnnotatedModel, domains: Domains) -> int:
-    """An upper bound of the memory of any choice."""
+    """An upper bound on the memory of any choice."""
     total, transient = model.fixed_bytes, 0
     for c, block in enumerate(model.classes):
         total += block.count * sum(

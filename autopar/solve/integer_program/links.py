@@ -1,8 +1,9 @@
-"""Where layouts meet: the links of an annotated model, and the strategies that no optimum needs.
+"""The links of an annotated model, where layouts of two ops must match, and removal of strategies
+that no optimum needs.
 
-A link joins two ops over one value: the source delivers a layout, the target needs one, and the link says what it costs to get from
-the one to the other.  Values inside a segment and boundary edges between segments are both links, so that everything downstream
-(preprocessing, formulation) treats them alike.
+A link joins two ops over one value. The source delivers a layout and the target needs one; the link
+has the cost of each conversion. Values inside a segment and edges between segments are both links,
+so later steps (preprocessing, formulation) treat them alike.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from autopar.ir.annotated import AnnotatedModel, AnnotatedOp, Conversion, Strate
 from autopar.ir.sharding import Layout, Placement
 
 OpRef = tuple[int, int]
-"""(class index, op index)"""
+"""(class index, op index)."""
 
 Domains = dict[OpRef, tuple[int, ...]]
-"""Op -> indices of the strategies that are still candidates."""
+"""For each op, the indices of the strategies that are still candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`source` feeds `target`; the label lists give the layout that each strategy delivers or needs.
+    """A connection from `source` to `target`. The layout lists give the layout that each strategy
+    delivers or needs.
 
-    Links of one `group` read one value, so that they share the price of a conversion.  `price_s` maps a pair of different layouts to
-    seconds per step, multiplicity included; a pair that it lacks is impossible.
+    Links of one `group` read one value and share the price of a conversion. `price_s` maps a pair
+    of different layouts to seconds per step, over all segments and micro-batches. A missing pair is
+    impossible.
     """
 
     group: tuple[str, int, str]
@@ -38,13 +41,15 @@ class Link:
     price_s: dict[tuple[Layout, Layout], float]
 
     def allows(self, have: Layout | Placement, need: Layout | Placement) -> bool:
-        """Whether both ends may be so."""
+        """Whether this combination of layouts is possible."""
         return have == need or (have, need) in self.price_s
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Two parameter ops that store one tensor; the label lists give the placement that each strategy stores."""
+    """Two parameter ops that store one tensor. The layout lists give the placement that each
+    strategy stores.
+    """
 
     source: OpRef
     source_layouts: tuple[Placement, ...]
@@ -52,12 +57,14 @@ class Tie:
     target_layouts: tuple[Placement, ...]
 
     def allows(self, have: Layout | Placement, need: Layout | Placement) -> bool:
-        """Whether both ends may be so."""
+        """Whether this combination of placements is possible."""
         return have == need
 
 
 def find_links(model: AnnotatedModel) -> list[Link]:
-    """All links of `model`.  Raises ValueError for a value that is read but not produced, and for a cost that is no cost."""
+    """All links of `model`. Raises ValueError for a value that is read but not produced, and for an
+    invalid cost.
+    """
     return [
         *(link for index in range(len(model.classes)) for link in block_links(model, index)),
         *edge_links(model),
@@ -85,7 +92,7 @@ def edge_links(model: AnnotatedModel) -> Iterator[Link]:
 
 
 def find_ties(model: AnnotatedModel) -> list[Tie]:
-    """Each tie group as links from its first member to the others."""
+    """Ties from the first member of each group to the others."""
     ties = []
     for group in model.ties:
         (first, first_op), *others = [_op_named(model, index, name) for index, name in group]
@@ -98,7 +105,7 @@ def find_ties(model: AnnotatedModel) -> list[Tie]:
 
 
 def block_links(model: AnnotatedModel, index: int) -> Iterator[Link]:
-    """The links within a class."""
+    """The links inside a class."""
     block = model.classes[index]
     producer = {
         value: (number, slot)
@@ -137,7 +144,7 @@ def _prices(
 
 
 def check_cost(cost_s: float, where: str) -> None:
-    """Raise ValueError for a cost that is not finite, or negative."""
+    """Raise ValueError unless a cost is finite and not negative."""
     if not (isfinite(cost_s) and cost_s >= 0):
         raise ValueError(
             f"{where} costs {cost_s} s; a cost is finite and not negative (leave impossible choices out)"
@@ -157,11 +164,13 @@ def reduce_domains(
     ties: list[Tie],
     allowed: Domains | None = None,
 ) -> Domains | OpRef:
-    """Strategies that may occur in an optimum, for time and for memory; or an op that has none, when layouts cannot be made consistent.
+    """The strategies that may occur in an optimum, for time or for memory. If layouts cannot be
+    made consistent, an op that has none.
 
-    `models` differ by what strategies cost; `allowed` names the strategies of ops of which not all are asked for.  Dropped are strategies
-    dominated in all of the models by one with the same layouts, and strategies whose layout no neighbour can deliver or accept (arc
-    consistency).  Both are safe: the first by exchange, the second because no complete choice contains them.
+    `models` differ only in the costs of strategies. `allowed` restricts the strategies of some ops.
+    Two kinds of strategies are removed: those dominated in all models by one with the same layouts,
+    and those whose layout no neighbour can deliver or accept (arc consistency). Both are safe: the
+    first by exchange, the second because no complete choice contains them.
     """
     domains = {
         (c, o): _undominated(
@@ -198,7 +207,9 @@ def reduce_domains(
 def _undominated(
     strategies: Sequence[Sequence[Strategy]], allowed: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The strategies of an op that no other can replace, of those allowed (None: of all); `strategies[model]`."""
+    """The strategies of an op that no other one can replace, among those `allowed` (None: all).
+    `strategies` is indexed by model, then strategy.
+    """
     numbers = range(len(strategies[0])) if allowed is None else allowed
 
     def dominates(a: int, b: int) -> bool:
@@ -219,7 +230,7 @@ def _undominated(
 
 
 def _dominates(a: Strategy, b: Strategy) -> bool:
-    """Whether `a` can replace `b` in any choice without costing more time or more memory."""
+    """Whether `a` can replace `b` in any choice without costing more time or memory."""
     if (
         (a.inputs, a.outputs) != (b.inputs, b.outputs)
         or a.step_s > b.step_s

@@ -1,7 +1,9 @@
-"""Cheap lower bounds: of time by linear programming or by a sum of minima, of memory by a sum of minima.
+"""Cheap lower bounds: on time by linear programming or a sum of minima, on memory by a sum of
+minima.
 
-GLOP works in floating point, so its objective is not a proof.  Its dual values are: for *any* multipliers with the right signs the
-Lagrangian bound is below the optimum, so the bound is recomputed from them here and holds whatever GLOP's tolerances are.
+GLOP computes in floating point, so its objective proves nothing. Its dual values do: for *any*
+multipliers with the right signs, the Lagrangian bound is below the optimum. The bound is recomputed
+from them here, and holds for any tolerance of GLOP.
 """
 
 from __future__ import annotations
@@ -18,17 +20,23 @@ from autopar.solve.costs.placement_cost import input_bytes
 from autopar.solve.integer_program.formulation import Program
 
 _ROUNDING = 1e-12
-"""Relative slack that covers double rounding in sums of fewer than 1e3 x 1e3 terms of like sign (each rounds by 1.1e-16)."""
+"""Relative slack for double rounding in sums of fewer than 1e3 x 1e3 terms of equal sign (each
+rounds by 1.1e-16).
+"""
 
 
 Row = tuple[list[tuple[int, float]], bool, float]
-"""A constraint: terms (variable, factor), whether equal or <=, right-hand side."""
+"""A constraint: (terms (variable, factor), whether it is an equation rather than <=, right-hand
+side).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """`bound_s` is below the time of every placement that fits, `bound_bytes` below the memory of every placement (0 where it was not
-    computed, since the LP had a solution).  `chosen` lists the variables at 1 if the LP's solution is integral, else None."""
+    """Lower bounds: `bound_s` on the time of every placement that fits, `bound_bytes` on the memory
+    of every placement (0 if not computed, because the LP has a solution). `chosen` lists the
+    variables at 1 if the LP's solution is integral, otherwise None.
+    """
 
     bound_s: float
     bound_bytes: int
@@ -36,7 +44,9 @@ class Relaxation:
 
 
 def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
-    """Lower bounds of `program` that hold exactly, by linear programming; where nothing is left to choose, what there is."""
+    """Rigorous lower bounds of `program` by linear programming. If nothing is left to choose, the
+    only placement.
+    """
     if all(len(indicator) == 1 for indicator in program.exactly_one):
         return _decided(program)
     # bytes are in units of the capacity, which keeps the matrix well scaled
@@ -72,7 +82,7 @@ def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
 
 
 def _decided(program: Program) -> Relaxation:
-    """The one placement of a program whose ops have one strategy each."""
+    """The only placement of a program whose ops have one strategy each."""
     chosen = {variable for (variable,) in program.exactly_one}
     chosen |= {
         implied for indicator, implied in program.implied if not chosen.isdisjoint(indicator)
@@ -89,7 +99,7 @@ def _decided(program: Program) -> Relaxation:
 
 
 def _rows(program: Program, scale: float) -> list[Row]:
-    """All constraints but the capacity."""
+    """All constraints except the capacity."""
     rows = [([(v, 1.0) for v in indicator], True, 1.0) for indicator in program.exactly_one]
     rows += [
         ([*((v, 1.0) for v in indicator), (implied, -1.0)], False, 0.0)
@@ -107,7 +117,9 @@ def _rows(program: Program, scale: float) -> list[Row]:
 
 
 def _solve(cost: np.ndarray, rows: list[Row], upper: np.ndarray) -> tuple[float, np.ndarray | None]:
-    """A safe lower bound of min cost @ v subject to `rows` and 0 <= v <= upper, and the LP's solution (None if GLOP found none)."""
+    """(a rigorous lower bound of min cost @ v subject to `rows` and 0 <= v <= upper; the LP's
+    solution, or None if GLOP found none).
+    """
     scale = max(float(cost.max(initial=0.0)), 1e-300)
     # filled row by row, which is half the time of pywraplp's own calls
     problem = linear_solver_pb2.MPModelProto()
@@ -132,7 +144,9 @@ def _solve(cost: np.ndarray, rows: list[Row], upper: np.ndarray) -> tuple[float,
 
 
 def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: np.ndarray) -> float:
-    """Minimum over the box of cost + duals * (right-hand side - rows): below the optimum for any duals that are <= 0 on <= rows."""
+    """The minimum over the box of cost + duals * (right-hand side - rows). It is a lower bound for
+    any duals that are <= 0 on <= rows.
+    """
     limits = np.array([limit for _, _, limit in rows])
     duals = np.where([equal for _, equal, _ in rows], duals, np.minimum(duals, 0.0))
     places = np.repeat(np.arange(len(rows)), [len(terms) for terms, _, _ in rows])
@@ -150,7 +164,7 @@ def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: np.
 
 
 def quick_time_bound(model: AnnotatedModel) -> float:
-    """Seconds that no placement goes below: every op at its cheapest strategy, conversions free."""
+    """A lower bound on seconds: every op with its cheapest strategy, and free conversions."""
     total = [model.fixed_s]
     for block in model.classes:
         for op in block.ops:
@@ -165,9 +179,10 @@ def quick_time_bound(model: AnnotatedModel) -> float:
 
 
 def quick_memory_bound(model: AnnotatedModel) -> int:
-    """Bytes that no placement goes below: every op at its smallest static bytes, every tensor saved by one op alone at its smallest.
+    """A lower bound on bytes: every op with its smallest static bytes, and every tensor saved by
+    only one op with its smallest size.
 
-    What the last segment keeps and the transient together are at least what either moment of backward needs.
+    What the last segment keeps plus the transient is at least what either peak of backward needs.
     """
     total, moment = model.fixed_bytes + least_static(model), 0
     for c, block in enumerate(model.classes):
@@ -187,7 +202,7 @@ def quick_memory_bound(model: AnnotatedModel) -> int:
 
 
 def least_static(model: AnnotatedModel) -> int:
-    """Static bytes of all segments at least."""
+    """A lower bound on the static bytes of all segments."""
     return sum(
         block.count * size
         for block, size in zip(model.classes, least_static_by_class(model), strict=True)
@@ -195,7 +210,7 @@ def least_static(model: AnnotatedModel) -> int:
 
 
 def least_static_by_class(model: AnnotatedModel) -> list[int]:
-    """Static bytes of a segment of each class at least."""
+    """Lower bounds on the static bytes of a segment of each class."""
     return [
         sum(min(s.static_bytes for s in op.strategies) for op in block.ops)
         for block in model.classes
@@ -203,7 +218,9 @@ def least_static_by_class(model: AnnotatedModel) -> list[int]:
 
 
 def least_saved(block: AnnotatedBlock, without: Sequence[str] = ()) -> int:
-    """A key that some op saves under every strategy is saved; at least as large as the largest of those ops' smallest sizes."""
+    """A lower bound on saved bytes. A key that some op saves under every strategy is always saved,
+    with at least the largest of those ops' smallest sizes.
+    """
     least: dict[str, int] = {}
     for op in block.ops:
         per_strategy = [

@@ -1,17 +1,20 @@
-"""The best strategies for one annotated model under a memory capacity, with a proof.
+"""Finds the best strategies for one annotated model under a memory capacity, with a proof.
 
-Variables, constraints and objective of the model are stated in `formulation.py`, with the function that adds each.  Three steps:
+`formulation.py` states variables, constraints and objective, with the function that adds each.
+There are three steps:
 
-1. `relax` solves the LP relaxation.  Without memory pressure its solution is nearly always integral, and then it is the optimum:
-   the rigorous LP bound equals its price, and no search is needed.
+1. `relax` solves the LP relaxation. Without memory pressure its solution is nearly always integral,
+  and then it is the optimum: the rigorous LP bound equals its price, and no search is needed.
 2. Otherwise CP-SAT solves the same program with integer costs (`_minimise_time`).
-3. If nothing fits, CP-SAT minimises memory, in exact bytes (`smallest_memory`).
+3. If nothing fits, CP-SAT minimizes memory, in exact bytes (`smallest_memory`).
 
-Quantisation happens once, in `_quantise`.  Every cost is rounded *down* to a multiple of the quantum, a power of two, so that CP-SAT's
-optimum and bound are lower bounds of the real ones; the reported time is the float price of the chosen strategies.  The difference is
-at most one quantum per paid cost, about 1e-11 of the step time; it stays visible as the distance between `time_s` and `bound_s`.
+Costs are quantized once, in `quantise`. Every cost is rounded *down* to a multiple of the quantum,
+a power of two, so CP-SAT's optimum and bound are lower bounds of the real ones. The reported time
+is the floating-point price of the chosen strategies. They differ by at most one quantum per paid
+cost, about 1e-11 of the step time. This remains visible as the difference of `time_s` and
+`bound_s`.
 
-Every result is audited with `pricing.price`, which shares no code with the formulation.
+Every result is checked with `placement_cost.price`, which shares no code with the formulation.
 """
 
 from __future__ import annotations
@@ -29,21 +32,29 @@ from autopar.solve.integer_program.formulation import Program, formulate
 from autopar.solve.integer_program.lp_relaxation import Relaxation, relax
 
 OPTIMALITY_GAP = 1e-9
-"""Relative distance of time and bound at which a placement is called optimal: quantisation and double rounding stay below it."""
+"""The relative gap between time and bound up to which a placement counts as optimal. Quantization
+and double rounding stay below it.
+"""
 
 _RESOLUTION_BITS = 50
-"""The sum of all costs is about 2**50 quanta: far inside int64, and integers that doubles, as in CP-SAT's own LP, hold exactly."""
+"""The sum of all costs is about 2**50 quanta. That is far inside int64, and doubles, as in CP-SAT's
+own LP, represent such integers exactly.
+"""
 
 
 class SolverAuditError(RuntimeError):
-    """The solver's result and its independent price disagree: a defect of autopar, never of the input."""
+    """The solver's result and its independent price disagree. This is a bug in autopar, never an
+    error in the input.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A placement, its exact price, and a proven lower bound of the time of every placement that fits.
+    """A placement, its exact price, and a proved lower bound on the time of every placement that
+    fits.
 
-    In a pipeline `priced` and `bound_s` are those of all stages together, and a step takes what `pipelined` says.
+    In a pipeline, `priced` and `bound_s` cover all stages together, and `pipelined` has the time of
+    a step.
     """
 
     status: str  # 'optimal' | 'feasible'
@@ -56,22 +67,22 @@ class Solution:
 
     @property
     def time_s(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.pipelined.time_s if self.pipelined else self.priced.time_s
 
     @property
     def memory_bytes(self) -> int:
-        """Of the fullest device."""
+        """Bytes of the fullest device."""
         return max(self.pipelined.memory_bytes) if self.pipelined else self.priced.memory_bytes
 
     @property
     def breakdown(self) -> dict[str, float]:
-        """Seconds by part; sums to `time_s`."""
+        """Seconds by part; they sum to `time_s`."""
         return self.pipelined.time_parts if self.pipelined else self.priced.time_parts
 
     @property
     def memory_parts(self) -> dict[str, int]:
-        """Bytes by part, on the fullest device; sums to `memory_bytes`."""
+        """Bytes by part on the fullest device; they sum to `memory_bytes`."""
         return self.pipelined.memory_parts if self.pipelined else self.priced.memory_parts
 
     @property
@@ -82,13 +93,18 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """Why there is no placement.
+    """The reason why there is no placement.
 
-    reason     'memory'      none fits; the smallest needs `memory_bytes`, and none needs less than `bound_bytes` (None: not looked for)
-               'bound'       none that fits is faster than the `upper_bound_s` asked for
-               'layouts'     no choice of layouts is consistent; `detail` names an op that is left without a strategy
-               'time limit'  nothing found in time; nothing is proven but `bound_s`
-    bound_s    lower bound of the time of every placement that fits
+    `reason` is one of:
+
+    - 'memory': none fits. The smallest needs `memory_bytes`, and none needs less than `bound_bytes`
+      (None: not computed).
+    - 'bound': none that fits is faster than the requested `upper_bound_s`.
+    - 'layouts': no choice of layouts is consistent; `detail` names an op that is left without a
+      strategy.
+    - 'time limit': nothing was found in time; only `bound_s` is proved.
+
+    `bound_s` is a lower bound on the time of every placement that fits.
     """
 
     reason: str
@@ -102,7 +118,9 @@ class Infeasible:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model's program and its relaxation: a lower bound, bought before deciding whether the solve is worth its time."""
+    """A model's program and its relaxation: a lower bound, computed before deciding whether to
+    solve.
+    """
 
     model: AnnotatedModel
     capacity_bytes: int | None
@@ -122,11 +140,12 @@ def solve_placement(
     upper_bound_s: float | None = None,
     workers: int = 1,
 ) -> Solution | Infeasible:
-    """The fastest placement of `model` whose memory is at most `capacity_bytes` (None: any).
+    """The fastest placement of `model` whose memory is at most `capacity_bytes` (None: unlimited).
 
-    `upper_bound_s` asks only for placements of at most that time.  `workers` is the number of CP-SAT threads; results are reproducible
-    for any number, unless the time limit strikes.  One is the fastest: interleaved threads took ten times as long on a transformer.
-    Raises ValueError for a malformed model.
+    With `upper_bound_s`, only placements of at most that time are searched. `workers` is the number
+    of CP-SAT threads. Results are reproducible for any number, unless the time limit is reached.
+    One thread is the fastest: interleaved threads took ten times as long on a transformer. Raises
+    ValueError for a malformed model.
     """
     start = time.perf_counter()
     prepared = prepare(model, capacity_bytes)
@@ -143,7 +162,7 @@ def solve_placement(
 
 
 def prepare(model: AnnotatedModel, capacity_bytes: int | None) -> Prepared | Infeasible:
-    """Formulate and relax `model`."""
+    """The program and relaxation of `model`."""
     start = time.perf_counter()
     program = formulate(model, capacity_bytes)
     if isinstance(program, tuple):
@@ -159,7 +178,7 @@ def solve_prepared(
     upper_bound_s: float | None = None,
     workers: int = 1,
 ) -> Solution | Infeasible:
-    """As `solve_placement`, but if nothing fits, the least memory is not looked for."""
+    """Like `solve_placement`, but if nothing fits, the least memory is not computed."""
     start = time.perf_counter()
     program, relaxed, capacity_bytes = prepared.program, prepared.relaxed, prepared.capacity_bytes
     if prepared.fits_not:
@@ -204,7 +223,9 @@ def solve_prepared(
 def smallest_memory(
     model: AnnotatedModel, capacity_bytes: int, time_limit_s: float = 30.0, workers: int = 1
 ) -> Infeasible:
-    """What the placement that needs the least memory needs: the answer for a model that does not fit into `capacity_bytes`."""
+    """The least memory of any placement, as the result for a model that does not fit into
+    `capacity_bytes`.
+    """
     start = time.perf_counter()
     program = formulate(model, capacity_bytes=-1)
     if isinstance(program, tuple):
@@ -260,7 +281,9 @@ def _minimise_time(
     upper_bound_s: float | None,
     workers: int,
 ) -> _Result:
-    """CP-SAT on quantised costs; once more with a finer quantum if one huge cost made the first too coarse."""
+    """Run CP-SAT on quantized costs. It runs again with a finer quantum if one huge cost made the
+    first too coarse.
+    """
     first = _minimise_quantised(
         program, capacity_bytes, deadline, upper_bound_s, upper_bound_s, workers
     )
@@ -324,10 +347,11 @@ def _minimise_quantised(
 def quantise(
     costs_s: Sequence[float], most: Sequence[int], ceiling_s: float
 ) -> tuple[list[int], float]:
-    """Costs in whole quanta, rounded down, and the quantum in seconds; each is paid so many times at `most`.
+    """(costs in whole quanta, rounded down; the quantum in seconds). Cost i is paid at most
+    `most[i]` times.
 
-    Costs above `ceiling_s`, the time of a known or required placement, are cut to it: no placement worth finding pays them, and cutting
-    only lowers the bound of those that do.
+    Costs above `ceiling_s`, the time of a known or required placement, are reduced to it. No useful
+    placement pays them, and reducing only lowers the bound of those that do.
     """
     costs_s = [min(cost_s, ceiling_s * (1 + 1e-9)) for cost_s in costs_s]
     _, exponent = frexp(
@@ -338,7 +362,7 @@ def quantise(
 
 
 def _cp_model(program: Program) -> tuple[cp_sat.CpModel, list]:
-    """Variables and constraints of `program`, without capacity and objective."""
+    """The variables and constraints of `program`, without capacity and objective."""
     built = cp_sat.CpModel()
     variables = [built.new_bool_var("") for _ in program.cost_s]
     if program.transient >= 0:
@@ -355,7 +379,9 @@ def _cp_model(program: Program) -> tuple[cp_sat.CpModel, list]:
 def constrain(
     built: cp_sat.CpModel, program: Program, variables: list, number: cp_sat.LinearExprT = 1
 ) -> None:
-    """What holds of the 0/1 variables of `program`, of each of which `variables` has so many."""
+    """Add the constraints on the 0/1 variables of `program`, for `number` copies of it. `variables`
+    has, for each variable, how many copies set it to 1.
+    """
     is_one = isinstance(number, int)
     for indicator in program.exactly_one:
         chosen = [variables[v] for v in indicator]
@@ -372,7 +398,7 @@ def constrain(
 
 
 def cp_solver(time_limit_s: float, workers: int) -> cp_sat.CpSolver:
-    """A solver whose results are reproducible."""
+    """A CP-SAT solver with reproducible results."""
     solver = cp_sat.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.random_seed = 0
@@ -409,7 +435,9 @@ def _solution(
 
 
 def _audit(found: Solution, capacity_bytes: int | None, result: _Result) -> None:
-    """The price must respect the capacity, the objective that CP-SAT saw, and the bound."""
+    """Raise SolverAuditError unless the price of a solution agrees with the capacity, with CP-SAT's
+    objective, and with the bound.
+    """
     slack_s = 1e-12 * found.time_s
     if capacity_bytes is not None and found.memory_bytes > capacity_bytes:
         raise SolverAuditError(

@@ -1,20 +1,20 @@
 """Placement and recompute modes of a model without a pipeline, in one integer program with a proof.
 
-`family_bounds.py` bounds placements by prices of a byte, which says little where the capacity leaves a few ways of a small model: no price
-of a byte has them.  This program has them.
+`family_bounds.py` bounds placements by prices of a byte. That is weak if the capacity leaves only
+few ways of running a small model, which are optimal at no price. This program covers them.
 
-Variables, besides those of `formulation.py` for what lies between segments (x, z, y over all ops and edges)
-    n[class, mode]       segments of the class that run in the mode; 0 .. count
-    p[class, mode, v]    n if variable v of a segment of that class in that mode is 1, else 0
-    w[class, mode, v]    1 if p > 0, of the variables that a moment of backward asks for
-    T                    bytes that the fullest moment of backward adds to what is kept
+    Variables, besides those of `formulation.py` for what lies between segments (x, z, y over all ops and edges)
+      n[class, mode]       segments of the class that run in the mode; 0 .. count
+      p[class, mode, v]    n if variable v of a segment of that class in that mode is 1, else 0
+      w[class, mode, v]    1 if p > 0, for variables that the peak of backward depends on
+      T                    bytes that backward adds at its peak to what is kept
 
-Constraints
-    sum_mode n[class, mode] = count
-    what holds of the v of a segment, n times         `formulation.formulate_segment`
-    sum_mode p[class, mode, x] = count * x            one strategy for all segments of a class
-    moment(class, mode) over w <= T                   where n > 0, as in `formulation.py`
-    static + kept + T + fixed <= capacity
+    Constraints
+      sum_mode n[class, mode] = count
+      the constraints on the v of a segment, n times    `formulation.formulate_segment`
+      sum_mode p[class, mode, x] = count * x            one strategy for all segments of a class
+      moment(class, mode) over w <= T                   if n > 0, as in `formulation.py`
+      static + kept + T + fixed <= capacity
 
 Objective: seconds of p, and of what lies between segments.
 """
@@ -47,8 +47,10 @@ from autopar.solve.integer_program.placement_solver import chosen_of, constrain,
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The best placement found (None: none) with what it takes at most, and a bound of all that fit and take less than was asked for.
-    `counts`: how many segments of each class run in each mode."""
+    """The best placement found (`choices`; None: none) with an upper bound on its time, and a lower
+    bound on all placements that fit and take less than requested. `counts` has, for each class,
+    the number of segments in each mode.
+    """
 
     choices: Choices | None
     counts: tuple[dict[str, int], ...]
@@ -58,7 +60,9 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class _ModePart:
-    """Segments of a class in one mode: `number` times `factor` of them.  `variables` are those of `program`, as many times as `number`."""
+    """The segments of a class in one mode: `number` times `factor` of them. `variables` are copies
+    of those of `program`, `number` times.
+    """
 
     index: int
     mode: str
@@ -83,10 +87,11 @@ def solve_together(
     upper_bound_s: float = inf,
     allowed: Domains | None = None,
 ) -> Together:
-    """The fastest placement that fits into `capacity_bytes` and takes at most `upper_bound_s`, with its best modes.
+    """The fastest placement that fits into `capacity_bytes` and takes at most `upper_bound_s`, with
+    its best modes.
 
-    `models` has the model annotated for each recompute mode, the first keeping most; layers may run in any, other segments in the first.
-    `allowed`: the strategies of some ops that may be in such a placement.
+    `models` has the model annotated for each recompute mode, the one that keeps most first. Layers
+    may use any mode, other segments only the first. `allowed` restricts the strategies of some ops.
     """
     base = next(iter(models.values()))
     domains = reduce_domains(list(models.values()), find_links(base), find_ties(base), allowed)
@@ -138,7 +143,7 @@ def _add_classes(
     domains: Domains,
     strategies: Mapping[tuple[OpRef, int], cp_sat.IntVar],
 ) -> list[_ModePart]:
-    """The segments of each class in each mode, with one strategy for all."""
+    """Add the segments of each class in each mode, with one strategy for all of them."""
     base = next(iter(models.values()))
     layers, parts = {base.segments[number] for number in blocks_of(base)}, []
     for index, block in enumerate(base.classes):
@@ -179,7 +184,7 @@ def _add_classes(
 def _add_memory(
     built: cp_sat.CpModel, parts: list[_ModePart], room_bytes: int, last: int | None
 ) -> None:
-    """What is there all the time and the fullest moment of backward fit together."""
+    """Add the constraint that static and kept bytes and the peak of backward fit together."""
     largest = max(
         sum(sizes.values()) + constant for sizes, constant in (part.moment for part in parts)
     )
@@ -204,7 +209,9 @@ def _add_memory(
 def _add_there(
     built: cp_sat.CpModel, part: _ModePart
 ) -> tuple[cp_sat.IntVar, dict[int, cp_sat.IntVar]]:
-    """(whether segments of the part are there; the variables that its moment asks for, of one of them)."""
+    """(whether the part has any segments, the variables for one of them that its peak depends
+    on).
+    """
     there = built.new_bool_var("")
     built.add(part.number <= part.most * there)
     implied = [

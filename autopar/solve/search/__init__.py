@@ -1,1 +1,1 @@
-"""The search over candidates, best bound first."""
+"""The best-first search over candidates."""

@@ -1,4 +1,4 @@
-"""What the processes of a search share."""
+"""Memory shared by the processes of a search."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ NOBODY = -1
 
 
 class Board:
-    """Numbers that all processes of a search see.  `is_shared`: whether there will be several.
+    """Numbers that all processes of a search can read and write. `is_shared`: whether there will be
+    several processes.
 
-    By candidate: `owner` (who refines it), `bound_s` and `estimate_s` (of those that were opened).  By cell: `opener`.  By kind of
-    candidates: `too_much`, the micro-batch from which nothing fits.  Besides which processes are at work, by their numbers in the system.
+    By candidate: `owner` (the process that refines it), `bound_s` and `estimate_s` (once it is
+    opened). By cell: `opener`. By kind of candidates: `too_much`, the smallest micro-batch for
+    which nothing fits. It also has the process ids of the working processes.
     """
 
     def __init__(self, candidates: int, cells: int, kinds: int, is_shared: bool) -> None:
@@ -62,25 +64,25 @@ class Board:
 
     @property
     def best_s(self) -> float:
-        """The time of the best placement found."""
+        """Seconds of the best placement that any process has found."""
         return float(self._best[0])
 
     def found(self, time_s: float) -> None:
-        """A placement was found that takes so long."""
+        """Record the time of a placement that was found."""
         with self._alone():
             self._best[0] = min(self._best[0], time_s)
 
     def lose(self, best_s: float) -> None:
-        """What a process found is lost; `best_s`: what is known to be found."""
+        """Reset the best time to `best_s` after a process died with its plan."""
         with self._alone():
             self._best[0] = best_s
 
     def is_free(self, most: int) -> bool:
-        """Whether one process more may work, if there may be so `most`."""
+        """Whether another process may work, if `most` may work at once."""
         return sum(map(_is_alive, self._working.astype(int).tolist())) < most
 
     def enter(self, process: int | None = None) -> None:
-        """A process is at work; None: this one."""
+        """Record that a process works; by default this one."""
         process = process or os.getpid()
         with self._alone():
             free = (
@@ -92,13 +94,17 @@ class Board:
                 self._working[place] = process
 
     def leave(self, process: int | None = None) -> None:
-        """A process is not at work any more; one that is dead is not, either way.  None: this one."""
+        """Record that a process no longer works; by default this one. A dead process does not count
+        in any case.
+        """
         process = process or os.getpid()
         with self._alone():
             self._working[self._working == process] = 0
 
     def take(self, numbers: np.ndarray, place: int, who: int) -> bool:
-        """Whether `who` has what `numbers` (`owner`, `opener`) tell of a place, from now on if nobody had it."""
+        """Claim entry `place` of `numbers` (`owner` or `opener`) for `who`, if it is free. Returns
+        whether `who` has it.
+        """
         if numbers[place] == NOBODY:
             with self._alone():
                 if numbers[place] == NOBODY:
@@ -106,7 +112,9 @@ class Board:
         return bool(numbers[place] == who)
 
     def waiting(self, below_s: float) -> int | None:
-        """The most promising candidate that was opened and that nobody refines; None if none may be faster than `below_s`."""
+        """The most promising opened candidate that no process refines; None if none can be faster
+        than `below_s`.
+        """
         estimate_s = np.where(
             (self.owner == NOBODY) & (self.bound_s < below_s), self.estimate_s, inf
         )
@@ -114,7 +122,9 @@ class Board:
         return number if len(estimate_s) and estimate_s[number] < inf else None
 
     def give_up(self, who: int, best_s: float) -> None:
-        """What a process had is nobody's again, and what it found is lost; `best_s`: what is known to be found."""
+        """Free everything that a process had, and reset the best time to `best_s`, since its plan
+        is lost.
+        """
         with self._alone():
             self.busy[who] = 0
             self.owner[self.owner == who] = NOBODY
@@ -123,7 +133,9 @@ class Board:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process writes meanwhile.  The lock of a process that dies is gone with it."""
+        """A context in which no other process writes. The lock of a process that dies is
+        released.
+        """
         if self._file is None:
             yield
             return
@@ -135,7 +147,7 @@ class Board:
 
 
 def _is_alive(process: int) -> bool:
-    """Whether there is such a process; 0: there is none."""
+    """Whether a process with this id exists; False for 0."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

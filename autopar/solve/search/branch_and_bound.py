@@ -1,22 +1,28 @@
-"""The search over candidates on devices of one kind: mesh, micro-batch, ZeRO and recompute, each with its best placement, and in a
-pipeline its best stages.
+"""The search over candidates on devices of one kind: mesh, micro-batch, ZeRO and recomputation,
+each with its best placement and stages.
 
-Best-first, with lower bounds of increasing price. Every candidate has a bound (in a pipeline one for all ZeRO stages that share out,
-`zero_variants.py`). Of a candidate whose recomputation and stages are fixed (`fixed_candidates.py`):
+It is best-first, with lower bounds of increasing cost. Every candidate has a bound. In a pipeline
+there is one for all ZeRO stages that shard (`zero_variants.py`).
 
-    annotated   every op at its cheapest strategy (`quick_time_bound`)
-    relaxed     the LP relaxation, memory included (`prepare`)
-    solved      the placement itself, by CP-SAT if the relaxation is not integral
+A candidate with fixed recomputation and stages (`fixed_candidates.py`) passes these steps:
 
-and of one where they are found together with the placement (`uniform_solver.py`):
+- annotated: every op has its cheapest strategy (`quick_time_bound`).
+- relaxed: the LP relaxation, including memory (`prepare`).
+- solved: the placement itself, by CP-SAT if the relaxation is not integral.
 
-    opened      what its cell tells in whatever memory (`Cell.glance_s`), which is annotated once for many candidates
-    sketched    also what memory asks for (`Cell.sketch`)
-    relaxed     by totals of all ranks (`raise_bounds`), then by the row of what no placement goes below (`narrow`)
-    solved      the best of some placements, each staged best
-    narrowed    placements are split into families until none may be faster than the best plan, a few at a time
+A candidate whose recomputation and stages are optimized with the placement (`uniform_solver.py`)
+passes these:
 
-`driver.py` has the branch and bound itself. A search that goes on for a while is shared out to several processes (`work_sharing.py`).
+- opened: the cell's bound without a memory limit (`Cell.glance_s`). The cell is annotated once for
+  many candidates.
+- sketched: also with the memory limit (`Cell.sketch`).
+- relaxed: by totals over all ranks (`raise_bounds`), then by the row of minimal costs (`narrow`).
+- solved: the best of some placements, each with its best staging.
+- narrowed: placements are split into families, a few at a time, until none can be faster than the
+  best plan.
+
+`driver.py` has the branch and bound itself. A longer search uses several processes
+(`work_sharing.py`).
 """
 
 from __future__ import annotations
@@ -49,24 +55,34 @@ from autopar.solve.search.work_sharing import Sharing
 from autopar.solve.search.workers import Team
 
 _TURNS = 6
-"""So many bounds are raised before the next candidate is solved, since what is found prunes others; twice as many after one that was solved
-in vain, then three times, and so on."""
+"""Number of bounds that are raised before the next candidate is solved, since a plan prunes others.
+After a candidate was solved without a better plan, twice as many, then three times, and so on.
+"""
 
 _HASTY = 2
-"""So many candidates are solved in vain before others have all their bounds raised first."""
+"""Number of candidates solved without a better plan before all bounds of others are raised
+first.
+"""
 
 _SPLITS = 4
-"""How many families of a candidate are split before the next candidate has its turn."""
+"""Number of families of a candidate that are split before the next candidate has its turn."""
 
 _MOST_SPLITS, _BOUNDS, _CLOSE = 48, 4, 1e-3
-"""How many families are split in all to prove a plan to be the best; more where more bounds were raised, one for each `_BOUNDS`, which
-take about as long, and as many as there is time for while a candidate may be faster by more than so much of the best."""
+"""Limits on proving a plan to be the best: (the total number of families split; one more for each
+this many raised bounds, which take about as long; the fraction of the best time within which
+these limits apply). If a candidate may be faster by more than that fraction, splitting continues
+while there is time.
+"""
 
 _PATIENCE = 40
-"""A candidate that is solved counts as half as promising as its bound says; after so many splits as a third."""
+"""After this many splits a solved candidate is weighted as one third as promising as its bound
+says; at first, one half.
+"""
 
 _BOUNDS_TO_RAISE = 3
-"""A sketch, the bounds by totals and the first family."""
+"""Number of bounds raised before a candidate is solved: a sketch, the bound by totals, and the
+first family.
+"""
 
 
 def search(
@@ -80,12 +96,13 @@ def search(
     """The fastest placement over all candidates.
 
     Args:
-        candidates: What the search goes through.
-        annotate: The model of a candidate.
-        capacity_bytes: Memory of a device; None if it does not matter.
-        limits: Time and processes.
-        progress: Gets one line of text for each event.
-        cell_of: Candidates for which it is equal must have ops that cost the same, and those of one `parameters` the same parameters.
+        candidates: the candidates to search.
+        annotate: returns the model of a candidate.
+        capacity_bytes: memory of a device; None if unlimited.
+        limits: time and processes.
+        progress: called with one line of text for each event.
+        cell_of: a key for candidates. Candidates with equal keys must have ops with the same costs;
+            with equal `parameters` too, also the same costs of parameters.
     """
     limits, tell = limits or SearchLimits(), progress or (lambda text: None)
     return driver_of(list(candidates), annotate, capacity_bytes, limits, tell, cell_of).run()
@@ -99,7 +116,7 @@ def driver_of(
     progress: Callable[[str], None],
     cell_of: Callable[[Candidate], Hashable],
 ) -> Driver:
-    """A search that has not begun; arguments as of `search`."""
+    """A search that has not started. The arguments are those of `search`."""
     members = _solved_together(candidates)
     entries = [
         Entry(candidates[first], tuple(candidates[n] for n in others)) for first, *others in members
@@ -132,9 +149,10 @@ def driver_of(
 
 
 def _solved_together(candidates: Sequence[Candidate]) -> list[list[int]]:
-    """The numbers of candidates, those together that are solved together.
+    """Indices of candidates, grouped by which are solved together.
 
-    In a pipeline, ZeRO stages that share out differ little."""
+    In a pipeline, ZeRO stages that shard differ little, so they are solved together.
+    """
     together: dict[Hashable, list[int]] = {}
     for number, c in enumerate(candidates):
         alike = c.is_joint and c.mesh.pp > 1 and c.zero > 0
@@ -143,8 +161,9 @@ def _solved_together(candidates: Sequence[Candidate]) -> list[list[int]]:
 
 
 def _order(entries: Sequence[Entry]) -> list[int]:
-    """The numbers of candidates as they are opened: the small micro-batches of all meshes first, so that meshes of all sorts are known if
-    time ends."""
+    """Indices of candidates in the order of opening: small micro-batches first, with all meshes
+    mixed, so that all kinds of meshes are opened if time runs out.
+    """
     random = Random(0)
     meshes = dict.fromkeys(entry.candidate.mesh for entry in entries)
     turn = {mesh: random.random() for mesh in meshes}
@@ -156,9 +175,10 @@ def _order(entries: Sequence[Entry]) -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class UniformRefiner:
-    """The `Refiner` of candidates on devices of one kind.
+    """The `Refiner` for devices of one kind.
 
-    By entry, `cells` has the number of its cell, and `kinds` that of its kind: parameters of one kind hold the same bytes.
+    `cells` has the cell index of each entry. `kinds` has its kind: entries of one kind hold the
+    same bytes of parameters.
     """
 
     opening_share = 0.5
@@ -196,7 +216,7 @@ class UniformRefiner:
             bound_quickly(entry, model, self.capacity_bytes)
 
     def _solver(self, entry: Entry, number: int) -> UniformSolver:
-        """The solver of a candidate, with what it shares with others of its cell."""
+        """The solver of a candidate, with the data that it shares with others of its cell."""
         candidate, cells, annotate = entry.candidate, self.known_cells, self.annotate
 
         def model_of(
@@ -215,8 +235,9 @@ class UniformRefiner:
         )
 
     def advance(self, number: int, at_once: bool) -> None:
-        """The next bound of a candidate, or its solution; both if asked for, and for the first of each mesh that is likely to be better,
-        since what is found prunes others."""
+        """Raise the bound of a candidate, or solve it. Both are done if `at_once`, and for the
+        first promising candidate of each mesh, since a plan prunes others.
+        """
         entry, state = self.state.entries[number], self.state
         together = isinstance(entry.solver, UniformSolver)
         if isinstance(entry.solver, UniformSolver) and entry.bounds_left == _BOUNDS_TO_RAISE:
@@ -232,7 +253,9 @@ class UniformRefiner:
                 return
 
     def _step(self, entry: Entry, row_waits: bool) -> None:
-        """`row_waits`: the bound by the row is raised after the candidate is solved."""
+        """One step of a candidate. `row_waits`: the bound by the row is raised only after the
+        candidate is solved.
+        """
         solver = entry.solver
         if isinstance(solver, FixedSolver):
             if solver.prepared is None:
@@ -257,7 +280,9 @@ class UniformRefiner:
             self._narrow(entry, solver)
 
     def _sketch(self, entry: Entry, solver: UniformSolver, kind: int) -> None:
-        """A bound of a candidate by what its cell tells and the bytes that candidates of its kind hold."""
+        """Bound a candidate by its cell's sketch, and by the bytes of parameters that candidates of
+        its kind hold.
+        """
         candidate, cell, too_much = entry.candidate, solver.bounds.cell, self.state.board.too_much
         entry.bounds_left -= 1
         if candidate.micro_batch > too_much[kind]:
@@ -291,14 +316,18 @@ class UniformRefiner:
         self._lengthen(entry)
 
     def _lengthen(self, entry: Entry) -> None:
-        """Those that may hold a good plan and are not solved yet go first, then those that were not split often in vain."""
+        """Set a candidate's priority: unsolved ones that may contain a good plan go first, then
+        those that were not often split in vain.
+        """
         entry.lengthened, best_s = 0.0, self.state.best_s
         if best_s < inf and entry.bound_s > 0:
             part = (entry.splits + _PATIENCE) / (entry.splits + 2 * _PATIENCE)
             entry.lengthened = max(best_s / entry.bound_s - 1, 0.0) * part
 
     def _count_solved(self, entry: Entry) -> None:
-        """A candidate of its mesh is solved, and the next one out of turn is due later; soon, as long as nothing is found."""
+        """Count a solved candidate. While no plan is known, the next one is due soon; otherwise
+        later.
+        """
         self.dived.add(shape_of(entry.candidate))
         self._set_in_vain(self.in_vain + (self.state.best_s < inf))
 
@@ -306,9 +335,11 @@ class UniformRefiner:
         self.in_vain, self.due = count, self.raised + _TURNS * (1 + count)
 
     def smallest(self) -> tuple[Candidate, Infeasible] | None:
-        """The least memory over all candidates, most promising first; None if no candidate has a consistent placement.
+        """The least memory over all candidates, most promising first; None if no candidate has a
+        consistent placement.
 
-        Micro-batches beyond one that does not fit need more; which of them were sketched depends on the order of the search.
+        Larger micro-batches than one that does not fit need more and are left out. Which of them
+        were sketched depends on the order of the search.
         """
         too_much = self.state.board.too_much
         bounds = sorted(
@@ -335,7 +366,9 @@ class UniformRefiner:
         return found
 
     def _least_memory(self, candidate: Candidate, bound_bytes: int, limit_s: float) -> Infeasible:
-        """What the leanest placement of a candidate needs; in a pipeline at least `bound_bytes`."""
+        """The memory of the leanest placement of a candidate; in a pipeline at least
+        `bound_bytes`.
+        """
         model = self.annotate(replace(candidate, recompute=candidate.modes[-1]))
         threads = self.state.limits.threads
         result = smallest_memory(model, self.capacity_bytes or 0, max(limit_s, 1.0), threads)

@@ -1,4 +1,6 @@
-"""Bounds of one candidate on devices of one kind by formulas: by a sketch of its cell, then by totals of all ranks."""
+"""Bounds on one candidate on devices of one kind in closed form: by a sketch of its cell, then by
+totals over all ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from autopar.solve.search.candidate_models import CandidateModels
 
 @dataclass
 class CandidateBounds:
-    """`by_schedule` has seconds that no placement of the candidate goes below under a schedule."""
+    """Bounds on one candidate. `by_schedule` has a lower bound on step seconds for each
+    schedule.
+    """
 
     models: CandidateModels
     schedules: tuple[Schedule, ...]
@@ -36,27 +40,27 @@ class CandidateBounds:
 
     @property
     def least_s(self) -> float:
-        """No placement is faster under any schedule."""
+        """A lower bound on step seconds under any schedule."""
         return min(self.by_schedule.values())
 
     def raise_to(self, schedule: Schedule, bound_s: float) -> None:
-        """Raise the bound of a schedule, if that is below."""
+        """Raise the bound of a schedule to `bound_s`, if it is lower."""
         self.by_schedule[schedule] = max(self.by_schedule[schedule], bound_s)
 
     def below(self, upper_bound_s: float) -> dict[Schedule, float]:
-        """The schedules whose bound is below `upper_bound_s`."""
+        """The schedules, with bounds, whose bound is below `upper_bound_s`."""
         return {s: known_s for s, known_s in self.by_schedule.items() if known_s < upper_bound_s}
 
     @cached_property
     def totals(self) -> dict[Schedule, Total]:
-        """By schedule: the bound by totals, once `raise_by_totals` was called."""
+        """The bound by totals for each schedule; `raise_by_totals` improves it."""
         first = self.models.first
         micro, units = first.num_microbatches, len(blocks_of(first))
         return {s: Total(shape_of(s, micro, units, self.cell.alike)) for s in self.schedules}
 
     @cached_property
     def families(self) -> Families:
-        """Bounds of families of placements."""
+        """The bounds of families of placements."""
         held = [held for total in self.totals.values() for held in total.shape.held if held]
         price = max(total.dual.best_price for total in self.totals.values())
         # a rank may be short of memory where all together are not
@@ -73,11 +77,13 @@ class CandidateBounds:
 
     @cached_property
     def parameters(self) -> list[Stack]:
-        """What parameters cost at least, by class."""
+        """Tables of lower bounds on the costs of parameters, by class."""
         return self.cell.tables.parameters(self.models.least)
 
     def glance(self, micro_batches: int) -> float:
-        """A bound of every placement without a limit of memory, by what the cell tells. Nothing but the cell is annotated for that."""
+        """A lower bound without a memory limit, from the cell alone. Only the cell is annotated for
+        it.
+        """
         self.by_schedule = {s: self.cell.glance_s(s, micro_batches) for s in self.schedules}
         return self.least_s
 
@@ -88,9 +94,9 @@ class CandidateBounds:
         micro_batches: int,
         upper_bound_s: float,
     ) -> tuple[float, float]:
-        """(a bound of every placement by what the cell tells, what a step is likely to take).
+        """(a lower bound from the cell's sketch, an estimate of step seconds).
 
-        `static_bytes`: of a segment of each class at least.
+        `static_bytes` has, for each class, a lower bound on the static bytes of a segment.
         """
         return self._sketched(
             self.cell.sketch, static_bytes, fixed_bytes, micro_batches, upper_bound_s
@@ -117,7 +123,9 @@ class CandidateBounds:
         return self.least_s, likely_s
 
     def raise_by_totals(self, upper_bound_s: float) -> tuple[float, float]:
-        """(a bound of every placement by a sketch with parameters and by totals, what a step is likely to take)."""
+        """(a lower bound by a sketch with parameters and by totals, an estimate of step
+        seconds).
+        """
         least, first, cell = self.models.least, self.models.first, self.cell
         of_class = parameters_s(least)
         parts = (
@@ -135,8 +143,9 @@ class CandidateBounds:
         return self.least_s, likely_s
 
     def possible(self, upper_bound_s: float) -> Family:
-        """The family of all placements, less the strategies of which totals show that no placement with them is faster than
-        `upper_bound_s`."""
+        """The family of all placements, without strategies for which totals prove that no placement
+        with them is faster than `upper_bound_s`.
+        """
         root = self.families.root()
         totals = [self.totals[schedule] for schedule in self.below(upper_bound_s)]
         if upper_bound_s == inf or not totals:
@@ -159,7 +168,9 @@ class CandidateBounds:
         return root
 
     def likely(self, family: Family) -> Choices | None:
-        """The placement of a family that is best at a likely price of a byte under its best schedule; None if none is consistent."""
+        """The optimal placement of a family at the best known price of a byte, under its best
+        schedule; None if none is consistent.
+        """
         total = self.totals[min(family.bounds_s, key=family.bounds_s.__getitem__)]
         question = total.question(total.dual.best_price)
         found = self.cell.tables.least([question], self.parameters, family.by_op())

@@ -11,45 +11,48 @@ from autopar.solve.bounds.zero_variants import least_of, undominated_variants
 from autopar.solve.costs.recompute_mix import Models, hides
 
 ModelOf = Callable[[str], AnnotatedModel]
-"""Recompute mode -> the candidate annotated for it."""
+"""A function from a recompute mode to the candidate annotated for it."""
 
 
 @dataclass(frozen=True)
 class CandidateModels:
-    """The models of a candidate, each annotated when it is first asked for.
+    """The models of a candidate, each annotated on first use.
 
-    `variants_of` has a function for each ZeRO stage; `modes` are the recompute modes allowed, the first keeping most.
+    `variants_of` has a function for each ZeRO stage. `modes` are the allowed recompute modes, the
+    one that keeps most first.
     """
 
     variants_of: tuple[ModelOf, ...]
     modes: tuple[str, ...]
 
     def least_of(self, mode: str) -> AnnotatedModel:
-        """A model that takes and holds no more than that of any ZeRO stage, in a recompute mode."""
+        """A model with the minimum of each cost over all ZeRO stages, in a recompute mode."""
         return least_of([model_of(mode) for model_of in self.variants_of])
 
     @cached_property
     def least(self) -> Models:
-        """`least_of` each mode."""
+        """`least_of` for each mode."""
         return {mode: self.least_of(mode) for mode in self.modes}
 
     @property
     def first(self) -> AnnotatedModel:
-        """`least_of` the mode that keeps most."""
+        """`least_of` for the mode that keeps most."""
         return self.least[self.modes[0]]
 
     @cached_property
     def variants(self) -> dict[int, Models]:
-        """The models of each ZeRO stage that may be the best, by its number."""
+        """The models of each ZeRO stage that is not dominated, by its index."""
         found = [{mode: model_of(mode) for mode in self.modes} for model_of in self.variants_of]
         return {number: found[number] for number in undominated_variants(found)}
 
     @cached_property
     def hiding(self) -> dict[int, bool]:
-        """By number of a ZeRO stage: whether recomputation hides communication (`recompute_mix.hides`)."""
+        """For each ZeRO stage by index: whether recomputation hides communication
+        (`recompute_mix.hides`).
+        """
         return {number: hides(models) for number, models in self.variants.items()}
 
     @cached_property
     def has_one_placement(self) -> bool:
-        """Whether every op has one strategy."""
+        """Whether every op has only one strategy."""
         return all(len(op.strategies) == 1 for block in self.first.classes for op in block.ops)

@@ -1,4 +1,4 @@
-"""What a search asks of a candidate that is solved together with its stages and recompute modes."""
+"""The interface of a candidate that is solved together with its stages and recompute modes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from autopar.solve.search.staged_placement import Staged
 class CandidateSolver(Protocol):
     """Bounds and solves one candidate: placement, schedule, stages and recompute modes together.
 
-    Bounds are seconds of a step that no placement of the candidate goes below. Only plans that take less than `upper_bound_s` are
-    looked for.
+    Bounds are lower bounds on step seconds of all placements. Only plans that take less than
+    `upper_bound_s` are searched.
     """
 
     frontier: Frontier | None  # the families that are left, once the root is bounded
 
     def raise_bounds(self, upper_bound_s: float) -> tuple[float, float]:
-        """(a bound, what a step is likely to take)."""
+        """(a lower bound, an estimate of step seconds)."""
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
-        """(the best of some plans, a bound)."""
+        """(the best of some plans, a lower bound)."""
 
     def narrow(
         self, upper_bound_s: float, splits: int, time_limit_s: float
     ) -> tuple[Staged | None, float]:
-        """(the best plan that was met, a bound), after at most `splits` splits of families. The next call goes on from there."""
+        """(the best plan found, a lower bound) after at most `splits` splits of families. The next
+        call continues from there.
+        """

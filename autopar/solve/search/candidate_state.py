@@ -1,4 +1,4 @@
-"""A candidate on its way through a search."""
+"""The state of a candidate during a search."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from autopar.solve.search.result import outcome_data
 from autopar.solve.search.staged_placement import Staged
 
 NONE_LENT = (inf, "", "")
-"""Of a candidate whose families no other process has."""
+"""The value of `Entry.lent` if no other process has families of the candidate."""
 
 
 @dataclass(slots=True)
 class FixedSolver:
-    """A candidate whose stages and recompute modes are fixed: its model, and its relaxation once that is known."""
+    """A candidate with fixed stages and recompute modes: its model, and its relaxation once
+    computed.
+    """
 
     model: AnnotatedModel
     prepared: Prepared | None = None
@@ -27,7 +29,7 @@ class FixedSolver:
 
 @dataclass(slots=True)
 class Entry:
-    """A candidate and what is known of it so far."""
+    """A candidate and the results for it so far."""
 
     candidate: Candidate
     others: tuple[Candidate, ...] = ()  # that differ in ZeRO alone and are solved together with it
@@ -46,30 +48,38 @@ class Entry:
     splits: int = 0  # of families, so far
     is_opened: bool = False
     lent: tuple[float, str, str] = NONE_LENT
-    """Bound, outcome and reason of the families that another process was given, of the least bound."""
+    """(bound, outcome, reason) of the families lent to other processes; of several, the one with
+    the lowest bound.
+    """
 
     @property
     def frontier(self) -> Frontier | None:
-        """The families that are left of it, if this process splits it."""
+        """The remaining families of the candidate, if this process splits it."""
         return None if isinstance(self.solver, FixedSolver | None) else self.solver.frontier
 
     @property
     def estimate_s(self) -> float:
-        """What the step is likely to take."""
+        """The estimated step seconds."""
         return self.bound_s * (1 + self.lengthened)
 
     @property
     def turn(self) -> tuple[bool, float]:
-        """Candidates are looked at in this order: a good one comes early and prunes the rest, and families are split when all are known."""
+        """The sort key of the queue: promising candidates first, since a plan prunes others;
+        families are split after all are known.
+        """
         return self.is_split, self.estimate_s
 
     @property
     def ranks(self) -> int:
-        """Ranks of the pipeline: what all stages need together is at most so many times what the fullest or slowest needs."""
+        """The pipeline ranks. What all stages need together is at most this many times what the
+        fullest or slowest rank needs.
+        """
         return self.candidate.mesh.pp
 
     def expect(self, bound_s: float, likely_s: float = 0.0) -> None:
-        """Nothing of it takes less than `bound_s`, and the best about `likely_s`."""
+        """Raise the lower bound to `bound_s`, and set the estimate of the best step time to
+        `likely_s`.
+        """
         self.bound_s = max(self.bound_s, bound_s)
         self.lengthened = (
             max(likely_s / self.bound_s - 1, 0.0)
@@ -78,28 +88,28 @@ class Entry:
         )
 
     def close(self, outcome: str, reason: str, bound_s: float) -> None:
-        """Leave it with an outcome, as in `SearchResult.outcomes`."""
+        """Finish the candidate with an outcome, as in `SearchResult.outcomes`."""
         self.outcome, self.reason, self.bound_s = outcome, reason, bound_s
         if isinstance(self.solver, FixedSolver):
             self.solver.prepared = None
 
     def have_lent(self) -> None:
-        """What others left of families that they were given is left of the candidate."""
+        """Merge what other processes left of the families that were lent to them."""
         bound_s, outcome, reason = self.lent
         if bound_s < self.bound_s:
             self.close("solved" if self.solution else outcome, reason, bound_s)
 
     def alone(self) -> Entry:
-        """The same as another process needs it."""
+        """A copy to send to another process."""
         return replace(self, found=self.chosen(), solver=None, staged=None)
 
     def with_plan(self) -> Entry:
-        """The same as another process needs it of the best plan."""
+        """A copy of the entry of the best plan, to send to another process."""
         fixed = isinstance(self.solver, FixedSolver)
         return replace(self, solver=self.solver if fixed else None)
 
     def chosen(self) -> Candidate:
-        """The candidate with what was found."""
+        """The candidate with the choices that were found."""
         if self.staged is None:
             return self.found or self.candidate
         schedule, candidate = (
@@ -116,7 +126,9 @@ class Entry:
         )
 
     def outcomes(self) -> list[dict]:
-        """What became of the candidate, and of the others that were solved with it, as `SearchResult.outcomes`."""
+        """The outcomes of the candidate, and of the others that were solved with it, as in
+        `SearchResult.outcomes`.
+        """
         found, chosen = [], self.chosen()
         for candidate in (self.candidate, *self.others):
             if self.solution is None or chosen.parameters == candidate.parameters:

@@ -1,8 +1,9 @@
-"""The branch and bound of a search over candidates, best-first, in one process or shared out to several.
+"""The best-first branch and bound over candidates, in one process or several.
 
-The candidate of the lowest bound (longer by what it likely takes besides) is refined next: a `Refiner` raises its bound, solves it or
-splits it. A candidate is left as soon as its bound reaches the time of the best plan, so that no pruned candidate can hold a faster one.
-The bound of the whole search is the least bound over all candidates, the pruned and unexplored ones included.
+The candidate with the lowest estimate (bound plus expected excess) is refined next: a `Refiner`
+raises its bound, solves it or splits it. A candidate is pruned as soon as its bound reaches the
+time of the best plan, so a pruned candidate cannot contain a faster plan. The bound of the whole
+search is the minimum over all candidates, including pruned and unexplored ones.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from autopar.solve.search.search_state import SearchState, time_of
 from autopar.solve.search.work_sharing import Loan, Sharing, Told
 
 _MUCH_BETTER = 0.9
-"""A candidate that another process has opened is opened again here if it is likely to take so much of what the next one does."""
+"""A candidate that another process opened is opened here again if its estimate is at most this
+fraction of the next one's.
+"""
 
 _NAP_S = 0.02
-"""How long a process waits for others to open candidates."""
+"""Seconds that a process waits for others to open candidates."""
 
 
 class Refiner(Protocol):
-    """Opens and refines candidates on some kind of cluster."""
+    """Opens and refines candidates on one type of cluster."""
 
     opening_share: float  # of the time limit, after which no more candidates are opened in advance
     most_beside: int  # candidates of the best mesh that are solved in vain before others have turns
@@ -45,7 +48,9 @@ class Refiner(Protocol):
         """Find the first bound of a candidate."""
 
     def advance(self, number: int, at_once: bool) -> None:
-        """Raise the bound of an open candidate, solve it or split it; `at_once`: until it is solved."""
+        """Raise the bound of an open candidate, solve it, or split it. `at_once`: repeat until it
+        is solved.
+        """
 
     def smallest(self) -> tuple[Candidate, Infeasible] | None:
         """The least memory over all candidates; None if no candidate has a consistent placement."""
@@ -53,7 +58,9 @@ class Refiner(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Driver:
-    """`members` has the numbers of the candidates of each entry, `order` that in which entries are opened."""
+    """A search. `members` has the candidate indices of each entry; `order` is the order in which
+    entries are opened.
+    """
 
     state: SearchState
     refiner: Refiner
@@ -62,12 +69,14 @@ class Driver:
     order: Sequence[int] = field(default=())
 
     def run(self) -> SearchResult:
-        """Search all candidates."""
+        """Search all candidates, and return the result."""
         self._complete(self._work)
         return self._result()
 
     def _complete(self, work: Callable[[], None]) -> None:
-        """Do what there is to do, what helpers were to do that died too, and have what they tell."""
+        """Run `work`, wait for helpers, repeat the work of helpers that died, and merge all
+        results.
+        """
         try:
             work()
             while self.sharing.wait():
@@ -77,7 +86,7 @@ class Driver:
         self.sharing.merge()
 
     def _work(self) -> None:
-        """Open and refine candidates until there is none left that nobody refines."""
+        """Open and refine candidates until every remaining one is refined by another process."""
         self._open_all()
         while (number := self._next()) is not None:
             best = self.state.best
@@ -88,7 +97,7 @@ class Driver:
         self._end()
 
     def _work_off(self) -> None:
-        """Refine what this process has, and nothing else."""
+        """Refine only the candidates that this process has."""
         while self.state.queue and self.state.time_left_s:
             *_, number = heapq.heappop(self.state.queue)
             if self.state.entries[number].outcome == "open":  # else it was there twice
@@ -98,7 +107,7 @@ class Driver:
         self._end()
 
     def _end(self) -> None:
-        """Leave candidates of which something is left when time ends."""
+        """Finish the remaining candidates at the end of the time."""
         for *_, number in self.state.queue:
             self.state.close_in_time(self.state.entries[number])
         self.state.queue.clear()
@@ -106,7 +115,7 @@ class Driver:
     # ------------------------------------------------------------------------------------------------------ candidates
 
     def _open_all(self) -> None:
-        """Open what nobody has opened."""
+        """Open all candidates that no process has opened."""
         state, sharing = self.state, self.sharing
         state.board.busy[sharing.me] = 1
         for place, number in enumerate(self.order):
@@ -131,14 +140,16 @@ class Driver:
         state.board.busy[sharing.me] = 0
 
     def _open(self, number: int) -> None:
-        """The first bound of a candidate, which other processes may read."""
+        """Find the first bound of a candidate, and publish it to other processes."""
         self.refiner.open(number)
         entry, board = self.state.entries[number], self.state.board
         if entry.is_opened:
             board.bound_s[number], board.estimate_s[number] = entry.bound_s, entry.estimate_s
 
     def _refine(self, number: int, at_once: bool = False) -> None:
-        """Raise the bound of a candidate that this process owns, or solve it, and put it back; `at_once`: both."""
+        """Raise the bound of a candidate that this process owns, or solve it, and put it back in
+        the queue. `at_once`: do both.
+        """
         entry = self.state.entries[number]
         if not self.state.prune(entry):
             self.refiner.advance(number, at_once)
@@ -146,7 +157,9 @@ class Driver:
             self.state.put_back(number)
 
     def _refine_beside(self) -> None:
-        """Solve what is most promising of the best one's mesh, such as the next micro-batch, which is often better still."""
+        """Solve the most promising candidates with the best plan's mesh, such as the next
+        micro-batch, which is often better.
+        """
         state, missed = self.state, 0
         if state.best is None:
             return
@@ -166,12 +179,14 @@ class Driver:
                 missed = 0 if state.best is not best else missed + state.entries[number].is_solved
 
     def _likely_s(self, number: int) -> float:
-        """What the step of a candidate is likely to take, by what is known here or by who opened it."""
+        """The estimated step seconds of a candidate, from this process or the one that opened
+        it.
+        """
         entry = self.state.entries[number]
         return entry.estimate_s if entry.is_opened else float(self.state.board.estimate_s[number])
 
     def _next(self) -> int | None:
-        """The number of the candidate to go on with, which nobody else does; None if there is none, or no time."""
+        """The index of the next candidate for this process; None if none or no time is left."""
         state, board, me = self.state, self.state.board, self.sharing.me
         while state.time_left_s:
             while state.queue and board.owner[state.queue[0][-1]] not in (me, NOBODY):
@@ -193,14 +208,16 @@ class Driver:
         return None
 
     def _is_better(self, other: int) -> bool:
-        """Whether a candidate that nobody refines is so much more promising than the next one here that it is opened again."""
+        """Whether a candidate that no process refines is so promising, compared with the next one
+        here, that it is opened again.
+        """
         is_split, estimate_s, _ = self.state.queue[0]
         return self.state.entries[other].outcome == "unexplored" and (
             is_split or self.state.board.estimate_s[other] < _MUCH_BETTER * estimate_s
         )
 
     def _take(self, number: int) -> bool:
-        """Whether this process owns a candidate that is left, from now on if nobody did."""
+        """Claim a remaining candidate for this process. Returns whether this process has it."""
         entry, board = self.state.entries[number], self.state.board
         if number in self.sharing.away or not board.take(board.owner, number, self.sharing.me):
             return False
@@ -211,14 +228,14 @@ class Driver:
     # --------------------------------------------------------------------------------------------------------- helpers
 
     def _share_out(self) -> None:
-        """Call helpers if there is more to do than one process does in a moment; hear what they tell, and lend."""
+        """Start helpers if there is enough work, receive their results, and lend work."""
         self.sharing.call_helpers(self._help)
         if self.sharing.hear():
             self._open_all()
         self.sharing.lend(self._borrow)
 
     def _help(self, me: int, tell: Callable[[str], None]) -> Told:
-        """What a helper does, and what it tells in the end."""
+        """The work of a helper. Returns its results."""
         self.sharing.begin_to_help(tell)
         self.sharing.me = me
         try:
@@ -231,7 +248,7 @@ class Driver:
         return self.sharing.told_of(closed)
 
     def _borrow(self, loan: Loan, _: int, tell: Callable[[str], None]) -> Told:
-        """What a helper does that was lent something."""
+        """The work of a helper with a loan. Returns its results."""
         self.sharing.begin_to_help(tell)
         self.sharing.begin_loan(loan)
         self._complete(self._work_off)
@@ -275,7 +292,7 @@ class Driver:
 
 
 def shape_of(candidate: Candidate) -> MeshShape:
-    """The mesh, however its ranks lie."""
+    """The mesh without the order of its ranks."""
     return replace(candidate.mesh, order="", deal="")
 
 

@@ -1,4 +1,4 @@
-"""The steps of a candidate whose recomputation and stages are fixed, which has a `FixedSolver`."""
+"""The steps of a candidate with fixed recomputation and stages, which has a `FixedSolver`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bound_quickly(entry: Entry, model: AnnotatedModel, capacity_bytes: int | Non
 
 
 def relax(entry: Entry, solver: FixedSolver, capacity_bytes: int | None) -> None:
-    """Bound a candidate by its LP relaxation, with the memory of all ranks of the pipeline together."""
+    """Bound a candidate by its LP relaxation, with the memory of all pipeline ranks together."""
     total_bytes = None if capacity_bytes is None else capacity_bytes * entry.ranks
     prepared = prepare(solver.model, total_bytes)
     if isinstance(prepared, Infeasible):
@@ -44,7 +44,9 @@ def relax(entry: Entry, solver: FixedSolver, capacity_bytes: int | None) -> None
 def solve_fixed(
     state: SearchState, entry: Entry, prepared: Prepared, capacity_bytes: int | None
 ) -> bool:
-    """Solve the placement of a candidate, and check that each rank fits; whether it is the best plan."""
+    """Solve the placement of a candidate, and check that each rank fits. Returns whether it is the
+    new best plan.
+    """
     model, upper_bound_s = prepared.model, None
     if state.best_s < inf:
         upper_bound_s = state.best_s * entry.ranks

@@ -1,4 +1,4 @@
-"""What a search may use."""
+"""Limits of a search."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class SearchLimits:
     """Limits of one search.
 
-    A search with `processes` > 1 forks helpers once it took `alone_s` seconds, or at once if it has `alone_candidates` candidates. Of
-    two plans that are equally fast, a search in one process always finds the same.
+    A search with `processes` > 1 forks helpers after `alone_s` seconds, or at once if it has at
+    least `alone_candidates` candidates. A search in one process always finds the same of two
+    equally fast plans.
     """
 
     time_s: float = 60.0  # of annotation and solving; twice that while no plan is known

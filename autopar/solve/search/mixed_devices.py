@@ -1,17 +1,25 @@
-"""The search on devices of several kinds: pipelines of which each rank lies within one *group* of devices of one kind.
+"""The search on devices of several kinds: pipelines in which each rank lies within one *group* of
+devices of one kind.
 
-Every group has a model of its own: the same classes and strategies, at its prices.  A candidate's mesh says which rank is on which group
-(`MeshShape.groups`).  One placement is for all ranks; how many blocks a rank has, and what these recompute, follows from its devices.
+Every group has its own model: the same classes and strategies, at its own prices. A candidate's
+mesh says which rank is on which group (`MeshShape.groups`). All ranks have the same placement. The
+number of blocks of a rank, and what they recompute, depends on its devices.
 
-    placements   those that are best on one of the groups at some price of a byte (`CandidateBounds` of that group alone)
-    stages       each placement is staged exactly, by a row of its units for each group (`staging_of_ranks`)
-    bound        weights   of any weights w of the ranks that a step is longer than the sum of w x (work of a rank): a unit costs at least
-                           the least of w x (its work there) over the ranks that can have it (`weighted_ranks.py`)
-                 rows      segments of which each costs what no placement goes below (`bounds.least_costs`), staged best
-                 families  the same of the placements that are left when ops lose strategies (`family_bounds.py`): branch and bound
+- Placements: those that are optimal on one of the groups at some price of a byte (`CandidateBounds`
+  of that group alone).
+- Stages: each placement is staged exactly, with a row of its units for each group
+  (`staging_of_ranks`).
+- Bound by weights: for any weights w of the ranks, a step takes at least the sum of w x (work of a
+  rank). A unit costs at least the minimum of w x (its work there) over the ranks that can have it
+  (`weighted_ranks.py`).
+- Bound by rows: segments with the minimum of each cost over placements (`least_costs`), with the
+  best staging.
+- Bound by families: the same for the remaining placements when ops lose strategies
+  (`family_bounds.py`), in a branch and bound.
 
-Work is not one number that ranks share out: a unit that is half of it on one group may be a third on another.  So a bound adds units up,
-never shares.  `driver.py` has the branch and bound itself; `mixed_solver.py` solves one candidate.
+Work is not one number that ranks divide: a unit may be half of the work on one group and a third on
+another. A bound therefore adds units, not fractions. `driver.py` has the branch and bound itself;
+`mixed_solver.py` solves one candidate.
 """
 
 from __future__ import annotations
@@ -44,19 +52,21 @@ from autopar.solve.staging.one_stage_per_rank import staging_of_ranks
 from autopar.solve.staging.row_of_costs import row_of_placement
 
 _DIVES = 4
-"""How many candidates are staged at once, before bounds are raised further."""
+"""Number of candidates that are staged at once, before more bounds are raised."""
 
 _EARLY = 16
-"""So many are staged before families are looked at: a good plan prunes more than they do."""
+"""Number of candidates that are staged before families are split: a good plan prunes more than they
+do.
+"""
 
 _TURNS = 6
-"""So many bounds are raised for each candidate that is staged: what is found prunes others."""
+"""Number of bounds raised for each candidate that is staged, since a plan prunes others."""
 
 _SPLITS = 4
-"""How many families of a candidate are split before the next has its turn."""
+"""Number of families of a candidate that are split before the next candidate has its turn."""
 
 _MOST_SPLITS = 32
-"""How many families are split in all."""
+"""Total number of families that are split."""
 
 
 def search_groups(
@@ -67,10 +77,12 @@ def search_groups(
     progress: Callable[[str], None] | None = None,
     cell_of: Callable[[Candidate, int], Hashable] = lambda candidate, group: (candidate, group),
 ) -> SearchResult:
-    """The fastest way over all candidates found in the time, with a bound of all. One process searches.
+    """The fastest plan over all candidates within the time limit, with a lower bound on all of
+    them. It runs in one process.
 
-    `annotate(candidate, group)` is the model at the prices of a group; models of all groups have the same classes, strategies and bytes.
-    `capacities`: bytes of a device of each group.  `cell_of` as in `search`, for each group.
+    `annotate(candidate, group)` returns the model at the prices of a group; the models of all
+    groups have the same classes, strategies and bytes. `capacities` has the bytes of a device of
+    each group. `cell_of` is as in `search`, for each group.
     """
     entries = [Entry(candidate) for candidate in candidates]
     numbers = range(len(entries))
@@ -100,9 +112,10 @@ def search_groups(
 
 @dataclass(slots=True, kw_only=True)
 class MixedRefiner:
-    """The `Refiner` of candidates on devices of several kinds.
+    """The `Refiner` for devices of several kinds.
 
-    `models_of` has a candidate at the prices of a group, by recompute mode; it knows nothing of the search, which ends without a cycle.
+    `models_of` returns a candidate at the prices of a group, by recompute mode. It holds no
+    reference to the search, so that no reference cycle arises.
     """
 
     opening_share = 1.0
@@ -145,7 +158,7 @@ class MixedRefiner:
         entry.bound_s = solver.bound_s
 
     def advance(self, number: int, at_once: bool) -> None:
-        """The next bound of a candidate, or its best stages."""
+        """Raise the bound of a candidate, or find its best stages."""
         entry = self.state.entries[number]
         solver, mesh = _solver_of(entry), shape_of(entry.candidate)
         early = (
@@ -168,7 +181,9 @@ class MixedRefiner:
             entry.close("infeasible", reason, inf)
 
     def _narrow(self, entry: Entry, solver: MixedSolver) -> None:
-        """Bound the family of all placements of a candidate, or split some of those that are left."""
+        """Bound the family of all placements of a candidate, or split some of the remaining
+        families.
+        """
         splits = 0
         if entry.is_solved and solver.frontier is not None:
             splits = min(_SPLITS, _MOST_SPLITS - sum(one.splits for one in self.state.entries))
@@ -178,7 +193,9 @@ class MixedRefiner:
             entry.close("solved", f"{_MOST_SPLITS} families were split", entry.bound_s)
 
     def smallest(self) -> tuple[Candidate, Infeasible] | None:
-        """The leanest placement of the candidates, recomputing most and cut as is fastest: the one that exceeds its devices by least."""
+        """The leanest placement of the candidates, recomputing most and cut as is fastest: the one
+        that exceeds its devices' memory least.
+        """
         least, found = inf, None
         for entry in self.state.entries:
             solver = _solver_of(entry)

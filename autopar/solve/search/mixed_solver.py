@@ -1,7 +1,8 @@
-"""One pipeline of which each rank lies within one *group* of devices of one kind.
+"""Solves one pipeline in which each rank lies within one *group* of devices of one kind.
 
-One placement is for all ranks. It is staged exactly, by a row of its units for each group (`staging_of_ranks`). Families of placements are
-bounded by the best staging of rows that cost no more than any placement of the family.
+All ranks have the same placement. It is staged exactly, with a row of its units for each group
+(`staging_of_ranks`). A family of placements is bounded by the best staging of rows that cost no
+more than any of its placements.
 """
 
 from __future__ import annotations
@@ -29,15 +30,19 @@ from autopar.solve.staging.row_of_costs import in_first, row_of_costs, row_of_pl
 from autopar.solve.staging.unit_row import UnitRow
 
 _MOST_PLACEMENTS = 4
-"""How many placements of each group are staged."""
+"""Number of placements of each group that are staged."""
 
 RowsOf = Callable[[int], Sequence[UnitRow | None]]
-"""A row for each group in the first so many recompute modes; None where no placement is consistent."""
+"""A function from a number of recompute modes to a row for each group in these first modes; None if
+no placement is consistent.
+"""
 
 
 @dataclass(kw_only=True)
 class MixedSolver:
-    """A `CandidateSolver` on devices of several kinds. By group: `models_of()`, `cells` and `capacities`; `bounds_s` is by schedule."""
+    """A `CandidateSolver` for devices of several kinds. `models_of()`, `cells` and `capacities` are
+    by group; `bounds_s` is by schedule.
+    """
 
     candidate: Candidate
     models_of: Callable[[], list[Models]]
@@ -50,22 +55,24 @@ class MixedSolver:
 
     @property
     def models(self) -> list[Models]:
-        """By group: the models by recompute mode."""
+        """The models of each group, by recompute mode."""
         return self.models_of()
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """By rank: its group."""
+        """The group of each rank."""
         return self.candidate.mesh.groups
 
     @property
     def bound_s(self) -> float:
-        """No placement is faster."""
+        """A lower bound on step seconds."""
         return min(self.bounds_s.values(), default=inf)
 
     @cached_property
     def hides(self) -> bool:
-        """Whether recomputation may pay where memory does not ask for it (`recompute_mix.hides`)."""
+        """Whether recomputation can speed up the pipeline even if memory does not require it
+        (`recompute_mix.hides`).
+        """
         return any(map(hides, self.models))
 
     @cached_property
@@ -79,7 +86,7 @@ class MixedSolver:
         return found
 
     def raise_bounds(self, upper_bound_s: float) -> tuple[float, float]:
-        """(a bound by rows of what no placement goes below, 0)."""
+        """(a lower bound by rows of minimal costs, 0)."""
         self.is_raised, all_models = True, self.models
         pairs = [
             (models, least_costs(models, cell))
@@ -101,7 +108,9 @@ class MixedSolver:
     def _staging(
         self, rows_of: RowsOf, schedule: Schedule, upper_bound_s: float
     ) -> Staging | float:
-        """The best staging by a row for each group: in the first mode if memory leaves nothing out, else in all."""
+        """The best staging with a row for each group, or a lower bound. It uses only the first mode
+        if memory excludes no staging, otherwise all modes.
+        """
         capacities = [self.capacities[group] for group in self.groups]
         found: Staging | float = inf
         for modes in dict.fromkeys((1, len(self.candidate.modes))):
@@ -116,7 +125,9 @@ class MixedSolver:
         return found
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
-        """(the best plan of some placements, if one takes less than `upper_bound_s`; a bound of all)."""
+        """(the best plan of some placements, if it takes less than `upper_bound_s`; a lower bound
+        on all).
+        """
         best = None
         for choices in self._placements():
             schedules = sorted(self.bounds_s, key=self.bounds_s.__getitem__)
@@ -130,7 +141,7 @@ class MixedSolver:
         return best, self.bound_s
 
     def _placements(self) -> Iterator[Choices]:
-        """Placements that are best on one of the groups at prices of a byte."""
+        """Placements that are optimal on one of the groups at some price of a byte."""
         seen: list[Choices] = []
         for bounds in self.of_groups:
             of_group: list[Choices] = []
@@ -149,7 +160,9 @@ class MixedSolver:
     def _try(
         self, choices: Choices, schedules: Iterable[Schedule], upper_bound_s: float
     ) -> tuple[Staged | None, float]:
-        """(a placement in its best stages, if it takes less than `upper_bound_s`; a bound of it under these schedules)."""
+        """(a placement with its best stages, if it takes less than `upper_bound_s`; a lower bound
+        on it under these schedules).
+        """
         best, bounds_s, models = None, [], self.models
         rows = cache(
             lambda modes: [
@@ -171,7 +184,9 @@ class MixedSolver:
     def narrow(
         self, upper_bound_s: float, splits: int, time_limit_s: float
     ) -> tuple[Staged | None, float]:
-        """(the best plan that was met, if it takes less than `upper_bound_s`; a bound up to that), after at most `splits` splits."""
+        """(the best plan found, if it takes less than `upper_bound_s`; a lower bound, up to
+        `upper_bound_s`) after at most `splits` splits.
+        """
         deadline, best = time.perf_counter() + time_limit_s, None
         if self.frontier is None:
             self.frontier = Frontier()
@@ -194,7 +209,9 @@ class MixedSolver:
         return best, self.bound_s
 
     def _split(self, frontier: Frontier, family: Family, upper_bound_s: float) -> Staged | None:
-        """Stage a placement of a family, by the prices of one group after the other, and put back its parts."""
+        """Stage a placement of a family, using the prices of each group in turn, and put back the
+        halves of the family.
+        """
         bounds, best = self.of_groups[frontier.popped % len(self.of_groups)], None
         choices = bounds.likely(family)
         if choices is not None and choices not in self.tried:
@@ -212,9 +229,11 @@ class MixedSolver:
         return best
 
     def _push(self, frontier: Frontier, family: Family, upper_bound_s: float) -> None:
-        """Bound a family, and put it back unless none of its placements is faster than `upper_bound_s`.
+        """Bound a family, and put it back unless none of its placements is faster than
+        `upper_bound_s`.
 
-        Segments are bounded alone first, then together with their neighbours if that is not enough.
+        Segments are bounded separately first. If that is not enough, they are bounded together with
+        their neighbours.
         """
         bounds_s = dict(family.bounds_s)
         for closely in (False, True):

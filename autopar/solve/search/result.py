@@ -1,4 +1,4 @@
-"""What a search found."""
+"""The result of a search."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from autopar.solve.integer_program.placement_solver import Infeasible, Solution
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """`status`: 'optimal', 'feasible' (time limit; see `bound_s`), 'infeasible' (proven: nothing fits), 'not found' (on devices of several
-    kinds: no placement that was tried fits) or 'time limit' (nothing found).
+    """The result of a search.
 
-    `outcomes` has one dict per candidate, in the given order, for `Certificate.meshes`.  Its `outcome` is 'chosen', 'solved', 'pruned',
-    'infeasible', 'too large' (the fastest placement of a pipeline does not fit its stages), or 'unexplored' where the time limit came
-    first; `bound_s` is None for an infeasible one.
+    `status` is one of: 'optimal'; 'feasible' (the time limit was reached; see `bound_s`);
+    'infeasible' (it is proved that nothing fits); 'not found' (on devices of several kinds: no
+    tried placement fits); 'time limit' (nothing was found).
+
+    `outcomes` has one dict per candidate, in order, for `Certificate.meshes`. Its `outcome` is
+    'chosen', 'solved', 'pruned', 'infeasible', 'too large' (the fastest placement of a pipeline
+    does not fit its stages), or 'unexplored' because of the time limit. `bound_s` is None for an
+    infeasible one.
     """
 
     status: str
@@ -36,7 +40,9 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """(time - bound) / time of the best placement; 0 is proven optimal, up to `OPTIMALITY_GAP`."""
+        """(time - bound) / time of the best placement. 0 means proved optimal, up to
+        `OPTIMALITY_GAP`; 1 means that no placement was found.
+        """
         return (
             1.0
             if self.best is None
@@ -47,7 +53,7 @@ class SearchResult:
 def outcome_data(
     c: Candidate, found: Solution | None, outcome: str, bound_s: float, reason: str
 ) -> dict:
-    """What became of a candidate, as in `SearchResult.outcomes`."""
+    """The outcome of a candidate as a dict, as in `SearchResult.outcomes`."""
     return {
         "mesh": c.mesh.as_dict(),
         "micro_batch": c.micro_batch,

@@ -1,4 +1,6 @@
-"""The bound of a family of placements under one schedule: the best staging of a row that costs no more than any of them."""
+"""Bounds a family of placements under one schedule, by the best staging of a row that costs no more
+than any of them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from autopar.solve.staging.best_staging import best_staging
 from autopar.solve.staging.unit_row import UnitRow
 
 _PARTS, _CLOSE = 8, 1e-4
-"""At most `_PARTS` parts of a family are bounded, and only if that may raise its bound by a share of `_CLOSE`."""
+"""(the largest number of parts of a family that are bounded, the fraction by which this must be
+able to raise the bound).
+"""
 
 PartBounds = tuple[tuple[float, Part], ...]
 """Parts of a family, each with its bound."""
@@ -21,9 +25,10 @@ PartBounds = tuple[tuple[float, Part], ...]
 
 @dataclass(slots=True, kw_only=True)
 class RowBound:
-    """A family under one schedule. `row_of` is `Families.row` of the family.
+    """A family under one schedule. `row_of` is `Families.row` for the family.
 
-    `is_limited`: whether memory asks for recomputation. If not, the first recompute mode alone bounds the family, else all modes.
+    `is_limited`: whether memory requires recomputation. If not, only the first recompute mode is
+    used for the bound, otherwise all modes.
     """
 
     families: Families
@@ -35,7 +40,9 @@ class RowBound:
     is_limited: bool
 
     def raised(self) -> tuple[float, PartBounds]:
-        """(a bound of the family, up to `upper_bound_s`; the parts that are left, if the family was parted)."""
+        """(a lower bound on the family, up to `upper_bound_s`; the remaining parts, if the family
+        was divided).
+        """
         left = [
             (known_s, False, part) for known_s, part in self.family.parts.get(self.schedule, ())
         ]
@@ -47,10 +54,11 @@ class RowBound:
         return self._parted(left)
 
     def _of_all(self) -> float:
-        """The bound of all its placements.
+        """The bound of all placements of the family.
 
-        Segments are bounded alone first, then together with their neighbours if that is not enough. If it was not enough for a larger
-        family, segments alone are not tried again.
+        Segments are bounded separately first. If that is not enough, they are bounded together with
+        their neighbours. If it was not enough for a larger family, bounding them separately is
+        skipped.
         """
         known_s, closest = 0.0, bool(self.families.facts.units)
         for closely in dict.fromkeys((self.family.limited is not None and closest, closest)):
@@ -79,7 +87,9 @@ class RowBound:
         return max(found_s, free_s)
 
     def _gains_by_parts(self, known_s: float) -> bool:
-        """Whether many parts may say more than the whole: the narrowest part does."""
+        """Whether dividing the family into parts can raise the bound `known_s`. The narrowest part
+        is tried.
+        """
         least_s, slack_s = self.families.least_and_slack_s(self.family)
         if self.schedule.ranks == 1 or self.upper_bound_s == float("inf") or not any(slack_s):
             return False
@@ -89,10 +99,11 @@ class RowBound:
         return bound_s > known_s * (1 + _CLOSE)
 
     def _parted(self, left: Iterable[tuple[float, bool, Part]]) -> tuple[float, PartBounds]:
-        """(a bound of the family by its parts; those that are left with their bounds).
+        """(a lower bound on the family from its parts; the remaining parts with their bounds).
 
-        `left` has the bound of each part, and whether it is that of the part in this family. Within a part, the total time of a block
-        leaves backward little room to take less. The part of the least bound is bounded next, or parted if it is bounded.
+        `left` has, for each part, its bound and whether this was computed for this family. Within a
+        part, the total time of a block limits how little its backward can take. The part with the
+        lowest bound is bounded next, or divided if it is already bounded.
         """
         least_s, slack_s = self.families.least_and_slack_s(self.family)
         closest, up_to_s = bool(self.families.facts.units), self.upper_bound_s

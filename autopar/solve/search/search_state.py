@@ -1,4 +1,4 @@
-"""What one process knows of a search."""
+"""The state of a search in one process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from autopar.solve.search.staged_placement import Staged
 
 
 def time_to_beat_s(time_s: float) -> float:
-    """What a step must take less than to be faster than a plan: by more than rounding, and by less than what is proven."""
+    """The time that a faster plan must stay below: lower than `time_s` by more than rounding, but
+    by less than the optimality gap.
+    """
     return time_s * (1 - OPTIMALITY_GAP / 2)
 
 
 @dataclass(slots=True, kw_only=True)
 class SearchState:
-    """The candidates, the best plan and the time. `queue` has open candidates that wait: (`Entry.turn`, number), the lowest first."""
+    """The candidates, the best plan and the time. `queue` has the waiting open candidates as
+    (`Entry.turn`, index), the lowest first.
+    """
 
     entries: list[Entry]
     limits: SearchLimits
@@ -37,7 +41,7 @@ class SearchState:
 
     @property
     def wanted_s(self) -> float:
-        """What a step must take less than to be faster than the best plan."""
+        """The time that a plan must stay below to be faster than the best one."""
         return time_to_beat_s(self.best_s)
 
     @property
@@ -47,11 +51,13 @@ class SearchState:
 
     @property
     def held_s(self) -> float:
-        """The time of the best plan that this process has, or those that called it or told it."""
+        """The time of the best plan known to this process: its own, or one reported by the process
+        that started it or by its helpers.
+        """
         return self.others_s if self.best is None else min(self.others_s, time_of(self.best))
 
     def keep(self, entry: Entry, solution: Solution, staged: Staged | None = None) -> None:
-        """A candidate has the best plan of all."""
+        """Make the plan of a candidate the best plan."""
         entry.solution, entry.staged, self.best = solution, staged, entry
         self.board.found(solution.time_s)
         self.progress(f"{entry.chosen()}: {solution.time_s * 1e3:.3f} ms")
@@ -65,14 +71,14 @@ class SearchState:
 
     @property
     def time_left_s(self) -> float:
-        """Seconds until the limit, or 0. The limit is twice as long while no plan is known."""
+        """Seconds until the limit, or 0. The limit is doubled while no plan is known."""
         limit_s = self.limits.time_s * (1 if self.best_s < inf else 2)
         return max(limit_s - self.elapsed_s, 0.0)
 
     # ----------------------------------------------------------------------------------------------------------- queue
 
     def put_back(self, number: int) -> None:
-        """Let a candidate wait for its turn."""
+        """Put a candidate back into the queue."""
         heapq.heappush(self.queue, (*self.entries[number].turn, number))
 
     def take_out(self, numbers: Collection[int]) -> None:
@@ -83,7 +89,9 @@ class SearchState:
     # ------------------------------------------------------------------------------------------------------------- ends
 
     def prune(self, entry: Entry) -> bool:
-        """Whether a candidate is left, since it cannot be faster than the best plan."""
+        """Close a candidate if it cannot be faster than the best plan. Returns whether it was
+        closed.
+        """
         if entry.bound_s < self.wanted_s:
             return False
         if entry.bound_s == inf:
@@ -94,14 +102,14 @@ class SearchState:
         return True
 
     def close_in_time(self, entry: Entry) -> None:
-        """Leave a candidate that is open when time ends."""
+        """Close a candidate that is still open at the end of the time."""
         if entry.outcome == "open" and (entry.solution is not None or not self.prune(entry)):
             outcome = "solved" if entry.solution else "unexplored"
             entry.close(outcome, "the time limit came first", entry.bound_s)
 
 
 def time_of(entry: Entry) -> float:
-    """Seconds of a step of the plan that a candidate has."""
+    """Step seconds of a candidate's plan. Raises ValueError if it has none."""
     if entry.solution is None:
         raise ValueError(f"{entry.candidate} has no plan")
     return entry.solution.time_s

@@ -1,4 +1,4 @@
-"""A placement in its best stages, priced by the definition."""
+"""A placement with its best stages, priced by the definition."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from autopar.solve.staging.unit_row import UnitRow
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A way to run a candidate.
+    """A complete way to run a candidate.
 
-    `models` has one for each kind of devices; `recompute` is the mode of all blocks, or 'mixed'; `variant` is the number of the ZeRO stage.
+    `models` has one model for each kind of devices. `recompute` is the mode of all blocks, or
+    'mixed'. `variant` is the index of the ZeRO stage.
     """
 
     solution: Solution
@@ -39,9 +40,10 @@ def staged_placement(
     staging: Staging,
     schedule: Schedule,
 ) -> Staged:
-    """A staging of a placement, priced as any placement is.
+    """A placement with a staging, priced like any placement.
 
-    `models` has those of each kind of devices, by recompute mode; `groups` has the kind of each rank.
+    `models` has those of each kind of devices, by recompute mode; `groups` has the kind of each
+    rank.
     """
     found = tuple(_scheduled(mixed(own, staging.modes), schedule) for own in models)
     choices = found[0].choices(choices)
@@ -62,12 +64,12 @@ def staged_placement(
 
 
 def first_of(models: Models) -> AnnotatedModel:
-    """The model of the recompute mode that keeps most."""
+    """The model in the recompute mode that keeps most."""
     return next(iter(models.values()))
 
 
 def in_first_modes(models: Models, number: int) -> Models:
-    """The models of the first recompute modes."""
+    """The models of the first `number` recompute modes."""
     return dict(list(models.items())[:number])
 
 
@@ -90,7 +92,9 @@ class Stager:
     rows: dict[tuple[int, int, int], UnitRow] = field(default_factory=dict)
 
     def staged(self, choices: Choices, schedule: Schedule, upper_bound_s: float) -> Staged | float:
-        """A placement in its best stages under the best ZeRO stage; a bound of it if that takes at least `upper_bound_s`."""
+        """A placement with its best stages under the best ZeRO stage; only a lower bound if that
+        takes at least `upper_bound_s`.
+        """
         best, bound_s = None, inf
         for variant in self.models.variants:
             found = self._staged_as(variant, choices, schedule, upper_bound_s)
@@ -106,7 +110,7 @@ class Stager:
     def _staged_as(
         self, variant: int, choices: Choices, schedule: Schedule, upper_bound_s: float
     ) -> Staged | float:
-        """The same under one ZeRO stage."""
+        """Like `staged`, under one ZeRO stage."""
         number, bound_s = self._number(choices), inf
         all_modes = len(self.models.modes)
         for count in dict.fromkeys((1, all_modes)):
@@ -127,7 +131,7 @@ class Stager:
         return bound_s
 
     def _may_hide(self, variant: int, schedule: Schedule) -> bool:
-        """Whether recomputation may pay in a pipeline where memory does not ask for it."""
+        """Whether recomputation can speed up a pipeline even if memory does not require it."""
         return schedule.ranks > 1 and self.models.hiding[variant]
 
     def _number(self, choices: Choices) -> int:
@@ -137,5 +141,5 @@ class Stager:
 
 
 def bound_of(found: Staged | float) -> float:
-    """A bound of what `Stager.staged` was asked for."""
+    """The lower bound in a result of `Stager.staged`."""
     return found if isinstance(found, float) else found.solution.bound_s

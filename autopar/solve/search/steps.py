@@ -10,7 +10,9 @@ from autopar.solve.search.search_state import SearchState
 
 
 def raise_bound(state: SearchState, entry: Entry, solver: CandidateSolver) -> None:
-    """Raise the bound of a candidate: first by a formula, then by the family of all its placements."""
+    """Raise the bound of a candidate: first by a formula, then by the family of all its
+    placements.
+    """
     entry.bounds_left -= 1
     if entry.bounds_left:
         entry.expect(*solver.raise_bounds(state.wanted_s))
@@ -19,7 +21,7 @@ def raise_bound(state: SearchState, entry: Entry, solver: CandidateSolver) -> No
 
 
 def solve(state: SearchState, entry: Entry, solver: CandidateSolver) -> bool:
-    """Stage some placements of a candidate; whether one is the best plan."""
+    """Stage some placements of a candidate. Returns whether one is the new best plan."""
     staged, bound_s = solver.solve(state.wanted_s, max(state.time_left_s, 0.5))
     entry.bound_s, entry.is_solved = max(entry.bound_s, bound_s), True
     if staged is not None:
@@ -30,7 +32,7 @@ def solve(state: SearchState, entry: Entry, solver: CandidateSolver) -> bool:
 
 
 def narrow(state: SearchState, entry: Entry, solver: CandidateSolver, splits: int) -> bool:
-    """Split some families of a candidate; whether the best plan was met."""
+    """Split some families of a candidate. Returns whether a new best plan was found."""
     staged, bound_s = solver.narrow(state.wanted_s, splits, state.time_left_s)
     entry.bound_s, entry.is_split = max(entry.bound_s, bound_s), True
     entry.splits += splits

@@ -1,8 +1,11 @@
-"""One candidate on devices of one kind: placement, schedule, stages and recompute modes together.
+"""Solves one candidate on devices of one kind: placement, schedule, stages and recompute modes
+together.
 
-The first placements are those that are best for some price of a byte, found on the way to the best bound (`lagrangian.py`): the fastest
-without regard to memory, and leaner ones where memory makes blocks recompute. Each is staged best (`best_staging.py`), under each schedule
-that the candidate leaves. What others could still gain is found, or ruled out, family by family (`family_bounds.py`).
+The first placements are those that are optimal at some price of a byte, found while searching for
+the best bound (`lagrangian.py`). They include the fastest without regard to memory, and leaner ones
+if memory makes blocks recompute. Each gets its best staging (`best_staging.py`), under each
+schedule that the candidate allows. Any further gain is found, or excluded, family by family
+(`family_bounds.py`).
 """
 
 from __future__ import annotations
@@ -31,17 +34,20 @@ ALONE = Schedule("gpipe", 1, 1)
 """The schedule without a pipeline."""
 
 _TOGETHER_S, _TOGETHER_PART = 10.0, 10
-"""The integer program of a candidate gets at most `_TOGETHER_S` seconds, and at most one part in `_TOGETHER_PART` of the time left."""
+"""(the most seconds for the integer program of a candidate; it also gets at most this fraction, 1 /
+n, of the remaining time).
+"""
 
 _MOST_PLACEMENTS = 4
-"""How many placements are staged under one schedule."""
+"""Number of placements that are staged under one schedule."""
 
 
 class UniformSolver:
-    """A `CandidateSolver` on devices of one kind.
+    """A `CandidateSolver` for devices of one kind.
 
-    `model_of(mode)` is the candidate annotated for a recompute mode; `others` are the same under other ZeRO stages, of which the best is
-    taken. `modes` are the recompute modes allowed, the first keeping most.
+    `model_of(mode)` returns the candidate annotated for a recompute mode. `others` are the same for
+    other ZeRO stages, of which the best is taken. `modes` are the allowed recompute modes, the one
+    that keeps most first.
     """
 
     def __init__(
@@ -63,13 +69,15 @@ class UniformSolver:
         self._dropped_s = inf  # families whose placements take at least as long were dropped
 
     def raise_bounds(self, upper_bound_s: float) -> tuple[float, float]:
-        """`CandidateBounds.raise_by_totals`."""
+        """See `CandidateBounds.raise_by_totals`."""
         return self.bounds.raise_by_totals(upper_bound_s)
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
-        """(the best plan of some placements, if one takes less than `upper_bound_s`; a bound of all), after `raise_bounds`.
+        """(the best plan of some placements, if it takes less than `upper_bound_s`; a lower bound
+        on all). `raise_bounds` must be called first.
 
-        With `upper_bound_s` infinite it is the leanest placement, if none of the others fits.
+        With an infinite `upper_bound_s`, the plan is the leanest placement if none of the others
+        fits.
         """
         start, best, bounds_s = time.perf_counter(), None, self.bounds.by_schedule
         for schedule in sorted(self.bounds.schedules, key=bounds_s.__getitem__):
@@ -91,7 +99,7 @@ class UniformSolver:
         return best, self.bounds.least_s
 
     def _leanest(self) -> Staged | None:
-        """The placement that keeps least, under the schedule that is best for it."""
+        """The placement that keeps least, under its best schedule; None if it does not fit."""
         choices = leanest(self.bounds.cell.tables, self.bounds.parameters)
         if choices is None:
             return None
@@ -100,8 +108,9 @@ class UniformSolver:
         return min(fitting, key=lambda plan: plan.solution.time_s, default=None)
 
     def _together(self, capacity_bytes: int, upper_bound_s: float, limit_s: float) -> Staged | None:
-        """Without a pipeline: the best that fits and takes less than `upper_bound_s`, by one integer program, which also bounds the others.
-        It may be best at no price of a byte."""
+        """Without a pipeline: the best plan that fits and takes less than `upper_bound_s`, by one
+        integer program, which also bounds the others. It may be optimal at no price of a byte.
+        """
         allowed = self.bounds.possible(upper_bound_s).by_op()
         found = solve_together(self.models.least, capacity_bytes, limit_s, upper_bound_s, allowed)
         # placements that take at least `upper_bound_s` were left out
@@ -118,9 +127,11 @@ class UniformSolver:
     def narrow(
         self, upper_bound_s: float, splits: int, time_limit_s: float
     ) -> tuple[Staged | None, float]:
-        """(a plan that takes less than `upper_bound_s`, if one was met; a bound up to that), after at most `splits` splits of families.
+        """(a plan that takes less than `upper_bound_s`, if one was found; a lower bound, up to
+        `upper_bound_s`) after at most `splits` splits of families.
 
-        The next call goes on with the families that are left. Without a pipeline one integer program is asked first.
+        The next call continues with the remaining families. Without a pipeline, one integer program
+        is solved first.
         """
         deadline, best = time.perf_counter() + time_limit_s, None
         if self._possible is None or upper_bound_s < self._possible[0]:
@@ -155,7 +166,7 @@ class UniformSolver:
         return best, min(self._left_s(frontier), self._dropped_s)
 
     def _root(self, possible: Family, upper_bound_s: float) -> Frontier:
-        """The frontier of all placements that may be faster than `upper_bound_s`."""
+        """A frontier with all placements that may be faster than `upper_bound_s`."""
         frontier, open_s = Frontier(), self.bounds.below(upper_bound_s)
         self._push(frontier, replace(possible, bounds_s=open_s), upper_bound_s)
         left_s = frontier.waiting[0].family.bounds_s if frontier.waiting else {}
@@ -164,7 +175,9 @@ class UniformSolver:
         return frontier
 
     def _wants_program(self) -> bool:
-        """Whether the integer program is asked: once, without a pipeline, if there are several placements."""
+        """Whether the integer program is to be solved: once, without a pipeline, and if there are
+        several placements.
+        """
         return (
             self.bounds.schedules == (ALONE,)
             and not self._asked_program
@@ -172,13 +185,15 @@ class UniformSolver:
         )
 
     def _left_s(self, frontier: Frontier) -> float:
-        """No placement that is still looked for is faster."""
+        """A lower bound on all placements of the frontier."""
         if not self._asked_program:
             return frontier.bound_s
         return max(frontier.bound_s, self.bounds.by_schedule[ALONE])
 
     def _split(self, frontier: Frontier, family: Family, upper_bound_s: float) -> Staged | None:
-        """Stage a likely placement of a family, and put back the parts of the family; the plan, if it takes less than `upper_bound_s`."""
+        """Stage a promising placement of a family, and put back the halves of the family. Returns
+        the plan if it takes less than `upper_bound_s`.
+        """
         best = self._met(family, upper_bound_s)
         upper_bound_s = upper_bound_s if best is None else best.solution.time_s
         parts = self.bounds.families.branching.split(family)
@@ -189,7 +204,9 @@ class UniformSolver:
         return best
 
     def _settle(self, frontier: Frontier, family: Family, upper_bound_s: float) -> Staged | None:
-        """Stage a family of one placement, if that is consistent; the plan, if it takes less than `upper_bound_s`."""
+        """Stage the only placement of a family, if it is consistent. Returns the plan if it takes
+        less than `upper_bound_s`.
+        """
         if not self.bounds.is_consistent(family):
             return None
         best, choices = None, self.bounds.families.branching.only(family)
@@ -201,7 +218,9 @@ class UniformSolver:
         return best
 
     def _push(self, frontier: Frontier, family: Family, upper_bound_s: float) -> None:
-        """Bound a family, and put it back unless none of its placements is faster than `upper_bound_s`."""
+        """Bound a family, and put it back unless none of its placements is faster than
+        `upper_bound_s`.
+        """
         bounds_s: dict[Schedule, float] = {}
         limited: set[Schedule] = set()
         parts: dict[Schedule, PartBounds] = {}
@@ -228,7 +247,9 @@ class UniformSolver:
             frontier.push(family, min(bounds_s.values()))
 
     def _met(self, family: Family, upper_bound_s: float) -> Staged | None:
-        """A plan of a family that is best at a likely price of a byte, if it takes less than `upper_bound_s`."""
+        """A plan from the placement of a family that is optimal at the best known price of a byte,
+        if it takes less than `upper_bound_s`.
+        """
         choices = self.bounds.likely(family)
         if not choices or choices in self.stager.known:
             return None
@@ -239,7 +260,9 @@ class UniformSolver:
         return None
 
     def _placements(self, schedule: Schedule) -> Sequence[Choices]:
-        """The last that were met for this schedule, which are nearest to the best price, then the first of others."""
+        """The placements to stage for a schedule: first those found last for it, which are nearest
+        to the best price, then those of other schedules.
+        """
         totals = self.bounds.totals
         found = list(reversed(totals[schedule].placements))
         for total in totals.values():

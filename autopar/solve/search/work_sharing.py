@@ -1,10 +1,11 @@
-"""What the processes of a search hand to others, and what they tell each other.
+"""Work sharing between the processes of a search (work stealing), and the messages between them.
 
-One process does a small search.  Of any other it forks helpers, which open cells and refine candidates that nobody else
-does, by the `Board` that all see (`workers.py`); a process that has nothing better to do takes over what others have opened.  Whoever still
-has work while another process could do some forks one more helper and lends it a part: every other candidate that is left to it, or,
-where that are few, every other family of the one that it splits.  What a helper found comes back when it is done; what it was lent is
-taken back if it dies.
+A small search runs in one process. Otherwise it forks helpers, which open cells and refine
+candidates that no other process does, coordinated by the shared `Board` (`workers.py`). An idle
+process takes over candidates that others have opened. A process with work left while another one
+could work forks one more helper and lends it a part. The part is every other remaining candidate
+or, if these are few, every other family of the one that it splits. A helper returns its results
+when it is done. If it dies, the lender takes the loan back.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from autopar.solve.search.search_state import SearchState, time_of
 from autopar.solve.search.workers import Team
 
 _LENT = 4
-"""Of so many candidates, or families of one, some are lent to a process that has nothing to do."""
+"""The smallest number of candidates, or of families of one candidate, from which some are lent to
+an idle process.
+"""
 
 Told = tuple[dict[int, Entry], list[tuple[int, Entry]]]
-"""What a helper has found: entries by their number, and the best of them with its plan."""
+"""The results of a helper: entries by index, and the best of them with its plan."""
 
 Tell = Callable[[str], None]
-"""Sends a line of progress to the process that called this one."""
+"""A function that sends a line of progress to the parent process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Candidates, by their numbers, that a helper was lent; or of the only one these families."""
+    """What a helper was lent: candidates by index, or these families of the only candidate."""
 
     numbers: Sequence[int]
     families: Sequence[Waiting] | None = None
@@ -43,7 +46,9 @@ class Loan:
 
 @dataclass(slots=True, kw_only=True)
 class Sharing:
-    """What one process shares with others. `cells` has the cell of each candidate by number; ops of one cell cost the same."""
+    """What one process shares with others. `cells` has the cell of each candidate by index; ops of
+    one cell cost the same.
+    """
 
     state: SearchState
     team: Team
@@ -57,13 +62,13 @@ class Sharing:
 
     @property
     def processes(self) -> int:
-        """How many processes there may be."""
+        """The allowed number of processes."""
         return self.state.limits.processes if self.may_fork else 1
 
     # ------------------------------------------------------------------------------------------------- helpers and loans
 
     def call_helpers(self, work: Callable[[int, Tell], Told]) -> None:
-        """Call helpers, once, if there is more to do than one process does in a moment."""
+        """Start helpers, once, if there is more work than one process does in a moment."""
         state, limits = self.state, self.state.limits
         takes_long = (
             len(state.entries) >= limits.alone_candidates or state.elapsed_s > limits.alone_s
@@ -77,7 +82,9 @@ class Sharing:
                     break
 
     def _call(self, number: int, work: Callable[[int, Tell], Told]) -> int | None:
-        """The number in the system of one helper more that is at work; None if none can be started, and none is from now on."""
+        """Start one more helper. Returns its process id; None if it cannot be started, and then no
+        more are tried.
+        """
         process = self.team.call(number, work)
         if process is None:
             self.may_fork = False
@@ -86,7 +93,9 @@ class Sharing:
         return process
 
     def wait(self) -> bool:
-        """Wait until helpers are done; whether one died.  Another process may work meanwhile."""
+        """Wait until helpers are done. Returns whether one died. Another process may work
+        meanwhile.
+        """
         if not self.team.helpers:
             return False
         self.state.board.leave()
@@ -95,7 +104,9 @@ class Sharing:
         return died
 
     def lend(self, borrow: Callable[[Loan, int, Tell], Told]) -> None:
-        """Give a helper, which does `borrow`, a part of what is left to do here, if one more may work."""
+        """Lend a new helper, which runs `borrow`, a part of the remaining work, if one more process
+        may work.
+        """
         state = self.state
         if self.is_alone or not state.queue or not state.board.is_free(self.processes):
             return
@@ -114,7 +125,9 @@ class Sharing:
                 self._lend_to_one(Loan([number], frontier.part()), borrow)
 
     def _lend_to_one(self, loan: Loan, borrow: Callable[[Loan, int, Tell], Told]) -> None:
-        """Call a helper for a loan; what it stands for is not this process' any more, unless none can be called."""
+        """Start a helper for a loan. The loan no longer belongs to this process, unless no helper
+        can be started.
+        """
         process = self._call(NOBODY, partial(borrow, loan))
         if process is None:
             if loan.families is not None:
@@ -134,12 +147,12 @@ class Sharing:
     # -------------------------------------------------------------------------------------------------- in a helper
 
     def begin_to_help(self, tell: Tell) -> None:
-        """Forget what the process has that called this one, but for how good its best plan is."""
+        """Drop the state inherited from the parent process, except the time of its best plan."""
         self.state.others_s, self.state.best = self.state.held_s, None
         self.state.progress, self.team, self.told, self.lent = tell, Team(tell), [], {}
 
     def begin_loan(self, loan: Loan) -> None:
-        """Have what was lent, and nothing else, to work on."""
+        """Set the loan as the only work of this process."""
         state = self.state
         state.queue = [(*state.entries[number].turn, number) for number in loan.numbers]
         heapq.heapify(state.queue)
@@ -151,7 +164,9 @@ class Sharing:
             state.entries[number].lent = NONE_LENT
 
     def told_of(self, numbers: Sequence[int]) -> Told:
-        """What is told of candidates, and of the best plan that this process found."""
+        """The results to send: the entries with these indices, and the best plan that this process
+        found.
+        """
         entries = self.state.entries
         best = [
             (number, entry.with_plan())
@@ -161,14 +176,16 @@ class Sharing:
         return {number: entries[number].alone() for number in numbers}, best
 
     def known_to(self) -> np.ndarray:
-        """By candidate: who knows what became of it."""
+        """For each candidate, the process that knows its result."""
         board = self.state.board
         return np.where(board.owner == NOBODY, board.opener[self.cells], board.owner)
 
     # --------------------------------------------------------------------------------------------------- what is told
 
     def hear(self, until: float | None = None) -> bool:
-        """Keep what helpers tell who are done by now, or (`until` that time) all up to the first that died; whether one did."""
+        """Receive the results of helpers that are done. With `until` (a time), wait for all helpers
+        up to the first that died. Returns whether one died.
+        """
         died = False
         for number, process, told in list(self.team.results(until)):
             self.state.board.leave(process)
@@ -189,7 +206,7 @@ class Sharing:
             self.state.others_s = min(self.state.others_s, time_of(entry))
 
     def _redo(self, number: int) -> None:
-        """What a helper knew is lost."""
+        """Reset the candidates whose results were lost with a dead helper."""
         state = self.state
         for place in np.flatnonzero(self.known_to() == number).tolist():
             bound_s, entry = float(state.board.bound_s[place]), state.entries[place]
@@ -199,7 +216,7 @@ class Sharing:
         state.board.give_up(number, state.held_s)
 
     def _end_loan(self, loan: Loan, told: Told | None) -> None:
-        """Have what a helper found in what it was lent, or have that back."""
+        """Take over what a helper found in its loan. If it died, take the loan back."""
         if told is None:
             self.state.board.lose(self.state.held_s)
             self.away.difference_update(loan.numbers)
@@ -218,7 +235,7 @@ class Sharing:
             self._keep(told)
 
     def _take_back(self, number: int, families: Sequence[Waiting]) -> None:
-        """Have families of a candidate that were lent."""
+        """Take back families of a candidate that were lent."""
         entry = self.state.entries[number]
         self._take_families(number, families)
         entry.bound_s = min([entry.bound_s, *(waiting.bound_s for waiting in families)])
@@ -227,7 +244,7 @@ class Sharing:
             self.state.put_back(number)
 
     def merge(self) -> None:
-        """Have what helpers told."""
+        """Merge the results of all helpers."""
         state = self.state
         for entry in state.entries:
             entry.have_lent()
@@ -245,7 +262,7 @@ class Sharing:
                     state.best = state.entries[number]
 
     def _have(self, number: int, entry: Entry) -> None:
-        """Have an entry in the place of another of the same candidate."""
+        """Replace an entry by another one for the same candidate."""
         if self.state.best is self.state.entries[number]:
             self.state.best = entry
         self.state.entries[number] = entry

@@ -1,8 +1,9 @@
-"""Several processes that go through the candidates of one search together.
+"""Several processes that work on the candidates of one search.
 
-Helpers are forked from the process that searches, so that they know what it knows.  From then on all share a `Board` of numbers alone: who
-opens which cell, who refines which candidate, what that is likely to take, and the time of the best placement that any of them has found.
-What a helper has found comes back through a pipe when it is done.
+Helpers are forked from the searching process, so they start with its state. From then on all
+processes share only a `Board` of numbers. It says who opens which cell, who refines which
+candidate, the estimates, and the best time found. A helper sends its results through a pipe when it
+is done.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from multiprocessing import connection, current_process, get_all_start_methods, 
 from typing import Any
 
 _MOST_PROCESSES = 8
-"""More have too little to do: candidates of one cell are best opened once."""
+"""The largest number of processes. More have too little work, since the candidates of one cell are
+best opened by one process.
+"""
 
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 _STUCK_S = 60.0
-"""A helper that has not answered so long after the time was over is given up."""
+"""Seconds after the end of the time limit after which a helper without an answer is given up."""
 
 
 def processes_for_search() -> int:
-    """How many processes a search may use here: one for each core that this one may run on."""
+    """The number of processes that a search may use: one for each core available to this
+    process.
+    """
     can_fork = (
         "fork" in get_all_start_methods()
         and hasattr(os, "memfd_create")
@@ -45,14 +50,15 @@ class _Helper:
 
 @dataclass(slots=True)
 class Team:
-    """The helpers of one process.  `progress` hears what they tell."""
+    """The helpers of one process. `progress` is called with their progress messages."""
 
     progress: Callable[[str], None]
     helpers: list[_Helper] = field(default_factory=list)
 
     def call(self, number: int, work: Callable[[int, Callable[[str], None]], Any]) -> int | None:
-        """Fork a helper, which does `work(number, tell)`; `results` gives what that returns.  Its number in the system, or None if that
-        lets us have none."""
+        """Fork a helper that runs `work(number, tell)`; `results` yields what it returns. Returns
+        its process id, or None if it cannot be started.
+        """
         context = get_context("fork")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
@@ -75,8 +81,10 @@ class Team:
         return process.pid
 
     def results(self, until: float | None) -> Iterator[tuple[int, int, Any]]:
-        """(number, number in the system, result) of helpers that are done; None is the result of one that died, after which no more are
-        waited for.  `until`: the time (`perf_counter`) when helpers should be done, for which to wait; None: do not wait."""
+        """(number, process id, result) of helpers that are done. The result is None for one that
+        died; then waiting stops. `until` is the time (`perf_counter`) by which helpers should be
+        done, for which this waits; None does not wait.
+        """
         died = False
         while self.helpers and not died:
             left_s = 0.0 if until is None else max(until + _STUCK_S - time.perf_counter(), 0.0)

@@ -1,1 +1,1 @@
-"""Stages of a pipeline, and what each layer recomputes."""
+"""Finds the stages of a pipeline, and what each layer recomputes."""

@@ -1,7 +1,8 @@
-"""The best staging of a placement: where stages begin, and how many of their blocks run in which recompute mode.
+"""The best staging of a placement: where stages begin, and how many of their blocks run in which
+recompute mode.
 
-one stage a rank    every way to cut (`one_stage_per_rank.py`)
-several             blocks are dealt, nearly evenly (`interleaved.py`)
+- One stage per rank: all ways to cut (`one_stage_per_rank.py`).
+- Several stages per rank: blocks are distributed almost evenly (`interleaved.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from autopar.solve.staging.unit_row import UnitRow
 def best_staging(
     row: UnitRow, schedule: Schedule, capacity_bytes: int | None, upper_bound_s: float = inf
 ) -> Staging | float:
-    """The staging of the least step time that fits each rank into `capacity_bytes` and takes less than `upper_bound_s`; if there is none, a
-    bound of those that fit (infinity if none does)."""
+    """The staging with the lowest step time that fits each rank into `capacity_bytes` and takes
+    less than `upper_bound_s`. If there is none, a lower bound on those that fit (infinite if
+    none does).
+    """
     if schedule.stages_per_rank == 1:
         return staging_of_ranks(
             [row] * schedule.ranks, schedule, [capacity_bytes] * schedule.ranks, upper_bound_s
@@ -36,12 +39,13 @@ def best_staging(
 
 
 def quick_bound_s(row: UnitRow, schedule: Schedule) -> float:
-    """Seconds that no staging goes below, whatever fits, by a formula.
+    """A lower bound on the step seconds of any staging, ignoring memory, in closed form.
 
-    A rank begins when the first micro-batch has come to it through the first stage of every rank before, and computes all of its share.  If
-    t is what a micro-batch takes on a rank, the shares that keep m t + (t of the ranks before) equal are the best there are.  Under zero
-    bubble only forwards count of the ranks before, which are at least so much of t as of the unit where they are least.  Stages of ranks
-    with several are dealt, and each deal has its own bound.
+    A rank starts when the first micro-batch has passed the first stage of every earlier rank, and
+    computes all of its share. With t the micro-batch seconds on a rank, the optimal shares make m t
+    + (t of the ranks before) equal for all ranks. Under zero bubble only the forwards of earlier
+    ranks count. They are at least the fraction of t that forward has in the unit where that is
+    smallest. With several stages per rank, each deal has its own bound.
     """
     micro, ranks, whole_s = row.micro_batches, schedule.ranks, row.total_s(0, len(row))
     if schedule.stages_per_rank > 1:

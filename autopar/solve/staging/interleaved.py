@@ -1,7 +1,7 @@
-"""The best deal of a row of units to ranks with several stages each.
+"""The best distribution (deal) of a row of units to ranks with several stages each.
 
-Blocks are dealt evenly, or the first and the last stage get up to two fewer; every stage of a rank runs as many of its blocks in each mode,
-with the least recomputation that fits.
+Blocks are dealt evenly, except that the first and the last stage may get up to two fewer. Every
+stage of a rank runs the same number of blocks in each mode, with the least recomputation that fits.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ from autopar.solve.staging.staged_time import is_monotone, staged_step_s
 from autopar.solve.staging.unit_row import UnitRow
 
 _MOST_SPREAD = 8
-"""So many ways of a rank are tried that recompute more in all than the best, but less in some stage."""
+"""Number of ways for a rank that are tried although they recompute more in total than the best,
+because they recompute less in some stage.
+"""
 
 _FEWER = 2
-"""By how many blocks the first and the last stage may be shorter."""
+"""The largest number of blocks by which the first and the last stage may be shorter."""
 
 
 def best_deal(
     row: UnitRow, schedule: Schedule, capacity: float, upper_bound_s: float
 ) -> Staging | float:
-    """The best of the deals that are even but for a shorter first and last stage; the bound is that of these."""
+    """The best of the deals that are even except for a shorter first and last stage. The bound
+    holds for these deals.
+    """
     best: tuple[float, tuple[int, ...], list[list[int]]] | None = None
     is_free, fits = True, False  # `fits`: some deal does, or may, for all that was looked at
     ranks, bound_s = schedule.ranks, upper_bound_s
@@ -78,7 +82,7 @@ def _staging(
     bound_s: float,
     is_free: bool,
 ) -> Staging:
-    """That of stages with so many units each, in `modes` by stage and unit."""
+    """The staging with `sizes[i]` units in stage i. `modes` has the mode by stage and unit."""
     of_segments = [row.modes[0]] * len(row.model.segments)
     for unit, mode in enumerate(mode for stage in modes for mode in stage):
         of_segments[row.blocks[unit]] = row.modes[mode]
@@ -98,8 +102,10 @@ def _with_spread(
     least_s: float,
     upper_bound_s: float,
 ) -> tuple[float, float, list[RankChoice]]:
-    """`_with_what_is_once`, and with the ways of ranks that recompute less in some stage: each rank has the one with which the step is
-    shortest, rank by rank; what is least in each stage bounds them all."""
+    """Like `_with_what_is_once`, but also with ways of ranks that recompute less in some stage.
+    Rank by rank, the way with the shortest step is chosen. The minimum for each stage separately
+    gives the bound.
+    """
     spread = [of.spread() for of in of_ranks]
     time_s, once_s, found = _with_what_is_once(
         row, schedule, runs, of_ranks, least_s, upper_bound_s
@@ -125,11 +131,13 @@ def _with_what_is_once(
     least_s: float,
     upper_bound_s: float,
 ) -> tuple[float, float, list[RankChoice]]:
-    """(seconds of a step of these stages, a bound of it with any way that fits, the way of each rank).
+    """(step seconds of these stages, a lower bound for any ways that fit, the chosen way of each
+    rank).
 
-    A longer backward hides more of what is sent once a step, so that recomputation may shorten that.  The rank that takes longest for it
-    runs in some way; all others recompute no less than they must, and take something for it.  How much longer that is is asked only where
-    what is saved once a step alone could bring the step below `upper_bound_s`.
+    A longer backward hides more communication that runs once a step, so recomputation may shorten
+    that. The rank with the longest time once a step is tried in every way; all others recompute as
+    little as possible for it. The step time is only computed if savings once a step alone could
+    bring it below `upper_bound_s`.
     """
     ranks, step_s = range(schedule.ranks), partial(_dealt_s, row, schedule, runs, least_s)
     least_once_s = [row.once_s(runs[rank :: schedule.ranks]) for rank in ranks]
@@ -165,8 +173,9 @@ def _dealt_s(
     of_ranks: Sequence[RankChoice],
     more_once_s: Sequence[float] | None = None,
 ) -> float:
-    """Seconds of a step whose ranks recompute so, which takes `least_s` at least.  `more_once_s`: by rank, if what it takes once a step is
-    not that of its way."""
+    """Step seconds if ranks recompute in these ways, at least `least_s`. `more_once_s` overrides,
+    by rank, the extra seconds once a step of its way.
+    """
     more_once_s = [of.step_s for of in of_ranks] if more_once_s is None else more_once_s
     return max(
         _stepped_s(row, schedule, runs, [of.more_s for of in of_ranks], more_once_s), least_s
@@ -180,14 +189,15 @@ def _stepped_s(
     more_s: Sequence[Sequence[float]],
     more_once_s: Sequence[float],
 ) -> float:
-    """Seconds of a step where backward takes so much longer, by rank and stage of it."""
+    """Step seconds if backward takes `more_s[rank][stage]` longer."""
     by_run = [more_s[n % schedule.ranks][n // schedule.ranks] for n in range(len(runs))]
     return staged_step_s([row] * schedule.ranks, schedule, runs, by_run, more_once_s)
 
 
 def least_deal_s(row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> float:
-    """Seconds that a step of these stages takes at least: a rank begins when the first micro-batch has come through the first stage of
-    every rank before."""
+    """A lower bound on the step seconds of these stages: a rank starts when the first micro-batch
+    has passed the first stage of every earlier rank.
+    """
     ranks = schedule.ranks
     each_s = [
         sum(row.total_s(first, end) for first, end in runs[rank::ranks]) for rank in range(ranks)
@@ -198,13 +208,14 @@ def least_deal_s(row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int
 def _waited_s(
     row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]], each_s: np.ndarray
 ) -> float:
-    """The same where ranks take so long for a micro-batch."""
+    """The same bound if ranks take `each_s` seconds for a micro-batch."""
     return float((before_s(row, schedule, runs) + row.micro_batches * each_s).max())
 
 
 def _lines_s(row: UnitRow, schedule: Schedule, capacity: float) -> np.ndarray:
-    """By deal, rank and line of a row: seconds of a micro-batch, with its share of those once a step, that a rank takes at least
-    (`least_recomputation.lines_s`, of whose bounds these are those of several stages)."""
+    """Lower bounds by deal, rank and line of a row: seconds of a micro-batch with its share of
+    seconds once a step. See `least_recomputation.lines_s`; these are for several stages.
+    """
     ranks, count, lines = schedule.ranks, schedule.stages_per_rank, row.lines
     deals = dealt_sizes(len(row), ranks * count)
     if not lines:
@@ -249,8 +260,10 @@ def _lines_s(row: UnitRow, schedule: Schedule, capacity: float) -> np.ndarray:
 def _held(
     schedule: Schedule, micro_batches: int, sizes: tuple[int, ...], alike: bool
 ) -> tuple[float, ...]:
-    """By rank, how often it holds what its stages keep.  The block at one place of a stage runs in one mode in all stages of a rank, so
-    that it is as often as, on average, in the stages that have such a place; if blocks are not alike, as often as in any stage."""
+    """For each rank, a lower bound on how many micro-batches' kept bytes it holds. The block at one
+    place of a stage has the same mode in all stages of a rank. Its count is therefore the
+    average over the stages with such a place. If blocks differ, it is the minimum over stages.
+    """
     ranks = schedule.ranks
     moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, micro_batches)
     return tuple(
@@ -263,8 +276,10 @@ def _held(
 
 @lru_cache(maxsize=65536)
 def least_held(moment: tuple[int, ...], sizes: tuple[int, ...]) -> float:
-    """How often a rank holds, at least, what its blocks keep: the block at one place of its stage runs in one mode in all stages of a rank,
-    so that no mixture of places is held less than the least of them."""
+    """A lower bound on how many micro-batches' kept bytes a rank holds. The block at one place has
+    the same mode in all stages of a rank, so any mixture of places is held at least as often as
+    the minimum over places.
+    """
     held = (
         [h for h, size in zip(moment, sizes, strict=True) if size > place]
         for place in range(max(sizes))
@@ -274,7 +289,9 @@ def least_held(moment: tuple[int, ...], sizes: tuple[int, ...]) -> float:
 
 @lru_cache(maxsize=1024)
 def dealt_sizes(units: int, count: int) -> tuple[tuple[int, ...], ...]:
-    """Sizes of stages: even but for the first and the last, which may be up to `_FEWER` shorter.  Those in the middle are longest."""
+    """The sizes of stages in each deal: even, except that the first and the last may be up to
+    `_FEWER` shorter. Stages in the middle are longest.
+    """
     found: dict[tuple[int, ...], None] = {}
     for fewer in product(range(_FEWER + 1), repeat=2):
         each, more = divmod(units + sum(fewer), count)
@@ -292,7 +309,9 @@ def dealt_sizes(units: int, count: int) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def ends_of(units: int, count: int) -> np.ndarray:
-    """By deal of `dealt_sizes`: where stages begin, and the end; empty if there is none."""
+    """For each deal of `dealt_sizes`: the units at which stages begin, and the end. Empty if there
+    is no deal.
+    """
     starts = np.array([(0, *sizes) for sizes in dealt_sizes(units, count)], int).reshape(
         -1, count + 1
     )
@@ -300,11 +319,13 @@ def ends_of(units: int, count: int) -> np.ndarray:
 
 
 def sums_of_ranks(schedule: Schedule, ends: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """What the stages of each rank add up to, by deal and rank; `ends` of the deals (`ends_of`), `sums` over the units before each."""
+    """The sum over the stages of each rank, by deal and rank. `ends` come from `ends_of`; `sums`
+    are prefix sums over units.
+    """
     each = np.diff(sums[..., ends], axis=-1)
     return each.reshape(*each.shape[:-1], schedule.stages_per_rank, schedule.ranks).sum(axis=-2)
 
 
 def runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """First and end unit of stages with so many units each."""
+    """(first, end) units of stages with `sizes[i]` units each."""
     return list(pairwise(accumulate(sizes, initial=0)))

@@ -17,9 +17,11 @@ _ROUNDING = 1e-9
 def least(
     row: UnitRow, first: int, end: int, held: int, capacity_bytes: float, late: int = 0
 ) -> tuple[float, np.ndarray, float] | None:
-    """(seconds that backward takes more, amounts) of the fastest way to run a stage's units that fits, and what each that fits takes at
-    least with its share of seconds once a step; None if none does.  `held` and `late` micro-batches are held, and wait for gradients of
-    parameters; if none does, backward is in one part."""
+    """(extra seconds of backward, amounts) of the fastest way to run a stage's units that fits, and
+    a lower bound on the seconds of every way that fits, including the share of seconds once a
+    step. None if no way fits. `held` is the number of micro-batches held, `late` the number that
+    wait for gradients of parameters; with 0, backward is not split.
+    """
     own = end == len(row), row.sent(end), *map(id, row.ties.borrowed([(first, end)]))
     key = (
         *map(sub, row.sorts_before[end], row.sorts_before[first]),
@@ -36,7 +38,9 @@ def least(
 def ways(
     row: UnitRow, first: int, end: int, held: int, capacity_bytes: float, late: int = 0
 ) -> Ways:
-    """Ways to run a stage's units that fit (`least`), fastest first, of which each that is slower takes less once a step."""
+    """Ways to run a stage's units that fit (see `least`), fastest first. Each slower one takes less
+    time once a step.
+    """
     options, fits = _fitting(row, first, end, held, capacity_bytes, late)
     each_s = np.array([kind.step_s for kind in row.recompute.kinds])
     once_s = (options.amounts[fits] * each_s).sum(axis=(1, 2))
@@ -64,14 +68,14 @@ def _least(
 
 
 def _counts(row: UnitRow, first: int, end: int) -> tuple[int, ...]:
-    """How many blocks of each kind a run has."""
+    """Number of blocks of each kind in a run."""
     return tuple(map(sub, row.counts[end], row.counts[first]))
 
 
 def _fitting(
     row: UnitRow, first: int, end: int, held: int, capacity_bytes: float, late: int
 ) -> tuple[Options, np.ndarray]:
-    """The options of a stage's units, and the numbers of those that fit."""
+    """(options for a stage's units, indices of those that fit)."""
     at = row.at
     room = (
         capacity_bytes
@@ -88,15 +92,19 @@ def _fitting(
 def lines_s(
     row: UnitRow, first: int, end: int, held: float, capacity_bytes: float, late: int = 0
 ) -> np.ndarray:
-    """By line: seconds of a micro-batch, with its share of those once a step, that a rank with this run takes at least, if it holds
-    `held` times what that keeps in `capacity_bytes`, `late` of them while they wait for gradients of parameters.
+    """For each line: a lower bound on a rank's seconds of a micro-batch, with its share of seconds
+    once a step.
 
-    Each block runs in the mode where its line is least.  `interleaved.py` has the same for several runs.
+    The rank has this run and holds `held` times what it keeps in `capacity_bytes`, of which `late`
+    micro-batches wait for gradients of parameters. Each block runs in the mode in which its line is
+    least. `interleaved.py` has the same for several runs.
 
-    What it keeps (K) and what is static (S) are held K + S <= room, so that what they are worth is bounded by the larger of both
-    prices, less what of the other there is at least.  One that waits has its backward's moment, all of it, in what it holds or besides;
-    the others hold L instead of K, so that held ((1 - part) K + part L) + S <= room for any part up to (late - 1) / held.  What the
-    last segment holds less they have given back: `most_freed` at most for each that is counted as if it kept all.
+    Kept bytes (K) and static bytes (S) satisfy held K + S <= room. Their value is therefore at most
+    room at the larger of both prices, less a correction for the other kind, by its lower bound. A
+    waiting micro-batch includes the peak of its backward in what it holds, or on top. The others
+    hold L instead of K, so held ((1 - part) K + part L) + S <= room for any part up to (late - 1) /
+    held. They have freed what the last segment keeps: at most `most_freed` for each that is counted
+    as if it kept everything.
     """
     at, ends, last = row.at, end == len(row), row.last
     static, kept = at.static[end] - at.static[first], at.least_kept[end] - at.least_kept[first]

@@ -1,4 +1,5 @@
-"""The longest paths of stages that are found one after the other, which no step is shorter than.
+"""The longest paths through stages that are added one after the other. They are lower bounds on a
+step.
 
     GPipe          sum forward + (m - 1) max forward + sum backward + (m - 1) max backward       (exact)
     1F1B and zero  for each rank r: the first forward until it gets there, all that r computes, the last backward from there to rank 0
@@ -9,9 +10,10 @@
     1F1B           where messages take time it may be longer to go, instead of all that r computes, to and fro through r and the next one
                    or two ranks, or through the first ranks up to r
 
-A path of 1F1B has whole backwards.  One of zero bubble has, of gradients of weights, those of r that come before its last backward, and of
-rank 0 the last; or all of r's, but then it ends there, since others may still be computing theirs.  The shortest message is added for each
-hop, and the longest work once a step.
+A path of 1F1B has whole backwards. A path of zero bubble contains some gradients of weights: those
+of rank r before its last backward, and the last of rank 0. Alternatively it contains all of r's,
+and then ends there, since other ranks may still be computing theirs. The shortest message is added
+for each hop, and the longest work once a step.
 """
 
 from __future__ import annotations
@@ -29,20 +31,33 @@ from autopar.solve.staging.staged_time import kinds_of
 from autopar.solve.staging.unit_row import UnitRow
 
 _LONGEST_LOOP = 3
-"""Ranks of a loop of 1F1B that may begin anywhere: with 4 cuts take three times as long to find."""
+"""The most ranks in a loop of 1F1B that may begin anywhere. With 4, finding cuts takes three times
+as long.
+"""
 
 _LOOPS = [(ranks, within) for ranks in range(2, _LONGEST_LOOP + 1) for within in range(1, ranks)]
-"""Loops that are not closed yet: through so many ranks, of which so many are there."""
+"""Loops that are not closed yet: (number of ranks, how many of these are already present)."""
 
 
 class PartialCut(NamedTuple):
-    """The first units in the first stages, in seconds, or many such cuts, each field an array: `work_s` all backward so far (GPipe: all
-    work), `reached_s` the longest path that turns at one of these ranks, `turned_s` the longest that turns at the last, as far as these
-    ranks are on it (GPipe: slowest forward), `slowest_s` the slowest backward of GPipe, of others the longest that turns at the last rank
-    twice, as far as it is known, `step_s` the longest work once a step; `least_s` and `left_s` are paths as `reached_s` and `turned_s`
-    through ranks that take the least with what they take once a step.  `shift_s`: what the forwards so far take more than these units
-    would on the last of the ranks.  `first_s`: a micro-batch on the first rank.  `loops_s`: of 1F1B (`_LOOPS`) the paths that loop through
-    the last of these ranks and others to come, without what those take."""
+    """The first units in the first stages, in seconds; or many such cuts, with arrays as fields.
+
+    Attributes:
+        work_s: all backward so far (GPipe: all work).
+        reached_s: the longest path that turns at one of these ranks.
+        turned_s: the longest path that turns at the last of these ranks, as far as these ranks are
+            on it (GPipe: slowest forward).
+        slowest_s: the longest path that turns at the last rank twice, as far as known (GPipe:
+            slowest backward).
+        step_s: the longest work once a step.
+        least_s: like `reached_s`, through ranks with the least sum of that and of work once a step.
+        left_s: like `turned_s`, for the same ranks.
+        shift_s: how much longer the forwards so far are than these units would be on the last of
+            the ranks.
+        first_s: a micro-batch on the first rank.
+        loops_s: for 1F1B, paths that loop through the last of these ranks and later ones, without
+            the time of the later ones (`_LOOPS`).
+    """
 
     work_s: Seconds
     reached_s: Seconds
@@ -56,7 +71,7 @@ class PartialCut(NamedTuple):
     loops_s: Sequence[Seconds]
 
     def numbers(self) -> np.ndarray:
-        """[field, cut]: all that tells cuts apart."""
+        """All numbers that distinguish cuts, indexed [field, cut]."""
         *fields, loops_s = self
         return np.stack(np.broadcast_arrays(*fields, *loops_s))
 
@@ -76,7 +91,7 @@ NO_CUT = PartialCut(
 
 
 def cut_of(numbers: np.ndarray) -> PartialCut:
-    """Of `PartialCut.numbers`."""
+    """The cuts with these `PartialCut.numbers`."""
     fields = len(PartialCut._fields) - 1
     return PartialCut._make([*numbers[:fields], list(numbers[fields:])])
 
@@ -88,7 +103,7 @@ def extended(
     cut: PartialCut,
     run: StageRun | StageRuns,
 ) -> PartialCut:
-    """One more stage; `kinds`: the rows that differ."""
+    """A cut with one more stage. `kinds` are the distinct rows."""
     row, before = rows[run.stage], rows[max(run.stage - 1, 0)]
     rank, parts, step_s = run.stage, schedule.splits_backward, np.maximum(cut.step_s, run.step_s)
     if not schedule.alternates:
@@ -143,7 +158,7 @@ def _extended_gpipe(
 
 
 def _ahead(row: UnitRow, schedule: Schedule, rank: int) -> int:
-    """Forwards of a rank before its first backward."""
+    """Number of forwards of a rank before its first backward."""
     return min(schedule.ranks - rank, row.micro_batches)
 
 
@@ -154,8 +169,9 @@ def _through(
     run: StageRun | StageRuns,
     forward_s: Seconds,
 ) -> tuple[Seconds, Seconds]:
-    """(`reached_s`, `turned_s`) of the paths that turn at the last of the ranks or through it at the one to come; `forward_s`: of the
-    stages before."""
+    """(`reached_s`, `turned_s`) of paths that turn at the last of the ranks, or pass it and turn at
+    the next. `forward_s` is that of the earlier stages.
+    """
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
     parts, ahead = schedule.splits_backward, _ahead(row, schedule, rank)
     weights = max(micro - 1 - rank, 0) if parts else micro  # before the last backward
@@ -186,7 +202,7 @@ def _least_through(
     run: StageRun | StageRuns,
     forward_s: Seconds,
 ) -> tuple[Seconds, Seconds]:
-    """(`least_s`, `left_s`) with one more stage, the latter only of paths through its rank."""
+    """(`least_s`, `left_s`) with one more stage; `left_s` only for paths through its rank."""
     through_s: Seconds = 0.0
     before_s: Seconds = 0.0
     if not schedule.splits_backward:
@@ -202,8 +218,10 @@ def _least_through(
 
 
 def _worked_s(run: StageRun | StageRuns, forwards: int, backwards: int, weights: int) -> Seconds:
-    """So many forwards and backwards of a stage, so many of these with gradients of weights: no less where forward and backward together,
-    or any part of them but gradients of weights, take longer."""
+    """Seconds of these numbers of forwards, backwards, and backwards with gradients of weights, of
+    one stage. It is a lower bound if forward and backward are longer together, or in any part
+    except gradients of weights.
+    """
     whole = min(forwards, weights)
     parts_s = (forwards - whole) * run.forward_s + (weights - whole) * run.backward_s
     return whole * run.total_s + parts_s + (backwards - weights) * (run.backward_s - run.weight_s)
@@ -212,10 +230,12 @@ def _worked_s(run: StageRun | StageRuns, forwards: int, backwards: int, weights:
 def _twice(
     row: UnitRow, schedule: Schedule, cut: PartialCut, run: StageRun | StageRuns, forward_s: Seconds
 ) -> tuple[Seconds, Seconds, Sequence[Seconds]]:
-    """(`slowest_s`, `first_s`, `loops_s`) with one more stage; `forward_s`: of the stages before.
+    """(`slowest_s`, `first_s`, `loops_s`) with one more stage. `forward_s` is that of the earlier
+    stages.
 
-    Between the first backward of a rank and its last forward the path works there.  Under 1F1B it may loop: a micro-batch goes on through
-    some ranks and comes back, once for as many micro-batches as these are.  Under zero bubble it would gain only where a message takes
+    Between the first backward of a rank and its last forward, the path follows its work. Under 1F1B
+    the path may loop: a micro-batch goes on through some ranks and returns, once for as many
+    micro-batches as there are ranks. Under zero bubble a loop is longer only if a message takes
     longer than gradients of weights.
     """
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
@@ -256,8 +276,9 @@ def _twice(
 def open_loops(
     cut: PartialCut, micro_batches: int, later: Sequence[tuple[float, float]]
 ) -> list[Seconds]:
-    """`loops_s` of cuts, but for those that cannot become the longest path; `later`: of each stage to come what it takes, from so many
-    seconds to so many."""
+    """The `loops_s` of cuts, without those that cannot become the longest path. `later` has, for
+    each later stage, its smallest and largest seconds.
+    """
     between = micro_batches - 2 - len(later)  # as in `_twice`
     found: list[Seconds] = []
     for (ranks, within), loop_s in zip(_LOOPS, cut.loops_s, strict=True):
@@ -274,7 +295,7 @@ def open_loops(
 
 
 def path_s(row: UnitRow, schedule: Schedule, cut: PartialCut) -> Seconds:
-    """The longest path through all stages, of which the last has `row`."""
+    """The longest path through all stages. `row` is that of the last stage."""
     if not schedule.alternates:
         slowest_s = (row.micro_batches - 1) * (cut.turned_s + cut.slowest_s)
         return np.maximum(
@@ -288,7 +309,7 @@ def path_s(row: UnitRow, schedule: Schedule, cut: PartialCut) -> Seconds:
 
 
 def least_path_s(row: UnitRow, schedule: Schedule, cut: PartialCut) -> Seconds:
-    """The longest path however the rest is cut, at least."""
+    """A lower bound on the longest path for any cut of the remaining units."""
     if not schedule.alternates:
         return path_s(row, schedule, cut)
     return np.maximum(np.maximum(cut.reached_s, cut.slowest_s) + cut.step_s, cut.least_s)

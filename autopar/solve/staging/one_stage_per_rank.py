@@ -1,12 +1,15 @@
-"""The best cut of a row of units into one stage a rank.
+"""The best cut of a row of units into one stage per rank.
 
-Every way to cut is looked at.  For each run of units the least recomputation that fits is known beforehand: the memory of a rank is that of
-its stage, and no step gets shorter when a stage takes longer.  Cuts are found stage by stage, first to last: of all ways to give the first
-units to the first stages only those are kept than which none is better in everything that the rest of the step depends on.  What is
-minimised is the longest of some paths, which no step is shorter than (`longest_paths.py`).  The schedules' closed form then prices the
-best of them, or all where they are few; CP-SAT, asked for the same, took seconds for 16 stages and proved nothing for 64.
+All cuts are considered. For each run of units, the least recomputation that fits is computed first:
+a rank's memory depends only on its stage, and a slower stage never shortens a step. Cuts are built
+stage by stage, first to last, by dynamic programming. Of all ways to put the first units into the
+first stages, only Pareto-optimal ones are kept, in every quantity that the rest of the step depends
+on.
 
-Where ranks have devices of several kinds each has a row of its own, and what forwards take so far depends on how the units were cut.
+The objective is the longest of some paths, a lower bound on the step (`longest_paths.py`). The
+schedule's closed form then prices the best cuts, or all if they are few. CP-SAT took seconds for
+the same problem with 16 stages and proved nothing for 64. If ranks have devices of several kinds,
+each has its own row, and the forward time so far depends on how the units were cut.
 """
 
 from __future__ import annotations
@@ -37,11 +40,13 @@ from autopar.solve.staging.staged_time import is_monotone, kinds_of, staged_step
 from autopar.solve.staging.unit_row import UnitRow
 
 _MOST_RUNS = 20_000
-"""Runs of units to choose from; where there are more, those furthest from an even deal are left out."""
+"""The largest number of candidate runs of units. If there are more, those furthest from an even
+distribution are left out.
+"""
 _FEW = 200
-"""Up to so many cuts all are priced."""
+"""Up to this many cuts, all are priced."""
 _PRICED = 16
-"""How many of the cuts whose longest path is shortest the closed form prices."""
+"""Number of cuts with the shortest longest path that the closed form prices."""
 
 
 def staging_of_ranks(
@@ -50,7 +55,9 @@ def staging_of_ranks(
     capacities: Sequence[int | None],
     upper_bound_s: float = inf,
 ) -> Staging | float:
-    """`staging.best_staging` with one stage a rank, where `rows` has what units cost on each rank, and `capacities` the bytes of each."""
+    """`best_staging` with one stage per rank. `rows` has the costs of units on each rank,
+    `capacities` the bytes of each rank.
+    """
     base, limits = rows[0], [inf if capacity is None else capacity for capacity in capacities]
     if len(base) < schedule.ranks:
         return inf
@@ -83,7 +90,7 @@ def _modes(rows: Sequence[UnitRow], runs: Sequence[StageRun]) -> tuple[str, ...]
 def _cut_freely(
     rows: Sequence[UnitRow], schedule: Schedule, capacities: Sequence[float], upper_bound_s: float
 ) -> tuple[list[StageRun] | None, float, bool]:
-    """(the runs of the stages, a bound of the time of all stagings, whether memory left nothing out)."""
+    """(the runs of the stages, a lower bound on all stagings, whether memory excluded none)."""
     ranks, units, finder = schedule.ranks, len(rows[0]), RunFinder(rows, schedule, capacities)
     if ranks == 1:
         if (whole := finder.run(0, 0, units)) is None:
@@ -102,7 +109,9 @@ def _cut_freely(
 
 
 def _first_cut(finder: RunFinder, upper_bound_s: float) -> tuple[list[StageRun] | None, float]:
-    """The best of a few cuts, and its seconds, if these are less than `upper_bound_s`; else None, and that."""
+    """(the best of a few cuts, its seconds) if that is less than `upper_bound_s`; otherwise (None,
+    `upper_bound_s`).
+    """
     best, best_s = None, upper_bound_s
     for ends in _first_ends(finder.rows):
         spans = enumerate(pairwise([0, *ends]))
@@ -115,13 +124,15 @@ def _first_cut(finder: RunFinder, upper_bound_s: float) -> tuple[list[StageRun] 
 
 
 def _all_fit(runs: Sequence[StageRun | None]) -> list[StageRun] | None:
-    """The runs, if each of them fits."""
+    """The runs, if each of them fits; otherwise None."""
     found = [run for run in runs if run is not None]
     return found if len(found) == len(runs) else None
 
 
 def _first_ends(rows: Sequence[UnitRow]) -> list[tuple[int, ...]]:
-    """Where stages may end, to begin with: evenly; where devices differ also by their speed, and in between, as memory may ask for."""
+    """Ends of stages to try first: even ones. If devices differ, also ends by speed, and mixtures,
+    since memory may require them.
+    """
     units, ranks = len(rows[0]), len(rows)
     if len({id(row) for row in rows}) == 1:
         return [tuple(units * (stage + 1) // ranks for stage in range(ranks))]
@@ -136,7 +147,7 @@ def _first_ends(rows: Sequence[UnitRow]) -> list[tuple[int, ...]]:
 
 
 def _all_cuts(finder: RunFinder, upper_bound_s: float) -> tuple[list[StageRun] | None, float]:
-    """The best of all cuts, each priced, if it takes less than `upper_bound_s`; a bound."""
+    """(the best of all cuts, each priced, if it takes less than `upper_bound_s`; a lower bound)."""
     rows, schedule, run = finder.rows, finder.schedule, cache(finder.run)
     units, fits = len(rows[0]), False
     found: list[tuple[float, list[StageRun]]] = []
@@ -163,7 +174,7 @@ def _all_cuts(finder: RunFinder, upper_bound_s: float) -> tuple[list[StageRun] |
 
 
 def _runs(finder: RunFinder, known_s: float) -> tuple[list[StageRun], bool]:
-    """The runs that a staging faster than `known_s` can have, and whether they are all there."""
+    """(the runs that a staging faster than `known_s` may contain, whether these are all)."""
     rows, ranks, units = finder.rows, finder.schedule.ranks, len(finder.rows[0])
     slack_s = known_s / rows[0].micro_batches * (1 + 1e-9)  # what a stage may take
     work_of = {id(row): row.before.forward_s + row.before.backward_s for row in kinds_of(rows)}
@@ -195,7 +206,9 @@ def _runs(finder: RunFinder, known_s: float) -> tuple[list[StageRun], bool]:
 
 
 def _longest(work_s: np.ndarray, slack_s: float) -> int:
-    """How many units a stage can have that takes no more than `slack_s`; `work_s`: of the units before each."""
+    """The largest number of units of a stage that takes at most `slack_s`. `work_s` are prefix sums
+    over units.
+    """
     return next(
         (n for n in range(len(work_s) - 1, 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0
     )
@@ -209,7 +222,9 @@ def _choose(
     known: list[StageRun] | None,
     known_s: float,
 ) -> tuple[list[StageRun] | None, float]:
-    """The runs of the least step time, if that is less than `known_s`; else `known`.  With a bound of all stagings."""
+    """(the runs with the lowest step time if that is less than `known_s`, otherwise `known`; a
+    lower bound on all stagings).
+    """
     of_stage = [[run for run in runs if run.stage == stage] for stage in range(schedule.ranks)]
     least_alone_s = inf if complete else _least_alone_s(rows, schedule)
     if not all(of_stage):
@@ -239,8 +254,9 @@ def _chained(
     of_stage: Sequence[Sequence[StageRun]],
     known_s: float,
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
-    """(`PartialCut.numbers` of the Pareto-optimal cuts of all units with a path of less than `known_s`; by stage, of each cut so far the
-    run of that stage and the cut before it)."""
+    """(`PartialCut.numbers` of the Pareto-optimal cuts of all units with a path below `known_s`; by
+    stage, the run of each cut and the index of the cut before it).
+    """
     row, kinds = rows[-1], kinds_of(rows)
     totals_s = [[run.total_s for run in mine] for mine in of_stage]
     least_and_most_s = [(min(of), max(of)) for of in totals_s]
@@ -267,17 +283,19 @@ def _chained(
 
 
 def _least_alone_s(rows: Sequence[UnitRow], schedule: Schedule) -> float:
-    """What all the work takes at least, shared out evenly."""
+    """A lower bound on the step: all work, divided evenly."""
     return rows[0].micro_batches * min(row.total_s(0, len(row)) for row in rows) / schedule.ranks
 
 
 def _best_ways(
     rows: Sequence[UnitRow], schedule: Schedule, runs: Sequence[StageRun]
 ) -> tuple[list[StageRun], float, float]:
-    """The ways to recompute with which a step of these stages is shortest, its seconds, and a bound of those of all ways that fit.
+    """(the ways to recompute with the shortest step for these stages, its seconds, a lower bound on
+    all ways that fit).
 
-    A longer backward hides more of what is done once a step, whose longest counts: for each length of that every rank recomputes as little
-    as it must.  Of rows that are bounds the least once a step is asked.
+    A longer backward hides more of the work once a step, of which the longest counts. For each
+    possible length of that work, every rank recomputes as little as it must. If rows are bounds,
+    the least time once a step is used.
     """
     ends, ranks = [(run.first, run.end) for run in runs], range(len(runs))
     own = [rows[run.stage].at.backward_s for run in runs]

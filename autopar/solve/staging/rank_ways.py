@@ -1,4 +1,6 @@
-"""How the stages of a rank with several may recompute, and which of these ways fit."""
+"""The ways in which the stages of a rank with several stages may recompute, and which of them
+fit.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ from autopar.solve.staging.unit_row import UnitRow
 
 
 def before_s(row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """By rank, seconds until it may begin."""
+    """For each rank, a lower bound on the seconds until it may start."""
     parts = row.at.forward_s if schedule.splits_backward else row.at.work_s
     return np.array([parts[first] for first, _ in runs[: schedule.ranks]])
 
 
 @dataclass(frozen=True, slots=True)
 class RankChoice:
-    """How the stages of a rank recompute: of all ways that in a `place`, with the least recomputation of those that fit."""
+    """The chosen recomputation of a rank's stages: the way at index `place`. By default it has the
+    least recomputation that fits.
+    """
 
     ways: RankWays
     fits: np.ndarray
@@ -33,17 +37,17 @@ class RankChoice:
 
     @property
     def more_s(self) -> list[float]:
-        """By stage, by how much backward takes longer."""
+        """By stage, the extra seconds of backward."""
         return self.ways.of_stages_s[self.place].tolist()
 
     @property
     def step_s(self) -> float:
-        """What the stages take more than at least once a step."""
+        """Extra seconds once a step of the rank's stages, above their minimum."""
         return float(self.ways.step_s[self.place])
 
     @property
     def floor_s(self) -> list[float]:
-        """By stage, by how much backward takes longer at least in all ways that fit."""
+        """By stage, the least extra seconds of backward over all ways that fit."""
         return self.ways.of_stages_s[self.fits].min(axis=0).tolist()
 
     def modes(self, stage: int) -> list[int]:
@@ -51,11 +55,11 @@ class RankChoice:
         return self.ways.of_stages[stage].modes[self.place].tolist()
 
     def at(self, place: int) -> RankChoice:
-        """Another of the ways."""
+        """The choice with another way."""
         return replace(self, place=int(place))
 
     def others(self) -> list[RankChoice]:
-        """Ways that recompute more and take less once a step."""
+        """Choices that recompute more and take less time once a step."""
         step_s = self.ways.step_s
         quicker = np.flatnonzero(self.fits & (step_s < step_s[self.place]))
         if len(quicker) > 1:
@@ -65,13 +69,13 @@ class RankChoice:
         return [self.at(place) for place in quicker.tolist()]
 
     def spread(self) -> np.ndarray:
-        """Ways that recompute more in all, but less in some stage."""
+        """Indices of ways that recompute more in total, but less in some stage."""
         of_stages_s = self.ways.of_stages_s
         return np.flatnonzero(self.fits & (of_stages_s < of_stages_s[self.place]).any(axis=1))
 
 
 def _ways(row: UnitRow, runs: Sequence[tuple[int, int]], parted: tuple[bool, ...]) -> RankWays:
-    """Those of stages `runs`; ranks whose stages are alike have them in common."""
+    """The ways of the stages `runs`. Ranks with equal stages share them."""
     ends = (
         (end == len(row), row.sent(first) if first else 0, row.sent(end)) for first, end in runs
     )
@@ -121,11 +125,12 @@ def fitting(
     lines_s: np.ndarray,
     upper_bound_s: float,
 ) -> tuple[list[RankChoice], np.ndarray] | None:
-    """(the least recomputation with which each rank of a pipeline with stages `runs` fits, by rank the seconds of a micro-batch, with
-    their share of those once a step, that no way goes below which fits); None if some rank has none.
+    """(the least recomputation with which each rank of a pipeline with stages `runs` fits; for each
+    rank, a lower bound on the seconds of a micro-batch, with their share of seconds once a step,
+    over all ways that fit). None if some rank has none.
 
-    By the lines of a row (`lines_s`, by rank), ways are left out with which a step takes `upper_bound_s`; where all are, a rank takes
-    infinitely long.
+    With the lower bounds `lines_s` of the row, by rank, ways are excluded with which a step takes
+    at least `upper_bound_s`. If all are excluded, the rank's bound is infinite.
     """
     ranks = schedule.ranks
     alike: dict[
@@ -156,8 +161,9 @@ def fitting(
 def _fullest(
     ways: RankWays, schedule: Schedule, micro_batches: int, mine: list[int], frees: bool
 ) -> np.ndarray:
-    """By rank of `mine` and way: bytes of the fullest moment, besides those that no way changes.  `frees`: the rank ends the pipeline by a
-    backward in one part."""
+    """By rank of `mine` and way: peak bytes, without those that no way changes. `frees`: the rank
+    ends the pipeline, and its last backward is whole.
+    """
     shape = schedule.name, schedule.ranks, schedule.stages_per_rank, micro_batches
     held = _held_stack(*shape)[mine]
     most = (held @ ways.kept).max(axis=1)
@@ -176,7 +182,9 @@ def _fullest(
 
 @lru_cache(maxsize=4096)
 def _held_stack(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> np.ndarray:
-    """`held_moments` as one array by rank, moment and stage; ranks with fewer moments have their first several times."""
+    """`held_moments` as one array by rank, moment and stage. Ranks with fewer moments repeat their
+    first one.
+    """
     moments = held_moments(name, ranks, stages_per_rank, micro_batches)
     most = max(map(len, moments))
     return np.array([[*of, *of[:1] * (most - len(of))] for of in moments])

@@ -1,4 +1,4 @@
-"""Ways to recompute in a stage: how many blocks of each kind run in each mode, and what that costs."""
+"""Ways to recompute in a stage: how many blocks of each kind run in each mode, and the costs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ from autopar.solve.costs.pareto import undominated
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Blocks that cost the same, by mode: what backward takes and forward keeps more than in the first, what forward and backward take
-    together, what they take once a step and (`lines`) what they cost by each line more than in the mode where that is least, bytes that
-    backward needs for a moment in one part and in two (`parted`), and what micro-batches that wait for gradients of parameters hold more
-    than they kept."""
+    """Costs of blocks that are equal, by mode.
+
+    Attributes:
+        more_s: seconds of backward above the first mode.
+        work_s: seconds of forward and backward together.
+        step_s: seconds once a step.
+        lines: for each line, its cost above the mode in which that is least.
+        more_kept: bytes kept by forward, above the first mode.
+        transient: peak bytes of a whole backward.
+        parted: peak bytes of a split backward.
+        late: extra bytes that micro-batches hold while they wait for gradients of parameters.
+    """
 
     more_s: tuple[float, ...]
     work_s: tuple[float, ...]
@@ -32,10 +40,14 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Ways to run some blocks that no other beats in bytes and in seconds, those of backward or (`least_s`) with a share of those once a
-    step: arrays by option, fastest first.  `work_s`: as `least_s`, of forward and backward together; `lines[option, line]`.  `moment`: what
-    a backward needs for a moment, in one part or in two (then `late` is what waits between them, else 0).
-    `amounts[option, kind, mode]`."""
+    """Pareto-optimal ways to run some blocks, in bytes and in seconds: arrays by option, fastest
+    first.
+
+    `more_s` is extra seconds of backward; `least_s` includes a share of the seconds once a step;
+    `work_s` is that of forward and backward together. `lines` is indexed [option, line]. `moment`
+    is the peak bytes of a backward, whole or split; if split, `late` is what waits between the
+    parts, otherwise 0. `amounts` is indexed [option, kind, mode].
+    """
 
     more_s: np.ndarray
     least_s: np.ndarray
@@ -49,8 +61,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Ways to run a stage: what backward takes more, what it takes once a step more than at least, and `amounts` as in `Options`.
-    `is_complete`: no other that fits takes less of both."""
+    """Ways to run a stage: extra seconds of backward, seconds once a step above the minimum, and
+    `amounts` as in `Options`. `is_complete`: no other way that fits has less of both.
+    """
 
     more_s: np.ndarray
     step_s: np.ndarray
@@ -60,8 +73,10 @@ class Ways:
 
 @dataclass(frozen=True, slots=True)
 class AlikeWays:
-    """Ways to run a stage whose rank runs as many blocks of each of its stages in each mode: arrays by way, those that recompute fewest
-    first.  `lines[way, line]`; `modes[way, unit]`: the first blocks recompute most."""
+    """Ways to run a stage whose rank runs the same number of blocks in each mode in all its stages:
+    arrays by way, least recomputation first. `lines` is indexed [way, line], `modes` [way,
+    unit]. The first blocks recompute most.
+    """
 
     more_s: np.ndarray
     work_s: np.ndarray
@@ -76,9 +91,11 @@ class AlikeWays:
 
 @dataclass(frozen=True, slots=True)
 class RankWays:
-    """The ways to run the stages of a rank, whichever rank it is: arrays by way.  `of_stages_s`: by how much backward of each stage takes
-    longer; `each_s`: of a micro-batch, with its share of those once a step; `kept`, `late` and `moments` are bytes by stage; `fixed_bytes`:
-    of what no way changes."""
+    """The ways to run the stages of any rank with these stages: arrays by way. `of_stages_s` is the
+    extra seconds of backward by stage. `each_s` is seconds of a micro-batch, with its share of
+    seconds once a step. `kept`, `late` and `moments` are bytes by stage; `fixed_bytes` is what
+    no way changes.
+    """
 
     of_stages: tuple[AlikeWays, ...]
     of_stages_s: np.ndarray
@@ -93,13 +110,14 @@ class RankWays:
 
 
 _FEW = 20_000
-"""Up to so many ways to run some blocks are looked through as they are, not sifted."""
+"""Up to this many ways to run some blocks, all are considered without filtering."""
 
 
 @dataclass
 class RecomputeOptions:
-    """How blocks of these kinds may run in so many modes.  What was asked before is known: a `cache` of a method would make a cycle, which
-    keeps many large rows until garbage is collected."""
+    """The ways in which blocks of these kinds may run in `modes` modes. Results are cached in
+    fields, since a cached method would form a reference cycle that keeps many large rows alive.
+    """
 
     kinds: Sequence[Kind]
     modes: int
@@ -108,7 +126,7 @@ class RecomputeOptions:
     known_ways: dict[tuple[tuple[int, ...], int], AlikeWays] = field(default_factory=dict)
 
     def options(self, counts: tuple[int, ...], parted: bool) -> Options:
-        """The ways to run so many blocks of each kind, whose backward is in two parts or in one."""
+        """The ways to run `counts[kind]` blocks of each kind, with a split or a whole backward."""
         if (counts, parted) not in self.known_options:
             self.known_options[counts, parted] = (
                 self._all_options(_amounts(counts, self.modes), parted)
@@ -118,12 +136,12 @@ class RecomputeOptions:
         return self.known_options[counts, parted]
 
     def are_few(self, counts: Sequence[int]) -> bool:
-        """Whether all ways to run so many blocks of each kind are looked through."""
+        """Whether all ways to run this many blocks of each kind are considered."""
         modes = self.modes
         return prod(comb(count + modes - 1, modes - 1) for count in counts if count) <= _FEW
 
     def _sifted_options(self, counts: tuple[int, ...], parted: bool) -> Options:
-        """Kind after kind, without those that others of the kinds so far dominate."""
+        """Ways built kind by kind, without those that others dominate."""
         none, zero = np.zeros(1, dtype=int), np.zeros(1)
         no_lines = len(self.kinds[0].lines)  # by which ways are not sifted
         found = Options(
@@ -154,7 +172,7 @@ class RecomputeOptions:
         return found
 
     def _all_options(self, amounts: np.ndarray, parted: bool) -> Options:
-        """Every way, fastest first."""
+        """All ways, fastest first."""
         by_kind = amounts.reshape(len(amounts), -1)
         took_s, joint_s, once_s, kept, late, *lines = (
             by_kind @ self._of_kinds
@@ -177,7 +195,9 @@ class RecomputeOptions:
 
     @cached_property
     def _of_kinds(self) -> np.ndarray:
-        """What one block of a kind in a mode (row) takes and keeps more, and costs by each line."""
+        """For one block of each (kind, mode), as rows: its extra seconds and bytes, and its cost by
+        line.
+        """
         parts = [
             [getattr(kind, part) for kind in self.kinds]
             for part in ("more_s", "work_s", "step_s", "more_kept", "late")
@@ -186,7 +206,9 @@ class RecomputeOptions:
         return np.array(parts, dtype=float).reshape(len(parts), -1).T.copy()
 
     def alike_ways(self, kinds: tuple[int, ...], longest: int) -> AlikeWays:
-        """Ways to run a stage whose units have blocks of these kinds; the longest of its rank has `longest`."""
+        """Ways to run a stage whose units have blocks of these kinds. The longest stage of its rank
+        has `longest` units.
+        """
         if (kinds, longest) not in self.known_ways:
             self.known_ways[kinds, longest] = self._all_alike_ways(kinds, longest)
         return self.known_ways[kinds, longest]
@@ -195,7 +217,7 @@ class RecomputeOptions:
         modes = _modes_of_alike(longest, self.modes)[:, : len(kinds)]
 
         def each(part: str) -> np.ndarray:
-            """Of each unit in its mode."""
+            """The values of field `part` for each unit in its mode."""
             return np.array([getattr(self.kinds[kind], part) for kind in kinds])[
                 np.arange(len(kinds)), modes
             ]
@@ -218,7 +240,9 @@ class RecomputeOptions:
 
 @lru_cache(maxsize=4096)
 def _modes_of_alike(longest: int, modes: int) -> np.ndarray:
-    """By way and place in a stage: the mode of a block, if of each but the first mode there are so many."""
+    """The mode of a block by way and place in a stage. A way is a number of blocks for each mode
+    but the first.
+    """
     ways = [
         amounts
         for amounts in product(range(longest + 1), repeat=modes - 1)
@@ -233,13 +257,13 @@ def _modes_of_alike(longest: int, modes: int) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _amounts(counts: tuple[int, ...], modes: int) -> np.ndarray:
-    """How many blocks of each kind run in each mode: option, kind, mode."""
+    """The number of blocks of each kind in each mode, indexed [option, kind, mode]."""
     return np.array(list(product(*(_splits(int(count), modes) for count in counts))))
 
 
 @lru_cache(maxsize=4096)
 def _splits(count: int, parts: int) -> tuple[tuple[int, ...], ...]:
-    """Every way to write `count` as an ordered sum of so many parts."""
+    """All ways to write `count` as an ordered sum of `parts` numbers."""
     if parts == 1:
         return ((count,),)
     return tuple(
@@ -250,7 +274,7 @@ def _splits(count: int, parts: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _joined(a: Options, b: Options) -> Options:
-    """One of the first and one of the second, each with each."""
+    """All combinations of an option of `a` and one of `b`."""
     left, right = np.divmod(np.arange(len(a.more_s) * len(b.more_s)), len(b.more_s))
     return Options(
         more_s=a.more_s[left] + b.more_s[right],
@@ -265,7 +289,7 @@ def _joined(a: Options, b: Options) -> Options:
 
 
 def _sifted(options: Options) -> Options:
-    """The Pareto-optimal ones in bytes and either measure of seconds, fastest first."""
+    """The options that are Pareto-optimal in bytes and either measure of seconds, fastest first."""
     needs = [options.more_kept, options.moment, options.late]
     chosen = {
         number
@@ -277,5 +301,5 @@ def _sifted(options: Options) -> Options:
 
 
 def _picked(options: Options, order: np.ndarray | list[int]) -> Options:
-    """Some of the options, in this order."""
+    """The options with the indices `order`, in this order."""
     return Options(**{part.name: getattr(options, part.name)[order] for part in fields(Options)})

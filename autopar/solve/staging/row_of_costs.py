@@ -1,4 +1,4 @@
-"""Rows of units, of one placement or of what no placement of many goes below."""
+"""Builds rows of units from segment costs, of one placement or of lower bounds over many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.solve.staging.unit_row import BytePrice, LastSegment, Line, Sums, U
 
 
 def row_of_placement(models: Models, choices: Choices) -> UnitRow:
-    """The units of a model, annotated for each recompute mode, under one placement."""
+    """The row of a model, annotated for each recompute mode, under one placement."""
     base = next(iter(models.values()))
     costs = [segment_costs(model, choices) for model in models.values()]
     ties = []
@@ -45,10 +45,19 @@ def row_of_costs(
     lines: Sequence[tuple[BytePrice, Sequence[Sequence[float]]]] = (),
     most_freed: int = 0,
 ) -> UnitRow:
-    """Units of which each segment costs `costs[mode][segment]`, without messages and ties (bytes and seconds once a step of each of the
-    model) if they are not given; `freed` if it is not what the last one keeps, `work_s[mode][segment]` if forward and backward take more
-    together than the least of each.  `lines`: prices, and the least by mode and segment, of placements whose last segment keeps
-    `most_freed` at most."""
+    """A row of units from segment costs, indexed costs[mode][segment].
+
+    Args:
+        models: the model for each recompute mode.
+        costs: the costs of segments.
+        arriving: bytes of the message into each segment; default 0.
+        ties: (bytes, seconds once a step) of each shared parameter of the model; default none.
+        freed: bytes that the last segment frees; default what it keeps.
+        work_s: seconds of forward and backward together, by mode and segment, if they exceed the
+            sum of both minima.
+        lines: prices of a byte, with lower bounds by mode and segment.
+        most_freed: an upper bound on what the last segment keeps in these placements.
+    """
     segments = _Segments(models, costs, work_s or (), [by_mode for _, by_mode in lines])
     of_lines = [segments.by_unit(np.min(by_mode, axis=0)) for _, by_mode in lines]
     return _row(
@@ -62,8 +71,9 @@ def row_of_costs(
 
 
 def in_first(costs: Sequence[Sequence[SegmentCost]], modes: int) -> list[list[SegmentCost]]:
-    """Of what segments cost at least, `costs[mode][segment]`, what they do in the first so many modes; once a step in whichever mode, since
-    they may recompute to hide it."""
+    """Lower bounds on segment costs, costs[mode][segment], in the first `modes` modes. Seconds once
+    a step are the minimum over all modes, since segments may recompute to hide them.
+    """
     if modes == len(costs):
         return list(map(list, costs))
     once_s = np.min([[cost.step_s for cost in of] for of in costs], axis=0).tolist()
@@ -75,7 +85,9 @@ def in_first(costs: Sequence[Sequence[SegmentCost]], modes: int) -> list[list[Se
 
 @dataclass(frozen=True)
 class _Segments:
-    """What segments cost: `costs`, `work_s` (forward and backward together) and each of `lines` by mode and segment."""
+    """Costs of segments: `costs`, `work_s` (forward and backward together) and each of `lines`, by
+    mode and segment.
+    """
 
     models: Models
     costs: Sequence[Sequence[SegmentCost]]
@@ -97,7 +109,7 @@ class _Segments:
 
     @cached_property
     def last(self) -> int:
-        """The model's last segment, if no other is of its class; else -1."""
+        """The model's last segment if no other has its class, otherwise -1."""
         base = self.base
         is_alone = base.last is not None and base.segments[-1] == base.last
         return len(base.segments) - 1 if is_alone else -1
@@ -110,7 +122,9 @@ class _Segments:
 
     @cached_property
     def sort_of(self) -> list[tuple]:
-        """By segment what tells apart those that cost something else; most segments are the same ones."""
+        """For each segment, a key that is equal for segments with equal costs. Most segments share
+        one.
+        """
         values = np.array([of for by_mode in (self.work_s, *self.lines) for of in by_mode]).T.copy()
         return [
             (*(id(c[s]) for c in self.costs), values[s].tobytes())
@@ -119,19 +133,21 @@ class _Segments:
 
     @cached_property
     def numbers(self) -> tuple[np.ndarray, list[int]]:
-        """(by segment the number of its sort, by sort a segment of it)."""
+        """(index of the sort of each segment, a segment of each sort). Segments of one sort have
+        equal costs.
+        """
         number_of: dict[tuple, int] = {}
         numbers = np.array([number_of.setdefault(sort, len(number_of)) for sort in self.sort_of])
         return numbers, [self.sort_of.index(sort) for sort in number_of]
 
     def least(self, part: str, modes: int = 1) -> np.ndarray:
-        """By segment, a part of its cost in that of the first modes where it is least."""
+        """For each segment, the minimum over the first modes of one part of its cost."""
         numbers, one_of = self.numbers
         of = self.costs[:modes]
         return np.array([min(getattr(c[s], part) for c in of) for s in one_of])[numbers]
 
     def by_unit(self, of_segments: np.ndarray) -> np.ndarray:
-        """What the segments of each unit add up to."""
+        """The sums over the segments of each unit."""
         return np.add.reduceat(of_segments, self.firsts)
 
 
@@ -144,7 +160,7 @@ def _row(
     lines: Sequence[tuple[BytePrice, np.ndarray]] = (),
     is_bound: bool = False,
 ) -> UnitRow:
-    """`lines`: prices, and the least by unit."""
+    """A row from segment costs. `lines` has prices, with lower bounds by unit."""
     kinds, kind = _kinds(of)
     parts = _parts(of)
     return UnitRow(
@@ -165,7 +181,7 @@ def _row(
 
 
 def _parts(of: _Segments) -> list[np.ndarray]:
-    """What each unit has, in the order of `Sums`."""
+    """The costs of each unit, in the order of `Sums`."""
     modes = len(of.costs)
     is_beside = np.ones(len(of.base.segments), dtype=int)
     is_beside[of.blocks] = 0
@@ -189,12 +205,14 @@ def _parts(of: _Segments) -> list[np.ndarray]:
 
 
 def _before(of_units: np.ndarray) -> np.ndarray:
-    """Of the units before each: the sum of what each has."""
+    """Prefix sums over units."""
     return np.concatenate([[0], np.cumsum(of_units)])
 
 
 def _last_segment(of: _Segments, freed: int | None = None, most_freed: int = 0) -> LastSegment:
-    """`freed` if it is not what the segment keeps."""
+    """The bytes of the model's last segment. `freed` overrides what it frees, by default what it
+    keeps.
+    """
     if of.last < 0:
         return LastSegment(most_freed=most_freed)
     cost = of.costs[0][of.last]
@@ -204,7 +222,7 @@ def _last_segment(of: _Segments, freed: int | None = None, most_freed: int = 0) 
 
 
 def _kinds(of: _Segments) -> tuple[list[Kind], list[int]]:
-    """(the kinds of blocks, the number of that of each unit)."""
+    """(the kinds of blocks, the index of each unit's kind)."""
     kinds: dict[Kind, int] = {}
     known: dict[tuple, int] = {}  # most blocks are the same ones
     found = []
@@ -217,7 +235,7 @@ def _kinds(of: _Segments) -> tuple[list[Kind], list[int]]:
 
 
 def _kind(of: _Segments, block: int) -> Kind:
-    """Of one block; the model's last segment runs in the first mode."""
+    """The kind of one block. The model's last segment runs in the first mode."""
     is_last, own, base = block == of.last, of.costs[0][block], of.base
     modes = [own if is_last else by_mode[block] for by_mode in of.costs]
     joint_s, *of_lines = (
@@ -244,7 +262,9 @@ def _kind(of: _Segments, block: int) -> Kind:
 
 
 def _transients(of: _Segments) -> list[int]:
-    """By unit: bytes that the segments beside its block need for a moment, but for the model's last."""
+    """For each unit: peak bytes of the segments beside its block, without the model's last
+    segment.
+    """
     own, ends, found = of.costs[0], [*of.blocks[1:], len(of.base.segments)], []
     for first, end, block in zip(of.firsts, ends, of.blocks, strict=True):
         beside: Iterable[int] = (

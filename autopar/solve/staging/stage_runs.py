@@ -1,4 +1,4 @@
-"""The stages that a rank could have: runs of units with the least recomputation that fits."""
+"""Candidate stages of a rank: runs of units with the least recomputation that fits."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from autopar.solve.staging.least_recomputation import least
 from autopar.solve.staging.unit_row import UnitRow
 
 Seconds = float | np.ndarray
-"""Of one thing, or of many."""
+"""Seconds of one item, or of many as an array."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """A stage that could be: units `first` to `end` on a rank, with the least recomputation that fits.
+    """A candidate stage: units `first` to `end` on a rank, with the least recomputation that fits.
 
-    `weight_s` is part of `backward_s`, `total_s` of forward and backward; `least_s` is of a micro-batch, with the share of what it takes
-    once a step.  `room`: micro-batches held, bytes of the rank, and micro-batches that wait, as `least` has them.
+    `weight_s` is part of `backward_s`; `total_s` is forward and backward. `least_s` is for a
+    micro-batch, with its share of the seconds once a step. `room` is (micro-batches held, bytes of
+    the rank, micro-batches that wait), the arguments of `least`.
     """
 
     stage: int
@@ -41,7 +42,7 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True)
 class StageRuns:
-    """Many runs of one stage, each number of `StageRun` an array."""
+    """Many runs of one stage, with the numbers of `StageRun` as arrays."""
 
     stage: int
     first: np.ndarray
@@ -55,14 +56,14 @@ class StageRuns:
 
     @staticmethod
     def of(runs: Sequence[StageRun]) -> StageRuns:
-        """The runs of one stage."""
+        """The runs of one stage as arrays."""
         return StageRuns(
             runs[0].stage,
             **{name: np.array([getattr(run, name) for run in runs]) for name in _NUMBERS},
         )
 
     def picked(self, chosen: np.ndarray) -> StageRuns:
-        """Some of them, maybe several times."""
+        """The runs with the indices `chosen`, possibly repeated."""
         return StageRuns(self.stage, **{name: getattr(self, name)[chosen] for name in _NUMBERS})
 
 
@@ -71,8 +72,9 @@ _NUMBERS = ("first", "end", "forward_s", "backward_s", "weight_s", "total_s", "s
 
 @dataclass
 class RunFinder:
-    """Finds the runs of ranks of which each has a row of units and so many bytes.  `is_free`: none of them was left out, or recomputes,
-    for want of memory."""
+    """Finds the runs of ranks, each with its own row of units and bytes of memory. `is_free`:
+    memory excluded no run and required no recomputation.
+    """
 
     rows: Sequence[UnitRow]
     schedule: Schedule
@@ -81,7 +83,7 @@ class RunFinder:
 
     @cached_property
     def rooms(self) -> list[tuple[int, float, int]]:
-        """By rank: micro-batches held, bytes, and micro-batches that wait."""
+        """For each rank: micro-batches held, bytes, and micro-batches that wait."""
         name, ranks, micro = self.schedule.name, self.schedule.ranks, self.rows[0].micro_batches
         held, late = [1], [0]
         if ranks > 1:

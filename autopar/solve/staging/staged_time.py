@@ -1,4 +1,4 @@
-"""Schedules of pipelines, and what a step takes in given stages."""
+"""Seconds of a step for given stages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ def staged_step_s(
     more_s: Sequence[float],
     more_once_s: Sequence[float] = (),
 ) -> float:
-    """The step of stages with so many seconds of recomputation, as `pipeline.pipelined` prices it but for what nothing changes; a bound of
-    it where rows are.  `more_once_s`: by rank, what it takes once a step more than at least."""
+    """Step seconds of stages with `more_s` seconds of recomputation each, as
+    `pipeline_cost.pipelined` prices them, without the constant part. It is a lower bound if the
+    rows are. `more_once_s`: by rank, extra seconds once a step.
+    """
     ranks, micro = schedule.ranks, rows[0].micro_batches
     times: list[StageTimes] = []
     for number, ((first, end), more) in enumerate(zip(runs, more_s, strict=True)):
@@ -48,11 +50,13 @@ def staged_step_s(
 
 
 def is_monotone(row: UnitRow, schedule: Schedule) -> bool:
-    """Whether what stages of a row take is a bound of what those of all its placements do.  Under zero bubble a step may take longer where
-    more of the same backward is gradients of parameters, so that paths alone are."""
+    """Whether the step time of stages of a row is a lower bound for all its placements. Under zero
+    bubble it is not: a step may become longer if more of the same backward is gradients of
+    parameters. Only paths are then bounds.
+    """
     return not schedule.splits_backward or not row.is_bound
 
 
 def kinds_of(rows: Sequence[UnitRow]) -> list[UnitRow]:
-    """The rows that differ."""
+    """The distinct rows."""
     return list({id(row): row for row in rows}.values())

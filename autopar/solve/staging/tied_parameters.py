@@ -1,4 +1,4 @@
-"""Shared parameters of a row of units."""
+"""Shared parameters in a row of units."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from autopar.ir.annotated import AnnotatedModel
 
 @dataclass(frozen=True, slots=True)
 class TiedParameter:
-    """A shared parameter.  A rank that reads it without a segment that pays for it has `static_bytes` for it, and `step_s` once a step;
-    `paid` and `read` count segments that pay for it and others that read it (sums before each unit)."""
+    """A shared parameter. A rank that reads it without a segment that pays for it has
+    `static_bytes`, and `step_s` once a step. `paid` and `read` are prefix sums over units:
+    segments that pay for it, and others that read it.
+    """
 
     static_bytes: int
     step_s: float
@@ -25,12 +27,14 @@ class TiedParameter:
 
 @dataclass(frozen=True)
 class TiedParameters:
-    """Those of a row."""
+    """The shared parameters of a row."""
 
     every: Sequence[TiedParameter] = ()
 
     def borrowed(self, runs: Sequence[tuple[int, int]]) -> list[TiedParameter]:
-        """Those that a rank with these runs reads without what pays for them (`pipeline_cost.borrowed`)."""
+        """The parameters that a rank with these runs reads without a segment that pays for them
+        (`pipeline_cost.borrowed`).
+        """
         if not self.every:
             return []
         firsts, ends = (list(of) for of in zip(*runs, strict=True))
@@ -42,7 +46,9 @@ class TiedParameters:
 
     @cached_property
     def _before(self) -> tuple[np.ndarray, np.ndarray]:
-        """By tie and the units before each: how many segments pay for it, and how many others read it."""
+        """Prefix sums over units, by tie: (segments that pay for it, other segments that read
+        it).
+        """
         return np.array([tie.paid for tie in self.every]), np.array(
             [tie.read for tie in self.every]
         )
@@ -51,8 +57,10 @@ class TiedParameters:
 def tied_parameters(
     model: AnnotatedModel, costs: Sequence[tuple[int, float]], firsts: Sequence[int]
 ) -> TiedParameters:
-    """The ties of a row whose units begin with segments `firsts`; those of the same segments are one.  `costs`: bytes, and seconds once a
-    step, of each shared parameter of the model."""
+    """The shared parameters of a row whose units begin with segments `firsts`. Those with the same
+    readers are combined. `costs` has (bytes, seconds once a step) of each shared parameter of
+    the model.
+    """
     together: dict[tuple[tuple[int, ...], ...], list[tuple[int, float]]] = {}
     for cost, shared in zip(costs, model.shared, strict=True):
         holders = tuple(

@@ -1,8 +1,9 @@
 """The blocks of a placement as a row of units.
 
-A *unit* is a block and what stands between it and the next; what comes before the first block is of the first unit.  Blocks of one *kind*
-cost the same in every recompute mode, so that a run of units is told by how many blocks of each kind it has, and what it costs to recompute
-some of them by how many run in which mode, never by which.
+A *unit* is a block and the segments up to the next block; segments before the first block belong to
+the first unit. Blocks of one *kind* cost the same in every recompute mode. A run of units is
+therefore described by its number of blocks of each kind. Its recomputation is described by how many
+of them run in which mode.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ Number = TypeVar("Number")
 
 @dataclass(frozen=True, slots=True)
 class BytePrice:
-    """Seconds for a byte that a micro-batch keeps and for a static one.  `late`: so much of what a micro-batch keeps is counted as what it
-    holds while it waits for gradients of parameters; `late_by_ends`: of what segments beside blocks keep."""
+    """A price, in seconds, for a byte that a micro-batch keeps and for a static byte. `late` is the
+    fraction of kept bytes that counts as bytes held while waiting for gradients of parameters;
+    `late_by_ends` is the same for segments beside blocks.
+    """
 
     kept_s: float
     static_s: float
@@ -35,8 +38,10 @@ class BytePrice:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A run takes no less than its units add up to in `least_s` (sums before each unit), less the `price` of each byte that it keeps for a
-    micro-batch and of each that is static: seconds of a micro-batch, and its share of those once a step."""
+    """A lower bound: a run takes at least the sum of `least_s` over its units (prefix sums), minus
+    the `price` of its kept and static bytes. The seconds are those of a micro-batch, with its
+    share of seconds once a step.
+    """
 
     price: BytePrice
     least_s: list[float]
@@ -44,11 +49,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Sums(Generic[Seconds, Number]):
-    """Sums over the units before each, as arrays or as lists; in the first mode where nothing else is said.
+    """Prefix sums over units, as arrays or lists, in the first mode unless stated otherwise.
 
-    `work_s` (forward and backward), `step_s` and `least_kept` are in the mode where each is least: a longer backward hides more of what is
-    done once a step.  `static`, `kept` and `least_kept` are bytes.  `beside` counts segments beside blocks, and `late` is what these hold
-    more between two parts of a backward.
+    `work_s` (forward and backward), `step_s` and `least_kept` are each in the mode with the
+    minimum, since a longer backward hides more of the work once a step. `static`, `kept` and
+    `least_kept` are bytes. `beside` counts segments beside blocks; `late` is the extra bytes that
+    these hold between two parts of a backward.
     """
 
     forward_s: Seconds
@@ -65,8 +71,10 @@ class Sums(Generic[Seconds, Number]):
 
 @dataclass(frozen=True, slots=True)
 class LastSegment:
-    """Bytes of the model's last segment, if its backward is over before that of others begins: what it keeps (`freed`), what of it is gone
-    where backward has two parts (`freed_parted`), what it needs for a moment itself, and what placements keep of it at most."""
+    """Bytes of the model's last segment, whose backward ends before that of others begins: what it
+    keeps (`freed`), how much of that a split backward frees (`freed_parted`), its own peak
+    (`transient`), and an upper bound on what placements keep of it (`most_freed`).
+    """
 
     freed: int = 0
     freed_parted: int = 0
@@ -76,11 +84,12 @@ class LastSegment:
 
 @dataclass(eq=False)
 class UnitRow:
-    """The units of a model under one placement: units i..j cost `before.x[j] - before.x[i]`.
+    """The units of a model under one placement. Units i..j cost `before.x[j] - before.x[i]`.
 
-    `blocks` are segments, `kind` and `transient` (bytes that segments beside the block need for a moment) are by unit, `arriving` are bytes
-    of the message into a stage that begins with a unit.  `parts` are all that units cost, each by unit.  `is_bound`: units have what no
-    placement of many goes below; `lines` bound what runs of these take (`family_bounds.py`).
+    `blocks` are segment indices. By unit: `kind`, `transient` (peak bytes of segments beside the
+    block), and `arriving` (bytes of the message into a stage that begins with the unit). `parts`
+    are all costs, each by unit. `is_bound`: the costs are lower bounds over many placements;
+    `lines` then bound the runs of these (`family_bounds.py`).
     """
 
     model: AnnotatedModel
@@ -104,36 +113,38 @@ class UnitRow:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Number of micro-batches of a step."""
         return self.model.num_microbatches
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all blocks are of one class."""
+        """Whether all blocks have one class."""
         return len({self.model.segments[number] for number in self.blocks}) == 1
 
     @cached_property
     def at(self) -> Sums[list[float], list[int]]:
-        """The sums as lists, of which one number is read far quicker than of an array."""
+        """The prefix sums as lists, because reading one number is much faster than from an
+        array.
+        """
         return Sums(
             **{part.name: getattr(self.before, part.name).tolist() for part in fields(Sums)}
         )
 
     @cached_property
     def counts(self) -> list[list[int]]:
-        """Of the units before each: how many blocks there are of each kind."""
+        """Prefix sums over units: number of blocks of each kind."""
         return _counted(self.kind, len(self.recompute.kinds))
 
     @cached_property
     def sorts(self) -> list[int]:
-        """Of each unit the number of its sort: those of one sort are alike in all that they cost."""
+        """The sort of each unit: units of one sort have equal costs."""
         sorts: dict[tuple, int] = {}
         units = zip(self.kind, self.transient, *(part.tolist() for part in self.parts), strict=True)
         return [sorts.setdefault(unit, len(sorts)) for unit in units]
 
     @cached_property
     def sorts_before(self) -> list[list[int]]:
-        """Of the units before each: how many there are of each sort."""
+        """Prefix sums over units: number of units of each sort."""
         return _counted(self.sorts, max(self.sorts) + 1)
 
     @cached_property
@@ -150,7 +161,7 @@ class UnitRow:
 
     @cached_property
     def least_moments(self) -> np.ndarray:
-        """By unit: bytes that backward needs for a moment at least, in one part."""
+        """For each unit, a lower bound on the peak bytes of a whole backward."""
         return np.array(
             [
                 max(min(self.recompute.kinds[kind].transient), beside)
@@ -160,11 +171,11 @@ class UnitRow:
 
     @cached_property
     def lines_least_s(self) -> np.ndarray:
-        """What lines add up to, by line and the units before each."""
+        """Prefix sums over units of the lines, by line."""
         return np.array([line.least_s for line in self.lines])
 
     def total_s(self, first: int, end: int) -> float:
-        """Seconds of forward and backward of a run at least, a micro-batch."""
+        """A lower bound on the seconds of forward and backward of a run for a micro-batch."""
         return self.at.work_s[end] - self.at.work_s[first]
 
     def once_s(self, runs: Sequence[tuple[int, int]]) -> float:
@@ -173,18 +184,22 @@ class UnitRow:
         return own_s + sum(tie.step_s for tie in self.ties.borrowed(runs))
 
     def memory(self, runs: Sequence[tuple[int, int]]) -> int:
-        """Bytes of a rank with these runs besides what blocks keep and need for a moment: static, and what nothing changes."""
+        """Bytes of a rank with these runs, without what blocks keep and without transients: static
+        and fixed bytes.
+        """
         own = sum(self.at.static[end] - self.at.static[first] for first, end in runs)
         ties = sum(tie.static_bytes for tie in self.ties.borrowed(runs))
         return own + ties + self.model.fixed_bytes
 
     def sent(self, end: int) -> int:
-        """Bytes of what a stage has sent that stay until its backward."""
+        """Bytes that a stage has sent and that stay until its backward."""
         keeps = self.model.pipeline is not None and self.model.pipeline.keeps_outputs
         return self.arriving[end] if keeps and end < len(self.kind) else 0
 
     def passing(self, runs: Sequence[tuple[int, int]]) -> int:
-        """Bytes of messages on their way to and from a rank with these stages, beside those that its micro-batches keep."""
+        """Bytes of messages in transit to and from a rank with these stages, besides those that its
+        micro-batches keep.
+        """
         if len(runs) == 1:
             return 0
         return 2 * max(max(self.sent(first) if first else 0, self.sent(end)) for first, end in runs)
@@ -192,8 +207,9 @@ class UnitRow:
     def moment(
         self, first: int, end: int, transient: np.ndarray, late: np.ndarray, parted: bool
     ) -> np.ndarray:
-        """Bytes of the fullest moment of backward, in two parts or in one, of a run whose blocks need `transient` and that holds `late`
-        more in the end."""
+        """Peak bytes of backward, split or whole, of a run whose blocks need `transient` and that
+        holds `late` more bytes at the end.
+        """
         ends, last = end == len(self.kind), self.last
         freed = (last.freed_parted if parted else last.freed) * ends
         return np.maximum(
@@ -204,8 +220,11 @@ class UnitRow:
     def with_more_s(
         self, runs: Sequence[tuple[int, int]], more_s: np.ndarray, work_s: np.ndarray
     ) -> np.ndarray:
-        """Seconds of a micro-batch of the runs of a rank, with its share of those once a step, at least, if backward takes so many more
-        than the least, and forward and backward together: least forward and least backward may be of two placements."""
+        """A lower bound on the seconds of a micro-batch of a rank's runs, with its share of seconds
+        once a step. Backward takes `more_s` above its minimum, and forward and backward together
+        `work_s` above theirs. The minima of forward and of backward may come from two
+        placements.
+        """
         parts_s = sum(
             of[end] - of[first]
             for first, end in runs
@@ -217,5 +236,5 @@ class UnitRow:
 
 
 def _counted(numbers: Sequence[int], count: int) -> list[list[int]]:
-    """Of the units before each: how many have each of `count` numbers."""
+    """Prefix sums over units: how many have each of `count` numbers."""
     return [[0] * count, *np.cumsum(np.eye(count, dtype=int)[numbers], axis=0).tolist()]
