@@ -49,7 +49,9 @@ from autopar.trace.fusion.fused import fused
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def _check_options(plan: Plan, max_grad_norm: float | None, compiles: bool) -> None:
+def _check_options(
+    plan: Plan, max_grad_norm: float | None, compiler: Compiler, device_type: str
+) -> None:
     if plan.precision not in PRECISIONS:
         raise AutoparError(
             f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}"
@@ -61,8 +63,8 @@ def _check_options(plan: Plan, max_grad_norm: float | None, compiles: bool) -> N
             "the engine cannot run recompute=op under zero_bubble: torch keeps results for one backward, which zero "
             "bubble parts in two; pin recompute=selective, or schedule=1f1b"
         )
-    if compiles:
-        check_compiles(plan)
+    if compiler.on:
+        check_compiles(plan, compiler.cuda_graphs and device_type == "cuda")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise AutoparError(f"max_grad_norm={max_grad_norm} must be positive")
 
@@ -98,7 +100,7 @@ class Engine(Durable):
         traced = fused(traced, plan.fusion.mode)
         shorter = None if shorter is None else [fused(one, plan.fusion.mode) for one in shorter]
         self._compiler = Compiler(compile)
-        _check_options(plan, max_grad_norm, self._compiler.on)
+        _check_options(plan, max_grad_norm, self._compiler, device_type)
         self.plan, self.max_grad_norm, self.seed, self.steps = plan, max_grad_norm, seed, 0
         self.device = start_process_group(device_type)
         self.device_mesh, self.axes = mesh_axes(plan.mesh, self.device.type)

@@ -658,7 +658,9 @@ def test_shards_may_travel_through_one_interface(llama):
     assert passes(1, 0) == passes(1, 1)
 
 
-@pytest.mark.parametrize("first", [0, 1, 3])
+@pytest.mark.parametrize(
+    "first", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3]
+)
 def test_prices_do_not_depend_on_which_stage_came_first(first):
     """One annotator prices many candidates: each as one that prices nothing else."""
     spec = parse_model(f"llama:layers=2,{BLOCK}")

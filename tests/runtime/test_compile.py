@@ -40,7 +40,7 @@ from autopar.rewrite.lowerings.late_gradients import late_gradient, late_linear
 from autopar.rewrite.program import assemble
 from autopar.rewrite.shard import local_shard
 from autopar.runtime.engine import Engine
-from autopar.runtime.programs.compiled import Compiler
+from autopar.runtime.programs.compiled import Compiler, check_compiles
 from autopar.runtime.ranks.launch import run_workers
 
 TORCH_KERNELS = {"backend": "aot_eager"}
@@ -361,6 +361,12 @@ def test_what_cannot_be_compiled_is_refused():
         engine_for("gpt-tiny", pipelined("gpt-tiny", PP2, "zero_bubble", (2, 2), 4), compile=True)
     with pytest.raises(AutoparError, match=r"cannot compile with recompute=op.*selective or full"):
         engine_for("gpt-tiny", alone("gpt-tiny", ONE, "op"), compile=True)
+    with pytest.raises(AutoparError, match=r"CUDA graphs with recompute=full.*none or selective"):
+        check_compiles(
+            alone("gpt-tiny", ONE, "full"), Compiler({"mode": "reduce-overhead"}).cuda_graphs
+        )
+    assert not Compiler({"mode": "default"}).cuda_graphs
+    assert Compiler({"options": {"triton.cudagraphs": True}}).cuda_graphs
     spec = parse_model("llama-tiny")
     with pytest.raises(AutoparError, match=r"cannot run torch.compile under zero_bubble"):
         make_plan(spec.build("meta"), "cpu:2", spec.example_inputs(4, 16), 4, {"pp": 2, "schedule": "zero_bubble"}, runnable=True,

@@ -69,8 +69,13 @@ _PRODUCTS = tuple(
 )
 
 
-def check_compiles(plan: Plan) -> None:
-    """Raise AutoparError for a plan that cannot run compiled."""
+def check_compiles(plan: Plan, cuda_graphs: bool = False) -> None:
+    """Raise AutoparError for a plan that cannot run compiled, or not with CUDA graphs."""
+    if cuda_graphs and any(block.recompute == "full" for block in plan.blocks):
+        raise AutoparError(
+            "the engine cannot run CUDA graphs with recompute=full: running a block again overwrites what its graph gave "
+            "before; pin recompute=none or selective, or compile without a mode that uses CUDA graphs"
+        )
     if plan.splits_backward:
         raise AutoparError(
             f"the engine cannot compile under {plan.schedule}: a backward in two parts takes gradients of inputs and of weights "
@@ -127,6 +132,15 @@ class Compiler:
         self._functions: dict[tuple, nn.Module] = {}
         self._calls = self._ops = 0
         self._others: Counter[str] = Counter()
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether the options ask for CUDA graphs."""
+        inner = self.options.get("options") or {}
+        return (
+            self.options.get("mode") in ("reduce-overhead", "max-autotune")
+            or inner.get("triton.cudagraphs") is True
+        )
 
     @property
     def coverage(self) -> Coverage | None:
