@@ -1,6 +1,7 @@
 """Predicted against measured step time and peak memory of plans on one GPU.
 
-    python benchmarks/fidelity/gpu_check.py [--cluster CLUSTER] [--rounds 5] [--compile MODE] [--output FILE]
+    python benchmarks/fidelity/gpu_check.py [--cluster CLUSTER] [--rounds 5] [--compile MODE] [--fuse MODE]
+                                             [--output FILE]
 
 CLUSTER is of one device: `h100:1` of the catalogue, or a file that `autopar calibrate --nproc 1` wrote (default: calibrate here).  Each
 of `CASES`, a model under pins of micro-batch and recomputation, is planned and trained with fused AdamW, in bf16 (on a CPU in fp32).  A
@@ -152,6 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="MODE",
         help="compile segments: a mode of torch.compile, such as default or reduce-overhead (CUDA graphs)",
     )
+    parser.add_argument(
+        "--fuse", choices=("off", "norms", "all"), default="off", help="the pin fuse"
+    )
     parser.add_argument("--output", help="write what is printed to a file as well")
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -164,7 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(lines), flush=True)
     every = []
     for case in TINY if args.tiny else CASES:
-        every.append(measured(*case, cluster, args.rounds, args.compile))
+        model, rows, seq, pins = case
+        pins = dict(pins) if args.fuse == "off" else {**pins, "fuse": args.fuse}
+        every.append(measured(model, rows, seq, pins, cluster, args.rounds, args.compile))
         lines.append(line(every[-1], cluster.device.reserved_bytes))
         print(lines[-1], flush=True)
     ratios = [one.plan.predicted.step_time_s / one.time_s for one in every]

@@ -182,6 +182,11 @@ class Compiler:
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
                 yield
         except Exception as error:
+            if "output of CUDAGraphs that has been overwritten" in str(error):
+                raise AutoparError(
+                    "torch's CUDA graphs cannot run this program: a later run of a graph overwrites a result that is still "
+                    "needed; compile without a mode that uses CUDA graphs, such as compile=True"
+                ) from error
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
             text = " ".join(str(error).split())[:300]
