@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from autopar.garbage import seldom_collected
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
+from autopar.models.rows import BatchDims, row_dims
 from autopar.planning.notes import split_notes
 from autopar.planning.objectives import Goal, choose
 from autopar.planning.planner import plan_traced
@@ -69,19 +71,20 @@ def trace(
     precision: str | None = None,
     deeper: Deeper | None = None,
     kept_buffers: Collection[str] | None = None,
+    batch_dims: BatchDims | None = None,
 ) -> TracedModel:
     """Capture the model and its loss, in the dtype of `precision` where the engine runs it, normalize the graph, cut it into segments.
 
     `deeper`: of the model with more layers.  `kept_buffers`: those that half precision may leave as they are (None: any that is cast back).
+    `batch_dims`: as for `plan`.
     """
     from autopar.models.hf_delta_rule import triangular_solves
 
     with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
         # our graphs hold batch sizes as expressions, on purpose
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
-        captured = capture(
-            prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision or "")
-        )
+        dtype = PRECISIONS.get(precision or "")
+        captured = capture(prepared(model), example_inputs, loss_fn, dtype, batch_dims)
         normalize(captured.graph)
         split, values = split_loss(captured)
         parameters = uncast_buffers(
@@ -98,7 +101,8 @@ def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> Trace
     shallow = spec.shallow()
     more, period, path = spec.num_layers - shallow.num_layers, spec.period, spec.layers_path
     deeper = Deeper(path, period, more // period) if more else None
-    return trace(shallow.build("meta"), shallow.example_inputs(2, seq), None, precision, deeper)
+    inputs, dims = shallow.example_inputs(2, seq), shallow.batch_dims()
+    return trace(shallow.build("meta"), inputs, None, precision, deeper, batch_dims=dims)
 
 
 def plan(
@@ -117,6 +121,7 @@ def plan(
     objective: str = "time",
     deadline_s: float | None = None,
     allow_micro_batch_mean: bool = False,
+    batch_dims: BatchDims | None = None,
 ) -> Plan:
     """Return the fastest plan for `model` on `cluster` that fits, with a certificate.
 
@@ -141,6 +146,8 @@ def plan(
             fullest device.  Notes of the plan say what is proved.
         deadline_s: seconds, for the objective 'gpus'.
         allow_micro_batch_mean: split the batch even if the mean of micro-batch losses is not the loss of the batch.
+        batch_dims: which dim of an input is the batch, by the input's name, such as {"frames": 1}; None for an input that is the same
+            for all rows.  Without it rows are along dim 0 of every input whose dim 0 is as long as that of the first.
 
     Raises:
         AutoparError: the model cannot be captured, a pin is impossible, or no number of devices meets the deadline.
@@ -154,11 +161,14 @@ def plan(
     for name, value in (("allow_micro_batch_mean", allow_micro_batch_mean), ("runnable", runnable)):
         check_kind(name, value, bool, "True or False")
     check_kind("traced", traced, TracedModel, "what autopar.api.trace returns")
+    check_kind("batch_dims", batch_dims, Mapping, "a mapping such as {'frames': 1}")
     check_positive("time_limit_s", time_limit_s)
     cluster, goal = parsed_cluster(cluster), Goal(objective, deadline_s)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     check_example(example_inputs)
-    batch = _default_batch(example_inputs, cluster) if global_batch is None else global_batch
+    batch = global_batch
+    if batch is None:
+        batch = _default_batch(example_inputs, batch_dims, cluster)
     chosen = precision if precision is not None else default_precision(model, cluster.device_type)
     request = PlanRequest(
         cluster,
@@ -171,7 +181,8 @@ def plan(
         micro_batch_mean=allow_micro_batch_mean,
     )
     captured = captured_in(chosen, runnable)
-    traced = traced if traced is not None else trace(model, example_inputs, loss_fn, captured)
+    if traced is None:
+        traced = trace(model, example_inputs, loss_fn, captured, batch_dims=batch_dims)
     note = ""
     # what half precision leaves as it is, is known where the model is captured in it
     if precision is None:
@@ -227,6 +238,7 @@ def parallelize(
     buckets: Sequence[int] | None = None,
     compile: bool | Mapping[str, Any] = False,
     allow_micro_batch_mean: bool = False,
+    batch_dims: BatchDims | None = None,
 ) -> Engine:
     """Plan `model` for `cluster`, rewrite it for this rank, and return the engine that trains it.
 
@@ -254,6 +266,7 @@ def parallelize(
         compile: True, or a dict of options (backend, mode, options, dynamic).  What segments compute between collectives goes through
             torch.compile, and a plan made here is priced for that.
         allow_micro_batch_mean: as for `plan`.  A given plan has its own.
+        batch_dims: as for `plan`.
 
     Raises:
         AutoparError: the plan belongs to another model, cluster or world size; or as for `plan`.
@@ -270,6 +283,7 @@ def parallelize(
     check_kind("precision", precision, str, "a text such as 'bf16'")
     check_kind("allow_micro_batch_mean", allow_micro_batch_mean, bool, "True or False")
     check_lengths("buckets", buckets)
+    check_kind("batch_dims", batch_dims, Mapping, "a mapping such as {'frames': 1}")
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)
     if plan is not None:
@@ -277,12 +291,12 @@ def parallelize(
     cluster = parsed_cluster(cluster)
     example_inputs = example_inputs if example_inputs is not None else default_inputs(model)
     check_example(example_inputs)
-    lengths = None if buckets is None else shorter_lengths(example_inputs, buckets)
+    lengths = None if buckets is None else shorter_lengths(example_inputs, buckets, batch_dims)
     start_process_group(cluster.device_type, timeout_s)
     given = plan.precision if plan is not None else precision
     chosen = given if given is not None else default_precision(model, cluster.device_type)
-    inputs = [example_inputs, *(shortened(example_inputs, n) for n in lengths or ())]
-    traced, *shorter = _traced_alike(model, inputs, loss_fn, chosen)
+    inputs = [example_inputs, *(shortened(example_inputs, n, batch_dims) for n in lengths or ())]
+    traced, *shorter = _traced_alike(model, inputs, loss_fn, chosen, batch_dims)
     note = _precision_note(model, example_inputs, chosen, traced) if given is None else ""
     if note:
         say(note)
@@ -299,6 +313,7 @@ def parallelize(
             traced=traced,
             software=Software(compiled=compile is not False),
             allow_micro_batch_mean=allow_micro_batch_mean,
+            batch_dims=batch_dims,
         )
         check_plan(found, traced, cluster)
         return _noted(found, note)
@@ -342,32 +357,34 @@ def _noted(plan: Plan, note: str) -> Plan:
 
 
 def _traced_alike(
-    model: nn.Module, inputs: Sequence[ExampleInputs], loss_fn: Callable | None, precision: str
+    model: nn.Module,
+    inputs: Sequence[ExampleInputs],
+    loss_fn: Callable | None,
+    precision: str,
+    batch_dims: BatchDims | None,
 ) -> list[TracedModel]:
     """`trace` of a model on batches of several lengths, which read one set of tensors."""
-    found = [trace(model, each, loss_fn, precision) for each in inputs]
+    traced_on = partial(trace, model, loss_fn=loss_fn, precision=precision, batch_dims=batch_dims)
+    found = [traced_on(each) for each in inputs]
     kept = [
         {name for name, spec in traced.parameters.items() if spec.keeps_dtype} for traced in found
     ]
     common = set.intersection(*kept)
     return [
-        traced if own == common else trace(model, each, loss_fn, precision, kept_buffers=common)
+        traced if own == common else traced_on(each, kept_buffers=common)
         for traced, own, each in zip(found, kept, inputs, strict=True)
     ]
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """The model as it is traced: a Hugging Face model is traced with maskless attention, on a meta copy of its structure.
+    """The model as it is traced: Hugging Face models in it are traced with maskless attention, on a meta copy of its structure.
 
     Raises AutoparError for modules that change their parameters in forward.
     """
-    refuse_max_norm(model)
-    if hasattr(model, "config") and hasattr(model, "_init_weights"):
-        from autopar.models.hf import is_hf_model, prepare_hf
+    from autopar.models.hf import hf_models, prepare_hf
 
-        if is_hf_model(model):
-            return prepare_hf(meta_copy(model))
-    return model
+    refuse_max_norm(model)
+    return prepare_hf(meta_copy(model)) if hf_models(model) else model
 
 
 def default_inputs(model: nn.Module) -> ExampleInputs:
@@ -387,7 +404,11 @@ def default_inputs(model: nn.Module) -> ExampleInputs:
     )
 
 
-def _default_batch(example_inputs: ExampleInputs, cluster: Cluster) -> int:
+def _default_batch(
+    example_inputs: ExampleInputs, batch_dims: BatchDims | None, cluster: Cluster
+) -> int:
     """The rows of the example, rounded up to a multiple of the number of devices."""
-    rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
+    tensors = batch_tensors(example_inputs)
+    dims = row_dims(tensors, batch_dims)
+    rows = next(tensors[name].shape[dim] for name, dim in dims.items() if dim is not None)
     return -(-rows // cluster.num_devices) * cluster.num_devices

@@ -128,6 +128,7 @@ class TracedModel:
     symbolic batch size in every shape ('' if the model has no batch dim), `constants` tensors that capture lifted out of forward,
     `split` how losses of micro-batches go together, `step_values` what a step computes of its whole batch for that (None: nothing),
     `model_hash` the structure's hash.  `updates` says where the new values of the buffers that forward changes come from.
+    Rows are dim 0 of the graph's inputs; `row_dims` says which dim of a user's tensor they are where that is another one.
     """
 
     inputs: tuple[str, ...]
@@ -143,6 +144,7 @@ class TracedModel:
     model_hash: str
     notes: tuple[str, ...] = ()
     updates: dict[str, Source] = field(default_factory=dict)
+    row_dims: dict[str, int] = field(default_factory=dict)
 
     @property
     def graph_inputs(self) -> dict[str, Any]:

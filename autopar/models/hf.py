@@ -50,16 +50,29 @@ def is_hf_model(model: nn.Module) -> bool:
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
-def prepare_hf(model: nn.Module) -> nn.Module:
-    """Make a transformers model ready for capture *in place*, and return it.
+def hf_models(model: nn.Module) -> list[nn.Module]:
+    """The transformers models in `model`, itself included, that are in no other of them; never imports transformers."""
+    if is_hf_model(model):
+        return [model]
+    return [found for child in model.children() for found in hf_models(child)]
 
-    Sets `use_cache=False` on its configs and, where the architecture has SDPA behind transformers' AttentionInterface, selects our
+
+def prepare_hf(model: nn.Module) -> nn.Module:
+    """Make the transformers models in a model ready for capture *in place*, and return the model.
+
+    Sets `use_cache=False` on their configs and, where an architecture has SDPA behind transformers' AttentionInterface, selects our
     attention and mask functions; others keep their own attention (a mask may then be built in the graph, which is slower, never
     wrong).  An attention chosen by the user, other than the default `sdpa`, is kept.  Experts compute by `autopar::routed_experts` where it
     has their activation (`hf_experts.prepare_experts`).  `position_ids` of one row for the whole batch
     are taken to be 0, 1, 2, ... (no packed sequences), as are those the model makes itself; rows per sample are honoured.
     Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd: the same derivative.
     """
+    for outermost in hf_models(model):
+        _prepare(outermost)
+    return model
+
+
+def _prepare(model: nn.Module) -> None:
     transformers, of_transformers = _transformers(), _untyped(model)
     for module in map(_untyped, model.modules()):
         if is_hf_model(module):  # encoder and decoder of T5 hold copies of the config
@@ -74,7 +87,6 @@ def prepare_hf(model: nn.Module) -> nn.Module:
         transformers.AttentionMaskInterface.register(ATTENTION_NAME, _mask)
         of_transformers.set_attn_implementation(ATTENTION_NAME)
     prepare_experts(model)
-    return model
 
 
 def _attention(

@@ -149,6 +149,7 @@ class Engine(Durable):
             self.axes,
             self.device,
             split=lengths[-1].split,
+            row_dims=lengths[-1].row_dims,
             tensors=self._step_tensors,
             programs=self._programs if fills_up else (),
             flops=flops,

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument
 from autopar.ir.traced import MICRO_BATCH_SHARE, ParameterSpec
+from autopar.models.rows import BatchDims, row_dims, rows_first
 from autopar.trace.batches import ExampleInputs, batch_tensors
 from autopar.trace.captured import Captured
 from autopar.trace.constants import Aliases, Registered, read_as_attributes
@@ -40,7 +41,9 @@ class _LossModule(nn.Module):
         loss_fn: Callable | None,
         aliases: Aliases,
         record: StateRecord,
+        moved: Mapping[str, int],
     ) -> None:
+        """`moved`: the dims of rows, dim 0 of the tensors given, that the model has elsewhere."""
         super().__init__()
         self.model, self.names, self.keyword, self.loss_fn, self.aliases, self.record = (
             model,
@@ -50,6 +53,7 @@ class _LossModule(nn.Module):
             aliases,
             record,
         )
+        self.moved = moved
         self.targets = _target_name(names) if loss_fn is not None else None
 
     def forward(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -64,6 +68,9 @@ class _LossModule(nn.Module):
         return (loss, *self.record.tensors())
 
     def _loss(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        tensors = tensors | {
+            name: tensors[name].movedim(0, dim) for name, dim in self.moved.items()
+        }
         call = {name: tensors[name] for name in self.names if name != self.targets}
         output = self.model(**call) if self.keyword else self.model(*call.values())
         if self.loss_fn is None:
@@ -123,20 +130,23 @@ def capture(
     example_inputs: ExampleInputs,
     loss_fn: Callable | None = None,
     dtype: torch.dtype | None = None,
+    batch_dims: BatchDims | None = None,
 ) -> Captured:
     """Export `model` and its loss as one ATen graph with a symbolic batch size.
 
     The model is not touched: a copy of its structure with fake tensors is exported, so that no memory is needed.  (Fake CPU tensors,
     not meta ones: constants that forward makes from Python numbers keep their values.)  Python state that forward changes outside of the
     model, generators of random numbers among it, is put back.
-    `dtype` casts its floating parameters, buffers and inputs first.  Raises AutoparError when the model cannot be captured, with the cause.
+    `dtype` casts its floating parameters, buffers and inputs first.  `batch_dims` says where the rows of an input are that are not dim 0,
+    or that it has none (None).  Raises AutoparError when the model cannot be captured, with the cause.
     """
     tensors = batch_tensors(example_inputs)
     if MICRO_BATCH_SHARE in tensors:
         raise AutoparError(
             f"an input is called {MICRO_BATCH_SHARE!r}, as what autopar gives graphs itself: rename it"
         )
-    batch = _batch_size(tensors)
+    dims = row_dims(tensors, batch_dims)
+    tensors = rows_first(tensors, dims)
     _refuse_hooks(model)
     if isinstance(loss_fn, nn.Module) and (
         own := [name for name, _ in (*loss_fn.named_parameters(), *loss_fn.named_buffers())]
@@ -152,12 +162,12 @@ def capture(
 
     copies: dict[int, Any] = {}
     structure = copy_with(model, fake, copies)
-    dynamic = {name: t.dim() > 0 and t.shape[0] == batch for name, t in tensors.items()}
+    batch = next(tensors[name].shape[0] for name, dim in dims.items() if dim is not None)
     hint = max(batch, 2)  # torch.export specializes batch sizes 0 and 1
     with mode:
         examples = {
             name: torch.empty(
-                (hint, *t.shape[1:]) if dynamic[name] else tuple(t.shape),
+                tuple(t.shape) if dims[name] is None else (hint, *t.shape[1:]),
                 dtype=_cast(t, dtype),
                 device="cpu",
             )
@@ -167,7 +177,9 @@ def capture(
     with torch_seeded():
         start = Snapshot.of(structure, record.functions)
         aliases, keyword = Aliases(structure, start), isinstance(example_inputs, Mapping)
-        to_capture = _Call(model, structure, copies, aliases, examples, dynamic, keyword, loss_fn)
+        to_capture = _Call(
+            model, structure, copies, aliases, examples, dims=dims, keyword=keyword, loss_fn=loss_fn
+        )
         try:
             captured = to_capture.capture(record)
             check_values(captured)
@@ -180,26 +192,27 @@ def capture(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The call that is captured: a copy of the user's model, fake inputs, and which of them follow the batch."""
+    """The call that is captured: a copy of the user's model, fake inputs with their rows first, and the user's dims of rows."""
 
     model: nn.Module
     structure: nn.Module
     copies: dict[int, Any]
     aliases: Aliases
     examples: dict[str, torch.Tensor]
-    dynamic: dict[str, bool]
+    dims: dict[str, int | None]
     keyword: bool
     loss_fn: Callable | None
 
     def capture(self, record: StateRecord) -> Captured:
         """Export the call as it is in the present Python state."""
         names = tuple(self.examples)
+        moved = {name: dim for name, dim in self.dims.items() if dim}
         skeleton = _LossModule(
-            self.structure, names, self.keyword, self.loss_fn, self.aliases, record
+            self.structure, names, self.keyword, self.loss_fn, self.aliases, record, moved
         )
         shapes = {
             "tensors": {
-                name: {0: torch.export.Dim.DYNAMIC} if self.dynamic[name] else None
+                name: None if self.dims[name] is None else {0: torch.export.Dim.DYNAMIC}
                 for name in names
             }
         }
@@ -215,7 +228,8 @@ class _Call:
             raise
         except Exception as error:  # torch.export raises many types; all of them mean that this model cannot be captured
             raise AutoparError(why_not_captured(error, self.model, self.examples)) from error
-        return replace(_collect(exported, self.model, names), notes=(*notes, *record.notes))
+        found = _collect(exported, self.model, names)
+        return replace(found, notes=(*notes, *record.notes), row_dims=moved)
 
 
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -255,15 +269,6 @@ def _correct_values(graph: torch.fx.Graph) -> None:
         )
         node.meta["val"] = node.target(*args, **kwargs)
         changed.add(node)
-
-
-def _batch_size(tensors: dict[str, torch.Tensor]) -> int:
-    for tensor in tensors.values():
-        if tensor.dim() > 0:
-            return tensor.shape[0]
-    raise AutoparError(
-        f"no input has a batch dim: every tensor in example_inputs ({', '.join(tensors)}) is a scalar"
-    )
 
 
 def _refuse_hooks(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +16,7 @@ class Captured:
     `inputs` names the user's tensors, `input_nodes` their placeholders in that order; `attributes` maps the placeholder of a parameter,
     buffer or constant to its name in `parameters` or `constants`.  The graph returns the loss and then the new values of the buffers
     `updates`, which forward changes in place.  `notes` says what was captured in another way than it is written.
+    `row_dims`: the dim of rows in the user's tensors, where that is not 0; in the graph it is.
     """
 
     graph: torch.fx.Graph
@@ -25,4 +26,5 @@ class Captured:
     parameters: dict[str, ParameterSpec]
     constants: dict[str, torch.Tensor]
     updates: tuple[str, ...] = ()
+    row_dims: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES
 from autopar.ir.plan import Plan
 from autopar.ir.traced import LossSplit, not_split
+from autopar.models.rows import rows_first
 from autopar.ops.dims import has_batch, is_symbolic
 from autopar.ops.work import positions
 from autopar.rewrite.collectives.axes import AxisGroup
@@ -72,8 +73,8 @@ class _Read:
 
 
 class BatchSplitter:
-    """Splits batches for one program.  `split`: how losses of micro-batches go together.  `tensors()`: whole buffers and constants by
-    name, for the values of a step; every rank calls it.
+    """Splits batches for one program.  `split`: how losses of micro-batches go together.  `row_dims`: the dims of rows in a user's tensors
+    that are not dim 0.  `tensors()`: whole buffers and constants by name, for the values of a step; every rank calls it.
 
     `programs`: if batches may be filled up, programs that differ in the length of their batches alone, shortest first, `program` last;
     `flops` are model FLOPs of a row of each.
@@ -86,6 +87,7 @@ class BatchSplitter:
         axes: Mapping[str, AxisGroup],
         device: torch.device,
         split: LossSplit,
+        row_dims: Mapping[str, int],
         tensors: Callable[[], Mapping[str, torch.Tensor]],
         programs: Sequence[Program] = (),
         flops: Sequence[float] = (),
@@ -97,7 +99,7 @@ class BatchSplitter:
             device,
             split,
         )
-        self._tensors = tensors
+        self._tensors, self._row_dims = tensors, row_dims
         self.dtype = PRECISIONS[plan.precision]
         self.positions = positions(program.whole_inputs.values())
         self.programs, self.flops = tuple(programs) or (program,), tuple(flops) or (1.0,)
@@ -124,16 +126,18 @@ class BatchSplitter:
         cut = {}
         for name, tensor in tensors.items():
             if self._has_batch(name):
-                if not tensor.dim():
+                dim = self._row_dims.get(name, 0)
+                if tensor.dim() <= dim:
+                    what = f"has {tensor.dim()} dims" if tensor.dim() else "is a single number"
                     raise AutoparError(
-                        f"batch entry {name!r} is a single number; it has a row for each sequence"
+                        f"batch entry {name!r} {what}; its dim {dim} has a row for each sequence"
                     )
-                if tensor.shape[0] % dp:
+                if tensor.shape[dim] % dp:
                     raise AutoparError(
-                        f"a global batch of {tensor.shape[0]} rows cannot be split over dp={dp}; use a multiple of {dp}"
+                        f"a global batch of {tensor.shape[dim]} rows cannot be split over dp={dp}; use a multiple of {dp}"
                     )
-                rows = tensor.shape[0] // dp
-                tensor = tensor[index * rows : (index + 1) * rows]
+                rows = tensor.shape[dim] // dp
+                tensor = tensor.narrow(dim, index * rows, rows)
             cut[name] = tensor
         return cut if isinstance(batch, Mapping) else tuple(cut.values())
 
@@ -181,7 +185,7 @@ class BatchSplitter:
 
     def _read(self, batch: Any) -> _Read:
         """What this rank was given, filled up to the length of a program.  AutoparError if it does not fit the model."""
-        given = batch_tensors(batch)
+        given = rows_first(batch_tensors(batch), self._row_dims)
         number, length = self._fitting(given)
         tensors = self._checked(self._filled_up(given, number), number)
         if self.indices:
@@ -330,7 +334,9 @@ class BatchSplitter:
             raise AutoparError(
                 f"the batch has {', '.join(tensors)}; the model was planned for {', '.join(expected)}"
             )
-        rows = {t.shape[0] for name, t in tensors.items() if self._has_batch(name) and t.dim()}
+        rows = {
+            name: t.shape[0] for name, t in tensors.items() if self._has_batch(name) and t.dim()
+        }
         for name, tensor in tensors.items():
             want = expected[name]
             if tensor.is_meta:
@@ -348,9 +354,10 @@ class BatchSplitter:
                 raise AutoparError(
                     f"batch entry {name!r} has dtype {tensor.dtype}; the model was planned for {want.dtype}"
                 )
-        if len(rows) > 1:
+        if len(set(rows.values())) > 1:
+            held = ", ".join(f"{name} {number}" for name, number in rows.items())
             raise AutoparError(
-                f"the batch's tensors have different numbers of rows: {sorted(rows)}"
+                f"the batch's tensors have different numbers of rows: {held}; if one has no rows, plan with batch_dims={{its name: None}}"
             )
         return {
             name: tensors[name].to(
