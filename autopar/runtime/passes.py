@@ -47,8 +47,8 @@ class Passes:
         program.module.train()
         if self.stage_group is not None:
             return self._run_pipeline("training", program, work, draw)
-        total, scale = torch.zeros((), device=self.device), self.batches.scale(work)
-        for k, inputs in enumerate(work.inputs):
+        total = torch.zeros((), device=self.device)
+        for k, (inputs, scale) in enumerate(zip(work.inputs, work.scales, strict=True)):
             with named("micro-batch", k, "forward"):
                 loss, updates = self.forward(program, inputs, draw(k))
             loss = loss * scale
@@ -67,8 +67,11 @@ class Passes:
             found = self.evaluations[work.number] = self.compiler.compile(evaluation_copy(program))
             if found is not program:
                 self.parameters.watch(found.module)
-        evaluation, scale, noise = self.evaluations[work.number], self.batches.scale(work), draw(0)
-        total = sum(self.forward(evaluation, inputs, noise)[0] * scale for inputs in work.inputs)
+        evaluation, noise = self.evaluations[work.number], draw(0)
+        total = sum(
+            self.forward(evaluation, inputs, noise)[0] * scale
+            for inputs, scale in zip(work.inputs, work.scales, strict=True)
+        )
         return evaluation.whole_loss(total, self.axes)
 
     def forward(
@@ -99,13 +102,16 @@ class Passes:
                 own, self.plan.schedule, len(self.plan.stages), self.stage_group, self.device
             )
         given = [inputs | {NOISE: draw(k)} for k, inputs in enumerate(work.inputs)]
-        pipeline, scale = self.pipelines[key], self.batches.scale(work)
+        pipeline = self.pipelines[key]
         with named("pipeline"):
             losses = (
-                pipeline.train(given, work.rows, scale * self.loss_scale.scale)
+                pipeline.train(
+                    given, work.rows, [scale * self.loss_scale.scale for scale in work.scales]
+                )
                 if training
                 else pipeline.evaluate(given, work.rows)
             )
         zero = torch.zeros((), device=self.device, dtype=program.loss.dtype)
-        total = self.shared.over_stages(sum((loss * scale for loss in losses), zero))
+        own = (loss * scale for loss, scale in zip(losses, work.scales, strict=bool(losses)))
+        total = self.shared.over_stages(sum(own, zero))
         return program.whole_loss(total, self.axes)

@@ -88,7 +88,9 @@ def test_rows_along_another_dim_are_exact_over_two_ranks(pool2):
 
 def test_what_is_taken_for_rows_by_chance_is_exact_or_refused_by_name(pool2):
     dims = {"frames": 1}  # places has as many entries as the batch has rows
-    with pytest.raises(AutoparError, match=r"zip\(frames, self.embed\(places\).*say so by the input's name"):
+    with pytest.raises(
+        AutoparError, match=r"zip\(frames, self.embed\(places\).*say so by the input's name"
+    ):
         trace(Recurrent(), batches()[0], batch_dims=dims)
     assert trained(0, 1, Reversed, dims, {"micro_batch": 2}) <= 1
     assert max(pool2.run(trained, 2, Reversed, dims, {"dp": 2, "micro_batch": 1})) <= 1

@@ -149,9 +149,23 @@ class Durable:
         self._checkpoints.wait()
         export(self, path_of(directory, "exported weights"), dtype, max_file_bytes)
 
-    def sampler(self, dataset: Sized, shuffle: bool = True) -> DataParallelSampler:
-        """Return a `batch_sampler` for torch's DataLoader: batches of this rank's rows, from the next step to the end of its epoch."""
-        rank, mesh = self.batches.data_rank, self.plan.mesh
+    def sampler(
+        self, dataset: Sized, shuffle: bool = True, drop_last: bool = True
+    ) -> DataParallelSampler:
+        """Return a `batch_sampler` for torch's DataLoader: batches of this rank's rows, from the next step to the end of its epoch.
+
+        Args:
+            dataset: rows by number.
+            shuffle: whether each epoch has an order of its own.
+            drop_last: whether rows that do not fill a global batch are left out.
+        """
         return DataParallelSampler(
-            dataset, self.plan.global_batch, mesh.dp, rank, lambda: self.steps, self.seed, shuffle
+            dataset,
+            self.plan.global_batch,
+            self.plan.mesh.dp,
+            self.batches.data_rank,
+            steps=lambda: self.steps,
+            seed=self.seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
         )
