@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from autopar.garbage import seldom_collected
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
+from autopar.models.rows import BatchDims, row_dims
 from autopar.planning.notes import split_notes
 from autopar.planning.objectives import Goal, choose
 from autopar.planning.planner import plan_traced
@@ -58,27 +60,20 @@ def trace(
     precision: str | None = None,
     deeper: Deeper | None = None,
     kept_buffers: Collection[str] | None = None,
+    batch_dims: BatchDims | None = None,
 ) -> TracedModel:
-    """The model and its loss as a normalized graph, cut into segments, in the dtype of `precision`
-    in which the engine runs it.
+    """Capture the model and its loss, in the dtype of `precision` where the engine runs it, normalize the graph, cut it into segments.
 
-    Args:
-        model: the model; it may be on the meta device.
-        example_inputs: a mapping or tuple of the tensors of one batch.
-        loss_fn: `loss_fn(output, target)`, for a model that returns no loss.
-        precision: the precision that the engine runs; None keeps the model's own dtype.
-        deeper: how to repeat layers of the captured model, for a model with more layers.
-        kept_buffers: names of buffers that half precision may leave as they are. None: any buffer
-            that is cast back.
+    `deeper`: of the model with more layers.  `kept_buffers`: those that half precision may leave as they are (None: any that is cast back).
+    `batch_dims`: as for `plan`.
     """
     from autopar.models.hf_delta_rule import triangular_solves
 
     with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
         # our graphs hold batch sizes as expressions, on purpose
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
-        captured = capture(
-            prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision or "")
-        )
+        dtype = PRECISIONS.get(precision or "")
+        captured = capture(prepared(model), example_inputs, loss_fn, dtype, batch_dims)
         normalize(captured.graph)
         split, values = split_loss(captured)
         parameters = uncast_buffers(
@@ -91,13 +86,12 @@ def trace(
 
 
 def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> TracedModel:
-    """`trace` of the model of a spec, on batches of `seq` tokens a row. If its layers are known to
-    be alike, a model with fewer layers is captured and then deepened.
-    """
+    """`trace` of the model of a spec on batches of `seq` tokens a row; one whose layers are known to be alike is captured shallow."""
     shallow = spec.shallow()
     more, period, path = spec.num_layers - shallow.num_layers, spec.period, spec.layers_path
     deeper = Deeper(path, period, more // period) if more else None
-    return trace(shallow.build("meta"), shallow.example_inputs(2, seq), None, precision, deeper)
+    inputs, dims = shallow.example_inputs(2, seq), shallow.batch_dims()
+    return trace(shallow.build("meta"), inputs, None, precision, deeper, batch_dims=dims)
 
 
 def plan(
@@ -116,6 +110,7 @@ def plan(
     objective: str = "time",
     deadline_s: float | None = None,
     allow_micro_batch_mean: bool = False,
+    batch_dims: BatchDims | None = None,
 ) -> Plan:
     """Return the fastest plan for `model` on `cluster` that fits, with a certificate.
 
@@ -140,6 +135,8 @@ def plan(
             fullest device.  Notes of the plan say what is proved.
         deadline_s: seconds, for the objective 'gpus'.
         allow_micro_batch_mean: split the batch even if the mean of micro-batch losses is not the loss of the batch.
+        batch_dims: which dim of an input is the batch, by the input's name, such as {"frames": 1}; None for an input that is the same
+            for all rows.  Without it rows are along dim 0 of every input whose dim 0 is as long as that of the first.
 
     Raises:
         AutoparError: the model cannot be captured, a pin is impossible, or no number of devices meets the deadline.
@@ -148,7 +145,9 @@ def plan(
     check_arguments(locals())
     cluster, goal = parsed_cluster(cluster), Goal(objective, deadline_s)
     example_inputs = _example(model, example_inputs)
-    batch = _default_batch(example_inputs, cluster) if global_batch is None else global_batch
+    batch = global_batch
+    if batch is None:
+        batch = _default_batch(example_inputs, batch_dims, cluster)
     chosen = precision if precision is not None else default_precision(model, cluster.device_type)
     request = PlanRequest(
         cluster,
@@ -161,7 +160,8 @@ def plan(
         micro_batch_mean=allow_micro_batch_mean,
     )
     captured = captured_in(chosen, runnable)
-    traced = traced if traced is not None else trace(model, example_inputs, loss_fn, captured)
+    if traced is None:
+        traced = trace(model, example_inputs, loss_fn, captured, batch_dims=batch_dims)
     note = ""
     # what half precision leaves as it is, is known where the model is captured in it
     if precision is None:
@@ -176,9 +176,7 @@ def _best_plan(
     time_limit_s: float,
     progress: Callable[[str], None] | None,
 ) -> Plan:
-    """The best plan for the goal. Raises NoPlanFits if no plan fits; the message says what
-    would.
-    """
+    """The plan that is best for the goal.  Raises NoPlanFits, with what would fit, where none fits."""
 
     def plan_for(ask: Ask, limit_s: float) -> Plan:
         asked = replace(
@@ -219,6 +217,7 @@ def parallelize(
     buckets: Sequence[int] | None = None,
     compile: bool | Mapping[str, Any] = False,
     allow_micro_batch_mean: bool = False,
+    batch_dims: BatchDims | None = None,
 ) -> Engine:
     """Plan `model` for `cluster`, rewrite it for this rank, and return the engine that trains it.
 
@@ -246,6 +245,7 @@ def parallelize(
         compile: True, or a dict of options (backend, mode, options, dynamic).  What segments compute between collectives goes through
             torch.compile, and a plan made here is priced for that.
         allow_micro_batch_mean: as for `plan`.  A given plan has its own.
+        batch_dims: as for `plan`.
 
     Raises:
         AutoparError: the plan belongs to another model, cluster or world size; or as for `plan`.
@@ -256,11 +256,12 @@ def parallelize(
     from autopar.runtime.engine import Engine, start_process_group
 
     cluster, example_inputs = parsed_cluster(cluster), _example(model, example_inputs)
-    lengths = None if buckets is None else shorter_lengths(example_inputs, buckets)
+    lengths = None if buckets is None else shorter_lengths(example_inputs, buckets, batch_dims)
     start_process_group(cluster.device_type, timeout_s)
     given = plan.precision if plan is not None else precision
     chosen = given if given is not None else default_precision(model, cluster.device_type)
-    traced, *shorter = _traced_alike(model, example_inputs, lengths or (), loss_fn, chosen)
+    inputs = [example_inputs, *(shortened(example_inputs, n, batch_dims) for n in lengths or ())]
+    traced, *shorter = _traced_alike(model, inputs, loss_fn, chosen, batch_dims)
     note = _precision_note(model, example_inputs, chosen, traced) if given is None else ""
 
     def decide() -> Plan:
@@ -275,6 +276,7 @@ def parallelize(
             traced=traced,
             software=Software(compiled=compile is not False),
             allow_micro_batch_mean=allow_micro_batch_mean,
+            batch_dims=batch_dims,
         )
 
     return Engine(
@@ -325,42 +327,39 @@ def _precision_note(
 
 
 def _noted(plan: Plan, note: str) -> Plan:
-    """The plan with `note` as its first note; unchanged if `note` is empty."""
+    """The plan with one more note, unless that is empty."""
     return replace(plan, notes=(note, *plan.notes)) if note else plan
 
 
 def _traced_alike(
     model: nn.Module,
-    example_inputs: ExampleInputs,
-    lengths: Sequence[int],
+    inputs: Sequence[ExampleInputs],
     loss_fn: Callable | None,
     precision: str,
+    batch_dims: BatchDims | None,
 ) -> list[TracedModel]:
-    """`trace` of a model on a batch, and on shorter ones of these lengths, which read one set of tensors."""
-    inputs = [example_inputs, *(shortened(example_inputs, length) for length in lengths)]
-    found = [trace(model, each, loss_fn, precision) for each in inputs]
+    """`trace` of a model on batches of several lengths, which read one set of tensors."""
+    traced_on = partial(trace, model, loss_fn=loss_fn, precision=precision, batch_dims=batch_dims)
+    found = [traced_on(each) for each in inputs]
     kept = [
         {name for name, spec in traced.parameters.items() if spec.keeps_dtype} for traced in found
     ]
     common = set.intersection(*kept)
     return [
-        traced if own == common else trace(model, each, loss_fn, precision, kept_buffers=common)
+        traced if own == common else traced_on(each, kept_buffers=common)
         for traced, own, each in zip(found, kept, inputs, strict=True)
     ]
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """The model as it is traced: a Hugging Face model is traced with maskless attention, on a meta copy of its structure.
+    """The model as it is traced: Hugging Face models in it are traced with maskless attention, on a meta copy of its structure.
 
     Raises AutoparError for modules that change their parameters in forward.
     """
-    refuse_max_norm(model)
-    if hasattr(model, "config") and hasattr(model, "_init_weights"):
-        from autopar.models.hf import is_hf_model, prepare_hf
+    from autopar.models.hf import hf_models, prepare_hf
 
-        if is_hf_model(model):
-            return prepare_hf(meta_copy(model))
-    return model
+    refuse_max_norm(model)
+    return prepare_hf(meta_copy(model)) if hf_models(model) else model
 
 
 def _example(model: nn.Module, example_inputs: ExampleInputs | None) -> ExampleInputs:
@@ -371,9 +370,7 @@ def _example(model: nn.Module, example_inputs: ExampleInputs | None) -> ExampleI
 
 
 def default_inputs(model: nn.Module) -> ExampleInputs:
-    """Example inputs for a Hugging Face model, from its config. Raises AutoparError for any other
-    model.
-    """
+    """Example inputs for a Hugging Face model, from its config; an error for any other."""
     if hasattr(model, "config") and hasattr(model, "_init_weights"):
         from autopar.models.hf import hf_example_inputs, is_hf_model
 
@@ -389,7 +386,11 @@ def default_inputs(model: nn.Module) -> ExampleInputs:
     )
 
 
-def _default_batch(example_inputs: ExampleInputs, cluster: Cluster) -> int:
-    """The rows of the example batch, rounded up to a multiple of the number of devices."""
-    rows = next((t.shape[0] for t in batch_tensors(example_inputs).values() if t.dim()), 1)
+def _default_batch(
+    example_inputs: ExampleInputs, batch_dims: BatchDims | None, cluster: Cluster
+) -> int:
+    """The rows of the example, rounded up to a multiple of the number of devices."""
+    tensors = batch_tensors(example_inputs)
+    dims = row_dims(tensors, batch_dims)
+    rows = next(tensors[name].shape[dim] for name, dim in dims.items() if dim is not None)
     return -(-rows // cluster.num_devices) * cluster.num_devices

@@ -1,10 +1,9 @@
-"""Recognizes attention masks that only bound the distance between query and key: causal masks and
-sliding windows.
+"""Which attention masks bound the distance of two positions: causal masks and sliding windows, recognized by how they are computed.
 
-A boolean mask is read as conditions on query position i and key position j. Each condition compares
-sums of `arange`, their difference and numbers. `i - j >= 0` is causal; `i - j < w` adds a sliding
-window of w. Any other op in the mask makes it unknown. Attention is then priced as if every pair
-counted.
+A boolean mask is read as conditions on query position i and key position j, each a comparison of sums of arange, their difference and
+numbers: `i - j >= 0` is causal, `i - j < w` as well a sliding window of w.  A condition of another kind, such as the padding of a batch,
+joined by "and" leaves the bounds as they are: what it hides besides depends on the batch.  Attention under a mask without bounds is priced
+as if every pair counted.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
+import torch
 from torch.fx import Node
 
 from autopar.ir.calls import argument, is_attention, op_name
@@ -57,8 +57,7 @@ class _Linear:
 
 
 def windows(traced: TracedModel) -> dict[tuple[int, str], int | None]:
-    """The sliding window of each attention op with a causal mask: (class index, op name) -> window,
-    or None for a causal mask without a window.
+    """(class index, attention op) -> its sliding window, None for none, of the attention whose mask shows at most what a causal one does.
 
     Attention without an entry has another mask, or none.
     """
@@ -111,10 +110,10 @@ def _new_bounds(
     name = op_name(node)
     if name in _SAME:
         return bounds_of(index, node.all_input_nodes[0])
-    if name in _JOINED:
+    if name in _JOINED and node.meta["val"].dtype == torch.bool:
         parts = [bounds_of(index, x) for x in node.args[:2] if isinstance(x, Node)]
         known = [part for part in parts if part is not None]
-        if len(known) < max(len(parts), 2):
+        if not known:
             return None
         return max(low for low, _ in known), min(high for _, high in known)
     if name in _COMPARISONS:

@@ -1,7 +1,6 @@
-"""A captured model: segments of ATen graphs, with each structure stored once.
+"""A captured model: segments of ATen graphs, each structure held once.
 
-Graphs are torch.fx objects. The type annotations are not evaluated, so importing this file needs no
-torch.
+Graphs are torch.fx objects; the annotations below are for type checkers only, so that reading this file needs no torch.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ MICRO_BATCH_SHARE = "micro_batch_share"
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter or buffer of the user's model. Tied names are one entry: `name` is the first,
-    `aliases` are the others. `keeps_dtype`: half precision does not convert this buffer, since
-    forward casts it back to its own dtype first.
-    """
+    """A parameter or buffer of the user's model.  Tied names are one entry: `name` is the first, `aliases` are the others.  `keeps_dtype`:
+    half precision leaves a buffer as it is, since forward casts it to its own dtype before anything else."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,14 +36,12 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockClass:
-    """One structure of segments, as a graph.
+    """One structure.  `graph` has a placeholder for each input, a get_attr node for each slot in `slots`, and returns a tuple.
 
-    `graph` has a placeholder for each input, a get_attr node for each of `slots` (parameters), and
-    returns a tuple. Every tensor node has `meta['val']`, a fake tensor whose batch size is
-    symbolic. `picked` says whether `every-k` recomputation applies to the segments of this class;
-    None means layers were not counted (`trace/deepen.py`). `borrowed` are the slots whose
-    parameters another segment also holds and is charged for. `is_layer`: segments of this structure
-    repeat, perhaps in another class.
+    Every tensor node carries `meta['val']`, a fake tensor whose batch size is symbolic.  `picked` says whether recomputation of every k-th
+    layer takes the segments of this class; None: layers were not counted off (`trace/deepen.py`).  `borrowed`: the slots whose parameters
+    are, in each segment of the class, those of a slot of another segment, which is charged for them.  `is_layer`: segments of its structure
+    repeat, though perhaps in another class.
     """
 
     name: str
@@ -60,9 +55,7 @@ class BlockClass:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of a segment input: the model input `name`, or output `index` of the earlier
-    segment `segment`.
-    """
+    """Where a segment input comes from: model input `name`, or output `index` of an earlier segment."""
 
     segment: int = -1
     index: int = -1
@@ -71,7 +64,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One instance of a block class: the parameter for each slot, and the source of each input."""
+    """One run of a block class: which parameter fills each slot, and where each input comes from."""
 
     name: str
     class_index: int
@@ -81,19 +74,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """Step values: inputs of the graph that are computed once per step from the whole batch, before
-    the first forward.
+    """Inputs of the graph that a step computes of its whole batch before the first forward.
 
-    Attributes:
-        names: names of the values, which are graph inputs.
-        vals: their fake tensors.
-        local: a graph from this rank's rows to parts, which are summed over data-parallel ranks.
-        whole: a graph from the summed parts, the gathered `rows` and the `tensors` to the values. A
-            value with a dim of rows is sharded like the batch.
-        rows: model inputs that are gathered over data-parallel ranks.
-        tensors: buffers and constants that `whole` reads.
-        labels: index of the value that counts the labels of a cross-entropy, or -1.
-        takes_share: whether the last name is `MICRO_BATCH_SHARE`.
+    `local` maps this rank's rows to parts, which are added up over data-parallel ranks. `whole` maps
+    these parts, the model inputs `rows`, gathered over the same ranks, and the buffers and constants
+    `tensors` to the values `names`, of which `vals` are the fake tensors. A value with a dim of rows
+    is dealt out as the batch is. `labels`: the place of the one that counts the labels of a
+    cross-entropy, or -1. With `takes_share` the last name is `MICRO_BATCH_SHARE`.
     """
 
     names: tuple[str, ...]
@@ -107,21 +94,19 @@ class StepValues:
 
     @property
     def adds_up_numbers(self) -> bool:
-        """Whether every part is a single number."""
+        """Whether all parts are single numbers."""
         return all(not node.meta["val"].dim() for node in self.local.output_node().all_input_nodes)
 
     def with_share(self, val: Any) -> StepValues:
-        """These step values plus `MICRO_BATCH_SHARE`, with the fake tensor `val`."""
+        """These and `MICRO_BATCH_SHARE`."""
         names, vals = (*self.names, MICRO_BATCH_SHARE), (*self.vals, val)
         return replace(self, names=names, vals=vals, takes_share=True)
 
 
 @dataclass(frozen=True, slots=True)
 class LossSplit:
-    """How losses of micro-batches combine to the loss of the batch. `joins` is 'sum', 'mean', or ''
-    if they do not, with the `reason`. `by_convention` lists quantities that are computed per
-    micro-batch anyway.
-    """
+    """How losses of micro-batches give that of their batch: `joins` is 'sum', 'mean', or '' if they
+    do not, and `reason` says why not. `by_convention`: what is of each micro-batch all the same."""
 
     joins: str = "sum"
     reason: str = ""
@@ -129,7 +114,7 @@ class LossSplit:
 
 
 def not_split(split: LossSplit, what: str, rows: int) -> str:
-    """An error text: why a loss that does not split refuses micro-batches, and what to do."""
+    """Why a loss that does not split refuses micro-batches, and what to do."""
     return (
         f"autopar does not split {what}: {split.reason}, so that their mean would be another loss. Pin micro_batch={rows}, divide a sum "
         "over rows by what depends on labels, masks and constants alone, or pass allow_micro_batch_mean=True (--allow-micro-batch-mean) "
@@ -145,7 +130,7 @@ class TracedModel:
     symbolic batch size in every shape ('' if the model has no batch dim), `constants` tensors that capture lifted out of forward,
     `split` how losses of micro-batches go together, `step_values` what a step computes of its whole batch for that (None: nothing),
     `model_hash` the structure's hash.  `updates` says where the new values of the buffers that forward changes come from.
-    `fusion` says which subgraphs are ops of our own.  Fusion keeps `model_hash`.
+    Rows are dim 0 of the graph's inputs; `row_dims` says which dim of a user's tensor they are where that is another one.
     """
 
     inputs: tuple[str, ...]
@@ -162,19 +147,18 @@ class TracedModel:
     notes: tuple[str, ...] = ()
     updates: dict[str, Source] = field(default_factory=dict)
     fusion: Fusion = UNFUSED
+    row_dims: dict[str, int] = field(default_factory=dict)
 
     @property
     def graph_inputs(self) -> dict[str, Any]:
-        """Fake tensors of all graph inputs by name: the user's inputs, then the step values."""
+        """Fake tensors of all that graphs take: the user's inputs, then the step's values."""
         own = dict(zip(self.inputs, self.input_vals, strict=True))
         values = self.step_values
         return own if values is None else own | dict(zip(values.names, values.vals, strict=True))
 
     @property
     def layers(self) -> list[int]:
-        """Indices of the segments that a pipeline distributes over its stages: those of repeated
-        structures, or all if none repeats.
-        """
+        """The segments that a pipeline deals to its stages: those of structures that repeat, or all if none does."""
         found = [
             number
             for number, segment in enumerate(self.segments)
@@ -184,10 +168,9 @@ class TracedModel:
 
 
 def per_model(most: int) -> Callable[[Callable], Callable]:
-    """A decorator: the function caches its latest `most` results by traced model and hashable
-    arguments.
+    """A function of a traced model (and of hashable arguments) that remembers its latest `most` results.
 
-    Models are compared by identity, which is safe because a traced model is never modified.
+    Models are told apart by identity: nobody changes one.
     """
 
     def decorate(function: Callable) -> Callable:

@@ -4,6 +4,7 @@ this package.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +74,10 @@ class ModelSpec:
             generator = torch.Generator().manual_seed(0)
             tokens = torch.randint(0, self.vocab, (batch, seq), generator=generator)
         return {"input_ids": tokens.to(device), "labels": tokens.clone().to(device)}
+
+    def batch_dims(self) -> Mapping[str, int | None]:
+        """Which dims of `example_inputs` are the batch where that is not dim 0, as `autopar.plan` takes them."""
+        return {}
 
     def _check_inputs(self, batch: int, seq: int) -> None:
         if batch < 1 or seq < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,14 @@ from autopar.errors import AutoparError
 
 from .base import ModelSpec
 from .hf import hf_example_inputs, is_hf_model, prepare_hf
+from .rows import row_dims
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec(ModelSpec):
-    """A model that `function` of `module` returns, alone or with a dict of example inputs.
+    """A model that `function` of `module` returns, alone, with a dict of example inputs, or with these and their `batch_dims`.
 
-    The function is called for each `build`, inside `torch.device(device)`.
+    The function is called anew for each `build`, inside `torch.device(device)`.
     """
 
     module: str
@@ -66,7 +68,7 @@ class FunctionSpec(ModelSpec):
             raise AutoparError(f"'{self.name}' is a {type(function).__name__}, not a function.")
         return function
 
-    def _call(self) -> tuple[nn.Module, dict[str, Tensor] | None]:
+    def _call(self) -> tuple[nn.Module, dict[str, Tensor] | None, dict[str, int | None]]:
         function = self._resolve()
         try:
             result = function()
@@ -76,22 +78,27 @@ class FunctionSpec(ModelSpec):
                 f"'{self.name}' must be callable without arguments; {reason}"
             ) from error
         if isinstance(result, nn.Module):
-            return result, None
-        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module):
-            model, inputs = result
+            return result, None, {}
+        if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module):
+            model, inputs, *rest = result
+            dims = rest[0] if rest else {}
+            if not isinstance(dims, dict):
+                raise AutoparError(
+                    f"'{self.name}' must return batch_dims as a dict of name -> dim or None; it returned {_kind(dims)}."
+                )
             named = isinstance(inputs, dict) and inputs
             if named and all(isinstance(value, Tensor) for value in inputs.values()):
-                return model, inputs
+                return model, inputs, dims
             raise AutoparError(
                 f"'{self.name}' must return example inputs as a dict of name -> tensor; it returned {_kind(inputs)}."
             )
         raise AutoparError(
-            f"'{self.name}' must return an nn.Module or (nn.Module, example_inputs); it returned {_kind(result)}."
+            f"'{self.name}' must return an nn.Module, (nn.Module, example_inputs) or (nn.Module, example_inputs, batch_dims); "
+            f"it returned {_kind(result)}."
         )
 
     def _make(self) -> nn.Module:
-        model, _ = self._call()
-        return prepare_hf(model) if is_hf_model(model) else model
+        return prepare_hf(self._call()[0])
 
     def build(
         self, device: torch.device | str = "meta", dtype: torch.dtype | None = None
@@ -111,31 +118,34 @@ class FunctionSpec(ModelSpec):
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str = "meta"
     ) -> dict[str, Tensor]:
-        """The function's own example inputs with `batch` rows, repeated or cut. `seq` applies only
-        to a Hugging Face model without example inputs.
+        """The function's own example inputs with `batch` rows (repeated or cut); `seq` applies only to a Hugging Face model without them.
 
-        A row is an index of dim 0. A tensor whose dim 0 differs from that of the first input is
-        returned unchanged.
+        Rows are where `row_dims` finds them; a tensor without rows is passed on as it is.
         """
         self._check_inputs(batch, seq)
-        model, inputs = self._call()
+        model, inputs, named = self._call()
         if inputs is None:
             if is_hf_model(model):
                 return hf_example_inputs(model, batch, seq, device)
             raise AutoparError(
                 f"'{self.name}' returns no example inputs: return (model, {{'name': tensor, ...}}), batch first."
             )
-        rows = next((value.shape[0] for value in inputs.values() if value.dim()), 0)
-        result = {}
+        dims, result = row_dims(inputs, named), {}
         for name, value in inputs.items():
-            if value.dim() and rows and value.shape[0] == rows:
-                value = value[torch.arange(batch, device=value.device) % rows]
+            dim = dims[name]
+            if dim is not None and value.shape[dim]:
+                rows = torch.arange(batch, device=value.device) % value.shape[dim]
+                value = value.index_select(dim, rows)
             if value.is_meta and torch.device(device).type != "meta":
                 raise AutoparError(
                     f"'{self.name}' returns input '{name}' on the meta device, so it has no values on {device}."
                 )
             result[name] = value.clone().to(device)
         return result
+
+    def batch_dims(self) -> Mapping[str, int | None]:
+        """What the function says."""
+        return self._call()[2]
 
     def shrunk(self) -> ModelSpec:
         """The spec itself, since only the user's function can make a smaller model."""

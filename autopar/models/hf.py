@@ -54,22 +54,29 @@ def is_hf_model(model: nn.Module) -> bool:
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
-def prepare_hf(model: nn.Module) -> nn.Module:
-    """Prepare a transformers model for capture *in place*, and return it.
+def hf_models(model: nn.Module) -> list[nn.Module]:
+    """The transformers models in `model`, itself included, that are in no other of them; never imports transformers."""
+    if is_hf_model(model):
+        return [model]
+    return [found for child in model.children() for found in hf_models(child)]
 
-    - `use_cache=False` is set on its configs.
-    - If the architecture supports SDPA through transformers' AttentionInterface, this package's
-      attention and mask functions are selected. Others keep their own attention; a mask is then
-      built in the graph, which is slower but correct. An attention that the user chose, other than
-      the default `sdpa`, is kept.
-    - Experts run as `autopar::routed_experts` if that has their activation
-      (`hf_experts.prepare_experts`).
-    - `position_ids` of one row for the whole batch are assumed to be 0, 1, 2, ... (no packed
-      sequences), as are those that the model makes itself. `position_ids` per sample are used as
-      they are.
-    - Bloom's GELU has a hand-written backward that torch.export would drop. Autograd computes the
-      same derivative instead.
+
+def prepare_hf(model: nn.Module) -> nn.Module:
+    """Make the transformers models in a model ready for capture *in place*, and return the model.
+
+    Sets `use_cache=False` on their configs and, where an architecture has SDPA behind transformers' AttentionInterface, selects our
+    attention and mask functions; others keep their own attention (a mask may then be built in the graph, which is slower, never
+    wrong).  An attention chosen by the user, other than the default `sdpa`, is kept.  Experts compute by `autopar::routed_experts` where it
+    has their activation (`hf_experts.prepare_experts`).  `position_ids` of one row for the whole batch
+    are taken to be 0, 1, 2, ... (no packed sequences), as are those the model makes itself; rows per sample are honoured.
+    Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd: the same derivative.
     """
+    for outermost in hf_models(model):
+        _prepare(outermost)
+    return model
+
+
+def _prepare(model: nn.Module) -> None:
     transformers, of_transformers = _transformers(), _untyped(model)
     for module in map(_untyped, model.modules()):
         if is_hf_model(module):  # encoder and decoder of T5 hold copies of the config
@@ -84,7 +91,6 @@ def prepare_hf(model: nn.Module) -> nn.Module:
         transformers.AttentionMaskInterface.register(ATTENTION_NAME, _mask)
         of_transformers.set_attn_implementation(ATTENTION_NAME)
     prepare_experts(model)
-    return model
 
 
 def _attention(

@@ -120,6 +120,7 @@ CHECKS: Mapping[str, Check] = {
     "model": _model,
     "plan": _of(Plan, "a Plan: read a file of one with autopar.Plan.load"),
     "pin": _of(Mapping, "a mapping such as {'tp': 2, 'zero': 1}"),
+    "batch_dims": _of(Mapping, "a mapping such as {'frames': 1}"),
     "loss_fn": _function,
     "precision": _of(str, "a text such as 'bf16'"),
     "time_limit_s": _positive,

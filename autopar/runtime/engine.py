@@ -158,7 +158,7 @@ class Engine(Durable):
             self.plan,
             self.axes,
             self.device,
-            split=lengths[-1].split,
+            lengths[-1],
             tensors=self._step_tensors,
             programs=self._programs if fills_up else (),
             flops=flops,
@@ -238,7 +238,7 @@ class Engine(Durable):
         self._meter.begin()
         with named("step", self.steps + 1):
             with named("batch"):
-                work = self.batches.split(batch)
+                work = self.batches.split(batch, trains=True)
                 self._check_filled_up(work)
             try:
                 with self._running(), self._randomness():

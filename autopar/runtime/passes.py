@@ -1,6 +1,4 @@
-"""Runs forward and backward of a batch's micro-batches on one rank, with or without a pipeline, and
-evaluates batches.
-"""
+"""Forward and backward of the micro-batches of one batch on one rank, with or without a pipeline, and their evaluation."""
 
 from __future__ import annotations
 
@@ -23,14 +21,12 @@ from autopar.runtime.state.precision import LossScale
 from autopar.runtime.state.tied_parameters import StageParameters
 
 Draw = Callable[[int], torch.Tensor]
-"""The type of a function that returns the noise of a micro-batch, by its index."""
+"""The noise of a micro-batch, by its number."""
 
 
 @dataclass(kw_only=True)
 class Passes:
-    """Runs the passes of a batch on this rank. `programs` has one program per batch length;
-    `stage_group` is the process group of its pipeline, if any.
-    """
+    """What a rank computes of a batch.  `programs`: one for each length of batches; `stage_group`: the ranks of its pipeline, if any."""
 
     plan: Plan
     axes: Mapping[str, AxisGroup]
@@ -46,15 +42,13 @@ class Passes:
     pipelines: dict[tuple[str, int], Pipeline] = field(default_factory=dict)
 
     def train(self, work: MicroBatches, draw: Draw) -> torch.Tensor:
-        """Run forward and backward of each micro-batch. Returns the loss of the step; gradients
-        accumulate in the parameters.
-        """
+        """Forward and backward of each micro-batch; returns the loss of the step.  Gradients are left in the parameters."""
         program = self.programs[work.number]
         program.module.train()
         if self.stage_group is not None:
             return self._run_pipeline(self.stage_group, "training", program, work, draw)
-        total, scale = torch.zeros((), device=self.device), self.batches.scale(work)
-        for k, inputs in enumerate(work.inputs):
+        total = torch.zeros((), device=self.device)
+        for k, (inputs, scale) in enumerate(zip(work.inputs, work.scales, strict=True)):
             with named("micro-batch", k, "forward"):
                 loss, updates = self.forward(program, inputs, draw(k))
             loss = loss * scale
@@ -73,23 +67,22 @@ class Passes:
             found = self.evaluations[work.number] = self.compiler.compile(evaluation_copy(program))
             if found is not program:
                 self.parameters.watch(found.module)
-        evaluation, scale, noise = self.evaluations[work.number], self.batches.scale(work), draw(0)
+        evaluation, noise = self.evaluations[work.number], draw(0)
         first, *others = (
-            self.forward(evaluation, inputs, noise)[0] * scale for inputs in work.inputs
+            self.forward(evaluation, inputs, noise)[0] * scale
+            for inputs, scale in zip(work.inputs, work.scales, strict=True)
         )
         return evaluation.whole_loss(sum(others, first), self.axes)
 
     def forward(
         self, program: Program, inputs: dict[str, torch.Tensor], noise: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Run forward of one micro-batch. Returns the loss, and the new values of
-        `program.updates`.
-        """
+        """The loss, and the new values of `program.updates`."""
         found = program.module(*inputs.values(), *((noise,) if program.draws else ()))
         return (found[0], found[1:]) if program.updates else (found, ())
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward from one micro-batch's loss."""
+        """Backward of one micro-batch's loss."""
         (loss * self.loss_scale.scale if self.loss_scale.dynamic else loss).backward()
         self.parameters.gradients.after_backward()
 
@@ -101,7 +94,7 @@ class Passes:
     def _run_pipeline(
         self, group: dist.ProcessGroup, kind: str, program: Program, work: MicroBatches, draw: Draw
     ) -> torch.Tensor:
-        """The loss of a training step or an evaluation in a pipeline, on every rank."""
+        """The loss of the step or of an evaluation, on every rank."""
         key, training = (kind, work.number), kind == "training"
         if key not in self.pipelines:
             own = program if training else self.compiler.compile(evaluation_copy(program))
@@ -109,13 +102,16 @@ class Passes:
                 own, self.plan.schedule, len(self.plan.stages), group, self.device
             )
         given = [inputs | {NOISE: draw(k)} for k, inputs in enumerate(work.inputs)]
-        pipeline, scale = self.pipelines[key], self.batches.scale(work)
+        pipeline = self.pipelines[key]
         with named("pipeline"):
             losses = (
-                pipeline.train(given, work.rows, scale * self.loss_scale.scale)
+                pipeline.train(
+                    given, work.rows, [scale * self.loss_scale.scale for scale in work.scales]
+                )
                 if training
                 else pipeline.evaluate(given, work.rows)
             )
         zero = torch.zeros((), device=self.device, dtype=program.loss.dtype)
-        total = self.shared.over_stages(sum((loss * scale for loss in losses), zero))
+        found = (loss * scale for loss, scale in zip(losses, work.scales, strict=bool(losses)))
+        total = self.shared.over_stages(sum(found, zero))
         return program.whole_loss(total, self.axes)

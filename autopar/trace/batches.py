@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autopar.errors import AutoparError, shown
+from autopar.models.rows import BatchDims, row_dims, rows_first
 from autopar.ops.work import positions
 
 ExampleInputs = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
@@ -73,11 +74,14 @@ def batch_tensors(
     return tensors
 
 
-def shorter_lengths(example_inputs: ExampleInputs, buckets: Sequence[int]) -> list[int]:
+def shorter_lengths(
+    example_inputs: ExampleInputs, buckets: Sequence[int], batch_dims: BatchDims | None = None
+) -> list[int]:
     """The buckets that are shorter than the example, ascending. Raises AutoparError for an invalid
     length, or a longer one.
     """
-    longest = positions(batch_tensors(example_inputs).values())
+    tensors = batch_tensors(example_inputs)
+    longest = positions(rows_first(tensors, row_dims(tensors, batch_dims)).values())
     for length in buckets:
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= longest:
             raise AutoparError(
@@ -87,13 +91,19 @@ def shorter_lengths(example_inputs: ExampleInputs, buckets: Sequence[int]) -> li
     return sorted({*buckets} - {longest})
 
 
-def shortened(example_inputs: ExampleInputs, length: int) -> ExampleInputs:
+def shortened(
+    example_inputs: ExampleInputs, length: int, batch_dims: BatchDims | None = None
+) -> ExampleInputs:
     """An example with rows of another length, as meta tensors with separate storages."""
     tensors = batch_tensors(example_inputs)
-    longest = positions(tensors.values())
+    dims = row_dims(tensors, batch_dims)
+    longest = positions(rows_first(tensors, dims).values())
     found = {
         name: torch.empty(
-            [*t.shape[:1], *(length if size == longest else size for size in t.shape[1:])],
+            [
+                length if size == longest and dim != (dims[name] or 0) else size
+                for dim, size in enumerate(t.shape)
+            ],
             dtype=t.dtype,
             device="meta",
         )

@@ -100,6 +100,7 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
         step_values=values,
         model_hash=digest,
         notes=captured.notes,
+        row_dims=captured.row_dims,
         updates=updates,
     )
 

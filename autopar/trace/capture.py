@@ -1,6 +1,4 @@
-"""Captures the model and its loss with torch.export, on fake tensors and with a dynamic batch
-size.
-"""
+"""Capture: torch.export of the model and its loss, on fake tensors, with a dynamic batch."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autopar.errors import AutoparError
 from autopar.ir.calls import argument
 from autopar.ir.traced import MICRO_BATCH_SHARE, ParameterSpec
+from autopar.models.rows import BatchDims, row_dims, rows_first
 from autopar.ops.values import output_nodes
 from autopar.trace.batches import ExampleInputs, batch_tensors
 from autopar.trace.captured import Captured
@@ -33,7 +32,7 @@ __all__ = ["Captured", "capture", "meta_copy", "parameter_specs"]
 
 
 class _LossModule(nn.Module):
-    """A module that calls the user's model, kept as `model`, and returns only the scalar loss."""
+    """Calls the user's model and returns the scalar loss alone, with the user's modules kept under `model`."""
 
     def __init__(
         self,
@@ -43,10 +42,13 @@ class _LossModule(nn.Module):
         loss_fn: Callable | None,
         aliases: Aliases,
         record: StateRecord,
+        moved: Mapping[str, int],
     ) -> None:
+        """`moved`: the dims of rows, dim 0 of the tensors given, that the model has elsewhere."""
         super().__init__()
         self.model, self.names, self.keyword = model, names, keyword
         self.loss_fn, self.aliases, self.record = loss_fn, aliases, record
+        self.moved = moved
         self.targets = _target_name(names) if loss_fn is not None else ""
 
     def forward(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -61,6 +63,9 @@ class _LossModule(nn.Module):
         return (loss, *self.record.tensors())
 
     def _loss(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        tensors = tensors | {
+            name: tensors[name].movedim(0, dim) for name, dim in self.moved.items()
+        }
         call = {name: tensors[name] for name in self.names if name != self.targets}
         output = self.model(**call) if self.keyword else self.model(*call.values())
         if self.loss_fn is None:
@@ -104,7 +109,7 @@ def _target_name(names: tuple[str, ...]) -> str:
 
 
 def _find_loss(output: Any) -> Any:
-    """The loss in a model's output: the entry called loss, or the first one."""
+    """What a model returns as its loss: under that name, or first."""
     loss = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -120,21 +125,23 @@ def capture(
     example_inputs: ExampleInputs,
     loss_fn: Callable | None = None,
     dtype: torch.dtype | None = None,
+    batch_dims: BatchDims | None = None,
 ) -> Captured:
-    """The model and its loss as one ATen graph with a symbolic batch size.
+    """Export `model` and its loss as one ATen graph with a symbolic batch size.
 
-    The model is not modified. A copy of its structure with fake tensors is exported, which needs no
-    memory. These are fake CPU tensors, not meta tensors, so that constants made from Python numbers
-    keep their values. Python state that forward changes outside the model, including random number
-    generators, is restored. `dtype` casts floating-point parameters, buffers and inputs first.
-    Raises AutoparError, with the cause, if the model cannot be captured.
+    The model is not touched: a copy of its structure with fake tensors is exported, so that no memory is needed.  (Fake CPU tensors,
+    not meta ones: constants that forward makes from Python numbers keep their values.)  Python state that forward changes outside of the
+    model, generators of random numbers among it, is put back.
+    `dtype` casts its floating parameters, buffers and inputs first.  `batch_dims` says where the rows of an input are that are not dim 0,
+    or that it has none (None).  Raises AutoparError when the model cannot be captured, with the cause.
     """
     tensors = batch_tensors(example_inputs)
     if MICRO_BATCH_SHARE in tensors:
         raise AutoparError(
             f"an input is called {MICRO_BATCH_SHARE!r}, as what autopar gives graphs itself: rename it"
         )
-    batch = _batch_size(tensors)
+    dims = row_dims(tensors, batch_dims)
+    tensors = rows_first(tensors, dims)
     _refuse_hooks(model)
     if isinstance(loss_fn, nn.Module) and (
         own := [name for name, _ in (*loss_fn.named_parameters(), *loss_fn.named_buffers())]
@@ -150,12 +157,12 @@ def capture(
 
     copies: dict[int, Any] = {}
     structure = copy_with(model, fake, copies)
-    dynamic = {name: t.dim() > 0 and t.shape[0] == batch for name, t in tensors.items()}
+    batch = next(tensors[name].shape[0] for name, dim in dims.items() if dim is not None)
     hint = max(batch, 2)  # torch.export specializes batch sizes 0 and 1
     with mode:
         examples = {
             name: torch.empty(
-                (hint, *t.shape[1:]) if dynamic[name] else tuple(t.shape),
+                tuple(t.shape) if dims[name] is None else (hint, *t.shape[1:]),
                 dtype=_cast(t, dtype),
                 device="cpu",
             )
@@ -166,7 +173,7 @@ def capture(
         start = Snapshot.of(structure, record.functions)
         aliases, keyword = Aliases(structure, start), isinstance(example_inputs, Mapping)
         to_capture = _Call(
-            model, structure, copies, aliases, examples, dynamic, keyword=keyword, loss_fn=loss_fn
+            model, structure, copies, aliases, examples, dims=dims, keyword=keyword, loss_fn=loss_fn
         )
         try:
             captured = to_capture.capture(record)
@@ -180,28 +187,27 @@ def capture(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The call to capture: a copy of the user's model, fake inputs, and which of them have a batch
-    dim.
-    """
+    """The call that is captured: a copy of the user's model, fake inputs with their rows first, and the user's dims of rows."""
 
     model: nn.Module
     structure: nn.Module
     copies: dict[int, Any]
     aliases: Aliases
     examples: dict[str, torch.Tensor]
-    dynamic: dict[str, bool]
+    dims: dict[str, int | None]
     keyword: bool
     loss_fn: Callable | None
 
     def capture(self, record: StateRecord) -> Captured:
-        """Export the call in the current Python state."""
+        """Export the call as it is in the present Python state."""
         names = tuple(self.examples)
+        moved = {name: dim for name, dim in self.dims.items() if dim}
         skeleton = _LossModule(
-            self.structure, names, self.keyword, self.loss_fn, self.aliases, record
+            self.structure, names, self.keyword, self.loss_fn, self.aliases, record, moved
         )
         shapes = {
             "tensors": {
-                name: {0: torch.export.Dim.DYNAMIC} if self.dynamic[name] else None
+                name: None if self.dims[name] is None else {0: torch.export.Dim.DYNAMIC}
                 for name in names
             }
         }
@@ -217,11 +223,12 @@ class _Call:
             raise
         except Exception as error:  # torch.export raises many types; all of them mean that this model cannot be captured
             raise AutoparError(why_not_captured(error, self.model, self.examples)) from error
-        return replace(_collect(exported, self.model, names), notes=(*notes, *record.notes))
+        found = _collect(exported, self.model, names)
+        return replace(found, notes=(*notes, *record.notes), row_dims=moved)
 
 
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program without in-place ops."""
+    """The program without ops that change tensors in place."""
     graphs = [
         m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)
     ]  # no-grad regions are graphs too
@@ -243,9 +250,8 @@ def _functional(exported: torch.export.ExportedProgram) -> torch.export.Exported
 
 
 def _correct_values(graph: torch.fx.Graph) -> None:
-    """Recompute fake values that `run_decompositions` of torch 2.13 gets wrong: it treats a
-    cross-entropy without reduction as a single number.
-    """
+    """Compute the fake values again that `run_decompositions` of torch 2.13 gets wrong: it takes a cross-entropy without a reduction for
+    a single number."""
     changed: set[torch.fx.Node] = set()
     for node in graph.nodes:
         wrong = (
@@ -260,19 +266,8 @@ def _correct_values(graph: torch.fx.Graph) -> None:
         changed.add(node)
 
 
-def _batch_size(tensors: dict[str, torch.Tensor]) -> int:
-    for tensor in tensors.values():
-        if tensor.dim() > 0:
-            return tensor.shape[0]
-    raise AutoparError(
-        f"no input has a batch dim: every tensor in example_inputs ({', '.join(tensors)}) is a scalar"
-    )
-
-
 def _refuse_hooks(model: nn.Module) -> None:
-    """Raise AutoparError if the model has hooks that change gradients, since export would drop
-    them.
-    """
+    """Hooks that change gradients do not survive export; refuse them rather than drop them."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise AutoparError(
@@ -294,7 +289,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
-    """Parameters and buffers by their first name. Other names of tied tensors are in `aliases`."""
+    """Parameters and buffers by first name, tied names folded into `aliases`."""
     specs: dict[str, ParameterSpec] = {}
     for is_buffer, named in ((False, model.named_parameters), (True, model.named_buffers)):
         groups: dict[int, list[str]] = {}
@@ -374,11 +369,9 @@ def _return_updates(
     first_name: dict[str, str],
     attributes: dict[str, str],
 ) -> tuple[str, ...]:
-    """Make the graph return the loss and the detached new value of each buffer that forward
-    changes. Returns their names.
+    """Make the graph return the loss and then the detached new value of each buffer that forward changes; returns their names.
 
-    Reads of a changed buffer are wrapped in `autopar::in_training`: in evaluation the buffer does
-    not change.
+    What forward reads of a buffer after changing it is, in evaluation, the buffer as it is: `autopar::in_training` says so.
     """
     output = graph.output_node()
     nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,13 +11,12 @@ from autopar.ir.traced import ParameterSpec
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A flat ATen graph with the names of its tensors.
+    """A flat ATen graph.
 
-    `inputs` names the user's tensors, and `input_nodes` their placeholders in the same order.
-    `attributes` maps the placeholder of a parameter, buffer or constant to its name in `parameters`
-    or `constants`. The graph returns the loss and then the new values of the buffers `updates`,
-    which forward changes in place. `notes` tell the user what was captured differently from how it
-    is written.
+    `inputs` names the user's tensors, `input_nodes` their placeholders in that order; `attributes` maps the placeholder of a parameter,
+    buffer or constant to its name in `parameters` or `constants`.  The graph returns the loss and then the new values of the buffers
+    `updates`, which forward changes in place.  `notes` says what was captured in another way than it is written.
+    `row_dims`: the dim of rows in the user's tensors, where that is not 0; in the graph it is.
     """
 
     graph: torch.fx.Graph
@@ -27,4 +26,5 @@ class Captured:
     parameters: dict[str, ParameterSpec]
     constants: dict[str, torch.Tensor]
     updates: tuple[str, ...] = ()
+    row_dims: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -29,10 +29,10 @@ def why_not_captured(
         others = (
             ""
             if len(fixed) < 2
-            else "; if dim 0 of one of them is not the batch, give example_inputs of another batch size"
+            else "; if one of these has no rows, or has them along another dim, say so by its name: batch_dims={'positions': None}"
         )
         return (
-            f"forward of {name} uses the batch size, dim 0 of {' and '.join(map(repr, fixed))}, as a Python number, so that it would "
+            f"forward of {name} uses the batch size, the rows of {' and '.join(map(repr, fixed))}, as a Python number, so that it would "
             "compute for one batch size alone; use x.shape[0] instead of int(x.shape[0]), and ops on whole tensors instead of loops "
             f"over rows{others}"
         )
@@ -124,8 +124,8 @@ def check_symbols(captured: Captured) -> None:
     if len(batch) > 1:
         names = list(batch.values())
         raise AutoparError(
-            f"inputs {names[0]!r} and {names[1]!r} both have the batch size in dim 0, but forward never relates the two: if one is "
-            "not batched, plan with an example batch whose size differs from that dim"
+            f"inputs {names[0]!r} and {names[1]!r} both have the batch size in dim 0, but forward lets them differ: if one has no rows, "
+            f"say so: batch_dims={{{names[1]!r}: None}}"
         )
     for node in captured.graph.nodes:
         val = node.meta.get("val")

@@ -150,6 +150,23 @@ def _respell_narrow(graph: Graph, node: Node) -> None:
         replace(graph, node, aten.slice.Tensor, (node.args[0], dim, start, start + length))
 
 
+def _respell_cat(graph: Graph, node: Node) -> None:
+    """Without the operands that have no elements, as a cache of keys has before its first token."""
+    val, parts = node.meta["val"], [part.meta["val"] for part in node.args[0]]
+    kept = [
+        source
+        for source, part in zip(node.args[0], parts, strict=True)
+        if not any(size == 0 for size in part.shape if isinstance(size, int))
+    ]
+    if len(kept) == len(parts) or not all(source.meta["val"].dtype == val.dtype for source in kept):
+        return
+    if len(kept) == 1:
+        node.replace_all_uses_with(kept[0])
+        graph.erase_node(node)
+    elif kept:
+        node.args = (kept, *node.args[1:])
+
+
 _SPELLINGS: dict[str, Callable[[Graph, Node], None]] = {
     **dict.fromkeys(("view", "_unsafe_view"), _respell_view),
     "native_dropout": _respell_dropout,
@@ -164,6 +181,7 @@ _SPELLINGS: dict[str, Callable[[Graph, Node], None]] = {
     **dict.fromkeys(("swapaxes", "swapdims"), _respell_swapped),
     **dict.fromkeys(("movedim", "moveaxis"), _respell_moved),
     "narrow": _respell_narrow,
+    "cat": _respell_cat,
 }
 """Functions that rewrite the other ops, by op name."""
 

@@ -291,7 +291,7 @@ def make_case(setup: Setup) -> Case:
     batches = _batches(setup)
     rate = FIRST_RATE
     with widened(setup.precision):
-        traced = trace(model, batches[0])
+        traced = trace(model, batches[0], batch_dims=setup.spec.batch_dims())
         dropping = any(drops(node) for block in traced.classes for node in ops(block.graph))
         case = Case(model=model, batches=batches, traced=traced, drops=dropping)
         train = _train_by_engine if dropping else _train

@@ -33,3 +33,27 @@ def test_the_window_of_a_mask_that_many_paths_lead_to():
         assert list(windows(trace(Masked(window), {"x": torch.zeros(2, 6, 8)})).values()) == [
             window
         ]
+
+
+class Padded(Masked):
+    """The same mask, which also hides what fills a batch up, or adds to scores and hides nothing."""
+
+    def __init__(self, window: int | None, adds: bool = False) -> None:
+        super().__init__(window)
+        self.adds = adds
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        mask = places[None, :] <= places[:, None]
+        if self.window is not None:
+            mask = mask & (places[None, :] > places[:, None] - self.window)
+        mask = mask * kept[:, None, None].to(x.dtype) if self.adds else mask & kept[:, None, None]
+        q = self.linear(x)[:, None]
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).square().mean()
+
+
+def test_padding_leaves_a_mask_its_window():
+    batch = {"x": torch.zeros(2, 6, 8), "kept": torch.ones(2, 6, dtype=torch.bool)}
+    for window in (None, 3):
+        assert list(windows(trace(Padded(window), batch)).values()) == [window]
+    assert not windows(trace(Padded(None, adds=True), batch))

@@ -209,7 +209,7 @@ REFUSED = {
     "autocast": (lambda: Model(in_autocast), "enters torch.autocast {line}"),
     "channels dropped in place": (lambda: Model(lambda m, y: m.drop(y.view(-1, 2, 3, 1)).flatten(1),
                                                 keep(drop=lambda m: nn.Dropout2d(0.5, inplace=True))), "drops channels in place {line}"),
-    "int of the batch size": (lambda: Model(lambda m, y: y / int(y.shape[0])), "the batch size, dim 0 of 'x', as a Python number"),
+    "int of the batch size": (lambda: Model(lambda m, y: y / int(y.shape[0])), "the batch size, the rows of 'x', as a Python number"),
     "loop over rows": (lambda: Model(lambda m, y: torch.stack([row - row.mean() for row in y])), "batch size as a Python number {line}"),
     "numpy": (lambda: Model(lambda m, y: y * float(y.detach().numpy().mean())), "leaves PyTorch {line}"),
     "complex": (lambda: Model(turned_as_complex), "{line} is complex"),
@@ -477,7 +477,8 @@ def shared_error(rank: int) -> float:
 
 def test_an_input_that_has_as_many_rows_as_the_batch(pool2):
     with pytest.raises(
-        AutoparError, match=r"dim 0 of 'table' and 'x'.*; if dim 0 of one of them is not the batch"
+        AutoparError,
+        match=r"the rows of 'table' and 'x'.*; if one of these has no rows.* batch_dims=",
     ) as refused:
         trace(shared(), {"x": torch.ones(ROWS, 6).double(), "table": torch.ones(ROWS).double()})
     paragraph(refused.value)

@@ -10,12 +10,16 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from autopar_cost_models import check_schedule
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import AXES
 from autopar.ir.plan import Plan
-from autopar.ir.traced import LossSplit, not_split
+from autopar.ir.traced import TracedModel, not_split
+from autopar.models.rows import rows_first
 from autopar.ops.dims import has_batch, is_symbolic
+from autopar.ops.random import drops
+from autopar.ops.values import ops
 from autopar.ops.work import positions
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split
@@ -23,6 +27,7 @@ from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.rewrite.lowerings.dropout import step_noise
 from autopar.rewrite.program import Program
 from autopar.runtime.batches.batch_checks import IndexLimits
+from autopar.runtime.batches.deal import Deal, deal, even_deal, share_of
 from autopar.runtime.batches.padding import Padding
 from autopar.runtime.batches.step_values import StepInputs
 from autopar.runtime.state.precision import PRECISIONS, master_dtype
@@ -47,14 +52,15 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """The work of one step on this rank: the graph inputs of each micro-batch by name, including
-    step values. `rows` is the number of rows of one micro-batch. `number` is the index of the
-    program that runs it. `filled`: if any rank padded its batch, the same inputs with other
-    tokens in the padding.
-    """
+    """A step's work on this rank: what the graph takes for each micro-batch by name, inputs and values of the step.  `rows` are those of
+    one micro-batch.  `scales`: what the loss of each is multiplied by before they are added up; `places`: the first row of each, and how
+    many rows the same rows of the next rank are further on, both in the global batch.  `number`: that of the program that runs it;
+    `filled`: if any rank filled its batch up, the same inputs with other tokens there."""
 
     inputs: list[dict[str, torch.Tensor]]
     rows: int
+    scales: tuple[float, ...]
+    places: tuple[tuple[int, int], ...]
     size: BatchSize = BatchSize(0, None, 0.0)
     number: int = 0
     filled: tuple[dict[str, torch.Tensor], ...] = ()
@@ -80,12 +86,11 @@ class _Read:
 
 
 class BatchSplitter:
-    """Splits batches for one program, or for several that differ only in batch length.
+    """Splits batches for one program, of the model `traced`.  `tensors()`: whole buffers and constants by name, for the values of a step;
+    every rank calls it.
 
-    `split` says how losses of micro-batches combine. `tensors()` returns whole buffers and
-    constants by name, for step values; every rank must call it. If batches may be padded,
-    `programs` has one program per length, shortest first, with `program` last. `flops` are the
-    model FLOPs per row of each.
+    `programs`: if batches may be filled up, programs that differ in the length of their batches alone, shortest first, `program` last;
+    `flops` are model FLOPs of a row of each.
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class BatchSplitter:
         plan: Plan,
         axes: Mapping[str, AxisGroup],
         device: torch.device,
-        split: LossSplit,
+        traced: TracedModel,
         tensors: Callable[[], Mapping[str, torch.Tensor]],
         programs: Sequence[Program] = (),
         flops: Sequence[float] = (),
@@ -104,9 +109,14 @@ class BatchSplitter:
             plan,
             axes,
             device,
-            split,
+            traced.split,
         )
-        self._tensors = tensors
+        self._tensors, self._row_dims, self._updates = (
+            tensors,
+            traced.row_dims,
+            bool(traced.updates),
+        )
+        self._draws = any(drops(node) for block in traced.classes for node in ops(block.graph))
         self.dtype = PRECISIONS[plan.precision]
         self.positions = positions(program.whole_inputs.values())
         self.programs, self.flops = tuple(programs) or (program,), tuple(flops) or (1.0,)
@@ -137,20 +147,17 @@ class BatchSplitter:
         cut = {}
         for name, tensor in tensors.items():
             if self._has_batch(name):
-                if not tensor.dim():
+                dim = self._row_dims.get(name, 0)
+                if tensor.dim() <= dim:
+                    what = f"has {tensor.dim()} dims" if tensor.dim() else "is a single number"
                     raise AutoparError(
-                        f"batch entry {name!r} is a single number; it has a row for each sequence"
+                        f"batch entry {name!r} {what}; its dim {dim} has a row for each sequence"
                     )
-                if tensor.shape[0] % dp:
-                    raise AutoparError(
-                        f"a global batch of {tensor.shape[0]} rows cannot be split over dp={dp}; use a multiple of {dp}"
-                    )
-                rows = tensor.shape[0] // dp
-                tensor = tensor[index * rows : (index + 1) * rows]
+                tensor = tensor.narrow(dim, *share_of(tensor.shape[dim], dp, index))
             cut[name] = tensor
         return cut if isinstance(batch, Mapping) else tuple(cut.values())
 
-    def split(self, batch: Any) -> MicroBatches:
+    def split(self, batch: Any, trains: bool = False) -> MicroBatches:
         """This rank's batch, checked across all ranks and split. An error on any rank raises
         AutoparError on every rank.
         """
@@ -169,36 +176,38 @@ class BatchSplitter:
         if mistake is not None:
             raise mistake
         held, numbers, lengths = self._agreed(everyone[..., : len(own)].tolist())
-        rows, size = read.rows, min(self.plan.micro_batch, read.rows) or 1
-        self._check_counts(held, rows, size)
-        count, tensors = rows // size, read.tensors
+        dealt, tensors = self._dealt(held, trains), read.tensors
         chosen = max(numbers)  # every rank runs the program that the longest batch needs
         if chosen != read.number:
             tensors = self._checked(self._filled_up(read.given, chosen), chosen)
         added = everyone[:, 0, len(own) :].sum(0)
-        values = self._step_values(tensors, added, chosen, count, whole)
+        tensors = self._with_rows(tensors, held, dealt)
+        values = self._step_values(tensors, added, chosen, dealt, whole)
 
         def cut(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-            graph_inputs = {**tensors, **values}
-            return [
-                {name: self._part(name, t, k, count) for name, t in graph_inputs.items()}
-                for k in range(count)
-            ]
+            return self._cut({**tensors, **values}, dealt)
 
         filled = []
         if self.paddings and min(lengths) < self.paddings[chosen].length:
-            filled = cut(self._checked(self._filled_up(read.given, chosen, token=1), chosen))
-        share = (
-            rows * self.plan.mesh.dp / self.plan.global_batch * self.flops[chosen] / self.flops[-1]
+            other = self._checked(self._filled_up(read.given, chosen, token=1), chosen)
+            filled = cut(self._with_rows(other, held, dealt))
+        share = dealt.batch / self.plan.global_batch * self.flops[chosen] / self.flops[-1]
+        tokens = sum(rows * length for rows, length in zip(held, lengths, strict=True))
+        return MicroBatches(
+            cut(tensors),
+            dealt.rows,
+            self._scales(dealt),
+            tuple(dealt.place(part, self.data_rank) for part in dealt.parts),
+            BatchSize(tokens, self._counted(values), share, max(lengths)),
+            chosen,
+            tuple(filled),
         )
-        found = BatchSize(rows * sum(lengths), self._counted(values), share, max(lengths))
-        return MicroBatches(cut(tensors), size, found, chosen, tuple(filled))
 
     def _read(self, batch: Any) -> _Read:
         """This rank's batch, padded to the length of a program. Raises AutoparError if it does not
         fit the model.
         """
-        given = batch_tensors(batch)
+        given = rows_first(batch_tensors(batch), self._row_dims)
         number, length = self._fitting(given)
         tensors = self._checked(self._filled_up(given, number), number)
         if self.indices:
@@ -234,24 +243,71 @@ class BatchSplitter:
         )
         return held, numbers, lengths
 
-    def _check_counts(self, held: list[int], rows: int, size: int) -> None:
-        """Raise AutoparError unless every rank has the same number of rows, in whole micro-batches,
-        and the loss can be split into these.
-        """
-        if len(set(held)) > 1:
-            raise AutoparError(
-                f"data-parallel ranks hold {held} rows; every rank must hold the same number"
-            )
-        if rows == 0:
+    def _dealt(self, held: list[int], trains: bool) -> Deal:
+        """Which rows each rank runs, if data-parallel ranks hold so many.  AutoparError if the loss or a buffer does not allow it."""
+        batch, ranks, rows = sum(held), len(held), held[0]
+        if batch == 0:
             raise AutoparError("the batch has no rows")
-        if rows % size:
+        size = min(self.plan.micro_batch, rows) or 1
+        splits, alike = bool(self.loss_split.joins), len(set(held)) == 1
+        if alike and rows % size == 0 and (not splits or self._fits(rows // size)):
+            if rows > size and not splits and not self.plan.micro_batch_mean:
+                what = f"this batch of {rows} rows a rank into {rows // size} micro-batches"
+                raise AutoparError(not_split(self.loss_split, what, rows))
+            return even_deal(batch, ranks, size)
+        found = deal(
+            batch,
+            ranks,
+            self.plan.micro_batch,
+            self._fits,
+            once=trains and self._updates,
+            consecutive=self._draws,
+        )
+        if not splits or found is None:
+            why = f"the loss is no sum over rows: {self.loss_split.reason}"
+            if splits:
+                why = "forward changes buffers, as batch norm does, so that no row may run twice"
             raise AutoparError(
-                f"{rows} rows cannot be split into micro-batches of {size}; use a multiple of {size} rows per rank"
+                f"data-parallel ranks hold {held} rows, which micro-batches of {size} rows on each do not divide, and {why}; "
+                f"give each rank a multiple of {size} rows (drop_last=True of a DataLoader)"
             )
-        count = rows // size
-        if count > 1 and not self.loss_split.joins and not self.plan.micro_batch_mean:
-            what = f"this batch of {rows} rows a rank into {count} micro-batches"
-            raise AutoparError(not_split(self.loss_split, what, rows))
+        return found
+
+    def _fits(self, number: int) -> bool:
+        """Whether the plan's pipeline can run so many micro-batches."""
+        if not self.plan.schedule or self.axes["pp"].size == 1:
+            return True
+        try:
+            check_schedule(
+                self.plan.schedule, self.axes["pp"].size, len(self.program.stages), number
+            )
+        except ValueError:
+            return False
+        return True
+
+    def _with_rows(
+        self, tensors: Mapping[str, torch.Tensor], held: list[int], dealt: Deal
+    ) -> Mapping[str, torch.Tensor]:
+        """The batch with the rows that a deal is of: this rank's, or where it is not even those of all ranks."""
+        if dealt.evenly:
+            return tensors
+        return {
+            name: self._gather_uneven(tensor, held) if self._has_batch(name) else tensor
+            for name, tensor in tensors.items()
+        }
+
+    def _gather_uneven(self, tensor: torch.Tensor, held: list[int]) -> torch.Tensor:
+        """The rows of all data-parallel ranks, of which each holds as many as `held` says."""
+        most = max(held)
+        filled = tensor.new_zeros(most, *tensor.shape[1:])
+        filled[: tensor.shape[0]] = tensor
+        found = self._gather_rows(filled).split(most)
+        return torch.cat([rows[:number] for rows, number in zip(found, held, strict=True)])
+
+    def _scales(self, dealt: Deal) -> tuple[float, ...]:
+        """What the losses of micro-batches are multiplied by before they are added up."""
+        each = 1.0 if self.loss_split.joins == "sum" else dealt.slots / dealt.batch
+        return tuple(each * part.weight for part in dealt.parts)
 
     @property
     def _numbers(self) -> int:
@@ -265,36 +321,46 @@ class BatchSplitter:
         tensors: Mapping[str, torch.Tensor],
         parts: torch.Tensor,
         number: int,
-        count: int,
+        dealt: Deal,
         whole: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        """The step values that the graph takes. Values with rows are reduced to this rank's
-        rows.
-        """
+        """The values of the step that the graph takes, with the rows that `tensors` have."""
         values = self._values[number]
         if values is None:
             return {}
-        others = {name: tensor for name, tensor in tensors.items() if not self._has_batch(name)}
-        inputs = others | {name: self._gather_rows(tensors[name]) for name in values.values.rows}
-        ranks = self.plan.mesh.dp
-        rows = next((t.shape[0] for name, t in tensors.items() if self._has_batch(name)), 1)
-        found = values.whole(parts, inputs, rows * ranks, whole, self.device)
+        inputs = dict(tensors)
+        if dealt.evenly:
+            others = {name: tensor for name, tensor in tensors.items() if not self._has_batch(name)}
+            inputs = others | {
+                name: self._gather_rows(tensors[name]) for name in values.values.rows
+            }
+        found = values.whole(parts, inputs, dealt.batch, whole, self.device)
         if values.values.takes_share:
-            found.append(torch.tensor(1 / count, dtype=values.dtype, device=self.device))
-        own = slice(self.data_rank, self.data_rank + 1)
+            share = dealt.slots / dealt.batch
+            found.append(torch.tensor(share, dtype=values.dtype, device=self.device))
+        share = dealt.batch // dealt.ranks
+        own = slice(self.data_rank * share, (self.data_rank + 1) * share)
         return {
-            name: value.unflatten(0, (ranks, -1))[own].flatten(0, 1) if has_batch(val) else value
+            name: value[own] if has_batch(val) and dealt.evenly else value
             for name, val, value in zip(values.values.names, values.values.vals, found, strict=True)
         }
 
-    def _part(self, name: str, tensor: torch.Tensor, index: int, count: int) -> torch.Tensor:
-        """The rows of micro-batch `index` of `count`; tensors without a batch dim are returned
-        whole.
-        """
-        if not has_batch(self.program.graph_inputs.get(name)):
-            return tensor
-        rows = tensor.shape[0] // count
-        return tensor[index * rows : (index + 1) * rows]
+    def _cut(
+        self, graph_inputs: Mapping[str, torch.Tensor], dealt: Deal
+    ) -> list[dict[str, torch.Tensor]]:
+        """What the graph takes for each micro-batch."""
+        found = []
+        for part in dealt.parts:
+            rows: Any = slice(part.first, part.first + dealt.rows)
+            if not dealt.evenly:
+                rows = torch.tensor(dealt.held(part, self.data_rank), device=self.device)
+            found.append(
+                {
+                    name: t[rows] if has_batch(self.program.graph_inputs.get(name)) else t
+                    for name, t in graph_inputs.items()
+                }
+            )
+        return found
 
     def _counted(self, values: Mapping[str, torch.Tensor]) -> float | None:
         """The number of labels of the step that count; None if no cross-entropy averages over
@@ -342,16 +408,9 @@ class BatchSplitter:
             return given
         return padding.fill_up(given, token)
 
-    def scale(self, work: MicroBatches) -> float:
-        """The factor on the losses of micro-batches before they are summed."""
-        return 1.0 if self.loss_split.joins == "sum" else 1.0 / len(work.inputs)
-
     def noise(self, work: MicroBatches, index: int, seed: int, step: int) -> torch.Tensor:
-        """The dropout noise of a micro-batch: seed, step, and which of this rank's rows it
-        holds.
-        """
-        rows = work.rows if any(map(self._has_batch, work.inputs[index])) else 1
-        return step_noise(seed, step, index * rows, rows * len(work.inputs))
+        """What dropout needs to know of a micro-batch: seed, step, and which rows of the global batch it holds."""
+        return step_noise(seed, step, *work.places[index])
 
     def _has_batch(self, name: str) -> bool:
         return has_batch(self.program.whole_inputs.get(name))
@@ -365,7 +424,9 @@ class BatchSplitter:
             raise AutoparError(
                 f"the batch has {', '.join(tensors)}; the model was planned for {', '.join(expected)}"
             )
-        rows = {t.shape[0] for name, t in tensors.items() if self._has_batch(name) and t.dim()}
+        rows = {
+            name: t.shape[0] for name, t in tensors.items() if self._has_batch(name) and t.dim()
+        }
         for name, tensor in tensors.items():
             want = expected[name]
             if tensor.is_meta:
@@ -383,9 +444,10 @@ class BatchSplitter:
                 raise AutoparError(
                     f"batch entry {name!r} has dtype {tensor.dtype}; the model was planned for {want.dtype}"
                 )
-        if len(rows) > 1:
+        if len(set(rows.values())) > 1:
+            held = ", ".join(f"{name} {number}" for name, number in rows.items())
             raise AutoparError(
-                f"the batch's tensors have different numbers of rows: {sorted(rows)}"
+                f"the batch's tensors have different numbers of rows: {held}; if one has no rows, plan with batch_dims={{its name: None}}"
             )
         return {
             name: tensors[name].to(

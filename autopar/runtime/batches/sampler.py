@@ -8,21 +8,19 @@ import torch
 from torch.utils.data import Sampler
 
 from autopar.errors import AutoparError
+from autopar.runtime.batches.deal import share_of
 
 
 class DataParallelSampler(Sampler[list[int]]):
-    """Batches of row numbers for a DataLoader's `batch_sampler`: one batch per step, with the rows
-    of this data-parallel rank.
+    """Batches of row numbers for a DataLoader's `batch_sampler`: one batch a step, the rows of this data-parallel rank.
 
-    An epoch is a permutation of the dataset, drawn from `seed` and the epoch's number. Its batch k
-    consists of the `global_batch` rows from k x `global_batch` on. Rank `index` of `parts` takes an
-    equal contiguous part of them. The rows of a step thus do not depend on the number of ranks.
-    Ranks with the same data-parallel coordinate (over pp, cp and tp) take the same rows; others
-    take disjoint rows. Rows that do not fill a batch are left out of the epoch.
+    An epoch is a permutation of the dataset drawn from `seed` and the number of the epoch; batch k of it is rows k x `global_batch` and
+    following, of which rank `index` of `parts` takes an equal run.  So the rows of a step do not depend on how many ranks share them, ranks
+    of one data-parallel coordinate (over pp, cp and tp) take the same, and ranks of different ones share none.  Rows that do not fill a
+    batch are left out of the epoch, or with `drop_last=False` are its last batch, of which ranks take runs that differ by one row at most.
 
-    `steps()` returns how many batches were trained on. Iteration starts after them and ends with
-    the epoch, so a resumed run continues where the checkpoint was saved. (Batches that a DataLoader
-    has prefetched do not count.)
+    `steps()` says how many batches have been trained on: iteration starts after them, so that a resumed run goes on where the checkpoint
+    was saved, and ends with the epoch.  (What a DataLoader has fetched ahead does not count.)
     """
 
     def __init__(
@@ -34,6 +32,7 @@ class DataParallelSampler(Sampler[list[int]]):
         steps: Callable[[], int],
         seed: int = 0,
         shuffle: bool = True,
+        drop_last: bool = True,
     ) -> None:
         if not hasattr(dataset, "__len__"):
             raise AutoparError(
@@ -45,9 +44,15 @@ class DataParallelSampler(Sampler[list[int]]):
             raise AutoparError(
                 f"a global batch of {global_batch} rows cannot be shared by {parts} data-parallel ranks; use a multiple"
             )
-        if len(dataset) < global_batch:
+        if drop_last and len(dataset) < global_batch:
             raise AutoparError(
                 f"the dataset has {len(dataset)} rows, too few for one global batch of {global_batch}"
+            )
+        left = len(dataset) % global_batch
+        if not drop_last and 0 < left < parts:
+            raise AutoparError(
+                f"the last batch of {len(dataset)} rows has {left}, fewer than the {parts} data-parallel ranks, which take at least one; "
+                "leave it out (drop_last=True), or choose another global batch"
             )
         self.rows, self.global_batch, self.parts, self.index = (
             len(dataset),
@@ -55,12 +60,14 @@ class DataParallelSampler(Sampler[list[int]]):
             parts,
             index,
         )
-        self.steps, self.seed, self.shuffle = steps, seed, shuffle
+        self.steps, self.seed, self.shuffle, self.drop_last = steps, seed, shuffle, drop_last
 
     @property
     def batches_per_epoch(self) -> int:
-        """Number of whole batches in an epoch."""
-        return self.rows // self.global_batch
+        """Whole batches among the rows, and the last one unless it is dropped."""
+        return (
+            self.rows // self.global_batch if self.drop_last else -(-self.rows // self.global_batch)
+        )
 
     @property
     def epoch(self) -> int:
@@ -73,10 +80,10 @@ class DataParallelSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order(self.epoch)
-        share = self.global_batch // self.parts
         for batch in range(self.steps() % self.batches_per_epoch, self.batches_per_epoch):
-            start = batch * self.global_batch + self.index * share
-            yield order[start : start + share]
+            rows = order[batch * self.global_batch : (batch + 1) * self.global_batch]
+            start, share = share_of(len(rows), self.parts, self.index)
+            yield rows[start : start + share]
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:

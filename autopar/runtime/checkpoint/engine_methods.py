@@ -1,6 +1,4 @@
-"""Methods of the engine about lasting state: checkpoints, exported weights, and the order of
-rows.
-"""
+"""What outlives an engine's processes: checkpoints, weights for other programs, and which rows come next."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Durable(CheckpointSource):
-    """The methods of an Engine that read or write its lasting state."""
+    """The methods of an Engine that read or write its state, or go on from it."""
 
     axes: dict[str, AxisGroup]
     batches: BatchSplitter
@@ -40,9 +38,7 @@ class Durable(CheckpointSource):
     _state_names: set[str]
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole tensors by the model's own names, including tied names. The result is equal on
-        every rank. Every rank must call it.
-        """
+        """Whole tensors by the model's own names (tied names included), equal on every rank.  Every rank must call."""
         wholes = {name: self._whole(name) for name in self.parameters.leaves}
         state: dict[str, torch.Tensor] = {}
         for name, whole in self._shared.everywhere(wholes, self._all_specs).items():
@@ -54,18 +50,14 @@ class Durable(CheckpointSource):
         return state
 
     def _whole(self, name: str) -> torch.Tensor:
-        """The whole of a tensor of which this rank holds a part. Every rank that holds a part must
-        call it.
-        """
+        """The whole of a tensor that this rank holds a part of.  Every rank that holds one must call."""
         whole = self.parameters.whole(name)
         for group, split in reversed(self.parameters.holding.cuttings[name].splits):
             whole = apply_primitive("all_gather", whole, group, split, None)
         return whole.clone()
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shapes of the parameters and persistent buffers that a checkpoint contains.
-        Tied ones have their first name.
-        """
+        """Return the whole shapes of the parameters and persistent buffers that a checkpoint holds.  Tied ones have their first name."""
         return {
             name: spec.shape
             for name, spec in self._all_specs.items()
@@ -74,10 +66,9 @@ class Durable(CheckpointSource):
         }
 
     def held(self) -> dict[str, Held]:
-        """This rank's parts of the tensors in `saved_shapes`.
+        """Return what this rank holds of `saved_shapes`.
 
-        For a trained parameter, this is the master, which the optimizer updates. If another rank
-        holds the master, there is no entry.
+        Of a trained parameter it holds the master, which the optimizer updates, or nothing if another rank holds that.
         """
         found, own = {}, self.parameters
         for name, shape in self.saved_shapes().items():
@@ -157,17 +148,23 @@ class Durable(CheckpointSource):
         self._checkpoints.wait()
         export(self, path_of(directory, "exported weights"), dtype, max_file_bytes)
 
-    def sampler(self, dataset: Sized, shuffle: bool = True) -> DataParallelSampler:
-        """A `batch_sampler` for torch's DataLoader: batches of this rank's rows, from the next step
-        to the end of its epoch.
+    def sampler(
+        self, dataset: Sized, shuffle: bool = True, drop_last: bool = True
+    ) -> DataParallelSampler:
+        """Return a `batch_sampler` for torch's DataLoader: batches of this rank's rows, from the next step to the end of its epoch.
+
+        Args:
+            dataset: rows by number.
+            shuffle: whether each epoch has an order of its own.
+            drop_last: whether rows that do not fill a global batch are left out.
         """
-        rank, mesh = self.batches.data_rank, self.plan.mesh
         return DataParallelSampler(
             dataset,
             self.plan.global_batch,
-            mesh.dp,
-            rank,
+            self.plan.mesh.dp,
+            self.batches.data_rank,
             steps=lambda: self.steps,
             seed=self.seed,
             shuffle=shuffle,
+            drop_last=drop_last,
         )

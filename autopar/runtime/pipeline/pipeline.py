@@ -52,7 +52,7 @@ class Pipeline:
             device,
         )
         self.losses: list[Tensor] = []
-        self._scale = 1.0
+        self._scales: Sequence[float] = ()
         self._schedules: dict[tuple[int, int], tuple[Any, list[_Stage]]] = {}
 
     @property
@@ -60,15 +60,15 @@ class Pipeline:
         """Number of stages of a rank."""
         return len(self.program.stages)
 
-    def train(self, given: Sequence[Mapping[str, Tensor]], rows: int, scale: float) -> list[Tensor]:
-        """Run forward and backward of a step's micro-batches of `rows` rows. `given` has the inputs
-        of each by name; losses are multiplied by `scale`.
+    def train(
+        self, given: Sequence[Mapping[str, Tensor]], rows: int, scales: Sequence[float]
+    ) -> list[Tensor]:
+        """Forward and backward of a step's micro-batches of `rows` rows, `given` by name; the loss of each is multiplied by its scale.
 
-        Returns the unscaled losses on the rank of the last stage, and [] on the others. Gradients
-        are added to those of the leaves.
+        Returns the losses, unscaled, on the rank of the last stage; nothing on the others.  Gradients are added to those of the leaves.
         """
         self._check(self.schedule, len(given))
-        self._scale = scale
+        self._scales = scales
         return self._run(self.schedule, given, rows, self._loss)
 
     def evaluate(self, given: Sequence[Mapping[str, Tensor]], rows: int) -> list[Tensor]:
@@ -81,7 +81,7 @@ class Pipeline:
             return self._run(name, given, rows, None)
 
     def _loss(self, output: Tensor, target: None) -> Tensor:
-        return output * self._scale
+        return output * self._scales[len(self.losses) - 1]  # that of the forward that has just run
 
     def _check(self, schedule: str, number: int) -> None:
         try:

@@ -1,0 +1,61 @@
+"""Where the rows of a batch are in a model's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from autopar.errors import AutoparError, shown
+
+BatchDims = Mapping[str, int | None]
+"""Which dim of an input is the batch, by its name; None: the input has no rows."""
+
+
+def row_dims(
+    tensors: Mapping[str, torch.Tensor], batch_dims: BatchDims | None
+) -> dict[str, int | None]:
+    """Which dim of each input is the batch; None: none.
+
+    Inputs that `batch_dims` does not name have their rows in dim 0 if that is as long as the batch: as the dim that `batch_dims` names
+    first, or else dim 0 of the first other input.  Raises AutoparError for dims that `batch_dims` cannot mean.
+    """
+    named = {} if batch_dims is None else dict(batch_dims)
+    for name, dim in named.items():
+        if name not in tensors:
+            raise AutoparError(
+                f"batch_dims names {shown(name)}, and the batch has {', '.join(tensors)}"
+            )
+        whole = isinstance(dim, int) and not isinstance(dim, bool)
+        if dim is not None and not (whole and 0 <= dim < tensors[name].dim()):
+            raise AutoparError(
+                f"batch_dims={{{name!r}: {shown(dim)}}} is no dim of {name!r}, which has {tensors[name].dim()}; give its number from 0, "
+                "or None for an input that is the same for all rows"
+            )
+    sizes = [(name, tensors[name].shape[dim]) for name, dim in named.items() if dim is not None]
+    sizes += [(name, t.shape[0]) for name, t in tensors.items() if t.dim() and name not in named]
+    if not sizes:
+        what = "is a scalar" if not named else "is a scalar, or has no rows as batch_dims says"
+        raise AutoparError(
+            f"no input has a batch dim: every tensor in example_inputs ({', '.join(tensors)}) {what}"
+        )
+    first, rows = sizes[0]
+    for name, size in sizes[: len(named)]:
+        if name in named and size != rows:
+            raise AutoparError(
+                f"batch_dims says that dim {named[name]} of {name!r} is the batch, and it has {size} rows where {first!r} has {rows}"
+            )
+    return {
+        name: named[name] if name in named else 0 if t.dim() and t.shape[0] == rows else None
+        for name, t in tensors.items()
+    }
+
+
+def rows_first(
+    tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int | None]
+) -> dict[str, torch.Tensor]:
+    """The tensors with the dims of their rows in front."""
+    return {
+        name: tensor.movedim(dim, 0) if (dim := dims.get(name)) and dim < tensor.dim() else tensor
+        for name, tensor in tensors.items()
+    }

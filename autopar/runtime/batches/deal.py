@@ -1,0 +1,123 @@
+"""Batches that data-parallel ranks and micro-batches do not divide: which rows each rank runs, and what they count.
+
+Micro-batch k of all ranks has `ranks x rows` slots.  Rows that do not fill all of them run in several, the same number for each, and the
+loss of the micro-batch is divided by that number.  So every rank runs equally many micro-batches of one shape, as collectives and
+pipelines want, and every row counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A micro-batch of all ranks.
+
+    The slots of rank 0 begin at row `first` of the global batch, those of each further rank `stride` rows later.  `distinct` rows are run;
+    where these are fewer than the slots, rows run several times.  The sum over all slots is multiplied by `weight`.
+    """
+
+    first: int
+    stride: int
+    distinct: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """A global batch of `batch` rows as micro-batches of `rows` rows on each of `ranks` ranks.
+
+    `evenly`: each rank runs its own share of the batch, in order.
+    """
+
+    batch: int
+    ranks: int
+    rows: int
+    parts: tuple[Part, ...]
+    evenly: bool = False
+
+    @property
+    def slots(self) -> int:
+        """Slots of a micro-batch, of all ranks."""
+        return self.ranks * self.rows
+
+    def place(self, part: Part, rank: int) -> tuple[int, int]:
+        """The first row of a rank's micro-batch less `rank` times the second number, as dropout counts rows."""
+        if part.distinct >= self.slots:
+            return part.first, part.stride
+        return part.first + rank * part.stride % part.distinct, 0
+
+    def held(self, part: Part, rank: int) -> list[int]:
+        """The global numbers of the rows that a rank runs of a micro-batch."""
+        first = rank * part.stride
+        if part.distinct >= self.slots:
+            return list(range(part.first + first, part.first + first + self.rows))
+        return [part.first + slot % part.distinct for slot in range(first, first + self.rows)]
+
+
+def even_deal(batch: int, ranks: int, rows: int) -> Deal:
+    """The deal of a batch that ranks and micro-batches of `rows` rows divide."""
+    share = batch // ranks
+    parts = tuple(Part(first, share, ranks * rows, 1.0) for first in range(0, share, rows))
+    return Deal(batch, ranks, rows, parts, evenly=True)
+
+
+def deal(
+    batch: int,
+    ranks: int,
+    most: int,
+    fits: Callable[[int], bool] = lambda number: True,
+    once: bool = False,
+    consecutive: bool = False,
+) -> Deal | None:
+    """The deal of at most `most` rows a rank and micro-batch that computes least; None if there is none.
+
+    Args:
+        batch: rows of all ranks, at least 1.
+        ranks: data-parallel ranks.
+        most: rows of a planned micro-batch.
+        fits: whether a pipeline can run so many micro-batches; from some number on it can.
+        once: no row may run twice.
+        consecutive: the rows of a rank follow one another in the global batch.
+    """
+    found = []
+    for rows in range(1, min(most, -(-batch // ranks)) + 1):
+        sizes = _sizes(batch, ranks * rows)
+        repeats = next(k for k in count() if fits(len(sizes) + k))
+        if once and (repeats or sizes[-1] < ranks * rows):
+            continue
+        if consecutive and any(size % rows for size in sizes):
+            continue
+        work = (len(sizes) + repeats) * (rows + 1)  # a micro-batch costs about a row more
+        found.append((work, -rows, _deal(batch, ranks, rows, sizes, repeats)))
+    return min(found, key=lambda each: each[:2])[2] if found else None
+
+
+def share_of(batch: int, ranks: int, rank: int) -> tuple[int, int]:
+    """(first row, number of rows) of a rank: shares differ by one row at most, and the first ranks have the longer ones."""
+    least, longer = divmod(batch, ranks)
+    return rank * least + min(rank, longer), least + (rank < longer)
+
+
+def _sizes(batch: int, slots: int) -> list[int]:
+    """How many rows each micro-batch has: all slots, then divisors of their number."""
+    full, left = divmod(batch, slots)
+    found = [slots] * full
+    while left:
+        found.append(next(size for size in range(left, 0, -1) if slots % size == 0))
+        left -= found[-1]
+    return found
+
+
+def _deal(batch: int, ranks: int, rows: int, sizes: list[int], repeats: int) -> Deal:
+    """The micro-batches in order; the last one runs `repeats` times more."""
+    parts, first = [], 0
+    for size in sizes:
+        parts.append(Part(first, rows, size, size / (ranks * rows)))
+        first += size
+    last = parts.pop()
+    parts += [replace(last, weight=last.weight / (repeats + 1))] * (repeats + 1)
+    return Deal(batch, ranks, rows, tuple(parts))
