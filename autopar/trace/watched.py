@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from autopar_kernels.custom_functions import OP, keep_call, returns_tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
@@ -42,11 +43,11 @@ _ROWS = {
 def watched_forward() -> Iterator[list[str]]:
     """Run a model under export inside of this.  Yields a list that fills with notes on what was captured in another way than written.
 
-    Raises AutoparError where forward defines gradients of its own.  Checkpointed functions are called plainly, and torch's own log of
-    what export could not do is silent.
+    An autograd.Function becomes one op.  Raises AutoparError where hooks change gradients.  Checkpointed functions are called plainly,
+    and torch's own log of what export could not do is silent.
     """
     notes: list[str] = []
-    with _silent_logs(), _plain_checkpoints(notes), _custom_gradients_refused(notes):
+    with _silent_logs(), _plain_checkpoints(notes), _own_gradients(notes):
         yield notes
 
 
@@ -179,20 +180,23 @@ def _follows_batch(tensor: Tensor, func: Callable, args: tuple, kwargs: dict) ->
 
 
 @contextlib.contextmanager
-def _custom_gradients_refused(notes: list[str]) -> Iterator[None]:
-    """Raise where forward defines gradients of its own: export keeps the forward and drops the backward."""
-    apply, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+def _own_gradients(notes: list[str]) -> Iterator[None]:
+    """Have export keep the backward of autograd.Functions, each as one op; raise where hooks change gradients."""
+    # where `apply` leads, also that of names such as `swish = Swish.apply` from before
+    base, hook = torch.autograd.function._SingleLevelFunction, Tensor.register_hook
+    inside: list[type] = []  # the function that runs
 
-    def checked_apply(cls, *args, **kwargs):
+    def checked_apply(cls, *args):
         if cls is torch.utils.checkpoint.CheckpointFunction:
             # (function, whether random states are kept, *its arguments)
             return _reentrant(notes, args[0], args[2:])
-        if not cls.__module__.startswith("torch."):
-            raise AutoparError(
-                f"forward calls the custom autograd.Function {cls.__name__}{line_now()}, whose backward torch.export drops; make it an "
-                "op with torch.library.custom_op and register_autograd"
-            )
-        return apply.__func__(cls, *args, **kwargs)
+        if cls.__module__.startswith(("torch.", "autopar_kernels.")) or inside:
+            return super(base, cls).apply(*args)
+        inside.append(cls)
+        try:
+            return _kept_function(cls, args)
+        finally:
+            inside.pop()
 
     def refused_hook(self, *args, **kwargs):
         raise AutoparError(
@@ -200,13 +204,33 @@ def _custom_gradients_refused(notes: list[str]) -> Iterator[None]:
             "(torch.library.custom_op and register_autograd)"
         )
 
-    torch.autograd.Function.apply = classmethod(checked_apply)
+    base.apply = classmethod(checked_apply)
     Tensor.register_hook = refused_hook
     try:
         yield
     finally:
-        torch.autograd.Function.apply = apply
+        del base.apply
         Tensor.register_hook = hook
+
+
+def _kept_function(cls: type, args: tuple) -> Any:
+    """`cls.apply(*args)` as one op, `autopar::custom_function`."""
+    what = f"autograd.Function {cls.__name__}{line_now()}"
+    if any(isinstance(each, torch.nn.Module) for each in torch.utils._pytree.tree_leaves(args)):
+        raise AutoparError(
+            f"the {what} takes a module, whose parameters would be no part of the captured graph; pass its tensors in"
+        )
+    tensors, sizes, name = keep_call(cls, args)
+    versions = [tensor._version for tensor in tensors]
+    try:
+        found = OP(tensors, sizes, name)
+    except NotImplementedError as error:
+        raise AutoparError(f"the {what} cannot be captured: {error}") from error
+    if [tensor._version for tensor in tensors] != versions:
+        raise AutoparError(
+            f"the {what} changes an argument in place, which autopar cannot run: return a new tensor"
+        )
+    return found[0] if returns_tensor(name) else tuple(found)
 
 
 @contextlib.contextmanager
