@@ -7,6 +7,7 @@ whole are those of the parts, its rows may be sharded. All other dims stay whole
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -20,16 +21,22 @@ from autopar.ops.kinds import same
 Shapes = tuple[tuple[tuple[int, ...], ...], ...]
 """The shapes of tensors where the batch has 2 rows, 3 and 5."""
 _ROWS = (2, 3, 5)
+_LARGE, _SMALL = 2**20, 16
+"""Elements from which a function is run on smaller tensors, and the least size there."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 def custom_rule(call: Call) -> OpDims:
     """Rows are sharded if they are seen to be independent. Raises AutoparError if backward is not linear or results are random."""
     tensors, results = call.tensors, call.results
-    sizes = tuple(tuple(at_batch(each, rows) for rows in _ROWS) for each in call.arg("sizes"))
-    shapes = tuple(
-        tuple(tuple(at_batch(s, rows) for s in t.shape) for rows in _ROWS) for t in tensors
-    )
+    trial = _trial_sizes(tensors)
+
+    def at(size: Any) -> tuple[int, ...]:
+        own = trial.get(at_batch(size, 1), at_batch(size, 1))
+        return tuple(own * rows if is_symbolic(size) else own for rows in _ROWS)
+
+    sizes = tuple(at(each) for each in call.arg("sizes"))
+    shapes = tuple(tuple(zip(*map(at, t.shape), strict=True)) or ((),) * 3 for t in tensors)
     rows = [t.dim() > 0 and is_symbolic(t.shape[0]) for t in tensors]
     batch = [t.shape[0] for t in (*tensors, *results) if t.dim() and is_symbolic(t.shape[0])]
     alike = bool(batch) and all(same(size, batch[0]) for size in batch)
@@ -54,6 +61,14 @@ def custom_rule(call: Call) -> OpDims:
     )
 
 
+def _trial_sizes(tensors: list[Tensor]) -> dict[int, int]:
+    """Smaller sizes for those of large tensors, equal for equal ones."""
+    if sum(prod(at_batch(s, _ROWS[-1]) for s in t.shape) for t in tensors) <= _LARGE:
+        return {}
+    sizes = sorted({at_batch(size, 1) for t in tensors for size in t.shape})
+    return {size: min(size, _SMALL + number) for number, size in enumerate(sizes)}
+
+
 @lru_cache(maxsize=1024)
 def _seen(
     name: str,
@@ -64,7 +79,7 @@ def _seen(
     sizes: tuple[tuple[int, ...], ...],
 ) -> bool:
     """Whether values and gradients of some rows do not depend on the others."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(1)
         first, second = (
             [_random(s[k], d) for s, d in zip(shapes, dtypes, strict=True)] for k in (0, 1)

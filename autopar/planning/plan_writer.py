@@ -40,8 +40,8 @@ from autopar.solve.search.result import SearchResult
 SPACE = (
     "mesh dp x cp x tp (tp up to {limit} devices, a divisor of the attention heads unless pinned; cp {long}; ep a part of dp that "
     "divides the experts), {placed}, micro-batch a divisor of the batch, {pipelines}, ZeRO {zero}{shared}, recompute {recompute}, "
-    "and a tensor-parallel strategy for every op, the same in all blocks of one structure; data, context and expert parallelism shard batch, "
-    "positions and experts wherever they go; predictions are those of the cost model"
+    "and a tensor-parallel strategy for every op, the same in all blocks of one structure; data, context and expert parallelism "
+    "shard batch, positions and experts wherever they go; predictions are those of the cost model"
 )
 SHARED = ", ZeRO-3 without a pipeline also within the data-parallel ranks of each NVLink domain"
 PLACED = "ranks numbered with tp innermost, around it cp, ep and dp, outermost pp"

@@ -213,3 +213,23 @@ class Calling(torch.autograd.Function):
 def test_what_cannot_be_kept_is_refused(function, words):
     with pytest.raises(autopar.AutoparError, match=words):
         trace(Stack(lambda: Layer(function)), token_batches(VOCAB)[0])
+
+
+def test_rows_of_large_tensors_are_seen_on_small_ones():
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.weight = nn.Linear(4096, 8192), nn.Parameter(torch.ones(8192))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return GatedNorm.apply(self.linear(x), self.weight, 1e-5)[0].sum()
+
+    with torch.device("meta"):
+        traced = trace(Wide(), {"x": torch.ones(4, 4096, 4096)})
+    (found,) = (
+        op_dims(node)
+        for block in traced.classes
+        for node in block.graph.nodes
+        if "custom_function" in str(node.target)
+    )
+    assert found.letters == ("b",) and traced.split.joins == "sum"
