@@ -55,6 +55,7 @@ from autopar.trace.deepen import Deeper, deepened
 from autopar.trace.embeddings import refuse_max_norm
 from autopar.trace.loss_split import split_loss
 from autopar.trace.normalize import normalize
+from autopar.trace.selections import selection_notes
 from autopar.trace.uncast import uncast_buffers
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def trace(
         captured = capture(
             prepared(model), example_inputs, loss_fn, PRECISIONS.get(precision or "")
         )
+        captured = replace(captured, notes=(*captured.notes, *selection_notes(captured.graph)))
         normalize(captured.graph)
         split, values = split_loss(captured)
         parameters = uncast_buffers(

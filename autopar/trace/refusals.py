@@ -113,7 +113,7 @@ def check_values(captured: Captured) -> None:
 
 
 def check_symbols(captured: Captured) -> None:
-    """Raise AutoparError unless every size that is not a number follows the one batch."""
+    """Raise AutoparError unless the sizes of all inputs that are not numbers follow the one batch."""
     placeholders = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
     batch: dict[str, str] = {}
     for name, node_name in zip(captured.inputs, captured.input_nodes, strict=True):
@@ -127,28 +127,8 @@ def check_symbols(captured: Captured) -> None:
             f"inputs {names[0]!r} and {names[1]!r} both have the batch size in dim 0, but forward never relates the two: if one is "
             "not batched, plan with an example batch whose size differs from that dim"
         )
-    for node in captured.graph.nodes:
-        val = node.meta.get("val")
-        for tensor in val if isinstance(val, (list, tuple)) else (val,):
-            if (
-                node.op != "placeholder"
-                and isinstance(tensor, torch.Tensor)
-                and _unknown_sizes(tensor, set(batch))
-            ):
-                raise AutoparError(
-                    f"{node.name}{line_of_node(node)} has a shape that depends on data ({shape_text(tensor)}), as boolean indexing, "
-                    "nonzero and unique give: use arithmetic with a mask instead, for example (loss * mask).sum() / mask.sum()"
-                )
     lost = [name for name, tensor in captured.constants.items() if tensor.is_meta]
     if lost:
         raise AutoparError(
             f"forward uses tensor {lost[0]!r}, which is on the meta device and has no values; register it as a buffer"
         )
-
-
-def _unknown_sizes(tensor: torch.Tensor, batch: set[str]) -> bool:
-    return any(
-        {str(s) for s in size.node.expr.free_symbols} - batch
-        for size in tensor.shape
-        if isinstance(size, torch.SymInt)
-    )

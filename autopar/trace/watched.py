@@ -55,7 +55,7 @@ def watched_forward() -> Iterator[list[str]]:
 def values_unread() -> Iterator[list[str]]:
     """Run forward itself inside of this.  Yields a list that fills with notes on tensors that are printed.
 
-    Raises AutoparError, which names the user's line, where ops or shapes depend on the values of tensors.  (Torch's own error would have
+    Raises AutoparError, which names the user's line, where ops depend on the values of tensors.  (Torch's own error would have
     torch print the whole graph.)
     """
     notes: list[str] = []
@@ -98,30 +98,22 @@ class _ValueReads(TorchFunctionMode):
         if func in _ROWS and _follows_batch(tensor, func, args, kwargs):
             if _is_within("tolist"):
                 raise _reads("values", ".tolist()")
+            if free_unbacked_symbols(tensor.shape[0]):
+                raise AutoparError(
+                    f"forward loops{line_now()} over a tensor whose length depends on data, as over the experts that got a token: loop "
+                    "over all of them, range(num_experts) for example, since experts without tokens add nothing"
+                )
             raise AutoparError(
                 f"forward uses the batch size as a Python number{line_now()}, by {_ROWS[func]} over dim 0, so that it would compute for "
                 "one batch size alone; use x.shape[0] instead of len(x), and an op on the whole tensor instead of a loop over its rows"
             )
-        result = func(*args, **kwargs)
-        _refuse_unknown_sizes(result, getattr(func, "__name__", str(func)))
-        return result
+        return func(*args, **kwargs)
 
     def _text(self, tensor: Tensor) -> str:
         note = f"forward prints a tensor{line_now()}: only once, during capture, where it has no values"
         if note not in self.notes:
             self.notes.append(note)
         return f"tensor(shape={tuple(map(str, tensor.shape))}, dtype={tensor.dtype})"
-
-
-def _refuse_unknown_sizes(result: Any, name: str) -> None:
-    for tensor in result if isinstance(result, (list, tuple)) else (result,):
-        if isinstance(tensor, Tensor) and any(
-            isinstance(n, torch.SymInt) and free_unbacked_symbols(n) for n in tensor.shape
-        ):
-            raise AutoparError(
-                f"forward makes a tensor whose shape depends on data{line_now()}, by {name.strip('_')}, as boolean indexing, nonzero and "
-                "unique do: use arithmetic with a mask instead, for example (loss * mask).sum() / mask.sum()"
-            )
 
 
 def _number_of(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
