@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from autopar.ir.calls import argument
+from autopar.ir.calls import argument, argument_names
+from autopar.ops.dims import is_symbolic
 from autopar.trace.edit import is_op, replace
 
 aten = torch.ops.aten
@@ -103,8 +104,18 @@ def _respell_expand(graph: Graph, node: Node) -> None:
 
 
 def _respell_repeat(graph: Graph, node: Node) -> None:
-    if _repeats_ones(node.args[0], node.meta["val"]):
+    source, val = node.args[0], node.meta["val"]
+    before, after = source.meta["val"].shape, val.shape
+    grown = [
+        dim
+        for dim, pair in enumerate(zip(before, after, strict=False))
+        if str(pair[0]) != str(pair[1])
+    ]
+    if _repeats_ones(source, val):
         _respell_expand(graph, node)
+    elif len(before) == len(after) and grown == [0] and is_symbolic(before[0]):
+        count = argument(node, argument_names(node)[1])[0]
+        replace(graph, node, aten.cat.default, ([source] * count, 0))  # batches in a row
 
 
 def _respell_cast(graph: Graph, node: Node) -> None:
