@@ -46,6 +46,7 @@ from autopar.trace.deepen import Deeper, deepened
 from autopar.trace.embeddings import refuse_max_norm
 from autopar.trace.loss_split import split_loss
 from autopar.trace.normalize import normalize
+from autopar.trace.selections import selection_notes
 from autopar.trace.uncast import uncast_buffers
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ def trace(
     """Capture the model and its loss, in the dtype of `precision` where the engine runs it, normalize the graph, cut it into segments.
 
     `deeper`: of the model with more layers.  `kept_buffers`: those that half precision may leave as they are (None: any that is cast back).
-    `batch_dims`: as for `plan`.
     """
     from autopar.models.hf_delta_rule import triangular_solves
 
@@ -74,6 +74,7 @@ def trace(
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
         dtype = PRECISIONS.get(precision or "")
         captured = capture(prepared(model), example_inputs, loss_fn, dtype, batch_dims)
+        captured = replace(captured, notes=(*captured.notes, *selection_notes(captured.graph)))
         normalize(captured.graph)
         split, values = split_loss(captured)
         parameters = uncast_buffers(
@@ -135,8 +136,6 @@ def plan(
             fullest device.  Notes of the plan say what is proved.
         deadline_s: seconds, for the objective 'gpus'.
         allow_micro_batch_mean: split the batch even if the mean of micro-batch losses is not the loss of the batch.
-        batch_dims: which dim of an input is the batch, by the input's name, such as {"frames": 1}; None for an input that is the same
-            for all rows.  Without it rows are along dim 0 of every input whose dim 0 is as long as that of the first.
 
     Raises:
         AutoparError: the model cannot be captured, a pin is impossible, or no number of devices meets the deadline.
@@ -245,7 +244,6 @@ def parallelize(
         compile: True, or a dict of options (backend, mode, options, dynamic).  What segments compute between collectives goes through
             torch.compile, and a plan made here is priced for that.
         allow_micro_batch_mean: as for `plan`.  A given plan has its own.
-        batch_dims: as for `plan`.
 
     Raises:
         AutoparError: the plan belongs to another model, cluster or world size; or as for `plan`.
@@ -352,7 +350,7 @@ def _traced_alike(
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """The model as it is traced: Hugging Face models in it are traced with maskless attention, on a meta copy of its structure.
+    """The model as it is traced: a Hugging Face model is traced with maskless attention, on a meta copy of its structure.
 
     Raises AutoparError for modules that change their parameters in forward.
     """

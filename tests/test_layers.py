@@ -116,7 +116,7 @@ def test_torch_and_cost_models_stay_where_they_belong():
         in_rooms(users_of("autopar_cost_models"), "ir", "solve", "ops", "trace", "rewrite") <= known
     )
     kernels = {name for name in users_of("autopar_kernels") if name.startswith("autopar.")}
-    assert kernels == in_rooms(kernels, "models", "ops", "rewrite"), kernels
+    assert kernels == in_rooms(kernels, "models", "ops", "trace", "rewrite"), kernels
 
 
 def test_no_test_module_imports_another():

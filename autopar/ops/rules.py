@@ -17,6 +17,7 @@ from autopar.errors import AutoparError
 from autopar.ir.calls import op_name
 from autopar.ops.convolution import CONVOLUTIONS
 from autopar.ops.criteria import CRITERIA
+from autopar.ops.custom_functions import custom_rule
 from autopar.ops.dims import Call, JointSharding, OpDims, is_symbolic
 from autopar.ops.elementwise import ELEMENTWISE
 from autopar.ops.equations import equation_rule
@@ -438,3 +439,4 @@ _RULES.update(FUSED)
 _RULES["autopar::in_training"] = pointwise()
 # `trace/complex_pairs.py`
 _RULES["autopar::fourier"] = _RULES["autopar::real_fourier"] = fourier
+_RULES["autopar::custom_function"] = custom_rule

@@ -21,6 +21,7 @@ from autopar.trace.edit import call, is_op, replace, replace_argument
 from autopar.trace.embeddings import expand_bags
 from autopar.trace.mean_losses import batch_means, class_means, row_means
 from autopar.trace.own_rows import index_own_rows
+from autopar.trace.selections import spell_selections
 from autopar.trace.spelling import join_slices, unify_spelling
 from autopar.trace.user_lines import line_of_node, line_of_nodes
 from autopar.trace.writes import spell_writes
@@ -218,5 +219,5 @@ def inline_symbolic_sizes(graph: Graph) -> None:
 
 PASSES = (
     inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, expand_bags, drop_assertions, drop_no_ops, unify_spelling,
-    spell_complex, spell_writes, join_slices, class_means, row_means, batch_means, inline_symbolic_sizes, index_own_rows,
+    spell_complex, spell_selections, spell_writes, join_slices, class_means, row_means, batch_means, inline_symbolic_sizes, index_own_rows,
 )  # fmt: skip

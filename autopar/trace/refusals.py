@@ -1,9 +1,9 @@
-"""Errors for models that cannot be captured, in the user's terms."""
+"""Why a model cannot be captured, in the words of its user."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ _FIXED = re.compile(r"\['([^']+)'\]\.size\(\)\[0\] as dynamic")
 def why_not_captured(
     error: Exception, model: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> str:
-    """One paragraph on the user's mistake: what is wrong, in which line, and the remedy."""
+    """The user's mistake in one paragraph: what is wrong, in which line, and the remedy."""
     name, reason = type(model).__name__, _reason(error)
     where, kind = line_of_error(error), type(error).__name__
     if _BATCH_IS_A_NUMBER in str(error):
@@ -77,13 +77,13 @@ def why_not_captured(
 
 
 def _reason(error: Exception) -> str:
-    """The first lines of torch's message as one line, without what torch.export appends."""
+    """The first lines of torch's message, on one line, without what torch.export appends to it."""
     text = str(error).strip().partition("The error above occurred when calling torch.export")[0]
     return " ".join(" ".join(text.splitlines()[:3]).split())[:400].rstrip(". ")
 
 
 def shape_text(tensor: torch.Tensor) -> str:
-    """A shape for a message; the batch size is written `batch`."""
+    """The shape for a message; sizes that follow the batch are called so."""
     sizes = (
         "batch" if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol else str(size)
         for size in tensor.shape
@@ -113,7 +113,7 @@ def check_values(captured: Captured) -> None:
 
 
 def check_symbols(captured: Captured) -> None:
-    """Raise AutoparError unless every symbolic size depends on the single batch size."""
+    """Raise AutoparError unless the sizes of all inputs that are not numbers follow the one batch."""
     placeholders = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
     batch: dict[str, str] = {}
     for name, node_name in zip(captured.inputs, captured.input_nodes, strict=True):
@@ -127,29 +127,8 @@ def check_symbols(captured: Captured) -> None:
             f"inputs {names[0]!r} and {names[1]!r} both have the batch size in dim 0, but forward lets them differ: if one has no rows, "
             f"say so: batch_dims={{{names[1]!r}: None}}"
         )
-    for node in captured.graph.nodes:
-        val = node.meta.get("val")
-        for tensor in val if isinstance(val, (list, tuple)) else (val,):
-            if (
-                node.op != "placeholder"
-                and isinstance(tensor, torch.Tensor)
-                and _unknown_sizes(tensor, set(batch))
-            ):
-                raise AutoparError(
-                    f"{node.name}{line_of_node(node)} has a shape that depends on data ({shape_text(tensor)}), as boolean indexing, "
-                    "nonzero and unique give: use arithmetic with a mask instead, for example (loss * mask).sum() / mask.sum()"
-                )
     lost = [name for name, tensor in captured.constants.items() if tensor.is_meta]
     if lost:
         raise AutoparError(
             f"forward uses tensor {lost[0]!r}, which is on the meta device and has no values; register it as a buffer"
         )
-
-
-def _unknown_sizes(tensor: torch.Tensor, batch: set[str]) -> bool:
-    sizes: Iterable[int | torch.SymInt] = tensor.shape
-    return any(
-        set(map(str, size.node.expr.free_symbols)) - batch
-        for size in sizes
-        if isinstance(size, torch.SymInt)
-    )

@@ -1,6 +1,4 @@
-"""Watches the user's forward under torch.export: refuses calls that cannot be captured, and
-replaces some.
-"""
+"""What is watched, and what is replaced, while the user's forward runs under torch.export."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint
+from autopar_kernels.custom_functions import OP, keep_call, returns_tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
@@ -28,7 +27,7 @@ _NUMBERS = {
     torch.allclose: "torch.allclose", Tensor.allclose: "Tensor.allclose", torch.is_nonzero: "torch.is_nonzero",
     Tensor.is_nonzero: "Tensor.is_nonzero",
 }  # fmt: skip
-"""Functions that read a number or truth value out of a tensor, with their names for messages."""
+"""Functions that return a number or a truth value which they read out of a tensor."""
 _ARRAYS = {Tensor.numpy: ".numpy()", Tensor.__array__: "NumPy", Tensor.__dlpack__: "DLPack"}
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # the stub says Tensor, not descriptor
 _TEXTS = (Tensor.__repr__, Tensor.__format__)
@@ -38,29 +37,27 @@ _ROWS = {
     Tensor.unbind: "unbind",
     torch.unbind: "unbind",
 }
-"""Functions that turn the size of dim 0 into a Python number, with their names for messages."""
+"""Functions that make a Python number of the size of dim 0."""
 
 
 @contextlib.contextmanager
 def watched_forward() -> Iterator[list[str]]:
-    """A context for running a model under export. It yields a list to which notes on replaced
-    behaviour are added.
+    """Run a model under export inside of this.  Yields a list that fills with notes on what was captured in another way than written.
 
-    Raises AutoparError if forward defines its own gradients. Checkpointed functions are called
-    directly, and torch's log about failures of export is silenced.
+    An autograd.Function becomes one op.  Raises AutoparError where hooks change gradients.  Checkpointed functions are called plainly,
+    and torch's own log of what export could not do is silent.
     """
     notes: list[str] = []
-    with _silent_logs(), _plain_checkpoints(notes), _custom_gradients_refused(notes):
+    with _silent_logs(), _plain_checkpoints(notes), _own_gradients(notes):
         yield notes
 
 
 @contextlib.contextmanager
 def values_unread() -> Iterator[list[str]]:
-    """A context for running forward itself. It yields a list to which notes on printed tensors are
-    added.
+    """Run forward itself inside of this.  Yields a list that fills with notes on tensors that are printed.
 
-    Raises AutoparError, with the user's line, if ops or shapes depend on tensor values. (torch's
-    own error would print the whole graph.)
+    Raises AutoparError, which names the user's line, where ops depend on the values of tensors.  (Torch's own error would have
+    torch print the whole graph.)
     """
     notes: list[str] = []
     try:
@@ -73,9 +70,7 @@ def values_unread() -> Iterator[list[str]]:
 
 
 class _ValueReads(TorchFunctionMode):
-    """A mode that refuses functions that read a Python value out of a tensor with unknown
-    values.
-    """
+    """Refuses functions that take a Python value out of a tensor whose values are not known during capture."""
 
     def __init__(self, notes: list[str]) -> None:
         super().__init__()
@@ -103,14 +98,17 @@ class _ValueReads(TorchFunctionMode):
         if func in _ROWS and _follows_batch(func, args, kwargs):
             if _is_within("tolist"):
                 raise _reads("values", ".tolist()")
+            if free_unbacked_symbols(tensor.shape[0]):
+                raise AutoparError(
+                    f"forward loops{line_now()} over a tensor whose length depends on data, as over the experts that got a token: loop "
+                    "over all of them, range(num_experts) for example, since experts without tokens add nothing"
+                )
             raise AutoparError(
                 f"forward uses the batch size as a Python number{line_now()}, by {_ROWS[func]} over dim 0, so that it would compute for "
                 "one batch size alone; use x.shape[0] instead of len(x), and an op on the whole tensor instead of a loop over its rows; "
                 "if it comes from an input without rows, say so by the input's name: batch_dims={'positions': None}"
             )
-        result = func(*args, **kwargs)
-        _refuse_unknown_sizes(result, getattr(func, "__name__", str(func)))
-        return result
+        return func(*args, **kwargs)
 
     def _text(self, tensor: Tensor) -> str:
         note = f"forward prints a tensor{line_now()}: only once, during capture, where it has no values"
@@ -119,19 +117,8 @@ class _ValueReads(TorchFunctionMode):
         return f"tensor(shape={tuple(map(str, tensor.shape))}, dtype={tensor.dtype})"
 
 
-def _refuse_unknown_sizes(result: Any, name: str) -> None:
-    for tensor in result if isinstance(result, (list, tuple)) else (result,):
-        if isinstance(tensor, Tensor) and any(
-            isinstance(n, torch.SymInt) and free_unbacked_symbols(n) for n in tensor.shape
-        ):
-            raise AutoparError(
-                f"forward makes a tensor whose shape depends on data{line_now()}, by {name.strip('_')}, as boolean indexing, nonzero and "
-                "unique do: use arithmetic with a mask instead, for example (loss * mask).sum() / mask.sum()"
-            )
-
-
 def _number_of(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The number that `func` reads. Raises AutoparError unless it is known during capture."""
+    """The number that `func` reads; raises AutoparError unless it is known during capture."""
     name = ".tolist()" if _is_within("tolist") else name
     try:
         found = func(*args, **kwargs)
@@ -151,7 +138,7 @@ _DATA_DEPENDENT = (
     "DataDependentOutputException",
     "PendingUnbackedSymbolNotFound",
 )
-"""Names of the errors that torch raises if Python asks for the values of a fake tensor."""
+"""The names of the errors that torch raises where Python asks for the values of a fake tensor."""
 
 
 def _reads(what: str, how: str, where: str | None = None) -> AutoparError:
@@ -163,9 +150,7 @@ def _reads(what: str, how: str, where: str | None = None) -> AutoparError:
 
 
 def _is_within(name: str) -> bool:
-    """Whether a function called `name` is on the stack: fake tensors have their own `tolist`, which
-    iterates over rows.
-    """
+    """Whether a function of this name is under way: fake tensors have a `tolist` of their own, which goes through rows."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != name:
         frame = frame.f_back
@@ -208,22 +193,23 @@ def _replaced(owner: type | types.ModuleType, name: str, value: object) -> Itera
 
 
 @contextlib.contextmanager
-def _custom_gradients_refused(notes: list[str]) -> Iterator[None]:
-    """A context that raises AutoparError if forward defines its own gradients, since export would
-    drop the backward.
-    """
-    apply = vars(torch.autograd.Function)["apply"]
+def _own_gradients(notes: list[str]) -> Iterator[None]:
+    """Have export keep the backward of autograd.Functions, each as one op; raise where hooks change gradients."""
+    # where `apply` leads, also that of names such as `swish = Swish.apply` from before
+    base, hook = torch.autograd.function._SingleLevelFunction, Tensor.register_hook
+    inside: list[type] = []  # the function that runs
 
-    def checked_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def checked_apply(cls: type, *args: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             # (function, whether random states are kept, *its arguments)
             return _reentrant(notes, args[0], args[2:])
-        if not cls.__module__.startswith("torch."):
-            raise AutoparError(
-                f"forward calls the custom autograd.Function {cls.__name__}{line_now()}, whose backward torch.export drops; make it an "
-                "op with torch.library.custom_op and register_autograd"
-            )
-        return apply.__func__(cls, *args, **kwargs)
+        if cls.__module__.startswith(("torch.", "autopar_kernels.")) or inside:
+            return super(base, cls).apply(*args)
+        inside.append(cls)
+        try:
+            return _kept_function(cls, args)
+        finally:
+            inside.pop()
 
     def refused_hook(self: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
         raise AutoparError(
@@ -231,20 +217,40 @@ def _custom_gradients_refused(notes: list[str]) -> Iterator[None]:
             "(torch.library.custom_op and register_autograd)"
         )
 
-    with (
-        _replaced(torch.autograd.Function, "apply", classmethod(checked_apply)),
-        _replaced(Tensor, "register_hook", refused_hook),
-    ):
+    base.apply = classmethod(checked_apply)
+    Tensor.register_hook = refused_hook
+    try:
         yield
+    finally:
+        del base.apply
+        Tensor.register_hook = hook
+
+
+def _kept_function(cls: type, args: tuple) -> Any:
+    """`cls.apply(*args)` as one op, `autopar::custom_function`."""
+    what = f"autograd.Function {cls.__name__}{line_now()}"
+    if any(isinstance(each, torch.nn.Module) for each in torch.utils._pytree.tree_leaves(args)):
+        raise AutoparError(
+            f"the {what} takes a module, whose parameters would be no part of the captured graph; pass its tensors in"
+        )
+    tensors, sizes, name = keep_call(cls, args)
+    versions = [tensor._version for tensor in tensors]
+    try:
+        found = OP(tensors, sizes, name)
+    except NotImplementedError as error:
+        raise AutoparError(f"the {what} cannot be captured: {error}") from error
+    if [tensor._version for tensor in tensors] != versions:
+        raise AutoparError(
+            f"the {what} changes an argument in place, which autopar cannot run: return a new tensor"
+        )
+    return found[0] if returns_tensor(name) else tuple(found)
 
 
 @contextlib.contextmanager
 def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
-    """A context in which `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` calls its
-    function directly.
+    """Have `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` call its function plainly.
 
-    Users may have imported `checkpoint` under any name. Therefore the internal generator that it
-    calls is replaced.
+    Users import `checkpoint` itself under names of their own; what it does around the call is replaced, so that all of them are reached.
     """
 
     def nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -257,9 +263,7 @@ def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
 
 
 def _reentrant(notes: list[str], function: Callable, args: tuple) -> Any:
-    """The result of `checkpoint(function, *args, use_reentrant=True)`: without gradients if no
-    argument has any, as in eager mode.
-    """
+    """What `checkpoint(function, *args, use_reentrant=True)` computes: without gradients where no argument has any, as in eager mode."""
     _add_checkpoint_note(notes)
     if not torch.is_grad_enabled() or any(
         isinstance(arg, Tensor) and arg.requires_grad for arg in args
@@ -284,9 +288,7 @@ def _add_checkpoint_note(notes: list[str]) -> None:
 
 @contextlib.contextmanager
 def _silent_logs() -> Iterator[None]:
-    """A context that silences torch's own log during export, such as the whole graph after a
-    failure. The error message replaces it.
-    """
+    """Silence what torch logs of its own accord while it exports: the whole graph at a failure, which the error message replaces."""
     loggers = [
         logging.getLogger(name)
         for name in (

@@ -8,6 +8,7 @@ import autopar_kernels.losses
 import autopar_kernels.norms
 import autopar_kernels.rotary  # noqa: F401 (all register ops)
 import torch
+from autopar_kernels.custom_functions import OP, keep_call
 from support.operands import T, call, ids, mask_, pos, t
 
 aten = torch.ops.aten
@@ -629,7 +630,29 @@ PRODUCTS = {
     ],
 }
 
+
+class Scaled(torch.autograd.Function):
+    """A product and its squared sum, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, weight, factor):
+        ctx.save_for_backward(x, weight)
+        ctx.factor = factor
+        return x * weight * factor, x.square().sum()
+
+    @staticmethod
+    def backward(ctx, grad, grad_sum):
+        x, weight = ctx.saved_tensors
+        own = grad * ctx.factor
+        return own * weight + 2 * x * grad_sum, (own * x).sum(0), None
+
+
+_SCALED = keep_call(Scaled, [torch.zeros(1), torch.zeros(1), 0.5])[2]
 CONSTANTS = {
+    "autopar::custom_function": [
+        lambda b, i, j, k, m: call(OP, [t(b, i), t(i)], [], _SCALED),
+        lambda b, i, j, k, m: call(OP, [t(j, i), t(i)], [], _SCALED),
+    ],
     "view_as_real": [
         lambda b, i, j, k, m: call(aten.view_as_real.default, T((b, i), "complex", grad=False))
     ],

@@ -123,11 +123,12 @@ def in_autocast(m, y):
 
 
 class Doubled(torch.autograd.Function):
-    """The identity, whose gradient is doubled."""
+    """The identity, in place, whose gradient is doubled."""
 
     @staticmethod
     def forward(ctx, x):
-        return x.clone()
+        ctx.mark_dirty(x)
+        return x.mul_(1)
 
     @staticmethod
     def backward(ctx, grad):
@@ -159,12 +160,9 @@ def with_hook(m, y):
 
 
 def turned_as_complex(m, y):
-    """Rotary embeddings, as the original Llama writes them."""
-    angles = torch.arange(3.0)
-    turned = torch.view_as_complex(y.reshape(-1, 3, 2)) * torch.polar(
-        torch.ones_like(angles), angles
-    )
-    return torch.view_as_real(turned).flatten(1)
+    """By a function that pairs of real tensors lack."""
+    numbers = torch.view_as_complex(y.reshape(-1, 3, 2)).tanh()
+    return torch.view_as_real(numbers).flatten(1)
 
 
 def turned(m, y):
@@ -212,7 +210,7 @@ REFUSED = {
     "int of the batch size": (lambda: Model(lambda m, y: y / int(y.shape[0])), "the batch size, the rows of 'x', as a Python number"),
     "loop over rows": (lambda: Model(lambda m, y: torch.stack([row - row.mean() for row in y])), "batch size as a Python number {line}"),
     "numpy": (lambda: Model(lambda m, y: y * float(y.detach().numpy().mean())), "leaves PyTorch {line}"),
-    "complex": (lambda: Model(turned_as_complex), "{line} is complex"),
+    "complex": (lambda: Model(turned_as_complex), "{line} of complex numbers"),
     "autograd.Function": (lambda: Model(lambda m, y: Doubled.apply(y)), "autograd.Function Doubled {line}"),
     "register_hook": (lambda: Model(with_hook), "Tensor.register_hook {line}"),
     "state": (lambda: Model(moving, keep(state=lambda m: torch.zeros(6))), "'state', which is Python state"),
@@ -272,11 +270,6 @@ def test_they_are_refused_by_name_or_line(name):
 def test_what_is_advised_trains_exactly(pool2, name):
     for found in pool2.run(errors, functools.partial(advised, name), ADVISED[name][1], batches()):
         assert max(found) <= 1, found
-
-
-def test_real_parts_are_those_of_the_complex_product():
-    y = torch.randn(4, 6)
-    assert torch.allclose(turned_as_complex(None, y), turned(None, y), atol=1e-6)
 
 
 INPUTS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.spelled_graphs import assert_computes_the_same
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 import autopar
 from autopar.trace.capture import capture
@@ -63,35 +63,12 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients_are_the_same(name):
-    model = Model(FUNCTIONS[name])
     x = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    captured = capture(model, {"x": x})
-    graph = captured.graph
-    normalize(graph)
-    for node in graph.nodes:
+    for node in assert_computes_the_same(Model(FUNCTIONS[name]), x).nodes:
         val = node.meta.get("val")
         values = val if isinstance(val, (list, tuple)) else [val]
-        assert node.op == "placeholder" or not any(
-            isinstance(each, Tensor) and each.is_complex() for each in values
-        ), node
-        number = lambda a: 3 if isinstance(a, torch.SymInt) else a  # noqa: E731
-        node.args = torch.utils._pytree.tree_map(number, node.args)
-    run, (ours, theirs) = (
-        GraphModule(nn.Module(), graph),
-        (x.clone().requires_grad_() for _ in "ab"),
-    )
-    values = [
-        {"table": TABLE, **captured.constants}[captured.attributes[node.name]]
-        if node.name in captured.attributes
-        else ours
-        for node in graph.nodes
-        if node.op == "placeholder"
-    ]
-    (found,), expected = run(*values), model(theirs)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    found.backward()
-    expected.backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12)
+        is_complex = any(isinstance(each, Tensor) and each.is_complex() for each in values)
+        assert node.op == "placeholder" or not is_complex, node
 
 
 def test_the_length_of_zero_has_no_gradient():

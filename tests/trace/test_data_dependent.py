@@ -38,6 +38,7 @@ NUMBERS = {
     "while": halved_until_small,
     "range": lambda y: next(y for _ in range(int(y[0, 0]))),
     "index": lambda y: y[:, int(y[0, 0])],
+    "slice": lambda y: y[:, : y[0, 0].long()],
     "in": lambda y: y if 3.0 in y else -y,
     "allclose": lambda y: y if torch.allclose(y, -y) else -y,
     "equal": lambda y: y if y.equal(-y) else -y,
@@ -47,11 +48,11 @@ NUMBERS = {
     "torch._assert": lambda y: torch._assert((y > 0).all(), "positive") or y,
 }
 SHAPES = {
-    "slice": lambda y: y[:, : y[0, 0].long()],
-    "nonzero": lambda y: y[y.sum(1).nonzero()[:, 0]],
+    "nonzero": lambda y: y[y.sum(1).nonzero()[:, 0]].cumsum(0),
     "unique": lambda y: y * torch.unique(y.detach()).sum(),
     "where": lambda y: y * torch.where(y > 0)[0].sum(),
-    "mask": lambda y: y[y > 0],
+    "mask": lambda y: y[y > 0].softmax(0),
+    "slice of a mask": lambda y: y[y > 0][:3],
     "masked_select": lambda y: y.masked_select(y > 0),
     "repeat_interleave": lambda y: torch.repeat_interleave(y, y[:, 0].long(), 0),
     "bincount": lambda y: y * torch.bincount(y[:, 0].long()).sum(),
