@@ -66,6 +66,7 @@ def trace(
     """Capture the model and its loss, in the dtype of `precision` where the engine runs it, normalize the graph, cut it into segments.
 
     `deeper`: of the model with more layers.  `kept_buffers`: those that half precision may leave as they are (None: any that is cast back).
+    `batch_dims`: as for `plan`.
     """
     from autopar.models.hf_delta_rule import triangular_solves
 
@@ -87,7 +88,9 @@ def trace(
 
 
 def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> TracedModel:
-    """`trace` of the model of a spec on batches of `seq` tokens a row; one whose layers are known to be alike is captured shallow."""
+    """`trace` of the model of a spec, on batches of `seq` tokens a row. If its layers are known to
+    be alike, a model with fewer layers is captured and then deepened.
+    """
     shallow = spec.shallow()
     more, period, path = spec.num_layers - shallow.num_layers, spec.period, spec.layers_path
     deeper = Deeper(path, period, more // period) if more else None
@@ -136,6 +139,8 @@ def plan(
             fullest device.  Notes of the plan say what is proved.
         deadline_s: seconds, for the objective 'gpus'.
         allow_micro_batch_mean: split the batch even if the mean of micro-batch losses is not the loss of the batch.
+        batch_dims: which dim of an input is the batch, by the input's name, such as {"frames": 1}; None for an input that is the same
+            for all rows.  Without it rows are along dim 0 of every input whose dim 0 is as long as that of the first.
 
     Raises:
         AutoparError: the model cannot be captured, a pin is impossible, or no number of devices meets the deadline.
@@ -175,7 +180,9 @@ def _best_plan(
     time_limit_s: float,
     progress: Callable[[str], None] | None,
 ) -> Plan:
-    """The plan that is best for the goal.  Raises NoPlanFits, with what would fit, where none fits."""
+    """The best plan for the goal. Raises NoPlanFits if no plan fits; the message says what
+    would.
+    """
 
     def plan_for(ask: Ask, limit_s: float) -> Plan:
         asked = replace(
@@ -244,6 +251,7 @@ def parallelize(
         compile: True, or a dict of options (backend, mode, options, dynamic).  What segments compute between collectives goes through
             torch.compile, and a plan made here is priced for that.
         allow_micro_batch_mean: as for `plan`.  A given plan has its own.
+        batch_dims: as for `plan`.
 
     Raises:
         AutoparError: the plan belongs to another model, cluster or world size; or as for `plan`.
@@ -325,7 +333,7 @@ def _precision_note(
 
 
 def _noted(plan: Plan, note: str) -> Plan:
-    """The plan with one more note, unless that is empty."""
+    """The plan with `note` as its first note; unchanged if `note` is empty."""
     return replace(plan, notes=(note, *plan.notes)) if note else plan
 
 
@@ -336,7 +344,7 @@ def _traced_alike(
     precision: str,
     batch_dims: BatchDims | None,
 ) -> list[TracedModel]:
-    """`trace` of a model on batches of several lengths, which read one set of tensors."""
+    """`trace` of a model on batches of several lengths, which store the same tensors in the same dtypes."""
     traced_on = partial(trace, model, loss_fn=loss_fn, precision=precision, batch_dims=batch_dims)
     found = [traced_on(each) for each in inputs]
     kept = [
@@ -350,7 +358,7 @@ def _traced_alike(
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """The model as it is traced: a Hugging Face model is traced with maskless attention, on a meta copy of its structure.
+    """The model as it is traced: Hugging Face models in it are traced with maskless attention, on a meta copy of its structure.
 
     Raises AutoparError for modules that change their parameters in forward.
     """
@@ -368,7 +376,9 @@ def _example(model: nn.Module, example_inputs: ExampleInputs | None) -> ExampleI
 
 
 def default_inputs(model: nn.Module) -> ExampleInputs:
-    """Example inputs for a Hugging Face model, from its config; an error for any other."""
+    """Example inputs for a Hugging Face model, from its config. Raises AutoparError for any other
+    model.
+    """
     if hasattr(model, "config") and hasattr(model, "_init_weights"):
         from autopar.models.hf import hf_example_inputs, is_hf_model
 
@@ -387,7 +397,7 @@ def default_inputs(model: nn.Module) -> ExampleInputs:
 def _default_batch(
     example_inputs: ExampleInputs, batch_dims: BatchDims | None, cluster: Cluster
 ) -> int:
-    """The rows of the example, rounded up to a multiple of the number of devices."""
+    """The rows of the example batch, rounded up to a multiple of the number of devices."""
     tensors = batch_tensors(example_inputs)
     dims = row_dims(tensors, batch_dims)
     rows = next(tensors[name].shape[dim] for name, dim in dims.items() if dim is not None)

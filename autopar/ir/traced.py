@@ -1,6 +1,7 @@
-"""A captured model: segments of ATen graphs, each structure held once.
+"""A captured model: segments of ATen graphs, with each structure stored once.
 
-Graphs are torch.fx objects; the annotations below are for type checkers only, so that reading this file needs no torch.
+Graphs are torch.fx objects. The type annotations are not evaluated, so importing this file needs no
+torch.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ MICRO_BATCH_SHARE = "micro_batch_share"
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter or buffer of the user's model.  Tied names are one entry: `name` is the first, `aliases` are the others.  `keeps_dtype`:
-    half precision leaves a buffer as it is, since forward casts it to its own dtype before anything else."""
+    """A parameter or buffer of the user's model. Tied names are one entry: `name` is the first,
+    `aliases` are the others. `keeps_dtype`: half precision does not convert this buffer, since
+    forward casts it back to its own dtype first.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -36,12 +39,14 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockClass:
-    """One structure.  `graph` has a placeholder for each input, a get_attr node for each slot in `slots`, and returns a tuple.
+    """One structure of segments, as a graph.
 
-    Every tensor node carries `meta['val']`, a fake tensor whose batch size is symbolic.  `picked` says whether recomputation of every k-th
-    layer takes the segments of this class; None: layers were not counted off (`trace/deepen.py`).  `borrowed`: the slots whose parameters
-    are, in each segment of the class, those of a slot of another segment, which is charged for them.  `is_layer`: segments of its structure
-    repeat, though perhaps in another class.
+    `graph` has a placeholder for each input, a get_attr node for each of `slots` (parameters), and
+    returns a tuple. Every tensor node has `meta['val']`, a fake tensor whose batch size is
+    symbolic. `picked` says whether `every-k` recomputation applies to the segments of this class;
+    None means layers were not counted (`trace/deepen.py`). `borrowed` are the slots whose
+    parameters another segment also holds and is charged for. `is_layer`: segments of this structure
+    repeat, perhaps in another class.
     """
 
     name: str
@@ -55,7 +60,9 @@ class BlockClass:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a segment input comes from: model input `name`, or output `index` of an earlier segment."""
+    """The source of a segment input: the model input `name`, or output `index` of the earlier
+    segment `segment`.
+    """
 
     segment: int = -1
     index: int = -1
@@ -64,7 +71,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One run of a block class: which parameter fills each slot, and where each input comes from."""
+    """One instance of a block class: the parameter for each slot, and the source of each input."""
 
     name: str
     class_index: int
@@ -74,13 +81,19 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """Inputs of the graph that a step computes of its whole batch before the first forward.
+    """Step values: inputs of the graph that are computed once per step from the whole batch, before
+    the first forward.
 
-    `local` maps this rank's rows to parts, which are added up over data-parallel ranks. `whole` maps
-    these parts, the model inputs `rows`, gathered over the same ranks, and the buffers and constants
-    `tensors` to the values `names`, of which `vals` are the fake tensors. A value with a dim of rows
-    is dealt out as the batch is. `labels`: the place of the one that counts the labels of a
-    cross-entropy, or -1. With `takes_share` the last name is `MICRO_BATCH_SHARE`.
+    Attributes:
+        names: names of the values, which are graph inputs.
+        vals: their fake tensors.
+        local: a graph from this rank's rows to parts, which are summed over data-parallel ranks.
+        whole: a graph from the summed parts, the gathered `rows` and the `tensors` to the values. A
+            value with a dim of rows is sharded like the batch.
+        rows: model inputs that are gathered over data-parallel ranks.
+        tensors: buffers and constants that `whole` reads.
+        labels: index of the value that counts the labels of a cross-entropy, or -1.
+        takes_share: whether the last name is `MICRO_BATCH_SHARE`.
     """
 
     names: tuple[str, ...]
@@ -94,19 +107,21 @@ class StepValues:
 
     @property
     def adds_up_numbers(self) -> bool:
-        """Whether all parts are single numbers."""
+        """Whether every part is a single number."""
         return all(not node.meta["val"].dim() for node in self.local.output_node().all_input_nodes)
 
     def with_share(self, val: Any) -> StepValues:
-        """These and `MICRO_BATCH_SHARE`."""
+        """These step values plus `MICRO_BATCH_SHARE`, with the fake tensor `val`."""
         names, vals = (*self.names, MICRO_BATCH_SHARE), (*self.vals, val)
         return replace(self, names=names, vals=vals, takes_share=True)
 
 
 @dataclass(frozen=True, slots=True)
 class LossSplit:
-    """How losses of micro-batches give that of their batch: `joins` is 'sum', 'mean', or '' if they
-    do not, and `reason` says why not. `by_convention`: what is of each micro-batch all the same."""
+    """How losses of micro-batches combine to the loss of the batch. `joins` is 'sum', 'mean', or ''
+    if they do not, with the `reason`. `by_convention` lists quantities that are computed per
+    micro-batch anyway.
+    """
 
     joins: str = "sum"
     reason: str = ""
@@ -114,7 +129,7 @@ class LossSplit:
 
 
 def not_split(split: LossSplit, what: str, rows: int) -> str:
-    """Why a loss that does not split refuses micro-batches, and what to do."""
+    """An error text: why a loss that does not split refuses micro-batches, and what to do."""
     return (
         f"autopar does not split {what}: {split.reason}, so that their mean would be another loss. Pin micro_batch={rows}, divide a sum "
         "over rows by what depends on labels, masks and constants alone, or pass allow_micro_batch_mean=True (--allow-micro-batch-mean) "
@@ -151,14 +166,16 @@ class TracedModel:
 
     @property
     def graph_inputs(self) -> dict[str, Any]:
-        """Fake tensors of all that graphs take: the user's inputs, then the step's values."""
+        """Fake tensors of all graph inputs by name: the user's inputs, then the step values."""
         own = dict(zip(self.inputs, self.input_vals, strict=True))
         values = self.step_values
         return own if values is None else own | dict(zip(values.names, values.vals, strict=True))
 
     @property
     def layers(self) -> list[int]:
-        """The segments that a pipeline deals to its stages: those of structures that repeat, or all if none does."""
+        """Indices of the segments that a pipeline distributes over its stages: those of repeated
+        structures, or all if none repeats.
+        """
         found = [
             number
             for number, segment in enumerate(self.segments)
@@ -168,9 +185,10 @@ class TracedModel:
 
 
 def per_model(most: int) -> Callable[[Callable], Callable]:
-    """A function of a traced model (and of hashable arguments) that remembers its latest `most` results.
+    """A decorator: the function caches its latest `most` results by traced model and hashable
+    arguments.
 
-    Models are told apart by identity: nobody changes one.
+    Models are compared by identity, which is safe because a traced model is never modified.
     """
 
     def decorate(function: Callable) -> Callable:

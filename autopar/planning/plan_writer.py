@@ -1,4 +1,4 @@
-"""From a request to candidates, and from the search's result to a Plan or to the reason why there is none."""
+"""Turns the search's result into a Plan."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ GROUP_PIPELINES = (
 def make_plan(
     found: SearchResult, request: PlanRequest, traced: TracedModel, annotator: Annotator
 ) -> Plan:
-    """Write down the best solution as a Plan.  Raises ValueError for a search without one, NoPlanFits if the host lacks memory."""
+    """The best solution of a search as a Plan. Raises ValueError if there is none, and NoPlanFits
+    if the host lacks memory.
+    """
     if found.best is None or found.model is None:
         raise ValueError(f"the search found no plan: its status is {found.status!r}")
     (candidate, solution), model = found.best, found.model
@@ -111,8 +113,9 @@ def _blocks(
     traced: TracedModel,
     fixed: AxisChoices,
 ) -> Iterator[BlockPlan]:
-    """The choices of every block of the annotated model; `origin` has its class of the traced model and its recompute mode, and
-    `fixed` what propagation decided."""
+    """The choices of every block of the annotated model. `origin` has each block's class in the
+    traced model and its recompute mode; `fixed` has the choices of propagation.
+    """
     candidate, solution = best
     for number, block in enumerate(model.classes):
         index, mode = origin[number]
@@ -133,7 +136,7 @@ def _blocks(
 
 
 def _space(request: PlanRequest) -> str:
-    """In words, what was searched."""
+    """The search space in words."""
     pin, ranks = request.pin, request.pin.pp or "any number of"
     short = "GPipe, 1F1B and zero bubble" if may_split_backward(request) else "GPipe and 1F1B"
     if request.is_mixed:
@@ -192,7 +195,7 @@ def _prediction(
 
 
 def _lacking(candidate: Candidate, request: PlanRequest) -> str:
-    """What the engine lacks to run the plan, or ''."""
+    """The feature that the engine lacks to run the plan, or ''."""
     if splits_backward(candidate.schedule) and candidate.recompute == "op":
         return f"recompute op under {candidate.schedule}"
     if not request.runnable and request.precision in ("bf16", "fp16"):
@@ -201,8 +204,9 @@ def _lacking(candidate: Candidate, request: PlanRequest) -> str:
 
 
 def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]:
-    """What a step is made of: seconds of a micro-batch and bytes of a segment of each block, and seconds of a change of layout on the way
-    from one block to another, by the numbers of the blocks."""
+    """Ledger entries: for each block, seconds of a micro-batch and bytes of a segment; for each
+    layout change between two blocks, seconds, with the indices of the blocks.
+    """
     for cost in class_costs(model, choices):
         yield {
             "part": "block",
@@ -228,7 +232,7 @@ def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]
 def _ledgers(
     model: AnnotatedModel, groups: Sequence[AnnotatedModel], choices: Choices
 ) -> tuple[dict[str, Any], ...]:
-    """The ledger; on devices of several kinds one for each group, which its entries name."""
+    """The ledger. With several kinds of devices, one for each group, which its entries name."""
     if not groups:
         return tuple(_ledger(model, choices))
     return tuple(
@@ -239,18 +243,20 @@ def _ledgers(
 
 
 def _peak(precision: str, group: ClusterSpec) -> float:
-    """FLOP/s of all devices of a group by their datasheet."""
+    """Datasheet FLOP/s of all devices of a group together."""
     flops = group.device.flops
     return group.num_devices * flops[precision if precision in flops else "fp32"]
 
 
 def _devices(mesh: MeshShape, cluster: Cluster) -> tuple[str, ...]:
-    """The kind of devices of each rank of the pipeline, where there are several."""
+    """The device kind of each pipeline rank, if the cluster has several kinds; otherwise ()."""
     return tuple(cluster.groups[group].device.name for group in mesh.groups) if mesh.deal else ()
 
 
 def _start_note(mesh: MeshShape, cluster: Cluster) -> Iterator[str]:
-    """Where processes are to start: ranks are numbered along the pipeline."""
+    """A note on which processes to start on which devices: ranks are numbered along the
+    pipeline.
+    """
     if mesh.deal:
         each = mesh.num_devices // mesh.pp
         runs = [(group, len(list(of))) for group, of in groupby(mesh.groups)]
@@ -265,7 +271,9 @@ def _start_note(mesh: MeshShape, cluster: Cluster) -> Iterator[str]:
 def axis_choices(
     mesh: MeshShape, fixed: dict[str, AxisChoice], strategy: Strategy
 ) -> dict[str, AxisChoice]:
-    """An op's choice on every axis with more than one rank: what propagation fixed, and what the solver chose on tp."""
+    """An op's choice on every axis with more than one rank: the propagated ones, and the solver's
+    on tp.
+    """
     choices = dict(fixed)
     if mesh.tp > 1:
         choices["tp"] = AxisChoice(strategy.name, strategy.inputs, strategy.outputs)

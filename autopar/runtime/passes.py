@@ -1,4 +1,6 @@
-"""Forward and backward of the micro-batches of one batch on one rank, with or without a pipeline, and their evaluation."""
+"""Runs forward and backward of a batch's micro-batches on one rank, with or without a pipeline, and
+evaluates batches.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ from autopar.runtime.state.precision import LossScale
 from autopar.runtime.state.tied_parameters import StageParameters
 
 Draw = Callable[[int], torch.Tensor]
-"""The noise of a micro-batch, by its number."""
+"""The type of a function that returns the noise of a micro-batch, by its index."""
 
 
 @dataclass(kw_only=True)
 class Passes:
-    """What a rank computes of a batch.  `programs`: one for each length of batches; `stage_group`: the ranks of its pipeline, if any."""
+    """Runs the passes of a batch on this rank. `programs` has one program per batch length;
+    `stage_group` is the process group of its pipeline, if any.
+    """
 
     plan: Plan
     axes: Mapping[str, AxisGroup]
@@ -42,7 +46,9 @@ class Passes:
     pipelines: dict[tuple[str, int], Pipeline] = field(default_factory=dict)
 
     def train(self, work: MicroBatches, draw: Draw) -> torch.Tensor:
-        """Forward and backward of each micro-batch; returns the loss of the step.  Gradients are left in the parameters."""
+        """Run forward and backward of each micro-batch. Returns the loss of the step; gradients
+        accumulate in the parameters.
+        """
         program = self.programs[work.number]
         program.module.train()
         if self.stage_group is not None:
@@ -77,12 +83,14 @@ class Passes:
     def forward(
         self, program: Program, inputs: dict[str, torch.Tensor], noise: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The loss, and the new values of `program.updates`."""
+        """Run forward of one micro-batch. Returns the loss, and the new values of
+        `program.updates`.
+        """
         found = program.module(*inputs.values(), *((noise,) if program.draws else ()))
         return (found[0], found[1:]) if program.updates else (found, ())
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of one micro-batch's loss."""
+        """Run backward from one micro-batch's loss."""
         (loss * self.loss_scale.scale if self.loss_scale.dynamic else loss).backward()
         self.parameters.gradients.after_backward()
 
@@ -94,7 +102,7 @@ class Passes:
     def _run_pipeline(
         self, group: dist.ProcessGroup, kind: str, program: Program, work: MicroBatches, draw: Draw
     ) -> torch.Tensor:
-        """The loss of the step or of an evaluation, on every rank."""
+        """The loss of a training step or an evaluation in a pipeline, on every rank."""
         key, training = (kind, work.number), kind == "training"
         if key not in self.pipelines:
             own = program if training else self.compiler.compile(evaluation_copy(program))

@@ -1,4 +1,6 @@
-"""Capture: torch.export of the model and its loss, on fake tensors, with a dynamic batch."""
+"""Captures the model and its loss with torch.export, on fake tensors and with a dynamic batch
+size.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ __all__ = ["Captured", "capture", "meta_copy", "parameter_specs"]
 
 
 class _LossModule(nn.Module):
-    """Calls the user's model and returns the scalar loss alone, with the user's modules kept under `model`."""
+    """A module that calls the user's model, kept as `model`, and returns only the scalar loss."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ def _target_name(names: tuple[str, ...]) -> str:
 
 
 def _find_loss(output: Any) -> Any:
-    """What a model returns as its loss: under that name, or first."""
+    """The loss in a model's output: the entry called loss, or the first one."""
     loss = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -199,7 +201,7 @@ class _Call:
     loss_fn: Callable | None
 
     def capture(self, record: StateRecord) -> Captured:
-        """Export the call as it is in the present Python state."""
+        """Export the call in the current Python state."""
         names = tuple(self.examples)
         moved = {name: dim for name, dim in self.dims.items() if dim}
         skeleton = _LossModule(
@@ -228,7 +230,7 @@ class _Call:
 
 
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program without ops that change tensors in place."""
+    """The program without in-place ops."""
     graphs = [
         m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)
     ]  # no-grad regions are graphs too
@@ -250,8 +252,9 @@ def _functional(exported: torch.export.ExportedProgram) -> torch.export.Exported
 
 
 def _correct_values(graph: torch.fx.Graph) -> None:
-    """Compute the fake values again that `run_decompositions` of torch 2.13 gets wrong: it takes a cross-entropy without a reduction for
-    a single number."""
+    """Recompute fake values that `run_decompositions` of torch 2.13 gets wrong: it treats a
+    cross-entropy without reduction as a single number.
+    """
     changed: set[torch.fx.Node] = set()
     for node in graph.nodes:
         wrong = (
@@ -267,7 +270,9 @@ def _correct_values(graph: torch.fx.Graph) -> None:
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    """Hooks that change gradients do not survive export; refuse them rather than drop them."""
+    """Raise AutoparError if the model has hooks that change gradients, since export would drop
+    them.
+    """
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise AutoparError(
@@ -289,7 +294,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
-    """Parameters and buffers by first name, tied names folded into `aliases`."""
+    """Parameters and buffers by their first name. Other names of tied tensors are in `aliases`."""
     specs: dict[str, ParameterSpec] = {}
     for is_buffer, named in ((False, model.named_parameters), (True, model.named_buffers)):
         groups: dict[int, list[str]] = {}
@@ -369,9 +374,11 @@ def _return_updates(
     first_name: dict[str, str],
     attributes: dict[str, str],
 ) -> tuple[str, ...]:
-    """Make the graph return the loss and then the detached new value of each buffer that forward changes; returns their names.
+    """Make the graph return the loss and the detached new value of each buffer that forward
+    changes. Returns their names.
 
-    What forward reads of a buffer after changing it is, in evaluation, the buffer as it is: `autopar::in_training` says so.
+    Reads of a changed buffer are wrapped in `autopar::in_training`: in evaluation the buffer does
+    not change.
     """
     output = graph.output_node()
     nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}

@@ -1,4 +1,4 @@
-"""Why a model cannot be captured, in the words of its user."""
+"""Errors for models that cannot be captured, in the user's terms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIXED = re.compile(r"\['([^']+)'\]\.size\(\)\[0\] as dynamic")
 def why_not_captured(
     error: Exception, model: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> str:
-    """The user's mistake in one paragraph: what is wrong, in which line, and the remedy."""
+    """One paragraph on the user's mistake: what is wrong, in which line, and the remedy."""
     name, reason = type(model).__name__, _reason(error)
     where, kind = line_of_error(error), type(error).__name__
     if _BATCH_IS_A_NUMBER in str(error):
@@ -77,13 +77,13 @@ def why_not_captured(
 
 
 def _reason(error: Exception) -> str:
-    """The first lines of torch's message, on one line, without what torch.export appends to it."""
+    """The first lines of torch's message as one line, without what torch.export appends."""
     text = str(error).strip().partition("The error above occurred when calling torch.export")[0]
     return " ".join(" ".join(text.splitlines()[:3]).split())[:400].rstrip(". ")
 
 
 def shape_text(tensor: torch.Tensor) -> str:
-    """The shape for a message; sizes that follow the batch are called so."""
+    """A shape for a message; the batch size is written `batch`."""
     sizes = (
         "batch" if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol else str(size)
         for size in tensor.shape

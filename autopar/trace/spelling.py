@@ -1,4 +1,6 @@
-"""One spelling for each operation, so that one op rule covers all the ways to write it."""
+"""Rewrites equivalent ops to one form, so that one op rule covers all ways of writing an
+operation.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ _SPLITS = (
 
 
 def unify_spelling(graph: Graph) -> None:
-    """reshape for every view, to.dtype for every cast, split_with_sizes for every split, permute and transpose for every reordering."""
+    """Rewrite every view as reshape, cast as to.dtype, split as split_with_sizes, and reordering as
+    permute or transpose.
+    """
     for node in list(graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
             _respell(graph, node, node.target)
@@ -55,7 +59,7 @@ def _respell_view(graph: Graph, node: Node) -> None:
 
 
 def _respell_dropout(graph: Graph, node: Node) -> None:
-    """What functionalization makes of dropout."""
+    """Rewrite native_dropout, which functionalization produces, as dropout."""
     if any(user.args[1] != 0 for user in node.users):
         return
     node.target, node.meta["val"] = aten.dropout.default, node.meta["val"][0]
@@ -66,7 +70,9 @@ def _respell_dropout(graph: Graph, node: Node) -> None:
 
 
 def _respell_broadcast(graph: Graph, node: Node) -> None:
-    """What functionalization makes of two-sided losses."""
+    """Rewrite broadcast_tensors, which functionalization produces in losses with two operands, as
+    expand.
+    """
     for user in list(node.users):
         part, whole = argument(node, "tensors")[result_index(user)], user.meta["val"]
         if list(map(str, part.meta["val"].shape)) == list(map(str, whole.shape)):
@@ -83,7 +89,9 @@ def _respell_reshape(graph: Graph, node: Node) -> None:
 
 
 def _respell_copy(graph: Graph, node: Node) -> None:
-    """What assigning to a slice leaves behind once it is functional."""
+    """Rewrite copy, which remains of an assignment to a slice, as its source in the target's dtype
+    and shape.
+    """
     source, val = input_node(node, 1), node.meta["val"]
     if source.meta["val"].dtype != val.dtype:
         with graph.inserting_before(node):
@@ -92,7 +100,9 @@ def _respell_copy(graph: Graph, node: Node) -> None:
 
 
 def _respell_constant(graph: Graph, node: Node, name: str) -> None:
-    """Of the tensor given only its dtype and device matter, so nobody needs to gather it."""
+    """Rewrite new_* and *_like constants by size, dtype and device, so that their tensor operand
+    need not be gathered.
+    """
     val = node.meta["val"]
     filled = (argument(node, "fill_value"),) if name == "new_full" else ()
     given = (argument(node, "size"), *filled)
@@ -184,16 +194,16 @@ _SPELLINGS: dict[str, Callable[[Graph, Node], None]] = {
     "narrow": _respell_narrow,
     "cat": _respell_cat,
 }
-"""What else is written differently, by the name of the operation."""
+"""Functions that rewrite the other ops, by op name."""
 
 
 def _rank(node: Node) -> int:
-    """How many dims the first operand has."""
+    """Number of dims of the first operand."""
     return fake_tensor(input_node(node, 0)).dim()
 
 
 def _repeats_ones(source: Node, val: torch.Tensor) -> bool:
-    """Whether every dim that grows has size 1, so that repeating it is expanding it."""
+    """Whether every dim that grows has size 1, so that repeat is the same as expand."""
     shape = source.meta["val"].shape
     offset = len(val.shape) - len(shape)
     return all(
@@ -203,7 +213,7 @@ def _repeats_ones(source: Node, val: torch.Tensor) -> bool:
 
 
 def _moved(rank: int, source: int | list[int], destination: int | list[int]) -> list[int]:
-    """The order of dims after movedim."""
+    """The order of dims after movedim of a tensor with `rank` dims."""
     pairs = zip(
         *(x if isinstance(x, (list, tuple)) else [x] for x in (destination, source)), strict=True
     )
@@ -213,13 +223,17 @@ def _moved(rank: int, source: int | list[int], destination: int | list[int]) -> 
 
 
 def _written_shape(shape: torch.Size) -> list:
-    """A shape as an argument; the one size that depends on the batch is written -1, so that it fits any number of rows."""
+    """A shape as an argument. The only batch-dependent size is written -1, so that it fits any
+    number of rows.
+    """
     symbolic = [d for d, size in enumerate(shape) if isinstance(size, torch.SymInt)]
     return [-1 if symbolic == [d] else size for d, size in enumerate(shape)]
 
 
 def join_slices(graph: Graph) -> None:
-    """Slices that cut one dim of one tensor into pieces, all of it, are one split_with_sizes, as in a fused query-key-value projection."""
+    """Rewrite slices that together cover one dim of a tensor as one split_with_sizes, as in a fused
+    query-key-value projection.
+    """
     slices: dict[tuple, dict[tuple[int, int], list[Node]]] = defaultdict(lambda: defaultdict(list))
     for node in graph.nodes:
         if is_op(node, "slice") and isinstance(node.args[0], Node):

@@ -1,4 +1,6 @@
-"""What is watched, and what is replaced, while the user's forward runs under torch.export."""
+"""Watches the user's forward under torch.export: refuses calls that cannot be captured, and
+replaces some.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _NUMBERS = {
     torch.allclose: "torch.allclose", Tensor.allclose: "Tensor.allclose", torch.is_nonzero: "torch.is_nonzero",
     Tensor.is_nonzero: "Tensor.is_nonzero",
 }  # fmt: skip
-"""Functions that return a number or a truth value which they read out of a tensor."""
+"""Functions that read a number or truth value out of a tensor, with their names for messages."""
 _ARRAYS = {Tensor.numpy: ".numpy()", Tensor.__array__: "NumPy", Tensor.__dlpack__: "DLPack"}
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # the stub says Tensor, not descriptor
 _TEXTS = (Tensor.__repr__, Tensor.__format__)
@@ -37,7 +39,7 @@ _ROWS = {
     Tensor.unbind: "unbind",
     torch.unbind: "unbind",
 }
-"""Functions that make a Python number of the size of dim 0."""
+"""Functions that turn the size of dim 0 into a Python number, with their names for messages."""
 
 
 @contextlib.contextmanager
@@ -70,7 +72,9 @@ def values_unread() -> Iterator[list[str]]:
 
 
 class _ValueReads(TorchFunctionMode):
-    """Refuses functions that take a Python value out of a tensor whose values are not known during capture."""
+    """A mode that refuses functions that read a Python value out of a tensor with unknown
+    values.
+    """
 
     def __init__(self, notes: list[str]) -> None:
         super().__init__()
@@ -98,7 +102,7 @@ class _ValueReads(TorchFunctionMode):
         if func in _ROWS and _follows_batch(func, args, kwargs):
             if _is_within("tolist"):
                 raise _reads("values", ".tolist()")
-            if free_unbacked_symbols(tensor.shape[0]):
+            if free_unbacked_symbols(_operand(args, kwargs).shape[0]):
                 raise AutoparError(
                     f"forward loops{line_now()} over a tensor whose length depends on data, as over the experts that got a token: loop "
                     "over all of them, range(num_experts) for example, since experts without tokens add nothing"
@@ -118,7 +122,7 @@ class _ValueReads(TorchFunctionMode):
 
 
 def _number_of(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The number that `func` reads; raises AutoparError unless it is known during capture."""
+    """The number that `func` reads. Raises AutoparError unless it is known during capture."""
     name = ".tolist()" if _is_within("tolist") else name
     try:
         found = func(*args, **kwargs)
@@ -138,7 +142,7 @@ _DATA_DEPENDENT = (
     "DataDependentOutputException",
     "PendingUnbackedSymbolNotFound",
 )
-"""The names of the errors that torch raises where Python asks for the values of a fake tensor."""
+"""Names of the errors that torch raises if Python asks for the values of a fake tensor."""
 
 
 def _reads(what: str, how: str, where: str | None = None) -> AutoparError:
@@ -150,7 +154,9 @@ def _reads(what: str, how: str, where: str | None = None) -> AutoparError:
 
 
 def _is_within(name: str) -> bool:
-    """Whether a function of this name is under way: fake tensors have a `tolist` of their own, which goes through rows."""
+    """Whether a function called `name` is on the stack: fake tensors have their own `tolist`, which
+    iterates over rows.
+    """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != name:
         frame = frame.f_back
@@ -248,9 +254,11 @@ def _kept_function(cls: type, args: tuple) -> Any:
 
 @contextlib.contextmanager
 def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
-    """Have `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` call its function plainly.
+    """A context in which `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` calls its
+    function directly.
 
-    Users import `checkpoint` itself under names of their own; what it does around the call is replaced, so that all of them are reached.
+    Users may have imported `checkpoint` under any name. Therefore the internal generator that it
+    calls is replaced.
     """
 
     def nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -263,7 +271,9 @@ def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
 
 
 def _reentrant(notes: list[str], function: Callable, args: tuple) -> Any:
-    """What `checkpoint(function, *args, use_reentrant=True)` computes: without gradients where no argument has any, as in eager mode."""
+    """The result of `checkpoint(function, *args, use_reentrant=True)`: without gradients if no
+    argument has any, as in eager mode.
+    """
     _add_checkpoint_note(notes)
     if not torch.is_grad_enabled() or any(
         isinstance(arg, Tensor) and arg.requires_grad for arg in args
@@ -288,7 +298,9 @@ def _add_checkpoint_note(notes: list[str]) -> None:
 
 @contextlib.contextmanager
 def _silent_logs() -> Iterator[None]:
-    """Silence what torch logs of its own accord while it exports: the whole graph at a failure, which the error message replaces."""
+    """A context that silences torch's own log during export, such as the whole graph after a
+    failure. The error message replaces it.
+    """
     loggers = [
         logging.getLogger(name)
         for name in (

@@ -1,4 +1,6 @@
-"""What outlives an engine's processes: checkpoints, weights for other programs, and which rows come next."""
+"""Methods of the engine about lasting state: checkpoints, exported weights, and the order of
+rows.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Durable(CheckpointSource):
-    """The methods of an Engine that read or write its state, or go on from it."""
+    """The methods of an Engine that read or write its lasting state."""
 
     axes: dict[str, AxisGroup]
     batches: BatchSplitter
@@ -38,7 +40,9 @@ class Durable(CheckpointSource):
     _state_names: set[str]
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole tensors by the model's own names (tied names included), equal on every rank.  Every rank must call."""
+        """Whole tensors by the model's own names, including tied names. The result is equal on
+        every rank. Every rank must call it.
+        """
         wholes = {name: self._whole(name) for name in self.parameters.leaves}
         state: dict[str, torch.Tensor] = {}
         for name, whole in self._shared.everywhere(wholes, self._all_specs).items():
@@ -50,14 +54,18 @@ class Durable(CheckpointSource):
         return state
 
     def _whole(self, name: str) -> torch.Tensor:
-        """The whole of a tensor that this rank holds a part of.  Every rank that holds one must call."""
+        """The whole of a tensor of which this rank holds a part. Every rank that holds a part must
+        call it.
+        """
         whole = self.parameters.whole(name)
         for group, split in reversed(self.parameters.holding.cuttings[name].splits):
             whole = apply_primitive("all_gather", whole, group, split, None)
         return whole.clone()
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the whole shapes of the parameters and persistent buffers that a checkpoint holds.  Tied ones have their first name."""
+        """The whole shapes of the parameters and persistent buffers that a checkpoint contains.
+        Tied ones have their first name.
+        """
         return {
             name: spec.shape
             for name, spec in self._all_specs.items()
@@ -66,9 +74,10 @@ class Durable(CheckpointSource):
         }
 
     def held(self) -> dict[str, Held]:
-        """Return what this rank holds of `saved_shapes`.
+        """This rank's parts of the tensors in `saved_shapes`.
 
-        Of a trained parameter it holds the master, which the optimizer updates, or nothing if another rank holds that.
+        For a trained parameter, this is the master, which the optimizer updates. If another rank
+        holds the master, there is no entry.
         """
         found, own = {}, self.parameters
         for name, shape in self.saved_shapes().items():
