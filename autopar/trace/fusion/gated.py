@@ -1,7 +1,8 @@
 """Which values are gated activations: act(gate) (up + shift), of two tensors or of the halves of one.
 
-silu is found by its op and as x sigmoid(x).  A product of more factors is none: where experts or scales multiply besides, the product
-without them is tried by itself.
+silu is found by its op and as x sigmoid(x).  Where a product or its activation is rounded after it was computed wider, the op reads
+what was widened.  A product of more factors is none: where experts or scales multiply besides, the product without them is tried by
+itself.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ _ACTIVATIONS = {
 def match_gated(algebra: Algebra, node: Node) -> Match | Miss | None:
     """The gated activation that a node is the result of."""
     term = algebra.terms[node]
+    rounded = isinstance(term, Cast)
+    if isinstance(term, Cast):
+        term = term.of
     if not isinstance(term, Product):
         return None
     miss: Miss | None = None
@@ -41,7 +45,8 @@ def match_gated(algebra: Algebra, node: Node) -> Match | Miss | None:
         shift = 0.0
         if isinstance(rest, Sum) and len(rest.summands) == 1 and rest.summands[0][1] == 1.0:
             rest, shift = rest.summands[0][0], rest.constant
-        values = algebra.value(gate, widened=True), algebra.value(rest, widened=True)
+        widened = rounded or any(isinstance(factor, Cast) for factor in activated)
+        values = (algebra.value(each, widened=widened) for each in (gate, rest))
         found = _glu(algebra, node, act, shift, *values)
         if isinstance(found, Match):
             return found
@@ -81,7 +86,7 @@ def _glu(
         return f"shapes differ: {', '.join(sorted(shapes))}"
     attributes: dict[str, Attribute] = {"act": act, "shift": shift}
     operands = {"gate": gate, "up": up}
-    interior = tuple(interior_of(algebra, (node,), operands.values()))
+    interior, copies = interior_of(algebra, node, operands.values())
     op, at = torch.ops.autopar.glu.default, interior[0]
     if (halves := _halves(gate, up)) is not None:
         both, layout = halves
@@ -90,7 +95,7 @@ def _glu(
             inside = tuple(sorted({*interior, *parts}))
             fused = {"gate": both}
             return Match(op, fused, attributes | {"layout": layout}, (node,), inside, at)
-    return Match(op, operands, attributes, (node,), interior, at)
+    return Match(op, operands, attributes, (node,), interior, at, copies=copies)
 
 
 def _halves(gate: Node, up: Node) -> tuple[Node, str] | None:

@@ -44,7 +44,9 @@ def match_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
     view: View = tuple((step.target, tuple(step.args[1:])) for step in moved[1:])
     op = torch.ops.autopar.cross_entropy.default
     interior = (*moved, node)
-    return Match(op, operands, attributes, (node,), interior, node, {"logits": view}, moved)
+    rounded = dtype_of(node) if dtype_of(node).itemsize < 4 else None  # the op gives fp32
+    views = {"logits": view}
+    return Match(op, operands, attributes, (node,), interior, node, views, moved, rounded=rounded)
 
 
 def _before_cast(logits: Node) -> tuple[Node, tuple[Node, ...]]:

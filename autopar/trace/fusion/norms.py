@@ -186,9 +186,9 @@ def _rms_norm(algebra: Algebra, node: Node, core: _Core) -> Match | str:
     if cast is None:
         return f"it is rounded to {core.rounded}, the dtype of neither input nor weight"
     attributes = {"eps": core.eps, "offset": offset, "cast": cast}
-    interior = tuple(interior_of(algebra, (node,), operands.values()))
-    at = algebra.nodes.get(core.root, node)
-    return Match(torch.ops.autopar.rms_norm.default, operands, attributes, (node,), interior, at)
+    interior, copies = interior_of(algebra, node, operands.values())
+    at, op = algebra.nodes.get(core.root, node), torch.ops.autopar.rms_norm.default
+    return Match(op, operands, attributes, (node,), interior, at, copies=copies)
 
 
 def _cast(core: _Core, of_x: torch.dtype, of_weight: torch.dtype) -> str | None:

@@ -61,8 +61,6 @@ def _rotation(
     factor = second if plain is one else first
     if (first if plain is one else second) != 1.0 or factor != 1.0:
         return "it rotates the other way, or is scaled"
-    if not isinstance(plain, Product) or len(plain.factors) != 2:
-        return "it is no sum of two products"
     wide = algebra.terms[x]
     wide = wide if dtype_of(x) == dtype_of(node) else algebra.cast(wide, dtype_of(node))
     quotient = algebra.quotient(plain, wide)
@@ -91,10 +89,10 @@ def _match(
         "promote": True,
     }
     operands = {"x": x, "cos": tables[0], "sin": tables[1]}
-    interior = tuple(interior_of(algebra, (node,), operands.values()))
+    interior, copies = interior_of(algebra, node, operands.values())
     op = torch.ops.autopar.rotary_single.default
     views = {"cos": view, "sin": view}
-    return Match(op, operands, attributes, (node,), interior, turn, views)
+    return Match(op, operands, attributes, (node,), interior, turn, views, copies=copies)
 
 
 def _table(table: Node, shape: torch.Size) -> tuple[bool, View] | None:
