@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from autopar.ir.calls import argument, op_name
 from autopar.ir.fusion import Attribute
-from autopar.trace.fusion.algebra import Algebra, Cast, Function, Product, Sum, Term
+from autopar.trace.fusion.algebra import Algebra, Cast, Function, Product, Sum, Term, at
 from autopar.trace.fusion.matches import Match, Miss, interior_of
 
 _GLU = "autopar::glu"
@@ -44,7 +44,7 @@ def match_gated(algebra: Algebra, node: Node) -> Match | Miss | None:
             continue  # the activation alone
         shift = 0.0
         if isinstance(rest, Sum) and len(rest.summands) == 1 and rest.summands[0][1] == 1.0:
-            rest, shift = rest.summands[0][0], rest.constant
+            shift, rest = rest.constant, rest.summands[0][0]
         widened = rounded or any(isinstance(factor, Cast) for factor in activated)
         values = (algebra.value(each, widened=widened) for each in (gate, rest))
         found = _glu(algebra, node, act, shift, *values)
@@ -102,12 +102,12 @@ def _halves(gate: Node, up: Node) -> tuple[Node, str] | None:
     """(a projection, the order of its halves) where gate and up are its two halves along the last dim."""
     if gate.target is not operator.getitem or up.target is not operator.getitem:
         return None
-    split, index = gate.args
-    if up.args[0] is not split or not isinstance(split, Node):
+    split, index = at(gate), at(gate, 1)
+    if at(up) is not split or not isinstance(split, Node):
         return None
     if op_name(split) != "aten::split_with_sizes" or len(split.meta["val"]) != 2:
         return None
-    both, sizes = split.args[:2]
+    both, sizes = at(split), at(split, 1)
     rank = both.meta["val"].dim()
     if argument(split, "dim", 0) % rank != rank - 1 or sizes[0] != sizes[1]:
         return None

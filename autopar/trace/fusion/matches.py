@@ -82,8 +82,9 @@ def interior_of(
         node = waiting.pop()
         if node in found or node in ends:
             continue
-        if (operand := terms.get(algebra.terms.get(node))) is not None:
-            copies[node] = operand
+        term = algebra.terms.get(node)
+        if term is not None and term in terms:
+            copies[node] = terms[term]
         elif node.op == "call_function":
             found.add(node)
             waiting += node.all_input_nodes
