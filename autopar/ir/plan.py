@@ -156,6 +156,8 @@ def _fusion_from_data(data: Any) -> Fusion:
     if isinstance(data, Fusion):  # a plan from before there was fusion
         return data
     raw = made(Fusion, data, "fusion")
+    if missing := [name for name in ("mode", "fused", "missed") if name not in data]:
+        raise ValueError(f"fusion lacks the field {missing[0]}")
     return replace(
         raw,
         fused=tuple(made(FusedOp, entry, "an entry of fused") for entry in raw.fused),

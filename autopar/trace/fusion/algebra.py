@@ -193,13 +193,18 @@ class Algebra:
     def _of(self, node: Node) -> Term:
         rule = _RULES.get(op_name(node).removeprefix("aten::"))
         found = rule(self, node) if rule is not None else None
-        parts = getattr(found, "factors", None) or getattr(found, "summands", ())
+        parts: tuple = getattr(found, "factors", ()) or getattr(found, "summands", ())
         return self.leaf(node) if found is None or len(parts) > _MOST_PARTS else found
 
     def operand(self, node: Node, of: Node) -> Term:
         """The term of an operand, in the dtype of the op that reads it."""
         term, own, wanted = self.terms[node], dtype_of(node), dtype_of(of)
         return term if own == wanted else self.cast(term, wanted)
+
+
+def at(node: Node, place: int = 0) -> Any:
+    """The argument of a call at a place: a node, a number or a list."""
+    return node.args[place]
 
 
 def is_floating(node: Node) -> bool:
@@ -275,13 +280,13 @@ def _divided(algebra: Algebra, node: Node) -> Term | None:
         return algebra.product(((first, 1.0), (second[0], -1.0)))
     if not numbers[0]:
         return None
-    if isinstance(node.args[0], Node):
+    if isinstance(at(node), Node):
         return algebra.product(((first, 1.0),), 1.0 / numbers[0])
     return algebra.product(((first, -1.0),), numbers[0])
 
 
 def _to_a_power(algebra: Algebra, node: Node) -> Term | None:
-    base, exponent = node.args[:2]
+    base, exponent = at(node), at(node, 1)
     if not isinstance(base, Node) or base not in algebra.terms or isinstance(exponent, Node):
         return None
     return algebra.power(algebra.operand(base, node), float(exponent))
@@ -289,7 +294,7 @@ def _to_a_power(algebra: Algebra, node: Node) -> Term | None:
 
 def _fixed_power(exponent: float, coefficient: float = 1.0) -> _Rule:
     def rule(algebra: Algebra, node: Node) -> Term | None:
-        source = node.args[0]
+        source = at(node)
         if source not in algebra.terms:
             return None
         return algebra.product(((algebra.operand(source, node), exponent),), coefficient)
@@ -298,12 +303,12 @@ def _fixed_power(exponent: float, coefficient: float = 1.0) -> _Rule:
 
 
 def _cast(algebra: Algebra, node: Node) -> Term | None:
-    source = node.args[0]
+    source = at(node)
     return algebra.operand(source, node) if source in algebra.terms else None
 
 
 def _mean(algebra: Algebra, node: Node) -> Term | None:
-    source, dims = node.args[0], argument(node, "dim")
+    source, dims = at(node), argument(node, "dim")
     if source not in algebra.terms or not argument(node, "keepdim", False):
         return None
     rank = source.meta["val"].dim()
@@ -314,7 +319,7 @@ def _mean(algebra: Algebra, node: Node) -> Term | None:
 
 def _function(name: str, *attributes: str) -> _Rule:
     def rule(algebra: Algebra, node: Node) -> Term | None:
-        source = node.args[0]
+        source = at(node)
         if source not in algebra.terms:
             return None
         found = tuple(argument(node, attribute) for attribute in attributes)

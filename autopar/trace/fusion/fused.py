@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.fusion import FusedOp, Fusion, NearMiss
@@ -139,6 +140,7 @@ class _Rewriting:
                 if node.op != "output" and (node in self._matches or node not in self._dropped):
                     self._copy(node)
         self._graph.output(tuple(self._copies[node] for node in output_nodes(self._source)))
+        self._graph.eliminate_dead_code()
         self._graph.lint()
         return self._graph, self._names
 
@@ -169,6 +171,10 @@ class _Rewriting:
         new.meta = dict(result.meta)
         new.meta["grad"] = any(node.meta.get("grad") for node in match.results)
         self._names[match] = new.name
+        if match.rounded is not None:
+            wide = torch.promote_types(match.rounded, torch.float32)
+            new.meta["val"] = result.meta["val"].to(wide)
+            new = call(self._graph, result, torch.ops.aten.to.dtype, new, match.rounded)
         if len(match.op._schema.returns) == 1:
             self._copies[result] = new
             return

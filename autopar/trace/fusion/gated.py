@@ -1,7 +1,8 @@
 """Which values are gated activations: act(gate) (up + shift), of two tensors or of the halves of one.
 
-silu is found by its op and as x sigmoid(x).  A product of more factors is none: where experts or scales multiply besides, the product
-without them is tried by itself.
+silu is found by its op and as x sigmoid(x).  Where a product or its activation is rounded after it was computed wider, the op reads
+what was widened.  A product of more factors is none: where experts or scales multiply besides, the product without them is tried by
+itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.fx import Node
 
 from autopar.ir.calls import argument, op_name
 from autopar.ir.fusion import Attribute
-from autopar.trace.fusion.algebra import Algebra, Cast, Function, Product, Sum, Term
+from autopar.trace.fusion.algebra import Algebra, Cast, Function, Product, Sum, Term, at
 from autopar.trace.fusion.matches import Match, Miss, interior_of
 
 _GLU = "autopar::glu"
@@ -30,6 +31,9 @@ _ACTIVATIONS = {
 def match_gated(algebra: Algebra, node: Node) -> Match | Miss | None:
     """The gated activation that a node is the result of."""
     term = algebra.terms[node]
+    rounded = isinstance(term, Cast)
+    if isinstance(term, Cast):
+        term = term.of
     if not isinstance(term, Product):
         return None
     miss: Miss | None = None
@@ -40,8 +44,9 @@ def match_gated(algebra: Algebra, node: Node) -> Match | Miss | None:
             continue  # the activation alone
         shift = 0.0
         if isinstance(rest, Sum) and len(rest.summands) == 1 and rest.summands[0][1] == 1.0:
-            rest, shift = rest.summands[0][0], rest.constant
-        values = algebra.value(gate, widened=True), algebra.value(rest, widened=True)
+            shift, rest = rest.constant, rest.summands[0][0]
+        widened = rounded or any(isinstance(factor, Cast) for factor in activated)
+        values = (algebra.value(each, widened=widened) for each in (gate, rest))
         found = _glu(algebra, node, act, shift, *values)
         if isinstance(found, Match):
             return found
@@ -81,7 +86,7 @@ def _glu(
         return f"shapes differ: {', '.join(sorted(shapes))}"
     attributes: dict[str, Attribute] = {"act": act, "shift": shift}
     operands = {"gate": gate, "up": up}
-    interior = tuple(interior_of(algebra, (node,), operands.values()))
+    interior, copies = interior_of(algebra, node, operands.values())
     op, at = torch.ops.autopar.glu.default, interior[0]
     if (halves := _halves(gate, up)) is not None:
         both, layout = halves
@@ -90,19 +95,19 @@ def _glu(
             inside = tuple(sorted({*interior, *parts}))
             fused = {"gate": both}
             return Match(op, fused, attributes | {"layout": layout}, (node,), inside, at)
-    return Match(op, operands, attributes, (node,), interior, at)
+    return Match(op, operands, attributes, (node,), interior, at, copies=copies)
 
 
 def _halves(gate: Node, up: Node) -> tuple[Node, str] | None:
     """(a projection, the order of its halves) where gate and up are its two halves along the last dim."""
     if gate.target is not operator.getitem or up.target is not operator.getitem:
         return None
-    split, index = gate.args
-    if up.args[0] is not split or not isinstance(split, Node):
+    split, index = at(gate), at(gate, 1)
+    if at(up) is not split or not isinstance(split, Node):
         return None
     if op_name(split) != "aten::split_with_sizes" or len(split.meta["val"]) != 2:
         return None
-    both, sizes = split.args[:2]
+    both, sizes = at(split), at(split, 1)
     rank = both.meta["val"].dim()
     if argument(split, "dim", 0) % rank != rank - 1 or sizes[0] != sizes[1]:
         return None

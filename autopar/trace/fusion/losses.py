@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from autopar.ir.calls import argument, op_name
 from autopar.ir.fusion import Attribute
-from autopar.trace.fusion.algebra import Algebra, dtype_of, is_floating
+from autopar.trace.fusion.algebra import Algebra, at, dtype_of, is_floating
 from autopar.trace.fusion.matches import Match, Miss, View
 
 _LOSS = "autopar::cross_entropy"
@@ -24,7 +24,7 @@ def match_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
     """The cross-entropy that a node is the result of."""
     if op_name(node) != "aten::cross_entropy_loss":
         return None
-    logits, target = node.args[:2]
+    logits, target = at(node), at(node, 1)
     reduction = argument(node, "reduction", 1)
     if reduction not in _REDUCTIONS:
         return Miss(_LOSS, node, "its mean has no sum")
@@ -44,7 +44,9 @@ def match_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
     view: View = tuple((step.target, tuple(step.args[1:])) for step in moved[1:])
     op = torch.ops.autopar.cross_entropy.default
     interior = (*moved, node)
-    return Match(op, operands, attributes, (node,), interior, node, {"logits": view}, moved)
+    rounded = dtype_of(node) if dtype_of(node).itemsize < 4 else None  # the op gives fp32
+    views = {"logits": view}
+    return Match(op, operands, attributes, (node,), interior, node, views, moved, rounded=rounded)
 
 
 def _before_cast(logits: Node) -> tuple[Node, tuple[Node, ...]]:
@@ -53,8 +55,8 @@ def _before_cast(logits: Node) -> tuple[Node, tuple[Node, ...]]:
     node = logits
     while op_name(node) in _VIEWS and len(node.users) == 1 and not node.kwargs:
         moved.append(node)
-        node = node.args[0]  # type: ignore[assignment]  # its operand is a node
-    source = node.args[0] if op_name(node) == "aten::to" and len(node.users) == 1 else None
+        node = at(node)
+    source = at(node) if op_name(node) == "aten::to" and len(node.users) == 1 else None
     if not isinstance(source, Node) or not is_floating(source):
         return logits, ()
     if torch.promote_types(dtype_of(source), dtype_of(node)) != dtype_of(node):

@@ -32,6 +32,8 @@ class Match:
         at: the node by which the subgraph is recognised, such as the root of a norm.
         views: by operand, the view of its node that the op reads.
         moved: a cast of the first operand and views of it, which the op reads before the cast.
+        copies: other nodes that compute an operand, which the subgraph reads.
+        rounded: the dtype to which the first result is cast, None for its own.
     """
 
     op: Any
@@ -42,6 +44,8 @@ class Match:
     at: Node
     views: dict[str, View] = field(default_factory=dict)
     moved: tuple[Node, ...] = ()
+    copies: dict[Node, Node] = field(default_factory=dict)
+    rounded: Any = None
 
     @property
     def name(self) -> str:
@@ -62,23 +66,29 @@ class Miss:
 Matcher = Callable[[Algebra, Node], "Match | Miss | None"]
 
 
-def interior_of(algebra: Algebra, results: Iterable[Node], operands: Iterable[Node]) -> list[Node]:
-    """The calls on all paths from operands to results, in the order of the graph; operands end a path by their term.
+def interior_of(
+    algebra: Algebra, result: Node, operands: Iterable[Node]
+) -> tuple[tuple[Node, ...], dict[Node, Node]]:
+    """(the calls on all paths from operands to a result, in the order of the graph; other nodes that compute an operand -> it).
 
     What does not come from an operand is there too, down to inputs and parameters.
     """
     ends = set(operands)
-    terms: set[Term] = {algebra.terms[node] for node in ends if node in algebra.terms}
+    terms: dict[Term, Node] = {algebra.terms[n]: n for n in ends if n in algebra.terms}
     found: set[Node] = set()
-    waiting = list(results)
+    copies: dict[Node, Node] = {}
+    waiting = [result]
     while waiting:
         node = waiting.pop()
-        if node in found or node in ends or algebra.terms.get(node) in terms:
+        if node in found or node in ends:
             continue
-        if node.op == "call_function":
+        term = algebra.terms.get(node)
+        if term is not None and term in terms:
+            copies[node] = terms[term]
+        elif node.op == "call_function":
             found.add(node)
             waiting += node.all_input_nodes
-    return sorted(found)
+    return tuple(sorted(found)), copies
 
 
 def viewed(match: Match, name: str, tensor: Any, call: Callable[..., Any]) -> Any:

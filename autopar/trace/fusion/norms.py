@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from autopar.ir.calls import argument, op_name
+from autopar.ir.fusion import Attribute
 from autopar.trace.fusion.algebra import (
     Algebra,
     Cast,
@@ -21,6 +22,7 @@ from autopar.trace.fusion.algebra import (
     Product,
     Sum,
     Term,
+    at,
     dtype_of,
 )
 from autopar.trace.fusion.matches import Match, Miss, interior_of
@@ -64,9 +66,9 @@ def match_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
     if op_name(node) == "aten::layer_norm":
         return _of_torch(node, _LAYER)
     core = _core(algebra, algebra.terms[node])
-    if core is None or isinstance(core, _Unlike):
-        return core and Miss(_RMS, algebra.nodes.get(core.root, node), core.reason)
-    found = _rms_norm(algebra, node, core)
+    if core is None:
+        return None
+    found = core.reason if isinstance(core, _Unlike) else _rms_norm(algebra, node, core)
     return (
         Miss(_RMS, algebra.nodes.get(core.root, node), found) if isinstance(found, str) else found
     )
@@ -74,7 +76,7 @@ def match_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
 
 def _of_torch(node: Node, name: str) -> Match | Miss:
     """A norm that is one op of torch already."""
-    x, shape = node.args[0], argument(node, "normalized_shape")
+    x, shape = at(node), argument(node, "normalized_shape")
     if len(shape) != 1:
         return Miss(name, node, f"it normalises {len(shape)} dims together, the op one")
     operands = {"x": x}
@@ -85,10 +87,9 @@ def _of_torch(node: Node, name: str) -> Match | Miss:
     if eps is None:  # torch's default is that of the dtype in which it computes
         computed = dtype_of(x) if dtype_of(x) == torch.float64 else torch.float32
         eps = torch.finfo(computed).eps
-    if name == _LAYER:
-        op, attributes = torch.ops.autopar.layer_norm.default, {"eps": float(eps)}
-    else:
-        op, attributes = torch.ops.autopar.rms_norm.default, {"eps": float(eps), "cast": "after"}
+    op, attributes = torch.ops.autopar.layer_norm.default, dict[str, Attribute](eps=float(eps))
+    if name == _RMS:
+        op, attributes["cast"] = torch.ops.autopar.rms_norm.default, "after"
     return Match(op, operands, attributes, (node,), (node,), node)
 
 
@@ -185,10 +186,10 @@ def _rms_norm(algebra: Algebra, node: Node, core: _Core) -> Match | str:
     cast = _cast(core, dtype_of(x), dtype_of(operands.get("weight", x)))
     if cast is None:
         return f"it is rounded to {core.rounded}, the dtype of neither input nor weight"
-    attributes = {"eps": core.eps, "offset": offset, "cast": cast}
-    interior = tuple(interior_of(algebra, (node,), operands.values()))
-    at = algebra.nodes.get(core.root, node)
-    return Match(torch.ops.autopar.rms_norm.default, operands, attributes, (node,), interior, at)
+    attributes: dict[str, Attribute] = {"eps": core.eps, "offset": offset, "cast": cast}
+    interior, copies = interior_of(algebra, node, operands.values())
+    at, op = algebra.nodes.get(core.root, node), torch.ops.autopar.rms_norm.default
+    return Match(op, operands, attributes, (node,), interior, at, copies=copies)
 
 
 def _cast(core: _Core, of_x: torch.dtype, of_weight: torch.dtype) -> str | None:
@@ -212,7 +213,7 @@ def _weight(algebra: Algebra, factors: Product) -> tuple[Node, float] | None:
         ((inner, coefficient),) = term.summands
         if coefficient != 1.0:
             return None
-        term, offset = inner, term.constant
+        offset, term = term.constant, inner
     node = algebra.value(term, widened=True)
     return (node, offset) if exponent == 1.0 and node is not None else None
 
@@ -232,7 +233,7 @@ def with_residual(match: Match) -> Match | None:
     known = {spec.name for spec in _WITH_RESIDUAL[match.name]._schema.arguments}
     if op_name(total) != "aten::add" or not known.issuperset(match.attributes):
         return None
-    terms = total.args[:2]
+    terms = [at(total), at(total, 1)]
     if argument(total, "alpha", 1) != 1 or not all(isinstance(term, Node) for term in terms):
         return None
     vals = [term.meta["val"] for term in (*terms, total)]

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from autopar.ir.calls import argument, op_name
 from autopar.ir.fusion import Attribute
-from autopar.trace.fusion.algebra import Algebra, Cast, Leaf, Product, Sum, Term, dtype_of
+from autopar.trace.fusion.algebra import Algebra, Cast, Leaf, Product, Sum, Term, at, dtype_of
 from autopar.trace.fusion.matches import Match, Miss, View, interior_of
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ def match_rotary(algebra: Algebra, node: Node) -> Match | Miss | None:
     term = algebra.terms[node]
     if not isinstance(term, Sum):
         return None
-    turned = [found for summand, _ in term.summands if (found := _turned_factor(algebra, summand))]
+    turned = [each for summand, _ in term.summands if (each := _turned_factor(algebra, summand))]
     if not turned:
         return None
     turn = turned[0][1]
@@ -61,8 +61,6 @@ def _rotation(
     factor = second if plain is one else first
     if (first if plain is one else second) != 1.0 or factor != 1.0:
         return "it rotates the other way, or is scaled"
-    if not isinstance(plain, Product) or len(plain.factors) != 2:
-        return "it is no sum of two products"
     wide = algebra.terms[x]
     wide = wide if dtype_of(x) == dtype_of(node) else algebra.cast(wide, dtype_of(node))
     quotient = algebra.quotient(plain, wide)
@@ -91,10 +89,10 @@ def _match(
         "promote": True,
     }
     operands = {"x": x, "cos": tables[0], "sin": tables[1]}
-    interior = tuple(interior_of(algebra, (node,), operands.values()))
+    interior, copies = interior_of(algebra, node, operands.values())
     op = torch.ops.autopar.rotary_single.default
     views = {"cos": view, "sin": view}
-    return Match(op, operands, attributes, (node,), interior, turn, views)
+    return Match(op, operands, attributes, (node,), interior, turn, views, copies=copies)
 
 
 def _table(table: Node, shape: torch.Size) -> tuple[bool, View] | None:
@@ -118,7 +116,7 @@ def _table(table: Node, shape: torch.Size) -> tuple[bool, View] | None:
 def _turned(node: Node) -> tuple[Node, bool] | None:
     """(x, whether neighbours) where a node is x with halves, or neighbours, swapped and one of them negated."""
     if op_name(node) == "aten::cat":
-        parts = node.args[0]
+        parts = at(node)
         rank = node.meta["val"].dim()
         if len(parts) != 2 or argument(node, "dim", 0) % rank != rank - 1:
             return None
@@ -126,9 +124,9 @@ def _turned(node: Node) -> tuple[Node, bool] | None:
         if low is None or high is None or low[0] is not high[0]:
             return None
         return (low[0], False) if (low[1], high[1]) == ("low", "high") else None
-    if op_name(node) in ("aten::reshape",) and op_name(node.args[0]) == "aten::stack":
-        stack = node.args[0]
-        parts, rank = stack.args[0], stack.meta["val"].dim()
+    if op_name(node) == "aten::reshape" and op_name(at(node)) == "aten::stack":
+        stack = at(node)
+        parts, rank = at(stack), stack.meta["val"].dim()
         joined = str(list(node.meta["val"].shape[:-1])) == str(list(stack.meta["val"].shape[:-2]))
         if len(parts) != 2 or argument(stack, "dim", 0) % rank != rank - 1 or not joined:
             return None
@@ -141,11 +139,8 @@ def _turned(node: Node) -> tuple[Node, bool] | None:
 
 def _negated(node: Node) -> Node | None:
     """What a node negates."""
-    if op_name(node) == "aten::neg":
-        return node.args[0]  # type: ignore[return-value]  # its operand is a node
-    if op_name(node) == "aten::mul" and node.args[1] == -1:
-        return node.args[0]  # type: ignore[return-value]
-    return None
+    negates = op_name(node) == "aten::neg" or (op_name(node) == "aten::mul" and at(node, 1) == -1)
+    return at(node) if negates else None
 
 
 def _half(node: Node | None) -> tuple[Node, str] | None:
@@ -153,10 +148,10 @@ def _half(node: Node | None) -> tuple[Node, str] | None:
     if node is None:
         return None
     if node.target is operator.getitem:
-        split, index = node.args
+        split, index = at(node), at(node, 1)
         if not isinstance(split, Node) or op_name(split) != "aten::split_with_sizes":
             return None
-        x, sizes = split.args[:2]
+        x, sizes = at(split), at(split, 1)
         rank = x.meta["val"].dim()
         halves = len(sizes) == 2 and sizes[0] == sizes[1]
         if not halves or argument(split, "dim", 0) % rank != rank - 1:
@@ -164,7 +159,7 @@ def _half(node: Node | None) -> tuple[Node, str] | None:
         return x, ("low", "high")[index]
     if op_name(node) != "aten::slice":
         return None
-    x = node.args[0]
+    x = at(node)
     rank, size = x.meta["val"].dim(), x.meta["val"].shape[-1]
     start, end = argument(node, "start") or 0, argument(node, "end")
     if argument(node, "dim", 0) % rank != rank - 1 or not isinstance(size, int):

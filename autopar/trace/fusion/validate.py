@@ -92,6 +92,8 @@ def _op(match: Match, given: Mapping[Node, Tensor], wide: torch.dtype | None) ->
         for name, node in match.operands.items()
     }
     found = match.op(**tensors, **match.attributes)
+    if match.rounded is not None and wide is None:
+        found = found.to(match.rounded)
     return (found,) if isinstance(found, Tensor) else found
 
 
@@ -99,7 +101,7 @@ def _subgraph(
     match: Match, given: Mapping[Node, Tensor], wide: torch.dtype | None
 ) -> Sequence[Tensor]:
     """The results of the subgraph; casts are to `wide` if that is given."""
-    values: dict[Node, Any] = dict(given)
+    values: dict[Node, Any] = dict(given) | {n: given[of] for n, of in match.copies.items()}
     for node in match.interior:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
         if node in match.moved[1:]:  # a view, which changes no value

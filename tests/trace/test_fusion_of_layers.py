@@ -1,0 +1,166 @@
+"""Gated activations, rotary positions and cross-entropies become ops of ours in their spellings; what differs stays, with a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.fusion_graphs import WIDTH, calls, fused_from
+
+GATED = {
+    "silu": lambda x, w, v: F.silu(x) * (x * w),
+    "gelu": lambda x, w, v: (x * w) * F.gelu(x),
+    "gelu_tanh": lambda x, w, v: F.gelu(x, approximate="tanh") * (x * w),
+    "relu": lambda x, w, v: F.relu(x) * (x * w),
+}
+
+
+def only(model, op):
+    """The attributes of the one op that is fused."""
+    assert [each.op for each in model.fusion.fused] == [op], model.fusion
+    return model.fusion.fused[0].attributes
+
+
+@pytest.mark.parametrize("act", GATED)
+def test_gated_activations(act):
+    assert only(fused_from(GATED[act], mode="all"), "autopar::glu")["act"] == act
+
+
+def spelled_silu(x, w, v):
+    return x * torch.sigmoid(x) * torch.sin(x)
+
+
+def halves(x, w, v):
+    gate, up = torch.cat([x, torch.sin(x)], -1).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def halves_the_other_way(x, w, v):
+    up, gate = torch.cat([x, torch.sin(x)], -1).chunk(2, -1)
+    return up * F.gelu(gate)
+
+
+def raised(x, w, v):
+    return F.silu(x) * (torch.sin(x) + 1)
+
+
+def wide(x, w, v):
+    return (F.silu(x.float()) * torch.sin(x).float()).to(x.dtype)
+
+
+def rounded_between(x, w, v):
+    return F.silu(x.float()).to(x.dtype) * torch.sin(x)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (spelled_silu, {"act": "silu", "shift": 0.0}),
+        (halves, {"act": "silu", "shift": 0.0, "layout": "gate_up"}),
+        (halves_the_other_way, {"act": "gelu", "shift": 0.0, "layout": "up_gate"}),
+        (raised, {"act": "silu", "shift": 1.0}),
+        (wide, {"act": "silu", "shift": 0.0}),
+        (rounded_between, {"act": "silu", "shift": 0.0}),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_spellings_of_gated_activations(body, expected):
+    assert only(fused_from(body, torch.bfloat16, "all"), "autopar::glu") == expected
+
+
+OTHERS = {
+    "another sigmoid": lambda x, w, v: x * torch.sigmoid(1.702 * x) * torch.sin(x),
+    "a vector": lambda x, w, v: F.silu(x) * w,
+    "a square": lambda x, w, v: F.relu(x) * F.relu(x),
+    "a leaky gate": lambda x, w, v: F.leaky_relu(x) * torch.sin(x),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_gated_activation_stays(name):
+    model = fused_from(OTHERS[name], mode="all")
+    assert not model.fusion.fused and all(op.startswith("aten::") for op in calls(model))
+
+
+def angles(x, neighbours=False):
+    places = torch.arange(x.shape[1], dtype=torch.float32).unsqueeze(1)
+    table = places * torch.linspace(0.1, 1, WIDTH // 2)
+    table = table.repeat_interleave(2, -1) if neighbours else torch.cat([table, table], -1)
+    return table.cos().to(x.dtype), table.sin().to(x.dtype)
+
+
+def turned_halves(x):
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def turned_slices(x):
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def turned_neighbours(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def rotated(turn, neighbours=False, sign=1.0, scale=1.0):
+    """x (b, t, c) as one head."""
+
+    def body(x, w, v):
+        cos, sin = angles(x, neighbours)
+        heads = x.unsqueeze(1)
+        return (heads * cos + sign * scale * turn(heads) * sin).squeeze(1)
+
+    return body
+
+
+@pytest.mark.parametrize("turn", [turned_halves, turned_slices, turned_neighbours])
+def test_rotary_positions(turn):
+    neighbours = turn is turned_neighbours
+    found = only(fused_from(rotated(turn, neighbours), mode="all"), "autopar::rotary_single")
+    assert found == {"interleaved": neighbours, "heads_last": False, "promote": True}
+
+
+@pytest.mark.parametrize(
+    "body", [rotated(turned_halves, sign=-1.0), rotated(turned_halves, scale=1.01)]
+)
+def test_rotations_the_other_way_stay(body):
+    model = fused_from(body, mode="all")
+    assert not model.fusion.fused and "the other way" in model.fusion.missed[0].reason
+
+
+def test_tables_that_learn_stay():
+    def body(x, w, v):
+        heads = x.unsqueeze(1)
+        tables = w.expand(1, 3, WIDTH).unsqueeze(1)
+        return (heads * tables + turned_halves(heads) * tables).squeeze(1)
+
+    model = fused_from(body, mode="all")
+    assert not model.fusion.fused and "need a gradient" in model.fusion.missed[0].reason
+
+
+def loss(reduction="mean", half=True, **options):
+    def body(x, w, v):
+        logits = x.float() if half else x
+        targets = torch.arange(3).expand(x.shape[0], 3) % WIDTH
+        return F.cross_entropy(
+            logits.view(-1, WIDTH), targets.reshape(-1), reduction=reduction, **options
+        ).to(x.dtype).view(-1, 1) * w  # fmt: skip
+
+    return body
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_cross_entropy_reads_the_logits_as_they_came(half):
+    model = fused_from(loss(half=half, label_smoothing=0.1), torch.bfloat16, "all")
+    attributes = {"ignore_index": -100, "label_smoothing": 0.1, "reduction": "sum"}
+    assert only(model, "autopar::cross_entropy") == attributes
+    assert (model.fusion.fused[0].replaced[0] == "to") is half
+
+
+def test_probabilities_are_no_classes():
+    def body(x, w, v):
+        return F.cross_entropy(x.view(-1, WIDTH), torch.softmax(x, -1).view(-1, WIDTH).detach()) * w
+
+    model = fused_from(body, mode="all")
+    assert not model.fusion.fused and "probabilities" in model.fusion.missed[0].reason
