@@ -120,7 +120,7 @@ def check_symbols(captured: Captured) -> None:
     if len(batch) > 1:
         names = list(batch.values())
         raise AutoparError(
-            f"inputs {names[0]!r} and {names[1]!r} both have the batch size in dim 0, but forward never relates the two: if one is "
+            f"inputs {names[0]!r} and {names[1]!r} both have the batch size in dim 0, but forward never relates the two. If one is "
             "not batched, plan with an example batch whose size differs from that dim"
         )
     for node in captured.graph.nodes:
