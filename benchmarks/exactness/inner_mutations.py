@@ -126,8 +126,8 @@ COMMUNICATING = (
 def kinds_of(message: Message) -> Iterator[tuple[str, bool]]:
     """(kind, whether it changes nothing) of each way to damage a message.
 
-    Cross-entropy is the same whatever is subtracted from the logits of a token, as long as all ranks subtract the same: a maximum of
-    maxima, or zero.
+    Cross-entropy does not change if all ranks subtract the same number from the logits of a token,
+    such as a maximum of maxima, or zero.
     """
     for kind in KINDS:
         yield kind, message.what == "max" and kind in ("zero", "double")

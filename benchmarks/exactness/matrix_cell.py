@@ -61,14 +61,20 @@ PRECISION, TOLERANCE = "fp64", TOLERANCES["fp64"][0]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one cell showed.  Ratios are the whole's divided by a rank's; `needed_*` are what they must reach (0: nothing is asked).
+    """What one cell showed.  Ratios are the whole's divided by a rank's; `needed_*` are what they
+    must reach (0: nothing is asked).
 
-    `status`: 'ok', 'failed' (`message` says what is missing), or 'refused' (the planner's own words).  `replicated` lists ops that
-    multiply matrices and ran whole over an axis: (op, axis, share of the model's forward FLOPs); `whole_matrices` parameters of which a
-    rank holds more than its share: (name, share of the model's matrix bytes); `uncounted` ops that FlopCounterMode cannot look into.
-    `moved` is what collectives moved in a step, the larger of what a rank gave and got, in hidden states per token of the rank's rows
-    and layer: Megatron-LM's tensor parallelism moves 8 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2), plus what embedding,
-    loss and data parallelism take.  It is shown, not judged: the plans are for a network that costs nothing.
+    `status`: 'ok', 'failed' (`message` says what is missing), or 'refused' (the planner's own
+    words).  `replicated` lists ops that multiply matrices and ran whole over an axis: (op, axis,
+    share of the model's forward FLOPs). `whole_matrices` lists parameters of which a rank holds
+    more than its share: (name, share of the model's matrix bytes). `uncounted` lists ops that
+    FlopCounterMode cannot look into.
+
+    `moved` is what collectives moved in a step, the larger of what a rank gave and got. Its unit is
+    hidden states per layer and token of the rank's rows. Megatron-LM's tensor parallelism moves 8
+    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2), plus what embedding, loss and data
+    parallelism take. `moved` is shown, not judged, since the plans are for a network that costs
+    nothing.
     """
 
     model: str

@@ -1,9 +1,11 @@
-"""Tiny models of every family of the matrix, as data: what `model_matrix.py` and the tests parallelize.
+"""Tiny models of every family of the matrix, as data: what `model_matrix.py` and the tests
+parallelize.
 
-Sizes are small enough for a cell to take seconds and such that every mesh of four devices makes sense: 8 heads, 8 experts, a sequence of
-16; matrices outweigh what is rightly kept whole (router gates, norms).  Each family keeps what sets it apart: fewer key heads than tp=4
-(kv=2), windows shorter than the sequence, tied and untied heads, vocabularies that four do not divide (99), low-rank projections.
-Dropout is off, since it draws other numbers on shards.
+Sizes are small, so that a cell takes seconds, and fit every mesh of four devices: 8 heads, 8
+experts, a sequence of 16. Matrices are larger than the parameters that are rightly kept whole
+(router gates, norms). Each family keeps its special properties. Examples are fewer key heads than
+tp=4 (kv=2), windows shorter than the sequence, tied and untied heads, vocabularies that four do not
+divide (99), and low-rank projections. Dropout is off, since it draws other numbers on shards.
 """
 
 from __future__ import annotations

@@ -34,9 +34,13 @@ TIMEOUT_S, SLOWER = 10.0, 40
 
 @dataclass(frozen=True, slots=True)
 class MutationCell:
-    """What became of the mutations of one program.  `no_ops` counts those that provably change nothing, `same` lists those that were
-    seen to return the right gradients before they ran; `escaped` lists the others that nothing noticed, `wrong` those that were predicted
-    to change nothing and did; `message` says why there is no program."""
+    """What became of the mutations of one program.
+
+    `no_ops` counts those that provably change nothing. `same` lists those that were seen to return
+    the right gradients before they ran. `escaped` lists the others that nothing noticed. `wrong`
+    lists those that were predicted to change nothing and did. `message` says why there is no
+    program.
+    """
 
     model: str
     mesh: str

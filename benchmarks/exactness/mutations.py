@@ -1,9 +1,10 @@
 """Mutations of a program's communication: list them, apply one, and see whether anything notices.
 
-Every transition node is deleted, doubled, or given every other backward that its function allows; every message inside a special lowering
-is damaged (`inner_mutations.py`); every parameter's gradient reduction is dropped or done again, axis by axis.  Of segments of one class
-the first is mutated.  A mutant is caught if the verifier rejects it, or if training raises, gets stuck, or leaves losses or
-parameters outside the tolerance of `autopar verify`.
+Every transition node is deleted, doubled, or given every other backward that its function allows.
+Every message inside a special lowering is damaged (`inner_mutations.py`). Every parameter's
+gradient reduction is dropped or done again, axis by axis.  Of segments of one class the first is
+mutated.  A mutant is caught if the verifier rejects it, or if training raises, gets stuck, or
+leaves losses or parameters outside the tolerance of `autopar verify`.
 
 Mutations that provably change nothing are predicted, and the prediction is checked: they must train exactly.
   - `mask` and `identity` with backward `mask` doubled: masking is idempotent, and the other direction is an identity;
@@ -12,7 +13,8 @@ Mutations that provably change nothing are predicted, and the prediction is chec
     where its parts are zero too, at all;
   - the largest logit of the loss, over which ranks need only agree: see `inner_mutations.kinds_of`.
 
-Another backward that in the undamaged run returns what the right one returns is predicted too, and counted apart: see `same_gradients.py`.
+Another backward that in the undamaged run returns what the right one returns is predicted too, and
+counted apart: see `same_gradients.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Twenty steps of AdamW and of Adafactor under composed plans: loss curve and parameters of one device, in fp64.
+"""Twenty steps of AdamW and of Adafactor under composed plans: loss curve and parameters of one
+device, in fp64.
 
-With a learning rate that warms up and decays, weight decay, and clipping by global norm.  `runtime_matrix.py --adamw` runs them.
-A key's bias in gpt has no gradient but rounding (softmax does not see it), by whose size Adafactor divides it, and by the size of such
-updates those of the rest of the bias: on one device alone, zeros for that rounding move parameters by 1e-8.  gpt takes an eps above it.
+With a learning rate that warms up and decays, weight decay, and clipping by global norm.
+`runtime_matrix.py --adamw` runs them. In gpt, the gradient of a key's bias is rounding alone, since
+softmax ignores the bias. Adafactor divides this gradient by its size, and the updates of the rest
+of the bias by the size of such updates. Even on one device, zeros in place of the rounding move
+parameters by 1e-8. gpt therefore takes a larger eps.
 """
 
 from __future__ import annotations

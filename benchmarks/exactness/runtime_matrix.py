@@ -1,14 +1,17 @@
-"""The matrix of the runtime: pp x tp x dp x ZeRO x recompute x schedules over seven models, every cell exact, or refused for a reason.
+"""The matrix of the runtime: pp x tp x dp x ZeRO x recompute x schedules over seven models, every
+cell exact, or refused for a reason.
 
     python benchmarks/exactness/runtime_matrix.py [--pairs] [--models gpt,hf-t5] [--shard 1/4] [--log cells.jsonl]
     python benchmarks/exactness/runtime_matrix.py --adamw
 
-A cell trains a tiny model on 4 or 8 gloo processes under a plan made with its pins, and is compared with one device as `autopar verify`
-does: fp64, three steps of SGD with momentum, update-relative error of every tensor and of the losses at most 1e-9.  What cannot run is
-listed in `REFUSALS`: there a cell must be refused, in those words, and nowhere else.  `--pairs` takes few cells, which still show every
-schedule x ZeRO x recompute and every other pair of values.  `--log` adds each cell to a file as it ends; those that passed there already
-are not run again.  Prints counts, refusals and what failed; exit code 1 if anything did.  `--adamw` runs 20 steps of AdamW and Adafactor
-under composed plans instead (`optimizer_runs.py`).
+A cell trains a tiny model on 4 or 8 gloo processes under a plan made with its pins. It is compared
+with one device as `autopar verify` does: in fp64, over three steps of SGD with momentum. The
+update-relative error of every tensor and of the losses is at most 1e-9.  What cannot run is listed
+in `REFUSALS`: there a cell must be refused, in those words, and nowhere else.  `--pairs` takes few
+cells, which still show every schedule x ZeRO x recompute and every other pair of values.  `--log`
+adds each cell to a file as it ends; those that passed there already are not run again.  Prints
+counts, refusals and what failed; exit code 1 if anything did.  `--adamw` runs 20 steps of AdamW and
+Adafactor under composed plans instead (`optimizer_runs.py`).
 """
 
 from __future__ import annotations

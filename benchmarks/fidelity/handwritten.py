@@ -1,8 +1,10 @@
-"""Training loops as one writes them by hand over torch's own parallelism, on the reference Llama: what `vs_handwritten.py` compares with.
+"""Training loops as one writes them by hand over torch's own parallelism, on the reference Llama:
+what `vs_handwritten.py` compares with.
 
-Each function takes a whole model with its weights and the factory of its optimizer, and returns a function that runs one step on what
-its rank is to see of a batch; that returns the rank's mean loss, or None if the rank does not know one.  Nothing is reduced that the
-gradients do not need: the loss of all ranks is the mean of those that are returned.
+Each function takes a whole model with its weights and the factory of its optimizer. It returns a
+function that runs one step on this rank's part of a batch, and returns the rank's mean loss, or
+None if the rank computes none.  Nothing is reduced that the gradients do not need: the loss of all
+ranks is the mean of those that are returned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plans of one model run on CPU processes over gloo, taking turns: seconds of a step of each.
 
-Plans take turns so that what else the machine does disturbs all of them alike; a step lasts as long as its slowest rank; a time is the
-median of the rounds.  Training is in fp32 with fused AdamW.
+Plans take turns, so that other work of the machine disturbs all of them alike. A step lasts as long
+as its slowest rank. A time is the median of the rounds.  Training is in fp32 with fused AdamW.
 """
 
 from __future__ import annotations

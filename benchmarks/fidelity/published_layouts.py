@@ -1,11 +1,14 @@
-"""The planner's free choice against the layouts of published runs, both as the cost model predicts them.
+"""The planner's free choice against the layouts of published runs, both as the cost model predicts
+them.
 
     python benchmarks/fidelity/published_layouts.py RUNS.csv [--limit N] [--time-limit 60] [--tolerance 0.0001] [--output FILE]
 
-For every row of the file that has a layout (columns as of `autopar predict`), the row's layout is priced as `autopar predict` prices it,
-and the same model, batch, cluster and software are planned freely (once, for rows that differ in their layouts alone).  The GPUs have the
-memory that they had, or what the row's layout is predicted to need if that is more (`!`), so that it is among those that the free choice
-could have been.  Prints a line a row, then those of which the free choice is predicted to be slower; exit code 1 if there are any.
+The file has the columns of `autopar predict`. Every layout in it is priced as `autopar predict`
+prices it. The same model, batch, cluster and software are then planned without pins, once for rows
+that differ in their layouts alone. The GPUs have the memory of the run, or what the row's layout is
+predicted to need if that is more (`!`). So the planner could have chosen the row's layout.  Prints
+a line a row, then those of which the free choice is predicted to be slower; exit code 1 if there
+are any.
 """
 
 from __future__ import annotations

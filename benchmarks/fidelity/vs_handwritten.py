@@ -1,12 +1,15 @@
-"""The engine against training loops that are written by hand over torch's own parallelism (`handwritten.py`), on CPU processes.
+"""The engine against training loops that are written by hand over torch's own parallelism
+(`handwritten.py`), on CPU processes.
 
     python benchmarks/fidelity/vs_handwritten.py [--cases DDP "tensor parallel" ...] [--rounds 7] [--steps 20] [--json] [--output FILE]
 
-Both sides have the same initial weights, optimizer, batches, precision, threads and processes, and the layout is pinned.  They alternate
-step by step, so that what else the machine does disturbs both; a step lasts as long as its slowest rank, a round is the mean of its steps,
-and a ratio is that of the medians of the rounds.  The first case measures a hand-written loop against itself: the noise.  `CPU` is the
-ratio of processor seconds of all ranks, which other programs on the same cores disturb little, and which knows nothing of waiting.  Exit
-code 1 if the losses of the two sides differ in any step, or a ratio is above 1.05.
+Both sides have the same initial weights, optimizer, batches, precision, threads and processes, and
+the layout is pinned.  They alternate step by step, so that other work of the machine disturbs both.
+A step lasts as long as its slowest rank. A round is the mean of its steps, and a ratio is that of
+the medians of the rounds.  The first case measures a hand-written loop against itself: the noise.
+`CPU` is the ratio of processor seconds of all ranks, which other programs on the same cores disturb
+little, and which knows nothing of waiting.  Exit code 1 if the losses of the two sides differ in
+any step, or a ratio is above 1.05.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""The planner's choice against plans that somebody else would have made (`rival_plans`): predicted, and on CPU processes measured.
+"""The planner's choice against plans that somebody else would have made (`rival_plans`): predicted,
+and on CPU processes measured.
 
     python benchmarks/search/compare_plans.py [--cases llama3-8b/64 ...] [--random 4] [--time-limit 60] [--output FILE]
     python benchmarks/search/compare_plans.py --cpu [--cluster cluster.yaml] [--rounds 15] [--output FILE]
 
-The first prints for each case step time, memory, and how much longer a step of each rival takes than one of the chosen plan; what does not
-fit is listed with the reason.  Exit code 1 if a rival is predicted to be faster.  The second plans small models for this machine
-(calibrated now, or `--cluster`), runs every plan that the engine runs, and measures; the chosen plan is measured twice under two names,
-which shows the noise.  Exit code 1 if the chosen plan of some model takes over 5 % longer than the best that was tried.
+The first prints for each case step time, memory, and how much longer a step of each rival takes
+than one of the chosen plan. Plans that do not fit are listed with the reason.  Exit code 1 if a
+rival is predicted to be faster.  The second plans small models for this machine (calibrated now, or
+`--cluster`), and measures every plan that the engine runs. The chosen plan is measured twice under
+two names, which shows the noise.  Exit code 1 if the chosen plan of some model takes over 5 %
+longer than the best that was tried.
 """
 
 from __future__ import annotations

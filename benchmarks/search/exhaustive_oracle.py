@@ -1,7 +1,9 @@
-"""What the search must find: every plan of a small task, priced by the definition, with no code of `autopar.solve`.
+"""What the search must find: every plan of a small task, priced by the definition, with no code of
+`autopar.solve`.
 
-A plan is a strategy for every op of every class x a recompute mode for every layer x a cut into stages x a schedule x a candidate.
-Seconds and bytes are written out here again from docs/internals/solver.md:
+A plan is a strategy for every op of every class x a recompute mode for every layer x a cut into
+stages x a schedule x a candidate. Seconds and bytes are written out here again from
+docs/internals/solver.md:
 
     a segment   its strategies, each conversion of a value once, and what changes layout on the way to it
     no pipeline micro-batches x (all segments) + once a step + fixed;  fixed + static + kept + the fullest moment of some backward
@@ -11,8 +13,9 @@ Seconds and bytes are written out here again from docs/internals/solver.md:
                 given back of those whose first part is over, where a rank has one stage
                 + with several stages a rank, two of its largest messages
 
-With one stage a rank, layers may be cut anywhere and each recompute as it likes.  With several, deals are even but for a first and a last
-stage that may be up to two layers shorter, and all stages of a rank run as many of their layers in each mode, the first recomputing most.
+With one stage a rank, layers may be cut anywhere and each recompute as it likes.  With several,
+stages have equal numbers of layers, but the first and the last may be up to two layers shorter. All
+stages of a rank run the same number of layers in each mode, the first recomputing most.
 """
 
 from __future__ import annotations
@@ -33,9 +36,12 @@ Chosen = Mapping[str, Strategy]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a segment or of a stage, on one device: seconds of a micro-batch and once a step, bytes kept, bytes of the fullest moment of
-    backward, bytes besides what is kept between two parts of a backward, and how many of these a segment makes again (`spared`, in
-    `moment` too)."""
+    """Costs of a segment or of a stage, on one device.
+
+    They are seconds of a micro-batch and once a step, bytes kept, and bytes of the fullest moment
+    of backward. Then come bytes besides what is kept between two parts of a backward, and how many
+    of these a segment makes again (`spared`, in `moment` too).
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -368,7 +374,9 @@ class Placed:
         return max(most + costs[-1].moment, others + max(cost.moment for cost in costs[:-1]))
 
     def stages(self, sizes: Sequence[int]) -> list[range]:
-        """The segments of stages with so many layers each: what is before a layer belongs to the stage of the layer before it."""
+        """The segments of stages with these numbers of layers. Segments between two layers belong
+        to the stage of the earlier one.
+        """
         firsts = [0, *(self.layers[taken] for taken in accumulate(sizes[:-1]))]
         return [range(a, b) for a, b in pairwise((*firsts, len(self.base.segments)))]
 
@@ -428,8 +436,9 @@ def _schedule_s(
 def _turns(
     schedule: str, ranks: int, count: int, micro_batches: int
 ) -> list[set[tuple[tuple[int, ...], int]]]:
-    """For each rank and backward, or part of it for inputs: how many micro-batches of each stage wait for gradients of parameters, and
-    whose turn it is."""
+    """For each rank and backward (or its part for inputs): how many micro-batches of each stage
+    wait for gradients of parameters, and the stage that runs.
+    """
     found = []
     for todo in schedule_actions(schedule, ranks, count, micro_batches):
         late, turns = [0] * count, set()
@@ -489,7 +498,7 @@ def best(found: set[Point], capacity_bytes: float = inf) -> Point | None:
 
 
 def front(found: set[Point]) -> list[Point]:
-    """Plans than which none is both faster and smaller, smallest first."""
+    """The plans that no other beats in both time and bytes, smallest first."""
     kept: list[Point] = []
     for point in sorted(found, key=lambda p: (p.size_bytes, p.time_s)):
         if not kept or point.time_s < kept[-1].time_s:

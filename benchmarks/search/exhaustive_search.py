@@ -1,8 +1,11 @@
-"""The search against every plan of small random tasks: `python benchmarks/search/exhaustive_search.py --tasks 400`.
+"""The search against every plan of small random tasks: `python
+benchmarks/search/exhaustive_search.py --tasks 400`.
 
-Each task (`random_instances.py`) is planned within a capacity drawn from what its plans hold, and all of them are enumerated
-(`exhaustive_oracle.py`).  What the search says must be true of every task, proven or not: its plan fits and costs what it says, no plan
-that fits is faster than its bound, and nothing fits where it says so.  How often it finds the optimum and proves it is counted.
+Each task (`random_instances.py`) is planned within a capacity drawn from what its plans hold, and
+all of them are enumerated (`exhaustive_oracle.py`).  The statements of the search must be true of
+every task, whether proven or not. Its plan fits and costs what it says, no plan that fits is faster
+than its bound, and nothing fits where it says so.  How often it finds the optimum and proves it is
+counted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Random small tasks for the search: annotated models of a few layers, on a few meshes, small enough to enumerate every choice.
+"""Random small tasks for the search: annotated models of a few layers, on a few meshes, small
+enough to enumerate every choice.
 
-A task has a first segment, two to four layers of one or two kinds, maybe something between two of them, and a last segment.  In some the
-last shares its parameter with the first, or any segments with others.  Every op has up to three strategies, over tp alone;
-layouts of neighbours may differ, and what it takes to convert is drawn, or impossible.  Costs follow the mesh as real ones do: work and
-bytes shrink with tp where something is sharded, static bytes with dp under ZeRO, work and kept bytes grow with the micro-batch.
+A task has a first segment, two to four layers of one or two kinds, maybe something between two of
+them, and a last segment.  In some the last shares its parameter with the first, or any segments
+with others.  Every op has up to three strategies, over tp alone; layouts of neighbours may differ,
+and what it takes to convert is drawn, or impossible.  Costs depend on the mesh as real ones do.
+Work and bytes shrink with tp where something is sharded, and static bytes with dp under ZeRO. Work
+and kept bytes grow with the micro-batch.
 """
 
 from __future__ import annotations
@@ -273,8 +276,11 @@ class _Drawing:
         return self._in_mode(block, shares | {"w": 0.0} if pays else shares) if layer else block
 
     def _in_mode(self, block: AnnotatedBlock, shares: dict[str, float]) -> AnnotatedBlock:
-        """A layer under the candidate's recompute mode; `shares`: how much of an op selective recomputation runs again, and of what a
-        parameter takes once a step how much a longer backward hides."""
+        """A layer under the candidate's recompute mode.
+
+        `shares` are two fractions: of an op that selective recomputation runs again, and of a
+        parameter's seconds once a step that a longer backward hides.
+        """
         mode = self.at.recompute
         if mode == "full":
             ops = tuple(

@@ -28,7 +28,7 @@ Pins = dict[str, Any]
 DRAWS_PER_PLAN = 6
 """How many random pins are tried for each plan that is wanted."""
 DRAWS_IN_VAIN = 200
-"""After so many draws without new pins there are no more: a small cluster has few."""
+"""Drawing ends after this number of draws without new pins, since a small cluster has few."""
 REASON_WIDTH = 160
 RUNNERS_UP = 3
 """A candidate that was ruled out has a bound and no time, so that the best bound need not be the best mesh."""

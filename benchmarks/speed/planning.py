@@ -1,11 +1,13 @@
-"""How long planning takes, and how much memory: over numbers of GPUs, numbers of layers, and named models.
+"""How long planning takes, and how much memory: over numbers of GPUs, numbers of layers, and named
+models.
 
     python benchmarks/speed/planning.py [--gpus 8 64 ...] [--layers 8 16 ...] [--family llama] [--cases llama3-8b/64 ...]
                                        [--time-limit 60] [--output FILE]
 
-Each line is one plan in a fresh process: `process` is the wall time of that process, from its start to its end; `plan` leaves out what
-Python needs to start and to import, and is trace and search together; RSS is the peak of all its processes; gap is the certificate's.  A
-part whose list is empty (`--gpus` without a number) is left out.
+Each line is one plan in a fresh process. `process` is the wall time of that process, from its start
+to its end. `plan` is trace and search together, without the start of Python and imports. RSS is the
+peak of all its processes; gap is the certificate's.  A part whose list is empty (`--gpus` without a
+number) is left out.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""Routed experts (mixture of experts) as one op: `autopar::routed_experts`, and the pieces that a distributed version is made of.
+"""Routed experts (mixture of experts) as one op: `autopar::routed_experts`, and the pieces that a
+distributed version is made of.
 
-A token's k-th choice is row t * K + k of T * K rows.  The rows are sorted by expert, so that every expert multiplies one slice; how many
-rows there are does not depend on the routing, only where an expert's slice ends does, and that is a tensor: nothing here reads values on
-the host except the loop of `autopar::grouped_mm`, an op of its own.  Sorting by expert and multiplying slices is MegaBlocks' dropless
-formulation (Gale et al. 2022, arXiv:2211.15841, section 3) without its blocks; the capacity that drops choices is GShard's (Lepikhin et
-al. 2020, arXiv:2006.16668, section 2.2).
+A token's k-th choice is row t * K + k of T * K rows.  The rows are sorted by expert, so that every
+expert multiplies one slice. The number of rows does not depend on the routing. Only the ends of
+slices do, and they are a tensor. Therefore nothing here reads values on the host, except the loop
+of `autopar::grouped_mm`, which is a separate op.  Sorting by expert and multiplying slices is
+MegaBlocks' dropless formulation (Gale et al. 2022, arXiv:2211.15841, section 3) without its blocks;
+the capacity that drops choices is GShard's (Lepikhin et al. 2020, arXiv:2006.16668, section 2.2).
 
     routed_experts = combine(expert_mlp(x[order // K], ...), order, weights)      with order, ids, ends = sort_by_expert(index)
 
-`autopar::routed_experts` is registered as a composite of these: one node of a captured graph, and run, it behaves like the function
-(autograd keeps the intermediate tensors and recomputes nothing; on meta and fake tensors all shapes and all kept tensors are right).
+`autopar::routed_experts` is registered as a composite of these, and is one node of a captured
+graph. When it runs, it behaves like the function: autograd keeps the intermediate tensors and
+recomputes nothing. On meta and fake tensors all shapes and all kept tensors are right.
 """
 
 from __future__ import annotations
@@ -287,16 +290,18 @@ def routed_experts(
 ) -> Tensor:
     """sum_k weights[t, k] * expert index[t, k] of x[t]: (T, H) -> (T, H).
 
-    expert e of a row r is activation(r up[e]^T + up_bias[e]) down[e]^T + down_bias[e], with the shapes
+    expert e of a row r is activation(r up[e]^T + up_bias[e]) down[e]^T + down_bias[e], with the
+    shapes
 
         x (T, H); index (T, K) int64, 0..E-1, or E for no expert; weights (T, K)
         up (E, F', H), or (E, H, F') if transposed; up_bias (E, F')
         down (E, H, F), or (E, F, H) if transposed; down_bias (E, H)
 
-    and `activation` as in `activation_function`.  With a capacity factor of c > 0 each expert takes at most ceil(c T K / E) choices, in
-    token order, and the others contribute zero; 0 drops nothing.  Differentiable in x, weights and the experts' tensors.  Nothing
-    assumes that F is whole: with F sharded (each half of a gated up, and down) the result is a partial sum, to which down_bias must
-    be given on one rank only.
+    and `activation` as in `activation_function`.  With a capacity factor of c > 0 each expert takes
+    at most ceil(c T K / E) choices, in token order, and the others contribute zero; 0 drops
+    nothing.  Differentiable in x, weights and the experts' tensors.  F may be sharded (each half of
+    a gated up, and down). Then the result is a partial sum, and down_bias must be given on one rank
+    only.
     """
     order, ids, ends = sort_by_expert(index, up.shape[0], capacity_factor)
     rows = x.index_select(0, order // index.shape[1])
