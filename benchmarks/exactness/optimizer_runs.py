@@ -84,7 +84,9 @@ RUNS = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The largest update-relative error of a parameter and of a loss of the curve, how often one device clipped, and its losses."""
+    """The largest update-relative errors of a parameter and of a loss, how many steps one device
+    clipped, and its losses.
+    """
 
     error: float
     tensor: str
@@ -94,7 +96,7 @@ class Found:
 
 
 def rate(step: int) -> float:
-    """The share of the learning rate in a step: warm-up, then a cosine."""
+    """The learning rate of a step, as a share of the largest: warm-up, then a cosine."""
     return (
         (step + 1) / WARM_UP
         if step < WARM_UP
@@ -103,7 +105,7 @@ def rate(step: int) -> float:
 
 
 def on_one_device(case: Case, optimizer: str) -> tuple[dict[str, Tensor], tuple[float, ...], int]:
-    """(parameters, losses, steps that clipped) of eager PyTorch."""
+    """(parameters, losses, steps that clipped) of training in eager PyTorch."""
     model: nn.Module = copy.deepcopy(case.model)
     trained = OPTIMIZERS[optimizer](model.parameters())
     schedule, losses, clipped = torch.optim.lr_scheduler.LambdaLR(trained, rate), [], 0
@@ -142,7 +144,7 @@ def on_a_rank(
 
 
 def run_optimizer(run: Run) -> Found:
-    """Train on one device and under the plan."""
+    """Train on one device and under the plan, and compare."""
     setup = Setup(ZooModel.of(run.model, LAYERS).spec, PRECISION, 3, SEQ, ROWS)
     case, devices = make_case(setup), math.prod(run.pins[axis] for axis in ("pp", "dp", "tp"))
     plan = make_plan(case.model, free_network(devices), case.batches[0], ROWS, run.pins, precision=PRECISION, runnable=True,

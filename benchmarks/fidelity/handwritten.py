@@ -47,12 +47,14 @@ def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 
 def data_parallel(model: Llama, optimizer: Optimizer) -> Step:
-    """DistributedDataParallel: gradients are averaged in buckets beside backward."""
+    """A step under DistributedDataParallel: gradients are averaged in buckets during backward."""
     return _loop(nn.parallel.DistributedDataParallel(model), optimizer(model.parameters()))
 
 
 def fully_sharded(model: Llama, optimizer: Optimizer, reshard: bool) -> Step:
-    """FSDP2 by layer; with `reshard` parameters are freed between forward and backward (ZeRO 3), else not (ZeRO 2)."""
+    """A step under FSDP2 by layer. With `reshard` parameters are freed between forward and backward
+    (ZeRO 3), else they stay (ZeRO 2).
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
@@ -61,8 +63,11 @@ def fully_sharded(model: Llama, optimizer: Optimizer, reshard: bool) -> Step:
 
 
 def tensor_parallel(model: Llama, optimizer: Optimizer, sequences: bool) -> Step:
-    """DTensor as in PyTorch's tutorial: heads, feed-forward width and vocabulary over all ranks; with `sequences` what lies between
-    products is sharded along positions."""
+    """A step under DTensor, as in PyTorch's tutorial: heads, feed-forward width and vocabulary are
+    sharded over all ranks.
+
+    With `sequences`, values between matrix products are sharded along positions.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     between = Shard(1) if sequences else Replicate()
     layer_plan = {
@@ -124,7 +129,9 @@ class _Stage(nn.Module):
 
 
 def pipeline(model: Llama, optimizer: Optimizer, cuts: list[int], micro_batches: int) -> Step:
-    """1F1B of torch.distributed.pipelining; stage s has layers cuts[s] to cuts[s + 1]."""
+    """A step under 1F1B of torch.distributed.pipelining; stage s has layers cuts[s] to cuts[s +
+    1].
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     module = _Stage(model, cuts[rank], cuts[rank + 1])
     stage = PipelineStage(module, rank, ranks, torch.device("cpu"))

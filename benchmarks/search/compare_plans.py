@@ -43,7 +43,7 @@ CASES = {
     "mixtral-8x7b/128": Task("mixtral-8x7b", "dgx-h100:16", 512, 4096),
     "small": Task("llama:layers=4,hidden=1024,heads=8,vocab=32000,seq=1024", "h100:4", 32, 1024),
 }
-"""`small` is for tests of this file."""
+"""Tasks by name; `small` is for the tests of this file."""
 CPU_MODELS = (
     ("llama:layers=4,hidden=256,heads=8,vocab=2048,seq=128", 16, 128),
     ("gpt:layers=4,hidden=384,heads=6,vocab=1024,seq=64", 16, 64),
@@ -51,13 +51,15 @@ CPU_MODELS = (
 )
 AGAIN = "chosen again"
 MOST = 0.05
-"""By what share a measured step of the chosen plan may be longer than the best one's."""
+"""How much longer than the best a measured step of the chosen plan may be, as a share."""
 ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A task with its rivals, the chosen plan first; `measured_s` by name, empty where nothing was run."""
+    """A task with its rivals, the chosen plan first. `measured_s` has seconds by name, and is empty
+    if nothing was run.
+    """
 
     task: Task
     rivals: tuple[Rival, ...]
@@ -80,11 +82,15 @@ class Compared:
 
     @property
     def measured_regret(self) -> float:
-        """By what share a measured step of the chosen plan is longer than the best one's."""
+        """How much longer a measured step of the chosen plan is than that of the best plan, as a
+        share.
+        """
         return self.mean_s("chosen") / self.mean_s(self.measured_best) - 1
 
     def mean_s(self, name: str) -> float:
-        """Measured seconds of a plan, the mean of two of the chosen one."""
+        """Measured seconds of a step of a plan; of the chosen plan, the mean of its two
+        measurements.
+        """
         return (
             (self.measured_s[name] + self.measured_s[AGAIN]) / 2
             if name == "chosen"
@@ -93,7 +99,7 @@ class Compared:
 
     @property
     def noise(self) -> float:
-        """By what share the two measurements of the chosen plan differ."""
+        """How much the two measurements of the chosen plan differ, as a share."""
         return abs(self.measured_s[AGAIN] / self.measured_s["chosen"] - 1)
 
 
@@ -104,7 +110,9 @@ def predicted(task: Task, count: int, seed: int, time_limit_s: float) -> Compare
 
 
 def measured(task: Task, count: int, seed: int, rounds: int) -> Compared:
-    """Rivals that the engine runs, each measured once and the chosen one twice."""
+    """A task with measured times: each rival that the engine runs is measured once, and the chosen
+    plan twice.
+    """
     found = tuple(
         rivals(task.planner(precision="fp32", runnable=True), task.cluster_spec, True, count, seed)
     )
@@ -169,7 +177,7 @@ def _verdict(compared: Compared) -> str:
 
 
 def summary(found: Sequence[Compared]) -> str:
-    """One line over all tasks."""
+    """One line of text that sums up all tasks."""
     if found[0].measured_s:
         worst = max(compared.measured_regret for compared in found)
         noise = max(compared.noise for compared in found)

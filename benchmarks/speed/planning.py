@@ -53,7 +53,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Seconds and bytes of one plan; `plan` in words, `step_s` as predicted, or the `error` instead of both."""
+    """Seconds and bytes of one plan; `plan` describes it, `step_s` is its predicted step time. If
+    there is none, `error` says why.
+    """
 
     process_s: float
     import_s: float
@@ -148,7 +150,9 @@ def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
 
 
 def _peak_bytes() -> int:
-    """Of this process and of the helpers of its searches, as if each had been as large as the largest."""
+    """Peak bytes of this process and of the helpers of its searches. Each helper counts as much as
+    the largest.
+    """
     from autopar.solve.search.workers import processes_for_search
 
     own, helper = (
@@ -159,7 +163,7 @@ def _peak_bytes() -> int:
 
 
 def plan_afresh(asked: Asked, time_limit_s: float) -> Took:
-    """Plan in a process of its own."""
+    """Plan in a separate process."""
     start = time.perf_counter()
     command = [
         sys.executable,
@@ -191,7 +195,9 @@ def line(asked: Asked, took: Took) -> str:
 
 
 def ratio(took: dict[int, Took]) -> str:
-    """How much longer many GPUs take than few, where both were asked for."""
+    """A text on how much longer planning for MANY GPUs takes than for FEW; empty unless both were
+    planned.
+    """
     if not {FEW, MANY} <= took.keys() or took[FEW].error or took[MANY].error:
         return ""
     whole, alone = took[MANY].process_s / took[FEW].process_s, took[MANY].plan_s / took[FEW].plan_s
