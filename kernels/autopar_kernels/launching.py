@@ -24,12 +24,13 @@ _LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a kind of device takes.
+    """The block sizes for a kind of device.
 
     Attributes:
         elements: elements that a program holds at once, a power of 2.
         longest: the longest part of a row that a program holds, a power of 2.
-        programs: programs of a launch that reduces over rows, for devices whose multiprocessors are not counted.
+        programs: programs of a launch that reduces over rows, for devices whose multiprocessors are
+            not counted.
         warp_elements: elements of a warp.
     """
 
@@ -41,12 +42,14 @@ class Limits:
 
 GPU = Limits(elements=2048, longest=8192, programs=256, warp_elements=512)
 INTERPRETER = Limits(elements=1024, longest=128, programs=3, warp_elements=1024)
-"""Small blocks: tests of 512 columns then walk along a row in several steps."""
+"""Limits for Triton's interpreter: small blocks, so that tests with 512 columns walk along a row in
+several steps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A block of a program: rows x columns (both powers of 2), and its warps."""
+    """The block of a program: its rows and columns (both powers of 2), and its number of warps."""
 
     rows: int
     columns: int
@@ -59,7 +62,9 @@ def interpreted() -> bool:
 
 
 def runs_kernel(*tensors: Tensor | None) -> bool:
-    """Whether a Triton kernel computes with these tensors; else the ATen reference does (fp64, integers, CPU)."""
+    """Whether a Triton kernel computes with these tensors. Otherwise the ATen reference does (fp64,
+    integers, CPU).
+    """
     used = [tensor for tensor in tensors if tensor is not None]
     if not all(tensor.dtype in _LOW for tensor in used if tensor.is_floating_point()):
         return False
@@ -69,7 +74,7 @@ def runs_kernel(*tensors: Tensor | None) -> bool:
 
 
 def limits(device: torch.device) -> Limits:
-    """The row of the table for a device."""
+    """The limits of a device's kind."""
     return GPU if device.type == "cuda" else INTERPRETER
 
 
@@ -79,7 +84,9 @@ def power_of_2(count: int) -> int:
 
 
 def tile_of(columns: int, device: torch.device, share: int = 1) -> Tile:
-    """The block for rows of `columns` elements; `share` > 1 divides it where a kernel keeps several."""
+    """The block for rows of `columns` elements. `share` is the number of blocks that a kernel keeps
+    at once: it divides the block's size.
+    """
     table = limits(device)
     width = min(power_of_2(columns), max(table.longest // share, 16))
     rows = max(1, table.elements // share // width)
@@ -88,7 +95,9 @@ def tile_of(columns: int, device: torch.device, share: int = 1) -> Tile:
 
 
 def programs_of(tiles: int, device: torch.device) -> int:
-    """How many programs share `tiles` blocks of rows: two for each multiprocessor, each of which keeps partial sums."""
+    """How many programs share `tiles` blocks of rows and keep partial sums: at most two for each
+    multiprocessor.
+    """
     table = limits(device)
     most = table.programs
     if device.type == "cuda":
@@ -102,14 +111,14 @@ def divide_up(count: int, part: int) -> int:
 
 
 def rows_of(tensor: Tensor, columns: int | None = None) -> Tensor:
-    """The tensor as (rows, columns): a view wherever its strides allow it, else a copy."""
+    """The tensor as (rows, columns): a view if its strides allow it, otherwise a copy."""
     width = tensor.shape[-1] if columns is None else columns
     rows = tensor.numel() // width if width else 0
     return tensor.reshape(rows, width)
 
 
 def strides_of(*operands: Tensor | None) -> tuple[int, ...]:
-    """The strides of each operand in turn; zeros for two dims where there is none."""
+    """The strides of all operands, one after another; an operand that is None has (0, 0)."""
     return tuple(step for t in operands for step in ((0, 0) if t is None else t.stride()))
 
 

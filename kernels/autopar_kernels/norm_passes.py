@@ -27,7 +27,7 @@ from autopar_kernels.registration import absent, accumulation_dtype, register_pa
 from autopar_kernels.sums import sum_parts
 
 CASTS = ("before", "weight", "after", "none")
-"""Where a norm rounds, as the text of `norms` says."""
+"""Where a norm rounds; the docstring of `norms` describes each value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,7 @@ class Forward:
 
     @property
     def total(self) -> torch.dtype:
-        """The dtype of x + residual."""
+        """The dtype of x + residual, or of x without a residual."""
         if self.residual is None:
             return self.x.dtype
         return torch.promote_types(self.x.dtype, self.residual.dtype)
@@ -85,7 +85,9 @@ class Forward:
         return scale if self.cast == "weight" else torch.promote_types(self.total, scale)
 
     def outputs(self, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Unwritten (result, x + residual, mean, 1 / deviation); those that are absent are empty."""
+        """New tensors for (result, x + residual, mean, 1 / deviation); those that are absent are
+        empty.
+        """
         x = self.x
         rstd = x.new_empty((math.prod(x.shape[:-1]), self.groups), dtype=wide)
         return (
@@ -194,7 +196,9 @@ class Backward:
     needs: list[bool]
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Unwritten gradients of x, weight, bias and gate; empty where they are not asked for."""
+        """New tensors for the gradients of x, weight, bias and gate; those that are not asked for
+        are empty.
+        """
         x, columns = self.x, self.x.shape[-1]
         return (
             x.new_empty(x.shape) if self.needs[0] else absent(x),

@@ -169,12 +169,12 @@ def _has_kernel(*operands: Tensor) -> bool:
 
 
 def _after(ends: Tensor, rows: int) -> Tensor:
-    """(rows, 1): which rows are in no slice."""
+    """A mask (rows, 1): true for rows that are in no slice."""
     return (torch.arange(rows, device=ends.device) >= ends[-1]).unsqueeze(1)
 
 
 def _slices(ends: Tensor) -> list[tuple[int, int]]:
-    """(start, end) of every slice, read on the host once."""
+    """(start, end) of every slice; reads the ends on the host once."""
     bounds = [0, *ends.tolist()]
     return list(pairwise(bounds))
 
@@ -205,12 +205,14 @@ grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_operands)
 
 
 def _flops(left: Shape, right: Shape, *rest: object, out_shape: Shape, **kwargs: object) -> int:
-    """2 S I O, as if every row were in a slice: S I (the rows) times O."""
+    """FLOPs of a grouped product, as if every row were in a slice: 2 x S x I x O."""
     return 2 * left[0] * left[1] * out_shape[-1]
 
 
 FLOP_FORMULAS = {torch.ops.autopar.grouped_mm: _flops, torch.ops.autopar.grouped_outer: _flops}
-"""For `torch.utils.flop_counter.FlopCounterMode(custom_mapping=FLOP_FORMULAS)`; registering them would import Triton."""
+"""Formulas for `torch.utils.flop_counter.FlopCounterMode(custom_mapping=FLOP_FORMULAS)`.
+Registering them would import Triton.
+"""
 
 
 # ------------------------------------------------------------------------------------------------------------------- the pieces
@@ -264,7 +266,7 @@ def _add_bias(rows: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
 
 
 def inverse_order(order: Tensor) -> Tensor:
-    """Where each element went: the result at `order[i]` is i."""
+    """The inverse permutation of `order`: its element order[i] is i."""
     return torch.empty_like(order).scatter_(
         0, order, torch.arange(order.shape[0], device=order.device)
     )
