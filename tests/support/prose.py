@@ -14,6 +14,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,9 +134,15 @@ def docstring_prose(docstring: str) -> str:
     return "\n".join(lines)
 
 
+@lru_cache(maxsize=1)
+def _nodes(source: str) -> list[ast.AST]:
+    """All nodes of the syntax tree of a file."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def docstring_findings_of(path: Path, source: str) -> Iterator[Finding]:
     """What breaks a rule in the docstrings of a file, those of attributes too."""
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
@@ -161,7 +168,7 @@ def comment_findings_of(path: Path, source: str) -> Iterator[Finding]:
 
 def message_findings_of(path: Path, source: str) -> Iterator[Finding]:
     """What breaks a rule in a text that a file raises, or passes as `help`."""
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         texts: list[ast.expr] = []
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             texts = node.exc.args
