@@ -1,9 +1,10 @@
-"""The model matrix: every architecture under every mesh of four processes, exact and really sharded.
+"""The model matrix: every architecture under every mesh of four processes, exact and sharded.
 
     python benchmarks/exactness/model_matrix.py [--models llama,gpt2] [--meshes tp=4 dp=2,tp=2] [--json FILE] [--jobs 1]
 
-Trains each tiny model of `model_zoo.py` on CPU processes under each mesh, compares it with one device, and weighs what a rank holds and
-computes (`matrix_cell.py` says how).  Prints one row a cell; exit code 1 if a cell failed or was refused.
+Trains each tiny model of `model_zoo.py` on CPU processes under each mesh, compares it with one
+device, and weighs what a rank holds and computes (`matrix_cell.py` says how).  Prints one row a
+cell; exit code 1 if a cell failed or was refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The matrix of the runtime: pp x tp x dp x ZeRO x recompute x schedules over seven models, every
-cell exact, or refused for a reason.
+"""The matrix of the runtime: meshes x ZeRO x recompute x schedules; every cell is exact or refused.
+
+It has pp x tp x dp over seven models.
 
     python benchmarks/exactness/runtime_matrix.py [--pairs] [--models gpt,hf-t5] [--shard 1/4] [--log cells.jsonl]
     python benchmarks/exactness/runtime_matrix.py --adamw

@@ -1,5 +1,4 @@
-"""The planner's free choice against the layouts of published runs, both as the cost model predicts
-them.
+"""The planner's free choice against layouts of published runs, both as the cost model predicts.
 
     python benchmarks/fidelity/published_layouts.py RUNS.csv [--limit N] [--time-limit 60] [--tolerance 0.0001] [--output FILE]
 

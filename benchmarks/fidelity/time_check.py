@@ -1,5 +1,4 @@
-"""The independent time check: predicted against measured step time of a fixed list of plans on CPU
-processes.
+"""The time check: predicted against measured step time of a fixed list of plans on CPU processes.
 
     python benchmarks/fidelity/time_check.py [--rounds 9] [--cluster cluster.yaml] [--output FILE]
 

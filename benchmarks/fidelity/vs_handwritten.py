@@ -1,5 +1,4 @@
-"""The engine against training loops that are written by hand over torch's own parallelism
-(`handwritten.py`), on CPU processes.
+"""The engine against hand-written training loops (`handwritten.py`), on CPU processes.
 
     python benchmarks/fidelity/vs_handwritten.py [--cases DDP "tensor parallel" ...] [--rounds 7] [--steps 20] [--json] [--output FILE]
 

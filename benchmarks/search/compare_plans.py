@@ -1,5 +1,4 @@
-"""The planner's choice against plans that somebody else would have made (`rival_plans`): predicted,
-and on CPU processes measured.
+"""The planner's choice against plans of others (`rival_plans`): predicted, or measured on CPUs.
 
     python benchmarks/search/compare_plans.py [--cases llama3-8b/64 ...] [--random 4] [--time-limit 60] [--output FILE]
     python benchmarks/search/compare_plans.py --cpu [--cluster cluster.yaml] [--rounds 15] [--output FILE]

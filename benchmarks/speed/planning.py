@@ -1,5 +1,4 @@
-"""How long planning takes, and how much memory: over numbers of GPUs, numbers of layers, and named
-models.
+"""Time and memory of planning, over numbers of GPUs, numbers of layers, and named models.
 
     python benchmarks/speed/planning.py [--gpus 8 64 ...] [--layers 8 16 ...] [--family llama] [--cases llama3-8b/64 ...]
                                        [--time-limit 60] [--output FILE]
