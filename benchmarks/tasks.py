@@ -1,4 +1,4 @@
-"""What benchmarks plan: a model on a cluster, as a function from pins to a plan."""
+"""The tasks of benchmarks: a model on a cluster, as a function from pins to a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest, choose_precision
 
 PlanUnder = Callable[[Mapping[str, Any]], Plan]
-"""Plans under pins.  Raises AutoparError as `api.plan` does."""
+"""A function from pins to a plan. Raises AutoparError as `api.plan` does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,7 +287,7 @@ def _streamed(local: LocalClass, call: PricedCall) -> KernelTime:
     )
     if op_name(call.node) == "aten::add":
         broadcast = [b for b in leaving if b < sum(call.written)]
-        # of a chain: the gradient that comes out of it, once for both operands
+        # of a chain: the gradient of its input, once for both operands
         whole = max(leaving, default=0) if not arriving else 0
         backward = sum(broadcast) + (sum(call.written) if broadcast and arriving else whole)
     else:

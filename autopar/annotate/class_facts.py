@@ -205,9 +205,11 @@ class ModelFacts:
         tuple[Shared, ...],
         tuple[tuple[tuple[int, str], ...], ...],
     ]:
-        """Tensors that several segments read, as three results: their (segment, parameter node)
-        readers from first to last; those of which a segment borrows another segment's tensor;
-        the groups of (class, parameter node) that hold one tensor.
+        """Tensors that several segments read, as three results.
+
+        The first has the (segment, parameter node) readers of each tensor, in order. The second has
+        the tensors of which a segment borrows another segment's copy. The third has the groups of
+        (class, parameter node) that hold one tensor.
         """
         readers, shared, groups = parameter_readers(self.traced), [], set()
         borrowed = [_borrowed(block) for block in self.traced.classes]

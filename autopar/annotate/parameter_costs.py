@@ -42,10 +42,16 @@ class Elements(NamedTuple):
 class Trained:
     """Costs of trained elements that do not depend on the micro-batch or other ops.
 
-    Seconds: `gather_s` to gather them; `reduce_s` to reduce their gradients, including the part
-    among copies of a shard; `copies_s` to sum gradients over `copies`; `partial_s` to sum gradients
-    that are partial over tp; `update_s` to update them; `fetch_s` to fetch them from the host. The
-    bytes mean the same as in `Strategy`.
+    Seconds:
+
+    - `gather_s`: to gather them.
+    - `reduce_s`: to reduce their gradients, including the part among copies of a shard.
+    - `copies_s`: to sum gradients over `copies`.
+    - `partial_s`: to sum gradients that are partial over tp.
+    - `update_s`: to update them.
+    - `fetch_s`: to fetch them from the host.
+
+    The bytes mean the same as in `Strategy`.
     """
 
     gather_s: float

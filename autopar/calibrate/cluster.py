@@ -42,9 +42,8 @@ def calibrate(
     """This machine, measured, as a cluster of one node with `nproc` devices: CPU processes over
     gloo, or its GPUs over NCCL.
 
-    All devices work at once during a measurement, as they do when a plan runs; CPU processes share
-    the cores. It takes about a minute. Raises AutoparError for devices that the machine does not
-    have.
+    All devices work at once during a measurement, as when a plan runs; CPU processes share the
+    cores. It takes about a minute. Raises AutoparError for devices that the machine does not have.
 
     Args:
         nproc: number of devices. Default: 4 processes, or all GPUs.

@@ -38,7 +38,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-MOST = 200  # repetitions between two readings of the clock; kernels ahead of a device, whose queue holds about 1000
+MOST = 200  # repetitions between two readings of the clock, and kernels in a device's queue, which holds about 1000
+
 # products of 4096**3 that keep a device busy while a chain is issued: some 10 ms in tf32
 BLOCKERS = 16
 WORK = 4  # products before a collective: milliseconds

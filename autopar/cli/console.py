@@ -22,7 +22,7 @@ def main() -> None:
     """Run the console script. Ctrl-C and a closed pipe end it without a message; output that cannot
     be written ends it with one line.
     """
-    if sys.stderr is None:  # closed by who started this
+    if sys.stderr is None:  # closed by the process that started this
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
     with seldom_collected():  # nor at its end, which it does not reach
         _end(_run())

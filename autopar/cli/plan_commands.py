@@ -489,7 +489,7 @@ def sweep(
 @click.option(
     "--near",
     type=options.POSITIVE_REAL,
-    help="Also find the most robust plan of those at most so many percent slower.",
+    help="Also find the most robust plan of those at most this many percent slower.",
 )
 @options.search
 @options.as_json

@@ -22,8 +22,8 @@ class Saved:
     """A tensor that autograd keeps from forward to backward. Equal keys within a class are one
     tensor, counted once.
 
-    A key is the name of the value, followed by the form in which it is kept: `up`, `up/dp/tp` (a
-    shard), `up/tp:fp8`, or `gelu:own` (a private tensor of the op `gelu`).
+    A key is the name of the value, followed by the form in which it is kept. Examples are `up`,
+    `up/dp/tp` (a shard), `up/tp:fp8`, and `gelu:own` (a private tensor of the op `gelu`).
     """
 
     key: str

@@ -10,9 +10,7 @@ from typing import Any
 
 from autopar.ops.dims import is_symbolic
 
-_BATCH = (
-    1_000_003  # a prime that stands for the symbolic batch size; no other dim is a multiple of it
-)
+_BATCH = 1_000_003  # a prime that stands for the symbolic batch size; no other dim is a multiple
 
 
 def concrete(size: Any) -> int:

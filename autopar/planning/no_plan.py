@@ -55,6 +55,6 @@ def check_host(prediction: Prediction, request: PlanRequest) -> None:
     if host is not None and prediction.host_bytes > host.memory_bytes:
         raise NoPlanFits(
             f"No plan fits: the optimizer state of the fastest one needs {prediction.host_bytes / 2**30:.2f} GiB of host memory per "
-            f"device of {host.memory_bytes / 2**30:.2f}; use more devices, or a ZeRO stage that shares it out",
+            f"device of {host.memory_bytes / 2**30:.2f}. Use more devices, or a ZeRO stage that shares it out",
             proven=False,
         )

@@ -177,8 +177,8 @@ def choose(
     pin: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> Chosen:
-    """The best plan for a goal, on the cluster or a part of it. If the goal is not the time, the
-    plan's notes state what is proved.
+    """The best plan for a goal, on the cluster or on some of its devices. If the goal is not the
+    time, the plan's notes state what is proved.
 
     Raises AutoparError like the planner, and if no part of the cluster meets a deadline.
     """

@@ -166,7 +166,7 @@ def cluster_of(run: Run, fitted: FittedConstants = FITTED) -> ClusterSpec:
     """
     machine = run.machine
     per_node = min(machine.nvlink_domain, machine.gpus)
-    if machine.gpus % per_node:  # a part of a rack: as many GPUs of it as divide evenly
+    if machine.gpus % per_node:  # a part of a rack: the most GPUs that divide evenly
         per_node = next(size for size in range(per_node, 0, -1) if machine.gpus % size == 0)
     device = device_of(machine.gpu)
     links: dict[str, Any] = {"inter_bandwidth_Bps": machine.nic_Bps}

@@ -1,8 +1,8 @@
 """Facts about the frameworks of measured runs, as fields of `Software`: memory, and options that
 runs do not print.
 
-Each rule comes from the framework's source, its documentation or, where it says so, runs of it. No
-rule uses measurements of the run that is predicted.
+Each rule comes from the framework's source, its documentation or, where the rule says so, from runs
+of the framework. No rule uses measurements of the run that is predicted.
 """
 
 from __future__ import annotations

@@ -213,9 +213,9 @@ def _rank_bytes(
 ) -> int:
     """Peak bytes of a pipeline rank.
 
-    This is the sum of: static bytes; messages in transit; the most that is kept; under zero bubble,
-    the most that additionally waits between the two parts of backwards; and the peak of a backward.
-    What the model's last segment has freed by then is subtracted.
+    This is the sum of static bytes, messages in transit, the most that is kept, and the peak of a
+    backward. Under zero bubble, the most that additionally waits between the two parts of backwards
+    is added. What the model's last segment has freed by then is subtracted.
     """
     stages, parted = of_stage[rank :: plan.mesh.pp], plan.splits_backward and plan.mesh.pp > 1
     sent = [_sent_bytes(base, segments, stage) for stage in of_stage]

@@ -305,7 +305,7 @@ def _check_fixed_axes(
             if ours != theirs:
                 raise AutoparError(
                     f"the plan runs {name} of {block.name} over {axis} as {theirs and theirs.strategy}, and this model would run it as "
-                    f"{ours and ours.strategy}: give the pins that the plan was made under (context_method), or plan again"
+                    f"{ours and ours.strategy}. Give the pins that the plan was made under (context_method), or plan again"
                 )
 
 

@@ -30,7 +30,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 def _model(name: str, model: Any) -> None:
     if isinstance(model, type):
         raise AutoparError(
-            f"model is the class {model.__name__}, not a torch.nn.Module of it: pass {model.__name__}(...)"
+            f"model is the class {model.__name__}, not one of its instances: pass {model.__name__}(...)"
         )
     if not isinstance(model, nn.Module):
         raise AutoparError(

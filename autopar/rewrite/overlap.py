@@ -2,8 +2,8 @@
 late.
 
 Requires: a graph of local ops in which transitions are nodes. Ensures: the same values and
-gradients. A transition that communicates in forward or backward becomes a start and a `wait`, if
-there is work between the point where its operand is ready and the first use of its value. That work
+gradients. A transition that communicates in forward or backward becomes a start and a `wait`. This
+needs work between the point where its operand is ready and the first use of its value. That work
 hides the collective in forward and, mirrored, in backward. Linear layers that read such a
 transition compute the gradient of their weight while their input's gradient is communicated
 (`late_gradients.py`).

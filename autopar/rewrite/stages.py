@@ -69,7 +69,7 @@ def _ends(traced: TracedModel, plan: Plan) -> tuple[int, ...]:
     ):
         raise AutoparError(
             f"the plan's {len(plan.stages)} stages over pp={plan.mesh.pp} do not deal out the model's {len(traced.segments)} segments in "
-            "order, at least one to each stage and as many stages to each rank: it was damaged; plan again"
+            "order, at least one to each stage and as many stages to each rank. It was damaged; plan again"
         )
     ends, end = [], 0
     for stage in plan.stages:

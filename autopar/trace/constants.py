@@ -118,13 +118,13 @@ class Registered:
         if (own := self._part_of(constant)) is not None:
             raise AutoparError(
                 f"forward or the loss reads {tuple(constant.shape)} in {constant.dtype} of parameter {own!r} past the module's attributes, "
-                "which torch.export takes for a constant, so that it would not train; read the parameter as an attribute of the module, in "
+                "which torch.export takes for a constant, so that it would not train. Read the parameter as an attribute of the module, in "
                 "forward"
             )
         if isinstance(constant, FakeTensor) or constant.grad_fn is not None:
             raise AutoparError(
                 f"forward reads a tensor of shape {tuple(constant.shape)} that is made of parameters or buffers before it runs, which "
-                "torch.export takes for a constant; make it in forward, of attributes of the module"
+                "torch.export takes for a constant. Make it in forward, of attributes of the module"
             )
         return None
 

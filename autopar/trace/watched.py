@@ -109,7 +109,7 @@ class _ValueReads(TorchFunctionMode):
                 )
             raise AutoparError(
                 f"forward uses the batch size as a Python number{line_now()}, by {_ROWS[func]} over dim 0, so that it would compute for "
-                "one batch size alone; use x.shape[0] instead of len(x), and an op on the whole tensor instead of a loop over its rows; "
+                "one batch size alone. Use x.shape[0] instead of len(x), and an op on the whole tensor instead of a loop over its rows; "
                 "if it comes from an input without rows, say so by the input's name: batch_dims={'positions': None}"
             )
         return func(*args, **kwargs)

@@ -1,1 +1,3 @@
-"""Does a parallel program compute what one device does?  Losses, models, plans and damaged programs."""
+"""Checks that a parallel program computes the same as one device, for losses, models, plans and
+damaged programs.
+"""

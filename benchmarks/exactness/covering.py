@@ -11,17 +11,20 @@ Combination = tuple[tuple[str, Any], ...]
 
 
 def combinations_in(row: Mapping[str, Any], together: Sequence[str]) -> set[Combination]:
-    """What a row shows: every pair of its values, and its values of the columns `together`.
+    """The combinations of values that a row has: every pair, and the tuple of its values of the
+    columns `together`.
 
-    {a: 1, b: 2, c: 3}, together a b c  ->  a1 b2, a1 c3, b2 c3, a1 b2 c3
+        {a: 1, b: 2, c: 3}, together a b c  ->  a1 b2, a1 c3, b2 c3, a1 b2 c3
     """
     return {*combinations(row.items(), 2), tuple((name, row[name]) for name in together)}
 
 
 def covering(rows: Sequence[Mapping[str, Any]], together: Sequence[str]) -> list[int]:
-    """Numbers of rows, ascending, that show all that the rows show together.
+    """Ascending numbers of a few rows that have every combination (`combinations_in`) that some row
+    has.
 
-    Greedy: next is the row that shows most of what is left, the first of equals, so that the same rows give the same answer everywhere.
+    The choice is greedy: the next row is the first of those that add most combinations. Equal rows
+    give the same answer on every machine.
     """
     shown = [combinations_in(row, together) for row in rows]
     left, chosen = set().union(*shown), []

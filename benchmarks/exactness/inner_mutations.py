@@ -1,7 +1,9 @@
-"""One hook into what special lowerings communicate on their own: the loss, attention over a sharded sequence, routed experts.
+"""Watch and damage the messages that special lowerings send inside one node: the loss, attention
+over a sharded sequence, routed experts.
 
-Their messages are no nodes of the program.  `Watch` sees each one as it is sent, by the node that runs it, and may damage it.  What a
-damaged message leaves behind has the right shape, so that only the numbers can tell:
+These messages are no nodes of the program. `Watch` sees each one as it is sent, by the node that
+runs it, and may damage it. A damaged message has the right shape, so that only the numbers can show
+the damage:
 
     delete    the receiver keeps what it would have sent
     zero      the receiver gets zeros
@@ -30,7 +32,9 @@ Place = tuple[str, str]
 
 KINDS = ("delete", "zero", "double")
 _FRAMES_TO_CONTEXT = 2
-"""A message is sent by the forward or backward of an autograd function, or by a helper that it calls."""
+"""Stack frames between a message and the forward or backward of its autograd function: a helper may
+send it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def _refilled(x: Tensor, shape: Iterable[int]) -> Tensor:
 
 
 def _damaged_sum(send: Callable, kind: str, x: Tensor, group: Any, op: str) -> Tensor:
-    """All-reduce of the vocabulary-parallel loss."""
+    """The all-reduce of the vocabulary-parallel loss, damaged in the way `kind`."""
     return {
         "delete": lambda: x,
         "zero": lambda: torch.zeros_like(x),
@@ -76,7 +80,9 @@ def _damaged_sum(send: Callable, kind: str, x: Tensor, group: Any, op: str) -> T
 def _damaged_hop(
     send: Callable, kind: str, ring: Any, outgoing: Tensor, incoming: Tensor, tag: int
 ) -> list:
-    """A message to the next rank of a ring."""
+    """A message to the next rank of a ring, damaged in the way `kind`; returns the works to wait
+    for.
+    """
     if kind == "zero":
         incoming.zero_()
     elif kind == "delete":
@@ -92,7 +98,9 @@ def _damaged_hop(
 def _damaged_exchange(
     send: Callable, kind: str, x: Tensor, to: list[int], of: list[int], group: Any
 ) -> Tensor:
-    """Rows between experts' ranks, or how many there will be."""
+    """The exchange of rows between experts' ranks, or of their numbers, damaged in the way
+    `kind`.
+    """
     shape = (sum(of), *x.shape[1:])
     if kind == "double":
         return send(_refilled(send(x, to, of, group), x.shape), to, of, group)
@@ -100,7 +108,7 @@ def _damaged_exchange(
 
 
 def _damaged_primitive(send: Callable, kind: str, name: str, x: Tensor, *rest: Any) -> Tensor:
-    """A transition inside attention: Ulysses' all-to-all."""
+    """The all-to-all of Ulysses' attention, damaged in the way `kind`."""
     result = send(name, x, *rest)
     if kind == "double":
         return send(name, _refilled(result, x.shape), *rest)
@@ -122,7 +130,7 @@ _SENDING = (
     (expert_parallel, "_all_to_all", _damaged_exchange),
     (transitions, "apply_primitive", _damaged_primitive),
 )
-"""Module, its function that communicates, and what does the same wrongly."""
+"""(module, name of its function that communicates, function that does the same wrongly)."""
 
 COMMUNICATING = (
     vocabulary_parallel.vocab_parallel_cross_entropy,
@@ -130,14 +138,14 @@ COMMUNICATING = (
     context_attention.context_attention,
     expert_parallel.expert_parallel,
 )
-"""Functions of programs inside which there are messages."""
+"""Functions of programs that send messages inside one node."""
 
 
 def kinds_of(message: Message) -> Iterator[tuple[str, bool]]:
     """(kind, whether it changes nothing) of each way to damage a message.
 
-    Cross-entropy is the same whatever is subtracted from the logits of a token, as long as all ranks subtract the same: a maximum of
-    maxima, or zero.
+    Cross-entropy does not change if all ranks subtract the same number from the logits of a token,
+    such as a maximum of maxima, or zero.
     """
     for kind in KINDS:
         yield kind, message.what == "max" and kind in ("zero", "double")
@@ -147,14 +155,18 @@ def kinds_of(message: Message) -> Iterator[tuple[str, bool]]:
 
 
 class Watch:
-    """Within `with watch.over(modules, nodes):`, `see(message)` is asked how to damage each message of these nodes; None leaves it."""
+    """Damages messages: within `with watch.over(nodes):`, `see(message)` says how to damage each
+    message of these nodes, or None.
+    """
 
     def __init__(self, see: Callable[[Message], str | None]) -> None:
         self._see, self._now, self._calls = see, None, 0
 
     @contextlib.contextmanager
     def over(self, nodes: Iterable[tuple[str, GraphModule, Node]]) -> Iterator[None]:
-        """`nodes`: (module's name, module, node)."""
+        """Within the block, the messages of `nodes` are watched, each (module's name, module,
+        node).
+        """
         found, originals = list(nodes), [getattr(module, name) for module, name, _ in _SENDING]
         targets = [node.target for _, _, node in found]
         try:
@@ -193,7 +205,9 @@ class Watch:
         return watched
 
     def _identify(self, function: str, what: str) -> Message | None:
-        """Forward runs inside the node; backward is known by the context that forward left."""
+        """The message that is being sent, or None outside of watched nodes; backward is known by
+        the context that forward left.
+        """
         frame = sys._getframe(2)
         for _ in range(_FRAMES_TO_CONTEXT):
             if frame.f_code.co_name in ("forward", "backward") and "ctx" in frame.f_locals:

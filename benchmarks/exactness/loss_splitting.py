@@ -72,7 +72,7 @@ def results(seeds: range, jobs: int, ranks: int) -> Iterator[Result]:
 
 
 def _on_ranks(pool: WorkerPool, seed: int, ranks: int) -> Result:
-    """The worst of all ranks."""
+    """The result of a random loss on `ranks` processes: the worst of all ranks."""
     try:
         return max(
             pool.run(result_on_rank, seed, ranks, timeout_s=LIMIT_S),

@@ -56,19 +56,27 @@ WORKERS_TIMEOUT_S, PLANNING_TIMEOUT_S = 120.0, 60.0
 BYTES_SHARE, FLOPS_SHARE = 0.9, 0.85
 """How much of the ideal saving a rank must reach; issue 3, "not by replication"."""
 PRECISION, TOLERANCE = "fp64", TOLERANCES["fp64"][0]
-"""Transformers' experts too: stricter than the fp32 and 1e-3 that issue 3 allows them, under which a router may choose otherwise."""
+"""fp64 and its tolerance, for transformers' experts too: in fp32 within 1e-3 a router may choose
+other experts.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one cell showed.  Ratios are the whole's divided by a rank's; `needed_*` are what they must reach (0: nothing is asked).
+    """What one cell showed.  Ratios are the whole's divided by a rank's; `needed_*` are what they
+    must reach (0: nothing is asked).
 
-    `status`: 'ok', 'failed' (`message` says what is missing), or 'refused' (the planner's own words).  `replicated` lists ops that
-    multiply matrices and ran whole over an axis: (op, axis, share of the model's forward FLOPs); `whole_matrices` parameters of which a
-    rank holds more than its share: (name, share of the model's matrix bytes); `uncounted` ops that FlopCounterMode cannot look into.
-    `moved` is what collectives moved in a step, the larger of what a rank gave and got, in hidden states per token of the rank's rows
-    and layer: Megatron-LM's tensor parallelism moves 8 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2), plus what embedding,
-    loss and data parallelism take.  It is shown, not judged: the plans are for a network that costs nothing.
+    `status`: 'ok', 'failed' (`message` says what is missing), or 'refused' (the planner's own
+    words).  `replicated` lists ops that multiply matrices and ran whole over an axis: (op, axis,
+    share of the model's forward FLOPs). `whole_matrices` lists parameters of which a rank holds
+    more than its share: (name, share of the model's matrix bytes). `uncounted` lists ops that
+    FlopCounterMode cannot look into.
+
+    `moved` is what collectives moved in a step, the larger of what a rank gave and got. Its unit is
+    hidden states per layer and token of the rank's rows. Megatron-LM's tensor parallelism moves 8
+    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2), plus what embedding, loss and data
+    parallelism take. `moved` is shown, not judged, since the plans are for a network that costs
+    nothing.
     """
 
     model: str
@@ -108,7 +116,9 @@ class RankResult:
 
 
 def run_cell(model: ZooModel, mesh: str, pins: dict[str, int]) -> Cell:
-    """Plan, train and weigh `model` under `pins`.  Whatever goes wrong becomes a row: this never raises (but for Ctrl-C)."""
+    """Plan, train and weigh `model` under `pins`. An error becomes a failed or refused cell: this
+    raises nothing but KeyboardInterrupt.
+    """
     start = time.perf_counter()
 
     def without_numbers(status: str, message: str) -> Cell:
@@ -145,7 +155,7 @@ def run_cell(model: ZooModel, mesh: str, pins: dict[str, int]) -> Cell:
 
 
 def _words(error: Exception) -> str:
-    """A worker's traceback is shortened to its last line."""
+    """The text of an error; a worker's traceback is shortened to its last line."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
     text = lines[-1].strip() if isinstance(error, WorkerError) else str(error)
     return (
@@ -258,7 +268,9 @@ def local_matrices(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_matrix(spec: ParameterSpec) -> bool:
-    """Parameters of two dims and more, not counting dims of size 1 (a class token is a vector)."""
+    """Whether a parameter is a matrix: it has two dims and more, not counting dims of size 1 (a
+    class token is a vector).
+    """
     return not spec.buffer and sum(size > 1 for size in spec.shape) >= 2
 
 
@@ -310,7 +322,9 @@ def _cpu_attention_backward(
 
 
 def _grouped_mm(a, b, offs=None, *args, out_val=None, **kwargs) -> int:
-    """2 x rows x inner x columns, of the rows that belong to a group."""
+    """FLOPs of a grouped matrix product: 2 x rows x inner x columns, for the rows that belong to a
+    group.
+    """
     shared = a.shape[-1]
     if offs is None:
         return 2 * a.shape[:-1].numel() * shared * b.shape[-1]
@@ -337,7 +351,9 @@ def _grouped_mm_fallback_backward(*args, out_val=None, **kwargs) -> int:
 
 
 def formulas() -> dict[Any, Any]:
-    """Formulas that FlopCounterMode lacks (torch 2.13), on the tensors themselves; transformers' experts where that is loaded."""
+    """FLOP formulas that FlopCounterMode lacks (torch 2.13), by op; those of transformers' experts
+    where that is loaded.
+    """
     found = dict(_FORMULAS)
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
         found[torch.ops.transformers.grouped_mm_fallback] = _grouped_mm_fallback
@@ -356,8 +372,11 @@ _OPAQUE_IS_FINE = ("aten", "prim", "prims", "profiler", "_c10d_functional", "c10
 
 
 class counting:
-    """`with counting() as counter`: afterwards `counter.flops`, `counter.moved` (elements through collectives), and in
-    `counter.unknown` custom ops into which it could not look."""
+    """Counts the FLOPs and communicated elements of a block of code.
+
+    After `with counting() as counter:`, `counter.flops` and `counter.moved` (elements through
+    collectives) are the counts. `counter.unknown` has the custom ops that could not be counted.
+    """
 
     def __init__(self) -> None:
         self.flops, known = 0, formulas()

@@ -1,9 +1,10 @@
-"""The model matrix: every architecture under every mesh of four processes, exact and really sharded.
+"""The model matrix: every architecture under every mesh of four processes, exact and sharded.
 
     python benchmarks/exactness/model_matrix.py [--models llama,gpt2] [--meshes tp=4 dp=2,tp=2] [--json FILE] [--jobs 1]
 
-Trains each tiny model of `model_zoo.py` on CPU processes under each mesh, compares it with one device, and weighs what a rank holds and
-computes (`matrix_cell.py` says how).  Prints one row a cell; exit code 1 if a cell failed or was refused.
+Trains each tiny model of `model_zoo.py` on CPU processes under each mesh, compares it with one
+device, and weighs what a rank holds and computes (`matrix_cell.py` says how).  Prints one row a
+cell; exit code 1 if a cell failed or was refused.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SHOWN_OPS, LONGEST_MESSAGE = 3, 240
 
 
 def cells(names: list[str], meshes: list[str]) -> Iterator[tuple[str, str]]:
-    """(model, mesh) of every cell that makes sense."""
+    """(model, mesh) of every cell whose mesh suits the model (`ZooModel.can_have`)."""
     for name in names:
         model = ZooModel.of(name)
         for mesh in meshes:
@@ -62,7 +63,7 @@ def run_one_by_one(names: list[str], meshes: list[str]) -> list[Cell]:
 
 
 def run_side_by_side(names: list[str], meshes: list[str], jobs: int) -> list[Cell]:
-    """One process of this script for each model, `jobs` at a time."""
+    """The cells of all models: one process of this script for each model, `jobs` at a time."""
 
     def run(name: str) -> list[Cell]:
         with tempfile.TemporaryDirectory() as directory:
@@ -97,7 +98,7 @@ def write_json(file: Path, found: list[Cell]) -> None:
 
 
 def read_json(file: Path) -> list[Cell]:
-    """Read what `write_json` wrote."""
+    """The cells in a file that `write_json` wrote."""
     rows = json.loads(file.read_text())
     return [
         Cell(
@@ -113,7 +114,7 @@ def _tuple(value: object) -> object:
 
 
 def table(found: list[Cell]) -> Table:
-    """One row a cell."""
+    """A table with one row for each cell."""
     shown = Table(
         title=f"model matrix: {sum(cell.status == 'ok' for cell in found)} of {len(found)} cells are exact and sharded"
     )
@@ -177,7 +178,7 @@ def matrix_parser(doc: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; returns its exit code."""
     parser = matrix_parser(__doc__)
     parser.add_argument(
         "--jobs", type=int, default=1, help="models run at a time, each on 4 processes"

@@ -1,9 +1,11 @@
-"""Tiny models of every family of the matrix, as data: what `model_matrix.py` and the tests parallelize.
+"""Tiny models of every family of the matrix, as data: what `model_matrix.py` and the tests
+parallelize.
 
-Sizes are small enough for a cell to take seconds and such that every mesh of four devices makes sense: 8 heads, 8 experts, a sequence of
-16; matrices outweigh what is rightly kept whole (router gates, norms).  Each family keeps what sets it apart: fewer key heads than tp=4
-(kv=2), windows shorter than the sequence, tied and untied heads, vocabularies that four do not divide (99), low-rank projections.
-Dropout is off, since it draws other numbers on shards.
+Sizes are small, so that a cell takes seconds, and fit every mesh of four devices: 8 heads, 8
+experts, a sequence of 16. Matrices are larger than the parameters that are rightly kept whole
+(router gates, norms). Each family keeps its special properties. Examples are fewer key heads than
+tp=4 (kv=2), windows shorter than the sequence, tied and untied heads, vocabularies that four do not
+divide (99), and low-rank projections. Dropout is off, since it draws other numbers on shards.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from autopar.models.base import ModelSpec
 from autopar.models.hf import HFSpec
 
 SEQ, HIDDEN, LAYERS = 16, 64, 2
-"""Sizes that all models share; encoder-decoders have as many layers on either side, unless asked for another depth."""
+"""Sequence length, hidden size and layers of all models. Encoder and decoder have LAYERS layers
+each, unless another depth is asked for.
+"""
 
 _WIDTH = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 8}
 _TOKENS = {
@@ -220,7 +224,7 @@ CONFIGS: dict[str, dict[str, Any] | str] = {
 """Name -> the contents of a config.json, or the text that `parse_model` reads."""
 
 EXPERTS = {"mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "autopar-moe"}
-"""Models with routed experts: the ones that a mesh with ep is for."""
+"""Models with routed experts, which may have a mesh with ep."""
 
 SHORT = {"mamba": 8}
 """Sequence lengths other than SEQ: mamba's recurrence is unrolled, token by token, in the captured graph."""
@@ -265,7 +269,7 @@ class ZooModel:
         return cls(name, spec, SHORT.get(name, SEQ), name in EXPERTS)
 
     def can_have(self, pins: dict[str, int]) -> bool:
-        """Whether a mesh makes sense for this model: ep needs experts, cp attention."""
+        """Whether a mesh suits this model: ep needs experts, and cp needs attention."""
         return (self.experts or pins.get("ep", 1) == 1) and (
             self.name not in NO_CONTEXT_PARALLELISM or pins.get("cp", 1) == 1
         )

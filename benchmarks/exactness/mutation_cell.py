@@ -1,7 +1,8 @@
-"""One cell of the mutation matrix: every mutation of one program, one at a time, on a pool of workers that stays.
+"""One cell of the mutation matrix: every mutation of one program, one at a time, on a pool of
+workers that is used again.
 
-A mutant may send ranks different ways, which leaves them waiting for each other for ever: the pool then gives up, which counts as caught,
-and starts anew.  What the ranks decided and what they held are gone with it, so that each rank makes its engine again.
+A mutant may leave ranks waiting for each other for ever. Then the pool gives up, which counts as
+caught, and starts anew. The state of its ranks is lost, so that each rank makes its engine again.
 """
 
 from __future__ import annotations
@@ -29,14 +30,20 @@ from benchmarks.exactness.mutations import (
 
 PREPARE_TIMEOUT_S = 180.0
 TIMEOUT_S, SLOWER = 10.0, 40
-"""A mutant is stuck after this long, or after this many times what a step of the undamaged program takes."""
+"""When a mutant counts as stuck: after TIMEOUT_S seconds, or after SLOWER times the seconds of a
+step of the undamaged program.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MutationCell:
-    """What became of the mutations of one program.  `no_ops` counts those that provably change nothing, `same` lists those that were
-    seen to return the right gradients before they ran; `escaped` lists the others that nothing noticed, `wrong` those that were predicted
-    to change nothing and did; `message` says why there is no program."""
+    """What became of the mutations of one program.
+
+    `no_ops` counts those that provably change nothing. `same` lists those that were seen to return
+    the right gradients before they ran. `escaped` lists the others that nothing noticed. `wrong`
+    lists those that were predicted to change nothing and did. `message` says why there is no
+    program.
+    """
 
     model: str
     mesh: str
@@ -69,7 +76,8 @@ def run_mutations(
     start: int = 0,
     progress: Callable[[Mutation, str], None] | None = None,
 ) -> list[tuple[Mutation, str]]:
-    """What became of every `every`-th mutation of the program of `plan`, from number `start` on.
+    """(mutation, verdict) of every `every`-th mutation of the program of `plan`, from number
+    `start` on.
 
     Raises RuntimeError if the program itself is not exact, before or after.
     """
@@ -103,7 +111,7 @@ def run_mutations(
 def judged(
     model: str, mesh: str, found: list[tuple[Mutation, str]], start_s: float
 ) -> MutationCell:
-    """Count what became of the mutations."""
+    """The counts of the verdicts of one cell."""
     predicted = [
         (mutation, verdict) for mutation, verdict in found if mutation.no_op or mutation.same
     ]
@@ -131,11 +139,13 @@ def judged(
 # ---------------------------------------------------------------------------------------------------------------- one rank
 
 _trials: dict[str, Trial] = {}
-"""The trial of this worker, by its plan: one, since a model is under one plan at a time."""
+"""The trial of this worker, by its plan. There is only one, since a model is under one plan at a
+time.
+"""
 
 
 def _prepare(rank: int, source: Source, plan: str) -> tuple[list[Mutation], float]:
-    """The mutations of the program, and how long its three steps take."""
+    """(mutations of the program, seconds of the three steps of its training)."""
     _trials.clear()
     trial = _trials[plan] = Trial.of(source[0](*source[1:]), Plan.from_json(plan))
     mutations, start = mutations_of(trial), time.perf_counter()

@@ -36,7 +36,7 @@ from benchmarks.exactness.mutations import Mutation
 
 
 def setup_of(name: str) -> Setup:
-    """How the matrix trains a model."""
+    """The setup with which the matrix trains a model."""
     model = ZooModel.of(name)
     return Setup(model.spec, PRECISION, STEPS, model.seq, ROWS)
 
@@ -61,7 +61,9 @@ def solved_plan(name: str, mesh: str) -> Plan:
 def run_cell(
     pool: WorkerPool, name: str, mesh: str, every: int = 1, start: int = 0, verbose: bool = False
 ) -> MutationCell:
-    """Plan, mutate and judge.  What prevents a program becomes the cell's message."""
+    """Plan, mutate and judge one cell. If there is no program, the reason becomes the cell's
+    message.
+    """
     began = time.perf_counter()
 
     def progress(mutation: Mutation, verdict: str) -> None:
@@ -83,7 +85,9 @@ def run_cell(
 def run_models(
     names: list[str], meshes: list[str], every: int, verbose: bool
 ) -> list[MutationCell]:
-    """The cells, model by model: the workers of a model are copies of this process once it has traced and trained the model."""
+    """The cells, model by model. The workers of a model are copies of this process after it has
+    traced and trained the model.
+    """
     found = []
     for name in names:
         with WorkerPool(NPROC) as pool:
@@ -98,7 +102,9 @@ def run_models(
 
 
 def table(found: list[MutationCell]) -> Table:
-    """One row a cell; `inside` counts the mutations inside special lowerings, `same` wrong backwards that return the right gradients."""
+    """A table with one row for each cell; `inside` counts the mutations inside special lowerings,
+    `same` wrong backwards that return the right gradients.
+    """
     shown = Table(
         title=f"mutation matrix: {sum(cell.ok for cell in found)} of {len(found)} cells let no mutation escape"
     )
@@ -134,7 +140,7 @@ def table(found: list[MutationCell]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; returns its exit code."""
     parser = matrix_parser(__doc__)
     parser.add_argument("--every", type=int, default=1, help="apply every N-th mutation only")
     parser.add_argument("--verbose", action="store_true", help="tell of every mutation, on stderr")

@@ -1,9 +1,10 @@
 """Mutations of a program's communication: list them, apply one, and see whether anything notices.
 
-Every transition node is deleted, doubled, or given every other backward that its function allows; every message inside a special lowering
-is damaged (`inner_mutations.py`); every parameter's gradient reduction is dropped or done again, axis by axis.  Of segments of one class
-the first is mutated.  A mutant is caught if the verifier rejects it, or if training raises, gets stuck, or leaves losses or
-parameters outside the tolerance of `autopar verify`.
+Every transition node is deleted, doubled, or given every other backward that its function allows.
+Every message inside a special lowering is damaged (`inner_mutations.py`). Every parameter's
+gradient reduction is dropped or done again, axis by axis.  Of segments of one class the first is
+mutated.  A mutant is caught if the verifier rejects it, or if training raises, gets stuck, or
+leaves losses or parameters outside the tolerance of `autopar verify`.
 
 Mutations that provably change nothing are predicted, and the prediction is checked: they must train exactly.
   - `mask` and `identity` with backward `mask` doubled: masking is idempotent, and the other direction is an identity;
@@ -12,7 +13,8 @@ Mutations that provably change nothing are predicted, and the prediction is chec
     where its parts are zero too, at all;
   - the largest logit of the loss, over which ranks need only agree: see `inner_mutations.kinds_of`.
 
-Another backward that in the undamaged run returns what the right one returns is predicted too, and counted apart: see `same_gradients.py`.
+Another backward that in the undamaged run returns what the right one returns is predicted too, and
+counted apart: see `same_gradients.py`.
 """
 
 from __future__ import annotations
@@ -56,8 +58,12 @@ Source = tuple
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """`kind` is delete, double, a backward, drop or reduce_again, or how `message` is damaged; `place` a module and node, or a parameter
-    and axis.  `no_op`: it provably changes nothing; `same`: why it does what the right backward does, if so."""
+    """One way to damage a program.
+
+    `kind` is delete, double, a backward, drop or reduce_again, or how `message` is damaged. `place`
+    is a module and node, or a parameter and axis. `no_op`: the mutation provably changes nothing.
+    `same`: why its backward returns what the right one returns, if it does.
+    """
 
     place: Place
     kind: str
@@ -74,7 +80,9 @@ class Mutation:
 
 
 def modules(engine: Engine) -> dict[str, GraphModule]:
-    """The root ('') and each segment; a recomputed segment wraps its graph."""
+    """The graph modules of a program by name: the root ('') and each segment (of a recomputed
+    segment, the graph inside).
+    """
     found = {"": engine.program.module}
     found.update(
         (name, getattr(child, "body", child))
@@ -84,7 +92,7 @@ def modules(engine: Engine) -> dict[str, GraphModule]:
 
 
 def representatives(traced: TracedModel) -> dict[str, int]:
-    """Module of the first segment of each class -> class."""
+    """The class of the first segment of each class, by the name of the segment's module."""
     found: dict[int, str] = {}
     for segment in traced.segments:
         found.setdefault(segment.class_index, module_name(segment.name))
@@ -92,7 +100,10 @@ def representatives(traced: TracedModel) -> dict[str, int]:
 
 
 def _distinct_nodes(engine: Engine, traced: TracedModel) -> Iterator[tuple[str, GraphModule, Node]]:
-    """Nodes of the root and of one segment of each class; of the root's nodes between segments of the same classes, the first."""
+    """(module's name, module, node) of the nodes to mutate: those of the root, and of one segment
+    of each class. Among the root's nodes between segments of the same classes, only the first
+    counts.
+    """
     classes = {module_name(segment.name): segment.class_index for segment in traced.segments}
     first, seen = representatives(traced), set()
     for name, module in modules(engine).items():
@@ -108,7 +119,9 @@ def _distinct_nodes(engine: Engine, traced: TracedModel) -> Iterator[tuple[str, 
 
 
 def _origin(node: Node, classes: dict[str, int]) -> tuple:
-    """Where a value of the root comes from, up to the number of the segment."""
+    """Where a value of the root comes from: equal for values that differ only in the number of
+    their segment.
+    """
     if node.op == "placeholder":
         return (node.name,)
     if node.op == "call_module":
@@ -324,8 +337,12 @@ def _damage_reduction(engine: Engine, name: str, axis: str, kind: str) -> Callab
 
 @dataclass
 class Trial:
-    """An engine on this rank, what it starts from, and what the undamaged program makes of the first step: this rank's tensors, and how
-    far each whole tensor moves.  A mutant that differs after one step needs no second one."""
+    """An engine on this rank, and the data to compare mutants with.
+
+    These are the tensors that it starts from, this rank's tensors after the first undamaged step,
+    and how far each whole tensor moves in it. A mutant that differs after one step needs no second
+    one.
+    """
 
     engine: Engine
     case: Case
@@ -353,7 +370,7 @@ class Trial:
         return trial
 
     def reset(self) -> None:
-        """Back to before the first step."""
+        """Restore the engine to its state before the first step."""
         engine = self.engine
         with torch.no_grad():
             for name, leaf in engine._leaves.items():
@@ -368,7 +385,9 @@ class Trial:
         found.append(float(self.engine.step(self.engine.local_batch(batch))))
 
     def outcome(self, verify: bool = True) -> str:
-        """EXACT, or how the program was caught; stops at the first difference.  Equal on all ranks unless they part ways."""
+        """EXACT, or how the program was caught; stops at the first difference. Equal on all ranks,
+        unless their control flow differs.
+        """
         if verify and any_rank(_fails(lambda: verify_program(self.engine.program))):
             return REJECTED
         self.reset()

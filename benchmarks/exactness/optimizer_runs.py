@@ -1,8 +1,11 @@
-"""Twenty steps of AdamW and of Adafactor under composed plans: loss curve and parameters of one device, in fp64.
+"""Twenty steps of AdamW and of Adafactor under composed plans: loss curve and parameters of one
+device, in fp64.
 
-With a learning rate that warms up and decays, weight decay, and clipping by global norm.  `runtime_matrix.py --adamw` runs them.
-A key's bias in gpt has no gradient but rounding (softmax does not see it), by whose size Adafactor divides it, and by the size of such
-updates those of the rest of the bias: on one device alone, zeros for that rounding move parameters by 1e-8.  gpt takes an eps above it.
+With a learning rate that warms up and decays, weight decay, and clipping by global norm.
+`runtime_matrix.py --adamw` runs them. In gpt, the gradient of a key's bias is rounding alone, since
+softmax ignores the bias. Adafactor divides this gradient by its size, and the updates of the rest
+of the bias by the size of such updates. Even on one device, zeros in place of the rounding move
+parameters by 1e-8. gpt therefore takes a larger eps.
 """
 
 from __future__ import annotations
@@ -81,7 +84,9 @@ RUNS = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The largest update-relative error of a parameter and of a loss of the curve, how often one device clipped, and its losses."""
+    """The largest update-relative errors of a parameter and of a loss, how many steps one device
+    clipped, and its losses.
+    """
 
     error: float
     tensor: str
@@ -91,7 +96,7 @@ class Found:
 
 
 def rate(step: int) -> float:
-    """The share of the learning rate in a step: warm-up, then a cosine."""
+    """The learning rate of a step, as a share of the largest: warm-up, then a cosine."""
     return (
         (step + 1) / WARM_UP
         if step < WARM_UP
@@ -100,7 +105,7 @@ def rate(step: int) -> float:
 
 
 def on_one_device(case: Case, optimizer: str) -> tuple[dict[str, Tensor], tuple[float, ...], int]:
-    """(parameters, losses, steps that clipped) of eager PyTorch."""
+    """(parameters, losses, steps that clipped) of training in eager PyTorch."""
     model: nn.Module = copy.deepcopy(case.model)
     trained = OPTIMIZERS[optimizer](model.parameters())
     schedule, losses, clipped = torch.optim.lr_scheduler.LambdaLR(trained, rate), [], 0
@@ -139,7 +144,7 @@ def on_a_rank(
 
 
 def run_optimizer(run: Run) -> Found:
-    """Train on one device and under the plan."""
+    """Train on one device and under the plan, and compare."""
     setup = Setup(ZooModel.of(run.model, LAYERS).spec, PRECISION, 3, SEQ, ROWS)
     case, devices = make_case(setup), math.prod(run.pins[axis] for axis in ("pp", "dp", "tp"))
     plan = make_plan(case.model, free_network(devices), case.batches[0], ROWS, run.pins, precision=PRECISION, runnable=True,

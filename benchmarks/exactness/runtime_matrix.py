@@ -1,14 +1,18 @@
-"""The matrix of the runtime: pp x tp x dp x ZeRO x recompute x schedules over seven models, every cell exact, or refused for a reason.
+"""The matrix of the runtime: meshes x ZeRO x recompute x schedules; every cell is exact or refused.
+
+It has pp x tp x dp over seven models.
 
     python benchmarks/exactness/runtime_matrix.py [--pairs] [--models gpt,hf-t5] [--shard 1/4] [--log cells.jsonl]
     python benchmarks/exactness/runtime_matrix.py --adamw
 
-A cell trains a tiny model on 4 or 8 gloo processes under a plan made with its pins, and is compared with one device as `autopar verify`
-does: fp64, three steps of SGD with momentum, update-relative error of every tensor and of the losses at most 1e-9.  What cannot run is
-listed in `REFUSALS`: there a cell must be refused, in those words, and nowhere else.  `--pairs` takes few cells, which still show every
-schedule x ZeRO x recompute and every other pair of values.  `--log` adds each cell to a file as it ends; those that passed there already
-are not run again.  Prints counts, refusals and what failed; exit code 1 if anything did.  `--adamw` runs 20 steps of AdamW and Adafactor
-under composed plans instead (`optimizer_runs.py`).
+A cell trains a tiny model on 4 or 8 gloo processes under a plan made with its pins. It is compared
+with one device as `autopar verify` does: in fp64, over three steps of SGD with momentum. The
+update-relative error of every tensor and of the losses is at most 1e-9.  What cannot run is listed
+in `REFUSALS`: there a cell must be refused, in those words, and nowhere else.  `--pairs` takes few
+cells, which still show every schedule x ZeRO x recompute and every other pair of values.  `--log`
+adds each cell to a file as it ends; those that passed there already are not run again.  Prints
+counts, refusals and what failed; exit code 1 if anything did.  `--adamw` runs 20 steps of AdamW and
+Adafactor under composed plans instead (`optimizer_runs.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ from benchmarks.exactness.optimizer_runs import RUNS, run_optimizer
 
 MODELS = {"llama": "autopar-llama", "gpt": "autopar-gpt", "moe": "autopar-moe", "hf-llama": "llama", "hf-gpt2": "gpt2",
           "hf-mixtral": "mixtral", "hf-t5": "t5"}  # fmt: skip
-"""The matrix' name of a model -> that of `model_zoo.py`."""
+"""Names of models in this matrix -> their names in `model_zoo.py`."""
 
 PROCESSES = (4, 8)
 DEGREES = {"pp": (1, 2, 4), "tp": (1, 2), "dp": (1, 2)}
@@ -61,7 +65,9 @@ TOGETHER = ("schedule", "zero", "recompute")
 ROWS, MICRO_BATCHES, STEPS, PRECISION = 8, 4, 3, "fp64"
 CELL_TIMEOUT_S, LONGEST_LINE = 180.0, 300
 PLANNING_S = 5.0
-"""The longest search for a plan: where the network is free many are as fast as the best, and none of them more exact."""
+"""The longest search for a plan, in seconds. On a free network many plans are equally fast, and
+equally exact.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,9 @@ class Cell:
 
     @property
     def layers(self) -> int:
-        """Every stage wants a layer of those that repeat, which the first ones of T5's encoder and decoder do not."""
+        """Layers of the cell's model: one that repeats for every stage. The first layers of T5's
+        encoder and decoder do not repeat.
+        """
         stages = self.pp * (2 if self.schedule == "interleaved_1f1b" else 1)
         return max(2, stages) + 2 * (self.model == "hf-t5" and stages > 4)
 
@@ -103,7 +111,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Cells that cannot run, and words of the error that says so."""
+    """Cells that cannot run, and a text that the error must contain."""
 
     reason: str
     holds: Callable[[Cell], bool]
@@ -144,7 +152,9 @@ class Outcome:
 
 
 def every_cell() -> list[Cell]:
-    """All cells of the matrix, by model and depth, so that those beside each other share a trace and its processes."""
+    """All cells of the matrix, by model and depth, so that cells next to each other share a trace
+    and processes.
+    """
     found = []
     for model, pp, tp, dp in product(MODELS, *DEGREES.values()):
         if pp * tp * dp in PROCESSES:
@@ -177,18 +187,20 @@ def covering_cells(cells: list[Cell]) -> list[Cell]:
 
 @cache
 def setup_of(model: str, layers: int) -> Setup:
-    """What the processes of a cell must agree on."""
+    """The setup that all processes of a cell share."""
     return Setup(ZooModel.of(MODELS[model], layers).spec, PRECISION, STEPS, SEQ, ROWS)
 
 
 def plan_of(cell: Cell, case: Case) -> Plan:
-    """The plan under the cell's pins.  Raises AutoparError where there is none."""
+    """The plan under the cell's pins. Raises AutoparError if there is none."""
     return make_plan(case.model, free_network(cell.processes), case.batches[0], ROWS, cell.pins, precision=PRECISION, runnable=True,
                      traced=case.traced, time_limit_s=PLANNING_S)  # fmt: skip
 
 
 def run_cell(cell: Cell, pool: WorkerPool) -> Outcome:
-    """Plan, train on the processes of `pool`, compare.  Whatever goes wrong is an outcome: this never raises (but for Ctrl-C)."""
+    """Plan, train on the processes of `pool`, and compare. An error becomes an outcome: this raises
+    nothing but KeyboardInterrupt.
+    """
     start = time.perf_counter()
 
     def outcome(status: str, message: str = "", error: float = 0.0, tensor: str = "") -> Outcome:
@@ -241,7 +253,7 @@ def run_cells(cells: Iterable[Cell]) -> Iterator[Outcome]:
 
 
 def shard_of(text: str) -> tuple[int, int]:
-    """'2/5' -> (2, 5)."""
+    """The (number, count) of a part of the matrix: '2/5' -> (2, 5)."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a part such as 1/4, 2/4, ...")
@@ -273,7 +285,7 @@ def report(outcomes: list[Outcome]) -> str:
 
 
 def run_optimizers() -> bool:
-    """Run and print every run of `optimizer_runs.py`; whether all are exact."""
+    """Run and print every run of `optimizer_runs.py`; returns whether all are exact."""
     exact = True
     for run in RUNS:
         found = run_optimizer(run)
@@ -288,7 +300,7 @@ def run_optimizers() -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (default: all)")
     parser.add_argument(

@@ -1,18 +1,22 @@
-"""Wrong backwards of transitions that return what the right ones return: nothing that trains on them can notice.
+"""Wrong backwards of transitions that return what the right ones return, so that training on them
+shows no difference.
 
-Three kinds of programs have them.  Where a value is gathered and cut again, each rank's partial gradient lies in its own shard, and adding
-up the ranks' gradients adds zeros.  Where the loss reads one position only (a class token), it may be the one rank that gives a gradient
-that holds this position.  And what happens at the last position of a causal model alone, nothing reads: it predicts no target.
+Three kinds of programs have them. If a value is gathered and cut again, each rank's partial
+gradient lies in its own shard, and adding up the ranks' gradients adds zeros. If the loss reads one
+position only (a class token), a single rank may give the only gradient. Last, nothing reads the
+last position of a causal model, since it predicts no target.
 
-They are found before any mutant runs.  The undamaged program trains, the gradients that reach each transition are written down, and every
-backward that its function allows is run on them.  A backward counts as the same if, on every rank and in every step, it returns what the
-right one returns, element by element, and
+They are found before any mutant runs. The undamaged program trains, and the gradients that reach
+each transition are recorded. Then every backward that its function allows is run on them. A
+backward counts as the same if, on every rank and in every step, it returns what the right one
+returns, element by element, and
 
     SAME      that is not zero on all ranks in any step, or
     UNREAD    that is zero on all ranks in all steps, and large random numbers in the place of the value change no loss and no parameter.
 
-A last step leaves no target out, so that no pattern of ignored ones makes two backwards look alike.  From equal gradients follow equal
-parameters, so that the mutant trains as the program does; that it really does is checked with all others.
+A last step leaves no target out, so that no pattern of ignored targets makes two backwards look
+alike. Equal gradients give equal parameters, so that the mutant trains as the program does. Its
+training is checked like that of all others.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ from benchmarks.exactness.inner_mutations import Place
 IGNORED = -100
 SAME, UNREAD = "same gradients", "read by nothing"
 SCRAMBLED = 1e3
-"""Standard deviation of what is put in the place of a value: large, so that it leaves where a function is flat."""
+"""Standard deviation of the random numbers that replace a value: large, so that flat regions of
+functions are left.
+"""
 
 Candidates = Iterable[tuple[str, GraphModule, Node, Iterable[str]]]
 """(module's name, module, transition, the backwards to compare with its own)."""
@@ -43,7 +49,9 @@ Candidates = Iterable[tuple[str, GraphModule, Node, Iterable[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A gradient that reached a transition, and the call that it came back through: (operand without its values, function, the rest)."""
+    """A gradient that reached a transition, and the call that it came back through: the function,
+    its operand (without values) and its other arguments.
+    """
 
     gradient: Tensor
     operand: Tensor
@@ -52,7 +60,7 @@ class Arrival:
     kwargs: dict[str, Any]
 
     def through(self, backward: str) -> Tensor:
-        """What the transition returns for the gradient, with another backward or its own."""
+        """The gradient of the operand, if the transition has this backward."""
         x = torch.zeros_like(self.operand, device=self.gradient.device, requires_grad=True)
         return torch.autograd.grad(
             self.function(x, *self.args, **{**self.kwargs, "backward": backward}), x, self.gradient
@@ -94,7 +102,7 @@ def same_backwards(
 def _train(
     engine: Engine, runs: list[dict[str, Tensor]], reset: Callable[[], None]
 ) -> list[Tensor]:
-    """The loss of each step and this rank's tensors after the last."""
+    """The loss of each step, and this rank's tensors after the last."""
     reset()
     losses = [engine.step(engine.local_batch(batch)) for batch in runs]
     return [*losses, *(leaf.detach().clone() for leaf in engine._leaves.values())]
@@ -127,7 +135,9 @@ def _is_unread(
 
 
 def _value(node: Node) -> Node:
-    """The transition itself or, of an asynchronous one, where it is waited for."""
+    """The node with the transition's result: the transition itself or, if it is asynchronous, its
+    `wait`.
+    """
     value = next(iter(node.users)) if node.kwargs.get("async_op") else node
     if value is not node and value.target is not wait:
         raise RuntimeError(
@@ -142,7 +152,7 @@ def _agree(seen: list[Arrival], right: list[Tensor], backward: str) -> bool:
 
 
 def without_ignored(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with the largest of its targets where it has ignored ones."""
+    """The batch with ignored targets (and other ignored integers) replaced by the largest value."""
     return {
         name: x.masked_fill(x == IGNORED, x.max()) if x.dtype == torch.int64 and x.numel() else x
         for name, x in batch.items()
@@ -183,7 +193,9 @@ def arrivals(
 
 
 def _watching(function: Callable, found: list[Arrival]) -> tuple[Callable, Callable]:
-    """(the transition, which remembers its arguments; what its value passes, to have its gradient written down)."""
+    """Two functions: the transition, which also remembers its arguments, and one that its value
+    passes through, which records its gradient in `found`.
+    """
     latest: list[tuple] = []
 
     def started(*args, **kwargs):

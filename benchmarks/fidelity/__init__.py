@@ -1,1 +1,1 @@
-"""Are predicted times and programs those of real runs and of hand-written code?"""
+"""Compares predicted times with real runs, and the engine with hand-written code."""

@@ -57,7 +57,9 @@ TINY = tuple(case for case in CASES if case[0].endswith("tiny"))
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A case's plan and what it took: seconds of a step, bytes that the allocator had given out and had reserved (0 on a CPU)."""
+    """The plan of a case and its measurements: seconds of a step, bytes that the allocator had
+    given out and had reserved (0 on a CPU).
+    """
 
     model: str
     pins: Mapping[str, Any]

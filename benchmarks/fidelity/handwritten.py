@@ -1,8 +1,10 @@
-"""Training loops as one writes them by hand over torch's own parallelism, on the reference Llama: what `vs_handwritten.py` compares with.
+"""Training loops as one writes them by hand over torch's own parallelism, on the reference Llama:
+what `vs_handwritten.py` compares with.
 
-Each function takes a whole model with its weights and the factory of its optimizer, and returns a function that runs one step on what
-its rank is to see of a batch; that returns the rank's mean loss, or None if the rank does not know one.  Nothing is reduced that the
-gradients do not need: the loss of all ranks is the mean of those that are returned.
+Each function takes a whole model with its weights and the factory of its optimizer. It returns a
+function that runs one step on this rank's part of a batch, and returns the rank's mean loss, or
+None if the rank computes none.  Nothing is reduced that the gradients do not need: the loss of all
+ranks is the mean of those that are returned.
 """
 
 from __future__ import annotations
@@ -45,12 +47,14 @@ def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 
 def data_parallel(model: Llama, optimizer: Optimizer) -> Step:
-    """DistributedDataParallel: gradients are averaged in buckets beside backward."""
+    """A step under DistributedDataParallel: gradients are averaged in buckets during backward."""
     return _loop(nn.parallel.DistributedDataParallel(model), optimizer(model.parameters()))
 
 
 def fully_sharded(model: Llama, optimizer: Optimizer, reshard: bool) -> Step:
-    """FSDP2 by layer; with `reshard` parameters are freed between forward and backward (ZeRO 3), else not (ZeRO 2)."""
+    """A step under FSDP2 by layer. With `reshard` parameters are freed between forward and backward
+    (ZeRO 3), else they stay (ZeRO 2).
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
@@ -59,8 +63,11 @@ def fully_sharded(model: Llama, optimizer: Optimizer, reshard: bool) -> Step:
 
 
 def tensor_parallel(model: Llama, optimizer: Optimizer, sequences: bool) -> Step:
-    """DTensor as in PyTorch's tutorial: heads, feed-forward width and vocabulary over all ranks; with `sequences` what lies between
-    products is sharded along positions."""
+    """A step under DTensor, as in PyTorch's tutorial: heads, feed-forward width and vocabulary are
+    sharded over all ranks.
+
+    With `sequences`, values between matrix products are sharded along positions.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     between = Shard(1) if sequences else Replicate()
     layer_plan = {
@@ -122,7 +129,9 @@ class _Stage(nn.Module):
 
 
 def pipeline(model: Llama, optimizer: Optimizer, cuts: list[int], micro_batches: int) -> Step:
-    """1F1B of torch.distributed.pipelining; stage s has layers cuts[s] to cuts[s + 1]."""
+    """A step under 1F1B of torch.distributed.pipelining; stage s has layers cuts[s] to cuts[s +
+    1].
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     module = _Stage(model, cuts[rank], cuts[rank + 1])
     stage = PipelineStage(module, rank, ranks, torch.device("cpu"))

@@ -1,7 +1,7 @@
 """Plans of one model run on CPU processes over gloo, taking turns: seconds of a step of each.
 
-Plans take turns so that what else the machine does disturbs all of them alike; a step lasts as long as its slowest rank; a time is the
-median of the rounds.  Training is in fp32 with fused AdamW.
+Plans take turns, so that other work of the machine disturbs all of them alike. A step lasts as long
+as its slowest rank. A time is the median of the rounds.  Training is in fp32 with fused AdamW.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure(task: Task, plans: Sequence[Plan], rounds: int) -> list[float]:
 
 
 def _build(rank: int, model: str, rows: int, seq: int, plans: list[str]) -> None:
-    """The engines of this rank."""
+    """Make the engines of this rank, one for each plan."""
     warnings.simplefilter("ignore")
     spec = parse_model(model)
     _batch.update(spec.example_inputs(rows, seq, "cpu"))
@@ -71,7 +71,9 @@ def _optimizer(parameters) -> torch.optim.Optimizer:
 
 
 def _step(rank: int, index: int) -> float:
-    """Seconds of one step of plan `index` on this rank, from when all ranks are ready."""
+    """Seconds of one step of plan `index` on this rank. The clock starts when all ranks are
+    ready.
+    """
     engine = _engines[index]
     batch = engine.local_batch(_batch)
     dist.barrier()
@@ -81,7 +83,7 @@ def _step(rank: int, index: int) -> float:
 
 
 def versions() -> str:
-    """Versions and the date, a line that every result begins with."""
+    """One line with the versions and the date, with which every result begins."""
     return f"autopar {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}"
 
 

@@ -1,11 +1,13 @@
-"""The planner's free choice against the layouts of published runs, both as the cost model predicts them.
+"""The planner's free choice against layouts of published runs, both as the cost model predicts.
 
     python benchmarks/fidelity/published_layouts.py RUNS.csv [--limit N] [--time-limit 60] [--tolerance 0.0001] [--output FILE]
 
-For every row of the file that has a layout (columns as of `autopar predict`), the row's layout is priced as `autopar predict` prices it,
-and the same model, batch, cluster and software are planned freely (once, for rows that differ in their layouts alone).  The GPUs have the
-memory that they had, or what the row's layout is predicted to need if that is more (`!`), so that it is among those that the free choice
-could have been.  Prints a line a row, then those of which the free choice is predicted to be slower; exit code 1 if there are any.
+The file has the columns of `autopar predict`. Every layout in it is priced as `autopar predict`
+prices it. The same model, batch, cluster and software are then planned without pins, once for rows
+that differ in their layouts alone. The GPUs have the memory of the run, or what the row's layout is
+predicted to need if that is more (`!`). So the planner could have chosen the row's layout.  Prints
+a line a row, then those of which the free choice is predicted to be slower; exit code 1 if there
+are any.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ from autopar.text.units import ms
 from benchmarks.fidelity.measured_steps import cpu_name, versions
 
 ROOM = 1.001
-"""Memory of the free choice, of what the pinned layout needs: solvers round bytes up."""
+"""Memory for the free choice, relative to what the pinned layout needs: solvers round bytes up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A run, its layout priced, and the free choice, or the `reason` why one of them is missing."""
+    """A run, the prediction for its layout, and the planner's free choice, or the `reason` why one
+    of them is missing.
+    """
 
     run: Run
     pinned: RunPrediction | None
@@ -51,7 +55,9 @@ class Row:
 
     @property
     def slower(self) -> float | None:
-        """By what share the free choice is predicted to be slower; below 0 it is faster."""
+        """How much slower the free choice is predicted to be, as a share; negative if it is
+        faster.
+        """
         return (
             None
             if self.free is None
@@ -91,7 +97,7 @@ def compared(run: Run, time_limit_s: float, planned: dict[tuple, Plan]) -> Row:
 
 
 def layout(run: Run) -> str:
-    """`pp=12 dp=4 tp=8 x2 mb=1 ZeRO-1 full`: the layout that a run had."""
+    """The layout of a run as text, such as `pp=12 dp=4 tp=8 x2 mb=1 ZeRO-1 full`."""
     by = run.degrees
     degrees = {"pp": by.pp, "dp": by.dp, "ep": by.ep, "cp": by.cp, "tp": by.tp}
     words = [f"{axis}={size}" for axis, size in degrees.items() if size > 1] or ["1 device"]
@@ -110,7 +116,9 @@ def line(row: Row) -> str:
 
 
 def verdict(rows: Sequence[Row], tolerance: float) -> list[str]:
-    """The rows of which the free choice is slower, worst first, and how many there are of what."""
+    """Lines of text: how many rows there are of each outcome, and the rows whose free choice is
+    slower, worst first.
+    """
     free = [row for row in rows if row.free is not None]
     slower = sorted((row for row in free if row.slower > tolerance), key=lambda row: -row.slower)
     words = f"{len(free)} of {len(rows)} runs were planned freely; the free choice is predicted to be slower in {len(slower)}"

@@ -1,11 +1,12 @@
-"""The independent time check: predicted against measured step time of a fixed list of plans on CPU processes.
+"""The time check: predicted against measured step time of a fixed list of plans on CPU processes.
 
     python benchmarks/fidelity/time_check.py [--rounds 9] [--cluster cluster.yaml] [--output FILE]
 
-Calibrates this machine as cpu:4 (or reads a calibration), plans one model under each line of `PINS`, runs every plan in fp32 through the
-engine on 4 gloo processes, and prints predicted and measured seconds of a step, their ratio and Spearman's rank correlation.  Plans take
-turns, so that what else the machine does disturbs all of them; a step lasts as long as its slowest rank; a time is the median of the
-rounds.  Exit code 1 if the correlation is below 0.8.
+Calibrates this machine as cpu:4 (or reads a calibration), plans one model under each line of
+`PINS`, and runs every plan in fp32 through the engine on 4 gloo processes. Prints predicted and
+measured seconds of a step, their ratio and Spearman's rank correlation. Plans take turns, so that
+other work of the machine disturbs all of them. A step lasts as long as its slowest rank. A time is
+the median of the rounds.  Exit code 1 if the correlation is below 0.8.
 """
 
 from __future__ import annotations

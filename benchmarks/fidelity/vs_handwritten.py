@@ -1,12 +1,14 @@
-"""The engine against training loops that are written by hand over torch's own parallelism (`handwritten.py`), on CPU processes.
+"""The engine against hand-written training loops (`handwritten.py`), on CPU processes.
 
     python benchmarks/fidelity/vs_handwritten.py [--cases DDP "tensor parallel" ...] [--rounds 7] [--steps 20] [--json] [--output FILE]
 
-Both sides have the same initial weights, optimizer, batches, precision, threads and processes, and the layout is pinned.  They alternate
-step by step, so that what else the machine does disturbs both; a step lasts as long as its slowest rank, a round is the mean of its steps,
-and a ratio is that of the medians of the rounds.  The first case measures a hand-written loop against itself: the noise.  `CPU` is the
-ratio of processor seconds of all ranks, which other programs on the same cores disturb little, and which knows nothing of waiting.  Exit
-code 1 if the losses of the two sides differ in any step, or a ratio is above 1.05.
+Both sides have the same initial weights, optimizer, batches, precision, threads and processes, and
+the layout is pinned.  They alternate step by step, so that other work of the machine disturbs both.
+A step lasts as long as its slowest rank. A round is the mean of its steps, and a ratio is that of
+the medians of the rounds.  The first case measures a hand-written loop against itself: the noise.
+`CPU` is the ratio of processor seconds of all ranks, which other programs on the same cores disturb
+little, and which knows nothing of waiting.  Exit code 1 if the losses of the two sides differ in
+any step, or a ratio is above 1.05.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ from benchmarks.tasks import PlanUnder, Task
 MOST = 1.05
 """The most that a step of the engine may take, in steps of the hand-written loop."""
 LOSS_TOLERANCE = 1e-4
-"""By what share two fp32 losses may differ.  Adam amplifies rounding: one device differs by as much from itself in another order."""
+"""The largest relative difference of two fp32 losses. Adam amplifies rounding: one device in
+another order of sums differs from itself by as much.
+"""
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=3e-4, fused=True),
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
@@ -98,8 +102,12 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of a step, the median of rounds; `low` and `high` are the least and the greatest ratio of a round.  `cpu_ratio`: of the
-    processor seconds of all ranks."""
+    """The results of one case.
+
+    `handwritten_s` and `autopar_s` are the median over rounds of the seconds of a step. `low` and
+    `high` are the least and the greatest ratio of a round. `cpu_ratio` is the ratio of processor
+    seconds of all ranks.
+    """
 
     name: str
     layout: str
@@ -123,7 +131,7 @@ _sides: list[
 
 
 def _build(rank: int, case: Case, work: Work, plan: str) -> None:
-    """Both sides on this rank."""
+    """Make both sides on this rank."""
     warnings.simplefilter("ignore")
     _sides.clear()
     gc.collect()
@@ -187,7 +195,7 @@ def _by_hand(
 
 
 Numbers = tuple[list[float], list[float]]
-"""One of each step, of the hand-written loop and of the engine."""
+"""One number for each step of the hand-written loop, and one for each step of the engine."""
 
 
 def _round(
@@ -220,7 +228,7 @@ def planner(work: Work) -> PlanUnder:
 def measure(
     pool: WorkerPool, case: Case, work: Work, plan_under: PlanUnder, rounds: int, steps: int
 ) -> Measured:
-    """One case; the steps before the first round are the warm-up."""
+    """Measure one case; the steps before the first round are the warm-up."""
     plan = ""
     if case.pin is not None:
         rows = work.rows // (
@@ -253,7 +261,7 @@ def measure(
 
 
 def _mean(losses: list[float | None]) -> float:
-    """Of the ranks that know one."""
+    """The mean over the ranks that know a loss."""
     return statistics.mean(loss for loss in losses if loss is not None)
 
 
@@ -270,7 +278,7 @@ def table(found: Sequence[Measured]) -> str:
 
 
 def verdict(found: Sequence[Measured]) -> tuple[str, bool]:
-    """What the table shows, and whether that is as it should be."""
+    """A text that sums up the table, and whether the results are good."""
     wrong = [one.name for one in found if not one.loss_difference <= LOSS_TOLERANCE]
     if wrong:
         return f"LOSSES DIFFER by more than {LOSS_TOLERANCE:g}: {', '.join(wrong)}", False

@@ -1,1 +1,3 @@
-"""Does the search find the best plan?  Against enumeration, and against plans that others would make."""
+"""Checks that the search finds the best plan, against enumeration and against plans that others
+would make.
+"""

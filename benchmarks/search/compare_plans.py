@@ -1,12 +1,14 @@
-"""The planner's choice against plans that somebody else would have made (`rival_plans`): predicted, and on CPU processes measured.
+"""The planner's choice against plans of others (`rival_plans`): predicted, or measured on CPUs.
 
     python benchmarks/search/compare_plans.py [--cases llama3-8b/64 ...] [--random 4] [--time-limit 60] [--output FILE]
     python benchmarks/search/compare_plans.py --cpu [--cluster cluster.yaml] [--rounds 15] [--output FILE]
 
-The first prints for each case step time, memory, and how much longer a step of each rival takes than one of the chosen plan; what does not
-fit is listed with the reason.  Exit code 1 if a rival is predicted to be faster.  The second plans small models for this machine
-(calibrated now, or `--cluster`), runs every plan that the engine runs, and measures; the chosen plan is measured twice under two names,
-which shows the noise.  Exit code 1 if the chosen plan of some model takes over 5 % longer than the best that was tried.
+The first prints for each case step time, memory, and how much longer a step of each rival takes
+than one of the chosen plan. Plans that do not fit are listed with the reason.  Exit code 1 if a
+rival is predicted to be faster.  The second plans small models for this machine (calibrated now, or
+`--cluster`), and measures every plan that the engine runs. The chosen plan is measured twice under
+two names, which shows the noise.  Exit code 1 if the chosen plan of some model takes over 5 %
+longer than the best that was tried.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ CASES = {
     "mixtral-8x7b/128": Task("mixtral-8x7b", "dgx-h100:16", 512, 4096),
     "small": Task("llama:layers=4,hidden=1024,heads=8,vocab=32000,seq=1024", "h100:4", 32, 1024),
 }
-"""`small` is for tests of this file."""
+"""Tasks by name; `small` is for the tests of this file."""
 CPU_MODELS = (
     ("llama:layers=4,hidden=256,heads=8,vocab=2048,seq=128", 16, 128),
     ("gpt:layers=4,hidden=384,heads=6,vocab=1024,seq=64", 16, 64),
@@ -48,13 +50,15 @@ CPU_MODELS = (
 )
 AGAIN = "chosen again"
 MOST = 0.05
-"""By what share a measured step of the chosen plan may be longer than the best one's."""
+"""How much longer than the best a measured step of the chosen plan may be, as a share."""
 ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A task with its rivals, the chosen plan first; `measured_s` by name, empty where nothing was run."""
+    """A task with its rivals, the chosen plan first. `measured_s` has seconds by name, and is empty
+    if nothing was run.
+    """
 
     task: Task
     rivals: tuple[Rival, ...]
@@ -77,11 +81,15 @@ class Compared:
 
     @property
     def measured_regret(self) -> float:
-        """By what share a measured step of the chosen plan is longer than the best one's."""
+        """How much longer a measured step of the chosen plan is than that of the best plan, as a
+        share.
+        """
         return self.mean_s("chosen") / self.mean_s(self.measured_best) - 1
 
     def mean_s(self, name: str) -> float:
-        """Measured seconds of a plan, the mean of two of the chosen one."""
+        """Measured seconds of a step of a plan; of the chosen plan, the mean of its two
+        measurements.
+        """
         return (
             (self.measured_s[name] + self.measured_s[AGAIN]) / 2
             if name == "chosen"
@@ -90,7 +98,7 @@ class Compared:
 
     @property
     def noise(self) -> float:
-        """By what share the two measurements of the chosen plan differ."""
+        """How much the two measurements of the chosen plan differ, as a share."""
         return abs(self.measured_s[AGAIN] / self.measured_s["chosen"] - 1)
 
 
@@ -101,7 +109,9 @@ def predicted(task: Task, count: int, seed: int, time_limit_s: float) -> Compare
 
 
 def measured(task: Task, count: int, seed: int, rounds: int) -> Compared:
-    """Rivals that the engine runs, each measured once and the chosen one twice."""
+    """A task with measured times: each rival that the engine runs is measured once, and the chosen
+    plan twice.
+    """
     found = tuple(
         rivals(task.planner(precision="fp32", runnable=True), task.cluster_spec, True, count, seed)
     )
@@ -166,7 +176,7 @@ def _verdict(compared: Compared) -> str:
 
 
 def summary(found: Sequence[Compared]) -> str:
-    """One line over all tasks."""
+    """One line of text that sums up all tasks."""
     if found[0].measured_s:
         worst = max(compared.measured_regret for compared in found)
         noise = max(compared.noise for compared in found)

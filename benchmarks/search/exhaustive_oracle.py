@@ -1,7 +1,9 @@
-"""What the search must find: every plan of a small task, priced by the definition, with no code of `autopar.solve`.
+"""What the search must find: every plan of a small task, priced by the definition, with no code of
+`autopar.solve`.
 
-A plan is a strategy for every op of every class x a recompute mode for every layer x a cut into stages x a schedule x a candidate.
-Seconds and bytes are written out here again from docs/internals/solver.md:
+A plan is a strategy for every op of every class x a recompute mode for every layer x a cut into
+stages x a schedule x a candidate. Seconds and bytes are written out here again from
+docs/internals/solver.md:
 
     a segment   its strategies, each conversion of a value once, and what changes layout on the way to it
     no pipeline micro-batches x (all segments) + once a step + fixed;  fixed + static + kept + the fullest moment of some backward
@@ -11,8 +13,9 @@ Seconds and bytes are written out here again from docs/internals/solver.md:
                 given back of those whose first part is over, where a rank has one stage
                 + with several stages a rank, two of its largest messages
 
-With one stage a rank, layers may be cut anywhere and each recompute as it likes.  With several, deals are even but for a first and a last
-stage that may be up to two layers shorter, and all stages of a rank run as many of their layers in each mode, the first recomputing most.
+With one stage a rank, layers may be cut anywhere and each recompute as it likes.  With several,
+stages have equal numbers of layers, but the first and the last may be up to two layers shorter. All
+stages of a rank run the same number of layers in each mode, the first recomputing most.
 """
 
 from __future__ import annotations
@@ -33,9 +36,12 @@ Chosen = Mapping[str, Strategy]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a segment or of a stage, on one device: seconds of a micro-batch and once a step, bytes kept, bytes of the fullest moment of
-    backward, bytes besides what is kept between two parts of a backward, and how many of these a segment makes again (`spared`, in
-    `moment` too)."""
+    """Costs of a segment or of a stage, on one device.
+
+    They are seconds of a micro-batch and once a step, bytes kept, and bytes of the fullest moment
+    of backward. Then come bytes besides what is kept between two parts of a backward, and how many
+    of these a segment makes again (`spared`, in `moment` too).
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -54,7 +60,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a plan takes, and what its fullest rank holds."""
+    """The seconds of a plan, and the bytes on its fullest rank."""
 
     time_s: float
     size_bytes: int
@@ -63,7 +69,11 @@ class Point:
 def points(
     models: Mapping[str, AnnotatedModel], schedules: Sequence[tuple[str, int]]
 ) -> set[Point]:
-    """Every plan of one candidate; `models` by recompute mode, the one that keeps most first; `schedules`: those of a pipeline."""
+    """Seconds and bytes of every plan of one candidate.
+
+    `models` are by recompute mode, the one that keeps most first. `schedules` are those of a
+    pipeline.
+    """
     found: set[Point] = set()
     for placed in placements(models):
         if placed.base.pipeline is None:
@@ -166,7 +176,9 @@ class Placed:
         )  # fmt: skip
 
     def _late(self, mode: str, index: int) -> int:
-        """Bytes more than kept between two parts of a backward: what ops with a parameter keep, and the gradients that reach them."""
+        """Bytes beyond those kept between the two parts of a backward: tensors that ops with a
+        parameter keep, and the gradients that reach them.
+        """
         block, chosen = self.models[mode].classes[index], self.chosen[mode, index]
         there: dict[str, int] = {}
         for tensor in (tensor for strategy in chosen.values() for tensor in strategy.late):
@@ -179,7 +191,7 @@ class Placed:
         return sum(there.values()) - kept
 
     def _arriving(self, number: int) -> Cost:
-        """What changes layout on the way to a segment."""
+        """The cost of conversions of layouts between other segments and this one."""
         index, found = self.base.segments[number], Cost()
         ends = {
             (e.source, e.source_output, e.target, e.target_input): (e, have, need)
@@ -196,13 +208,13 @@ class Placed:
         return found
 
     def cost(self, number: int, mode: str) -> Cost:
-        """Of segment `number`; only layers have a choice of modes."""
+        """The cost of segment `number`; only layers have a choice of modes."""
         return self.of_class[mode, self.base.segments[number]] + self.arriving[number]
 
     # ------------------------------------------------------------------------------------------------ without a pipeline
 
     def whole(self) -> Iterator[Point]:
-        """One rank, every mode of every layer."""
+        """Plans on one rank: every mode of every layer."""
         segments = range(len(self.base.segments))
         for way in self.ways(segments):
             seconds = (
@@ -213,7 +225,9 @@ class Placed:
             yield Point(seconds, self.base.fixed_bytes + sum(self.static) + way.kept + way.moment)
 
     def ways(self, segments: Sequence[int], parted: bool = False) -> list[Cost]:
-        """What a stage of these segments costs, for every mode of every layer; what costs the same is listed once."""
+        """Costs of a stage with these segments, for every mode of every layer, without
+        duplicates.
+        """
         freed = self._freed(segments, parted)
         return list(
             {self._run(segments, modes, freed, parted): None for modes in self._modes(segments)}
@@ -225,7 +239,9 @@ class Placed:
             yield dict(zip(mine, modes, strict=True))
 
     def _freed(self, segments: Sequence[int], parted: bool) -> int:
-        """What the model's last segment kept, and gives back before backward of its stage's other segments begins."""
+        """Bytes that the model's last segment kept, and frees before the backward of its stage's
+        other segments begins.
+        """
         last = len(self.base.segments) - 1
         if self.base.segments[last] != self.base.last or last not in segments:
             return 0
@@ -238,7 +254,7 @@ class Placed:
     def _run(
         self, segments: Sequence[int], modes: Mapping[int, str], freed: int, parted: bool
     ) -> Cost:
-        """A stage whose last segment gives back so much."""
+        """The cost of a stage whose last segment frees `freed` bytes."""
         found, last = Cost(), len(self.base.segments) - 1
         costs = {number: self.cost(number, modes.get(number, self.modes[0])) for number in segments}
         to_come = (
@@ -254,7 +270,7 @@ class Placed:
     # ------------------------------------------------------------------------------------------------ pipelines
 
     def piped(self, schedule: str) -> Iterator[Point]:
-        """One stage a rank: every cut, every mode of every layer."""
+        """Plans with one stage a rank: every cut, every mode of every layer."""
         ranks, layers = self.base.pipeline.ranks, len(self.layers)
         for inner in combinations(range(1, layers), ranks - 1):
             stages = self.stages([b - a for a, b in pairwise((0, *inner, layers))])
@@ -294,7 +310,9 @@ class Placed:
                 )
 
     def dealt(self, schedule: str, count: int) -> Iterator[Point]:
-        """Several stages a rank: every deal, and for every rank every number of layers in each mode."""
+        """Plans with several stages a rank: every deal, and for every rank every number of layers
+        in each mode.
+        """
         ranks = self.base.pipeline.ranks
         for sizes in deals(len(self.layers), ranks * count):
             stages = self.stages(sizes)
@@ -334,7 +352,7 @@ class Placed:
     def _rank_ways(
         self, stages: Sequence[Sequence[int]], parted: Sequence[bool]
     ) -> list[tuple[Cost, ...]]:
-        """Costs of a rank's stages: each runs as many of its layers in each mode."""
+        """Costs of a rank's stages, which all have the same numbers of layers in each mode."""
         mine = [[n for n in stage if n in self.layers] for stage in stages]
         longest, found = max(map(len, mine)), {}
         freed = [self._freed(stage, two) for stage, two in zip(stages, parted, strict=True)]
@@ -355,8 +373,12 @@ class Placed:
 
     def _most(self, sent: Sequence[int], costs: Sequence[Cost], held: Sequence[Sequence[int]], ends: bool, late: list[tuple[int, int]]
               ) -> int:  # fmt: skip
-        """Of a rank; if it `ends` a pipeline of whole backwards, its last stage keeps nothing while others have their backward.  `late`:
-        what waits for gradients of parameters whenever a stage has its turn."""
+        """The most bytes that a rank holds.
+
+        If the rank `ends` a pipeline of whole backwards, its last stage keeps nothing while others
+        have their backward. `late` says how many micro-batches wait for gradients of parameters
+        whenever a stage has its turn.
+        """
         keeps = self.base.pipeline.keeps_outputs
         kept = [cost.kept + (size if keeps else 0) for cost, size in zip(costs, sent, strict=True)]
         most = max(sum(h * k for h, k in zip(moment, kept, strict=True)) for moment in held)
@@ -368,12 +390,16 @@ class Placed:
         return max(most + costs[-1].moment, others + max(cost.moment for cost in costs[:-1]))
 
     def stages(self, sizes: Sequence[int]) -> list[range]:
-        """The segments of stages with so many layers each: what is before a layer belongs to the stage of the layer before it."""
+        """The segments of stages with these numbers of layers. Segments between two layers belong
+        to the stage of the earlier one.
+        """
         firsts = [0, *(self.layers[taken] for taken in accumulate(sizes[:-1]))]
         return [range(a, b) for a, b in pairwise((*firsts, len(self.base.segments)))]
 
     def rank(self, stages: Sequence[Sequence[int]]) -> tuple[float, int]:
-        """(seconds once a step for what others pay, bytes besides what is kept or of a moment) of a rank with these stages."""
+        """(seconds once a step for shared tensors, bytes that do not depend on modes) of a rank
+        with these stages.
+        """
         mine = [number for stage in stages for number in stage]
         once_s, static = 0.0, sum(self.static[number] for number in mine)
         for tensor in self.base.shared:
@@ -384,7 +410,9 @@ class Placed:
         return once_s, static + self.base.fixed_bytes
 
     def messages(self, stages: Sequence[Sequence[int]]) -> list[int]:
-        """Bytes that each stage sends: what was made up to there and is read later, each value once, at the largest it is read."""
+        """Bytes that each stage sends: values that were made so far and are read later, each once,
+        at the largest size that is read.
+        """
         found = []
         for stage in stages:
             end, largest = stage[-1] + 1, {}
@@ -400,7 +428,7 @@ class Placed:
         return found
 
     def step(self, costs: Sequence[Cost], schedule: str, ranks: int, sent: Sequence[int]) -> float:
-        """Seconds of the schedule and of what nothing changes."""
+        """Seconds of a step: those of the schedule, and those that no plan changes."""
         setting = self.base.pipeline
         hops = [setting.hop_latency_s + size * setting.hop_s_per_byte for size in sent if size]
         times = tuple((cost.forward_s, cost.backward_s, cost.weight_s) for cost in costs)
@@ -418,7 +446,9 @@ def _schedule_s(
     micro_batches: int,
     hop_s: float,
 ) -> float:
-    """The first stage has its whole backward where weights are due: nobody waits for the gradient of its input."""
+    """Seconds of a schedule. The first stage has no backward for inputs: no rank waits for the
+    gradient of its input.
+    """
     first, *rest = times
     stages = [StageTimes(first[0], first[1], first[1]), *(StageTimes(*of) for of in rest)]
     return pipeline_time(schedule, stages, ranks, micro_batches, hop_s).time_s
@@ -428,8 +458,9 @@ def _schedule_s(
 def _turns(
     schedule: str, ranks: int, count: int, micro_batches: int
 ) -> list[set[tuple[tuple[int, ...], int]]]:
-    """For each rank and backward, or part of it for inputs: how many micro-batches of each stage wait for gradients of parameters, and
-    whose turn it is."""
+    """For each rank and backward (or its part for inputs): how many micro-batches of each stage
+    wait for gradients of parameters, and the stage that runs.
+    """
     found = []
     for todo in schedule_actions(schedule, ranks, count, micro_batches):
         late, turns = [0] * count, set()
@@ -444,7 +475,9 @@ def _turns(
 
 @lru_cache(maxsize=1000)
 def _held(schedule: str, ranks: int, count: int, micro_batches: int) -> list[list[tuple[int, ...]]]:
-    """For each rank, how many micro-batches of each of its stages are held at the moments when that is most: torch's lists, walked."""
+    """For each rank, how many micro-batches of each of its stages are held, at each moment when
+    that is most in torch's lists of actions.
+    """
     found = []
     for todo in schedule_actions(schedule, ranks, count, micro_batches):
         held, moments = [0] * count, set()
@@ -466,7 +499,9 @@ def _held(schedule: str, ranks: int, count: int, micro_batches: int) -> list[lis
 
 
 def deals(layers: int, count: int) -> list[list[int]]:
-    """Layers of each of `count` stages: even, but the first and the last may be up to two shorter; what is over goes to the middle."""
+    """Numbers of layers of `count` stages: equal, but the first and the last may be up to two
+    shorter, and layers left over go to the middle.
+    """
     found = []
     for first, last in product(range(3), repeat=2):
         each, over = divmod(layers + first + last, count)
@@ -489,7 +524,7 @@ def best(found: set[Point], capacity_bytes: float = inf) -> Point | None:
 
 
 def front(found: set[Point]) -> list[Point]:
-    """Plans than which none is both faster and smaller, smallest first."""
+    """The plans that no other beats in both time and bytes, smallest first."""
     kept: list[Point] = []
     for point in sorted(found, key=lambda p: (p.size_bytes, p.time_s)):
         if not kept or point.time_s < kept[-1].time_s:
@@ -512,7 +547,9 @@ def _chosen(block: AnnotatedBlock, numbers: Sequence[int]) -> dict[str, Strategy
 
 
 def _conversions(block: AnnotatedBlock, chosen: Chosen) -> list[Conversion] | None:
-    """What changes layout inside: a value once for each layout that is read and not made; None where that is impossible."""
+    """The conversions of layouts inside a class: a value once for each layout that is read and not
+    made. None if one is impossible.
+    """
     made = {
         value: layout
         for op in block.ops
@@ -534,7 +571,7 @@ def _conversions(block: AnnotatedBlock, chosen: Chosen) -> list[Conversion] | No
 
 
 def _saved(chosen: Chosen, without: Sequence[str]) -> int:
-    """Bytes that autograd keeps: each tensor once, at the largest that is asked for."""
+    """Bytes that autograd keeps: each tensor once, at the largest size that an op asks for."""
     largest: dict[str, int] = {}
     for saved in (
         saved

@@ -1,8 +1,11 @@
-"""The search against every plan of small random tasks: `python benchmarks/search/exhaustive_search.py --tasks 400`.
+"""The search against every plan of small random tasks: `python
+benchmarks/search/exhaustive_search.py --tasks 400`.
 
-Each task (`random_instances.py`) is planned within a capacity drawn from what its plans hold, and all of them are enumerated
-(`exhaustive_oracle.py`).  What the search says must be true of every task, proven or not: its plan fits and costs what it says, no plan
-that fits is faster than its bound, and nothing fits where it says so.  How often it finds the optimum and proves it is counted.
+Each task (`random_instances.py`) is planned within a capacity drawn from what its plans hold, and
+all of them are enumerated (`exhaustive_oracle.py`).  The statements of the search must be true of
+every task, whether proven or not. Its plan fits and costs what it says, no plan that fits is faster
+than its bound, and nothing fits where it says so.  How often it finds the optimum and proves it is
+counted.
 """
 
 from __future__ import annotations
@@ -28,13 +31,17 @@ from benchmarks.search.exhaustive_oracle import Point, above_hull, best, points
 from benchmarks.search.random_instances import Task
 
 CLOSE = 1e-9
-"""By what share seconds of two ways to add up may differ."""
+"""How much the seconds of two ways to add up may differ, as a share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one task.  `bound`, `equal` and the like are its `kinds`; `lacks` is by what share the plan is slower than the optimum,
-    `gap` what the search says of that."""
+    """The result of one task.
+
+    `bound`, `equal` and the like are its `kinds`. `lacks` says how much slower the plan is than the
+    optimum, as a share, and `gap` the search's own bound on that. `plans` is the number of
+    enumerated plans.
+    """
 
     seed: int
     kinds: tuple[str, ...]
@@ -45,7 +52,7 @@ class Verdict:
 
 @dataclass
 class Counts:
-    """Of many tasks."""
+    """Counts of the results of several tasks."""
 
     kinds: Counter = field(default_factory=Counter)
     lacking: list[Verdict] = field(default_factory=list)
@@ -58,7 +65,7 @@ class Counts:
             self.lacking.append(verdict)
 
     def lines(self) -> list[str]:
-        """The table."""
+        """The lines of the table of counts."""
         rows = [f"  {self.kinds[kind]:6}  {words}" for kind, words in KINDS.items()]
         worst = max((v.lacks for v in self.lacking), default=0.0)
         rows.append(f"  {self.plans:6}  plans priced (those that cost the same, once)")
@@ -85,7 +92,9 @@ KINDS = {
 
 
 def judge(seed: int) -> Verdict:
-    """Plan one task and hold the answer to all plans there are.  Raises AssertionError where the search says what is not so."""
+    """Plan one task and compare the answer with all plans. Raises AssertionError if a statement of
+    the search is false.
+    """
     task, rng = Task(seed), random.Random(seed)
     by_candidate = {candidate: points_of(task, candidate) for candidate in task.candidates}
     everything = set().union(*by_candidate.values())
@@ -145,7 +154,9 @@ def _missed(seed: int, kinds: list[str], lacks: float, gap: float, plans: int) -
 
 
 def _capacity(rng: random.Random, everything: set[Point]) -> int | None:
-    """Bytes of a rank: as many as there are, too few for any plan, or what some plan between the smallest and the fastest holds."""
+    """A capacity in bytes of a rank: None (no limit), too few for any plan, or the bytes of a plan
+    between the smallest and the fastest.
+    """
     sizes = sorted({point.size_bytes for point in everything})
     draw = rng.random()
     if draw < 0.1:
@@ -177,7 +188,9 @@ def _check_bounds(
     task: Task,
     capacity: int | None,
 ) -> None:
-    """Of every candidate: the bound is below its best plan, and what is called infeasible does not fit."""
+    """Assert for every candidate that its bound is below its best plan, and that what is called
+    infeasible does not fit.
+    """
     for candidate, outcome in zip(task.candidates, result.outcomes, strict=True):
         of = _fastest(by_candidate[candidate], capacity)
         if outcome["outcome"] == "infeasible":
@@ -201,7 +214,9 @@ def _check_plan(
     task: Task,
     capacity: int | None,
 ) -> None:
-    """The plan fits, and costs what one of the enumerated plans of its candidate costs."""
+    """Assert that the plan fits, and costs what one of the enumerated plans of its candidate
+    costs.
+    """
     candidate, found = result.best
     assert capacity is None or found.memory_bytes <= capacity, (
         f"seed {seed}: {found.memory_bytes} bytes in {capacity}"

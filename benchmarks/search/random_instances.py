@@ -1,9 +1,12 @@
-"""Random small tasks for the search: annotated models of a few layers, on a few meshes, small enough to enumerate every choice.
+"""Random small tasks for the search: annotated models of a few layers, on a few meshes, small
+enough to enumerate every choice.
 
-A task has a first segment, two to four layers of one or two kinds, maybe something between two of them, and a last segment.  In some the
-last shares its parameter with the first, or any segments with others.  Every op has up to three strategies, over tp alone;
-layouts of neighbours may differ, and what it takes to convert is drawn, or impossible.  Costs follow the mesh as real ones do: work and
-bytes shrink with tp where something is sharded, static bytes with dp under ZeRO, work and kept bytes grow with the micro-batch.
+A task has a first segment, two to four layers of one or two kinds, maybe something between two of
+them, and a last segment.  In some the last shares its parameter with the first, or any segments
+with others.  Every op has up to three strategies, over tp alone; layouts of neighbours may differ,
+and what it takes to convert is drawn, or impossible.  Costs depend on the mesh as real ones do.
+Work and bytes shrink with tp where something is sharded, and static bytes with dp under ZeRO. Work
+and kept bytes grow with the micro-batch.
 """
 
 from __future__ import annotations
@@ -34,11 +37,13 @@ from autopar.solve.costs.candidate import MIXED, MODES, Candidate
 LAYOUTS = (RP, P, S(0), S(1))
 BATCH = 8
 MOST_PLACEMENTS = {2: 64, 3: 40, 4: 20}
-"""By number of layers: how many combinations of strategies a model may have."""
+"""The most combinations of strategies that a model may have, by its number of layers."""
 
 
 def random_sharing(rng: random.Random, segments: Sequence[int]) -> tuple[Shared, ...]:
-    """Some of the segments of some classes pay for what all segments of the others read."""
+    """Random shared tensors: segments of some classes pay for tensors that all segments of the
+    others read.
+    """
     classes, readers = sorted(set(segments)), {}
     borrowing = rng.sample(classes, rng.randint(1, len(classes) - 1))
     paying = [number for number, index in enumerate(segments) if index not in borrowing]
@@ -55,7 +60,7 @@ def random_sharing(rng: random.Random, segments: Sequence[int]) -> tuple[Shared,
 def ties_of(
     shared: Sequence[Shared], segments: Sequence[int]
 ) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """The groups of (class, op) that hold one tensor."""
+    """The groups of (class, op) that hold one tensor each."""
     groups = (
         {(segments[number], name) for number, name in (*one.paying, *one.reading)} for one in shared
     )
@@ -63,14 +68,16 @@ def ties_of(
 
 
 def borrowed(op: AnnotatedOp) -> AnnotatedOp:
-    """A parameter that another segment pays for."""
+    """A parameter without its costs, which another segment pays."""
     free = {"step_s": 0.0, "static_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
     return replace(op, strategies=tuple(replace(s, **free) for s in op.strategies))
 
 
 @dataclass
 class Task:
-    """`candidates` and what they cost, as `search.search` asks for it.  Equal seeds give equal tasks."""
+    """A random task: `candidates` and their costs, as `search.search` takes them. Equal seeds give
+    equal tasks.
+    """
 
     seed: int
     candidates: tuple[Candidate, ...] = ()
@@ -100,7 +107,7 @@ class Task:
         self.candidates = self.candidates or _candidates(rng, self.layers)
 
     def cell_of(self, candidate: Candidate) -> Hashable:
-        """Candidates of one cell have ops that cost the same."""
+        """A key of the candidate; candidates with equal keys have ops of equal cost."""
         return candidate.mesh.tp, candidate.micro_batch
 
     def annotate(self, candidate: Candidate) -> AnnotatedModel:
@@ -159,7 +166,9 @@ class Task:
         )
 
     def _reads(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """What each segment reads: the one before, and layers perhaps the first segment too."""
+        """The (segment, output) pairs that each segment reads: from the one before and, for some
+        layers, from the first segment too.
+        """
         found: list[tuple[tuple[int, int], ...]] = [((-1, 0),)]
         for number in range(1, len(self.segments)):
             is_layer = self.segments.count(self.segments[number]) > 1
@@ -179,7 +188,9 @@ class Task:
 
 
 def _candidates(rng: random.Random, layers: int) -> tuple[Candidate, ...]:
-    """One to four ways to use two to eight devices, and one of them with pairs of ranks that share out what ZeRO does."""
+    """One to four ways to use two to eight devices; one of them may have pairs of ranks among which
+    ZeRO shards.
+    """
     devices, found = rng.choice([2, 4, 4, 8]), []
     meshes = [
         MeshShape(pp=pp, dp=devices // pp // tp, tp=tp)
@@ -208,7 +219,9 @@ def _candidates(rng: random.Random, layers: int) -> tuple[Candidate, ...]:
 def _schedules(
     rng: random.Random, ranks: int, layers: int, micro_batches: int
 ) -> tuple[tuple[str, int], ...]:
-    """(schedule, stages a rank) of those that can run, or one of them as if it were pinned."""
+    """(schedule, stages a rank) of the schedules that can run, or one of them, as if it were
+    pinned.
+    """
     found = []
     for name, count in (
         (("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2), ("zero_bubble", 2))
@@ -225,7 +238,9 @@ def _schedules(
 
 
 class _Drawing:
-    """Draws one class: what it costs in each mode follows from one set of draws, so that equal cells get equal ops."""
+    """Draws one class. Its costs in every mode follow from one set of draws, so that equal cells
+    get equal ops.
+    """
 
     def __init__(
         self, rng: random.Random, task: Task, candidate: Candidate, budget: list[int]
@@ -273,8 +288,11 @@ class _Drawing:
         return self._in_mode(block, shares | {"w": 0.0} if pays else shares) if layer else block
 
     def _in_mode(self, block: AnnotatedBlock, shares: dict[str, float]) -> AnnotatedBlock:
-        """A layer under the candidate's recompute mode; `shares`: how much of an op selective recomputation runs again, and of what a
-        parameter takes once a step how much a longer backward hides."""
+        """A layer under the candidate's recompute mode.
+
+        `shares` are two fractions: of an op that selective recomputation runs again, and of a
+        parameter's seconds once a step that a longer backward hides.
+        """
         mode = self.at.recompute
         if mode == "full":
             ops = tuple(
@@ -299,7 +317,9 @@ class _Drawing:
         return block
 
     def layouts(self, most: int) -> list[Layout]:
-        """Layouts of an op's strategies: the first replicated, so that some placement always fits together."""
+        """Layouts of an op's strategies. The first is replicated, so that some placement can always
+        run.
+        """
         wanted = min(self.rng.choice(range(1, most + 1)), self.budget[0], len(self.task.palette))
         self.budget[0] //= wanted
         return [R, *self.rng.sample(self.task.palette[1:], wanted - 1)]
@@ -315,7 +335,9 @@ class _Drawing:
         ))  # fmt: skip
 
     def parameter(self) -> AnnotatedOp:
-        """Held whole or sharded; gradient and optimizer state shrink under ZeRO with the ranks that share out, which gather and reduce."""
+        """A parameter that is held whole or sharded. Under ZeRO, gradient and optimizer state
+        shrink with the ranks that share them, which gather and reduce.
+        """
         size, step_s, gather_s = (
             self.rng.randint(1, 12),
             self.rng.choice([0.0, 0.5, 2.0]),
@@ -335,7 +357,9 @@ class _Drawing:
         return AnnotatedOp("w", "parameter", "", (), ("w",), tuple(found))
 
     def op(self, name: str, reads: tuple[str, ...], writes: str) -> AnnotatedOp:
-        """Strategies that are faster or keep less, or both; a value that several keep is kept once."""
+        """An op with strategies that are faster, keep less, or both. A value that several ops keep
+        is kept once.
+        """
         rng, at = self.rng, self.at
         seconds, kept = rng.randint(1, 6) * at.micro_batch, rng.randint(5, 40)
         wanted = min(rng.choice([1, 2, 3, 3]), self.budget[0])
@@ -362,7 +386,9 @@ class _Drawing:
 
 
 def _selective(op: AnnotatedOp, share: float) -> AnnotatedOp:
-    """The op keeps a part of what it kept, and runs a part of its forward again."""
+    """The op under selective recomputation: it keeps a part of its bytes, and runs a part of its
+    forward again.
+    """
     if op.kind != "op" or not share:
         return op
     found = []

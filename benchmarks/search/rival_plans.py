@@ -28,15 +28,19 @@ Pins = dict[str, Any]
 DRAWS_PER_PLAN = 6
 """How many random pins are tried for each plan that is wanted."""
 DRAWS_IN_VAIN = 200
-"""After so many draws without new pins there are no more: a small cluster has few."""
+"""Drawing ends after this number of draws without new pins, since a small cluster has few."""
 REASON_WIDTH = 160
 RUNNERS_UP = 3
-"""A candidate that was ruled out has a bound and no time, so that the best bound need not be the best mesh."""
+"""The number of other meshes that are planned. A candidate that was ruled out has a bound and no
+time, so that the best bound need not be the best mesh.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A named plan, or None with the `reason`; `same_as` names an earlier one that decides the same."""
+    """A named plan, or None with the `reason`. `same_as` names an earlier rival with the same
+    decisions.
+    """
 
     name: str
     pin: Pins
@@ -69,7 +73,7 @@ def rivals(
 
 
 def planned(name: str, plan_under: PlanUnder, pin: Pins) -> Rival:
-    """The plan under pins, or why there is none, in short."""
+    """The plan under pins, or the shortened reason why there is none."""
     try:
         return Rival(name, pin, plan_under(pin))
     except AutoparError as error:
@@ -79,7 +83,9 @@ def planned(name: str, plan_under: PlanUnder, pin: Pins) -> Rival:
 
 
 def other_meshes(plan: Plan) -> Iterator[Pins]:
-    """The degrees of the plan's certificate but its own, best first: by the best time or bound of a candidate that was not ruled out."""
+    """The degrees of other meshes in the plan's certificate, best first: by the best time or bound
+    of a candidate that was not ruled out.
+    """
     best: dict[tuple, float] = {}
     own = _degrees(plan.mesh.as_dict())
     for entry in plan.certificate.meshes:
@@ -95,12 +101,12 @@ def other_meshes(plan: Plan) -> Iterator[Pins]:
 
 
 def _degrees(mesh: Pins) -> Pins:
-    """A mesh wherever its ranks lie."""
+    """The degrees of a mesh, without the order of its ranks."""
     return {name: value for name, value in mesh.items() if name != "order"}
 
 
 def megatron_pins(cluster: ClusterSpec, runnable: bool) -> list[Pins]:
-    """The layouts of the rule, in the order in which it tries them."""
+    """The layouts that the Megatron rule tries, in order."""
     degrees = [
         tp for tp in _powers(cluster.topology.devices_per_node) if cluster.num_devices % tp == 0
     ]
@@ -173,7 +179,7 @@ def _first_feasible(name: str, plan_under: PlanUnder, pins: Iterable[Pins]) -> R
 
 
 def _marked(found: list[Rival]) -> list[Rival]:
-    """The same, with those that decide what an earlier one does marked."""
+    """The rivals, with `same_as` set on those whose decisions equal those of an earlier one."""
     marked: list[Rival] = []
     for rival in found:
         same = next(

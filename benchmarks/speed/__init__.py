@@ -1,1 +1,1 @@
-"""How long do capture, partitioning and planning take?"""
+"""Measures how long capture, partitioning and planning take."""

@@ -1,9 +1,12 @@
-"""How the time of capture grows with depth, for models whose layers share buffers, masks and skip connections.
+"""How the time of capture grows with depth, for models whose layers share values.
+
+The values are buffers, masks and skip connections.
 
     python benchmarks/speed/capture.py [--kinds mask dense-skips ...] [--layers 8 16 32 64] [--precisions fp32 bf16] [--repeats 3]
 
-Each line is one model at several depths.  It has the processor seconds of capture, of torch.export in it, and the ratio of capture from
-each depth to the next: 2.0 is linear in depth.  Each time is the least of the repeats.
+Each line is one model at several depths.  It has the processor seconds of capture, of torch.export
+in it, and the ratio of capture from each depth to the next: 2.0 is linear in depth.  Each time is
+the least of the repeats.
 """
 
 from __future__ import annotations

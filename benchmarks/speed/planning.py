@@ -1,11 +1,12 @@
-"""How long planning takes, and how much memory: over numbers of GPUs, numbers of layers, and named models.
+"""Time and memory of planning, over numbers of GPUs, numbers of layers, and named models.
 
     python benchmarks/speed/planning.py [--gpus 8 64 ...] [--layers 8 16 ...] [--family llama] [--cases llama3-8b/64 ...]
                                        [--time-limit 60] [--output FILE]
 
-Each line is one plan in a fresh process: `process` is the wall time of that process, from its start to its end; `plan` leaves out what
-Python needs to start and to import, and is trace and search together; RSS is the peak of all its processes; gap is the certificate's.  A
-part whose list is empty (`--gpus` without a number) is left out.
+Each line is one plan in a fresh process. `process` is the wall time of that process, from its start
+to its end. `plan` is trace and search together, without the start of Python and imports. RSS is the
+peak of all its processes; gap is the certificate's.  A part whose list is empty (`--gpus` without a
+number) is left out.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Seconds and bytes of one plan; `plan` in words, `step_s` as predicted, or the `error` instead of both."""
+    """Seconds and bytes of one plan; `plan` describes it, `step_s` is its predicted step time. If
+    there is none, `error` says why.
+    """
 
     process_s: float
     import_s: float
@@ -146,7 +149,9 @@ def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
 
 
 def _peak_bytes() -> int:
-    """Of this process and of the helpers of its searches, as if each had been as large as the largest."""
+    """Peak bytes of this process and of the helpers of its searches. Each helper counts as much as
+    the largest.
+    """
     from autopar.solve.search.workers import processes_for_search
 
     own, helper = (
@@ -157,7 +162,7 @@ def _peak_bytes() -> int:
 
 
 def plan_afresh(asked: Asked, time_limit_s: float) -> Took:
-    """Plan in a process of its own."""
+    """Plan in a separate process."""
     start = time.perf_counter()
     command = [
         sys.executable,
@@ -189,7 +194,9 @@ def line(asked: Asked, took: Took) -> str:
 
 
 def ratio(took: dict[int, Took]) -> str:
-    """How much longer many GPUs take than few, where both were asked for."""
+    """A text on how much longer planning for MANY GPUs takes than for FEW; empty unless both were
+    planned.
+    """
     if not {FEW, MANY} <= took.keys() or took[FEW].error or took[MANY].error:
         return ""
     whole, alone = took[MANY].process_s / took[FEW].process_s, took[MANY].plan_s / took[FEW].plan_s

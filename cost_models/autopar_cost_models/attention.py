@@ -77,9 +77,9 @@ FLASH_RATES: dict[tuple[str, str], FlashRate] = {
 }
 """The rate of each flash kernel, by (generation, kernel)."""
 
-# Both from the same figures of FlashAttention-3.  The first keys of a row of blocks hide nothing behind them: rates over 512 and 16384 keys
-# (467 and 648, cuDNN 497 and 600) follow keys / (keys + 128) within 10 %.  Softmax work per pair does not shrink with the heads:
-# backward with heads of 64 runs at 474 / 561 (0.84) of that with 128, and (1 + x) / (1 + 2 x) = 0.845 gives x = 0.22.
+# Both from the same figures of FlashAttention-3.  The first keys of a row of blocks hide nothing behind them.  Rates over 512 and 16384
+# keys (467 and 648, cuDNN 497 and 600) follow keys / (keys + 128) within 10 %.  Softmax work per pair does not shrink with the heads.
+# Backward with heads of 64 runs at 474 / 561 (0.84) of that with 128, and (1 + x) / (1 + 2 x) = 0.845 gives x = 0.22.
 RAMP_KEYS = 128
 SOFTMAX_SHARE = 0.22
 

@@ -30,8 +30,9 @@ MATMUL_GB200_FP8 = 3615.6 / 5000
 MATMUL_MI300X = 668.4 / 1307.4
 # github.com/zzc0721/torch-performance-test-data/issues/95: 4096**3 in bf16, torch 2.9
 MATMUL_H100_PCIE = 495.9 / 756
-# Products with a scale for each row / with one for each tensor: Llama 3 8B on 8 H100 (500 W, torch.compile), bf16 5760, row-wise 6424,
-# tensor-wise 7186 tokens/s (github.com/pytorch/torchtitan, commit 7a04053): what this cost model needs to find that ratio.
+# Products with a scale for each row / with one for each tensor: the value with which this cost model gives the measured ratio.
+# Llama 3 8B on 8 H100 (500 W, torch.compile): bf16 5760, row-wise 6424, tensor-wise 7186 tokens/s
+# (github.com/pytorch/torchtitan, commit 7a04053).
 FP8_ROWWISE_RATE = 0.785
 H100_SXM_POWER_W = 700.0  # H100 datasheet: the power limit under which the SXM rates were measured
 
@@ -52,8 +53,9 @@ OMNIPATH_EFFICIENCY = 135 / 400
 # NCCL src/graph/topo.h: PCI_BW 12.0 GB/s for Gen3 x16, whose line rate is 15.75; assumed for Gen4 and Gen5
 PCIE_EFFICIENCY = 12.0 / 15.75
 
-# In-switch all-reduce (NVLS): achieved / line rate at size * (1 + 1/n) bytes per GPU and direction.  ml-engineering, network/README.md,
-# "SHARP": bus bandwidths of 414, 436, 460, 473 GB/s over 5, 6, 7, 8 x H200 and 778, 811, 838 over 6, 7, 8 x B200 are all within 2 %.
+# In-switch all-reduce (NVLS): achieved / line rate at size * (1 + 1/n) bytes per GPU and direction.
+# Source: ml-engineering, network/README.md, "SHARP".
+# Bus bandwidths of 414, 436, 460, 473 GB/s over 5, 6, 7, 8 x H200 and 778, 811, 838 over 6, 7, 8 x B200 are all within 2 %.
 NVLS_HOPPER_EFFICIENCY = 0.68
 NVLS_BLACKWELL_EFFICIENCY = 0.60
 
@@ -64,15 +66,16 @@ NETWORK_STEP_S = 4.0e-6
 
 DISPATCH_S = 24e-6  # seconds the host needs to issue one operation in eager mode: `autopar calibrate` beside an H200, 2026-11-26
 
-# Buffers of one communicator: NCCL src/include/device.h and src/init.cc, buffers of the protocols LL (512 threads x 8 lines x 8 steps x 16
-# bytes), LL128 (640 threads x 120 x 8 steps x 8 bytes) and Simple (NCCL_BUFFSIZE), on the receiving side of each connection of a channel:
-# one of its ring, three of its tree.  24 channels are what NCCL opens between GPUs of generation Ampere (assumed for the others).
+# Buffers of one communicator (NCCL src/include/device.h and src/init.cc).  The protocols are LL (512 threads x 8 lines x 8 steps x 16
+# bytes), LL128 (640 threads x 120 x 8 steps x 8 bytes) and Simple (NCCL_BUFFSIZE).  Each connection of a channel has their buffers on its
+# receiving side.  A channel has one connection of its ring and three of its tree.
+# 24 channels are what NCCL opens between GPUs of generation Ampere (assumed for the others).
 NCCL_CONNECTION_BYTES = 512 * 8 * 8 * 16 + 640 * 120 * 8 * 8 + 4 * MIB
 NCCL_CONNECTIONS = 4
 NCCL_CHANNELS = 24
 
 # Share of the multiprocessors that are busy at the MAMF shapes, in tiles of 128 x 256 (A100 0.988, H100 0.970, B200 0.993, GB200 1.0 with
-# 152): the measured rates above contain this much wave quantization.
+# 152).  The measured rates above contain this much wave quantization.
 QUANTIZATION_OF_BEST = 0.98
 
 HOST_ADAM_EFFICIENCY = (

@@ -15,7 +15,7 @@ _LEFT_OUT = " ... "
 
 class _Short(reprlib.Repr):
     """A `repr` that shows only a few elements and levels of a container, without walking through
-    all of it.
+    the rest.
     """
 
     def __init__(self) -> None:

@@ -72,7 +72,7 @@ class Device:
     `reserved_bytes` is memory that tensors cannot use. `dtype_efficiency` overrides
     `matmul_efficiency` for single dtypes. `compute_units` is the number of multiprocessors that
     share the tiles of a matmul (1: no tile quantization). `tile_s` is the seconds that each spends
-    on a tile of 256 x 128 results besides its products, to fill its pipeline and to store; smaller
+    on a tile of 256 x 128 results besides its products, to fill its pipeline and to store. Smaller
     tiles take a proportional time. `generation` selects the attention rates.
 
     Measurements of `autopar calibrate` replace rates. `matmul_curves` maps a dtype to a curve:

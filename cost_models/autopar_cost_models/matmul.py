@@ -123,10 +123,10 @@ def _matmul_s(
     return min(times)
 
 
-# Bytes that casting one element from 16 bits to fp8 moves: read and write, the transposed copy that Hopper's matmul needs for the other
-# gradient (fp8 operands only with k innermost), and for "current" scaling one more read, to find the largest magnitude first.
-# "delayed" takes it from earlier steps, "block" finds it within each block of 32 or 128 as it casts, "rowwise" within each row, and for
-# the transposed copy within each column, which is a kernel of its own.  See NVIDIA Transformer Engine's
+# Bytes that casting one element from 16 bits to fp8 moves, besides read, write and the transposed copy.  Hopper's matmul needs that copy
+# for the other gradient (fp8 operands only with k innermost).  "current" scaling reads once more, to find the largest magnitude first.
+# "delayed" takes it from earlier steps, and "block" finds it within each block of 32 or 128 as it casts.  "rowwise" finds it within each
+# row, and for the transposed copy within each column, which is a separate kernel.  See NVIDIA Transformer Engine's
 # user guide, "Using FP8", and Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
 SCALINGS = {"delayed": 0, "current": 2, "block": 0, "rowwise": 2}
 _PRODUCT_RATES = {"rowwise": FP8_ROWWISE_RATE}

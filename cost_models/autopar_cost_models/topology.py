@@ -207,8 +207,8 @@ def group_shape(size: int, stride: int, topology: Topology) -> tuple[int, int]:
 
     Such groups tile the ranks: group (k, o) is {k * size * stride + o + i * stride}. If groups lie
     differently, the result is that of the slowest, with the fewest ranks per node. A group that
-    lies unevenly on its nodes is (1, size): one flat ring whose hops are all priced as inter-node
-    hops, since the slowest hop sets the pace of a ring. Raises ValueError if no group fits on the
+    lies unevenly on its nodes is (1, size). This prices all hops of a flat ring as inter-node hops,
+    since the slowest hop sets the pace of a ring. Raises ValueError if no group fits on the
     topology.
     """
     whole("group size", size)

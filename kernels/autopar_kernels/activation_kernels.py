@@ -14,7 +14,7 @@ from autopar_kernels.tiles import kernel, load_tile, load_vector, store_tile, ta
 
 @triton.jit
 def _activate(x, ACT: tl.constexpr, ALPHA: tl.constexpr):
-    """The activation of x and its derivative."""
+    """(activation of x, its derivative at x)."""
     if ACT == "silu":
         s = tl.sigmoid(ALPHA * x)
         value = x * s
@@ -38,7 +38,9 @@ def _activate(x, ACT: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def _place(rows, columns, R: tl.constexpr, BLOCK: tl.constexpr):
-    """(row, column, mask) of this program's block."""
+    """(row numbers, column numbers, mask) of the block that this program computes; the mask is true
+    inside the tensor.
+    """
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     return row, column, (row < rows)[:, None] & (column < columns)[None, :]
@@ -46,7 +48,9 @@ def _place(rows, columns, R: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_pair(gate, up, row, column, strides, mask, LIMIT: tl.constexpr):
-    """The gate and up, clamped: (clamped, clamped, whether the gate and up are inside their limits)."""
+    """(gate, up, mask of gate, mask of up), both clamped; a mask is true where an element is inside
+    its limit, so that a gradient passes.
+    """
     z = load_tile(gate, row, column, strides[0], strides[1], mask)
     u = load_tile(up, row, column, strides[2], strides[3], mask)
     pass_z, pass_u = mask, mask
@@ -76,7 +80,9 @@ def glu_backward_kernel(
     ACT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
     R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of gate and up from that of the result; the activation is computed again."""
+    """Write the gradients of gate and up from that of the result; the activation is computed
+    again.
+    """
     row, column, mask = _place(rows, columns, R, BLOCK)
     g = load_tile(grad, row, column, grad_row, grad_column, mask)
     z, u, pass_z, pass_u = _load_pair(gate, up, row, column, strides, mask, LIMIT)
@@ -107,7 +113,7 @@ def bias_backward_kernel(
     grad, x, bias, dx, parts, rows, columns, strides,
     ACT: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx, and this program's partial sum of the bias's gradient over its rows."""
+    """Write dx, and this program's partial sum of the bias's gradient over its rows."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     shift = load_vector(bias, column, inside)[None, :]

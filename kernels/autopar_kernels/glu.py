@@ -36,15 +36,17 @@ from autopar_kernels.registration import (
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 LAYOUTS = ("two", "gate_up", "up_gate", "interleaved")
-"""Two tensors; or halves of one, the gate first or last; or one whose elements alternate, the gate's first."""
+"""How gate and up are given: as two tensors, as halves of one tensor (the gate first or last), or
+as its alternating columns (the gate's first).
+"""
 
 _OPS = torch.ops.autopar
 Attributes = tuple[str, float, float, float | None]
-"""act, alpha, shift, limit."""
+"""(act, alpha, shift, limit), as `glu` takes them."""
 
 
 def value_and_slope(x: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
-    """The activation and its derivative."""
+    """(activation of x, its derivative at x)."""
     if act == "silu":
         s = torch.sigmoid(alpha * x)
         return x * s, s * (1 + alpha * x * (1 - s))
@@ -67,7 +69,9 @@ def split(both: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def block_of(x: Tensor) -> tuple[Tile, tuple[int, int]]:
-    """The block of an elementwise kernel, and the grid that covers x (rows, columns)."""
+    """The (block of a program, grid that covers x) of an elementwise kernel; x is (rows,
+    columns).
+    """
     rows, columns = x.shape
     tile = tile_of(columns, "element", x.device)
     return tile, (divide_up(rows, tile.rows), divide_up(columns, tile.columns))
@@ -117,7 +121,9 @@ def _glu_backward(
     layout: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of gate, gradient of up), or (that of the fused projection, empty)."""
+    """(gradient of gate, gradient of up) or, for a fused projection, (gradient of the projection,
+    empty tensor).
+    """
     outputs = _glu_backward_fake(grad, gate, up, act, alpha, shift, limit, layout, needs)
     written = outputs if layout == "two" else split(outputs[0], layout)
     if not runs_kernel(grad, gate, up):

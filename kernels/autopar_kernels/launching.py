@@ -51,13 +51,15 @@ GPU = {
 Measured on an H200 (`benchmarks/results/kernels_h200.txt`).
 """
 INTERPRETER = Limits(elements=1024, longest=128, warp_elements=1024)
-"""Small blocks: tests of 512 columns then walk along a row in several steps."""
+"""Limits for Triton's interpreter: small blocks, so that tests with 512 columns walk along a row in
+several steps.
+"""
 _INTERPRETED_PROGRAMS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A block of a program: rows x columns (both powers of 2), and its warps."""
+    """The block of a program: its rows and columns (both powers of 2), and its number of warps."""
 
     rows: int
     columns: int
@@ -70,7 +72,9 @@ def interpreted() -> bool:
 
 
 def runs_kernel(*tensors: Tensor | None) -> bool:
-    """Whether a Triton kernel computes with these tensors; else the ATen reference does (fp64, integers, CPU)."""
+    """Whether a Triton kernel computes with these tensors. Otherwise the ATen reference does (fp64,
+    integers, CPU).
+    """
     used = [tensor for tensor in tensors if tensor is not None]
     if not all(tensor.dtype in _LOW for tensor in used if tensor.is_floating_point()):
         return False
@@ -118,14 +122,14 @@ def divide_up(count: int, part: int) -> int:
 
 
 def rows_of(tensor: Tensor, columns: int | None = None) -> Tensor:
-    """The tensor as (rows, columns): a view wherever its strides allow it, else a copy."""
+    """The tensor as (rows, columns): a view if its strides allow it, otherwise a copy."""
     width = tensor.shape[-1] if columns is None else columns
     rows = tensor.numel() // width if width else 0
     return tensor.reshape(rows, width)
 
 
 def strides_of(*operands: Tensor | None) -> tuple[int, ...]:
-    """The strides of each operand in turn; zeros for two dims where there is none."""
+    """The strides of all operands, one after another; an operand that is None has (0, 0)."""
     return tuple(step for t in operands for step in ((0, 0) if t is None else t.stride()))
 
 

@@ -22,7 +22,9 @@ _OPS = torch.ops.autopar
 
 
 class _LayerNorm(torch.autograd.Function):
-    """(result, x + residual) of a LayerNorm, or the result alone without a residual."""
+    """LayerNorm as an autograd function: (result, x + residual), or the result alone without a
+    residual.
+    """
 
     @staticmethod
     def forward(

@@ -40,7 +40,9 @@ def _local(
     soft_cap: float | None,
     chunk: int,
 ) -> Tensor:
-    """Statistics (3, R) of a shard, (4, R) if `smooth`, as `autopar::cross_entropy_local` gives them."""
+    """The statistics (3, R) of a shard's logits, (4, R) if `smooth`, as
+    `autopar::cross_entropy_local` gives them.
+    """
     out = _local_fake(hidden, weight, target, class_weight, first, smooth, soft_cap, chunk)
     rows, flat = rows_of(hidden), target.reshape(-1)
     for start in range(0, rows.shape[0], chunk):
@@ -70,7 +72,7 @@ def _local_fake(
 
 
 def _outer(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
-    """left^T right in the wide dtype, without a rounding to theirs."""
+    """left^T right, computed and returned in the dtype `wide`."""
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left.t(), right, out_dtype=wide)
     return left.to(wide).t() @ right.to(wide)
@@ -92,7 +94,7 @@ def _gradient(
     chunk: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden and of weight; empty where they are not asked for."""
+    """(gradient of hidden, gradient of weight); one that is not asked for is empty."""
     dhidden = hidden.new_empty(hidden.shape) if needs[0] else absent(hidden)
     wide = statistics.dtype
     total = torch.zeros_like(weight, dtype=wide) if needs[1] else absent(weight)
@@ -122,7 +124,9 @@ def _gradient_fake(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """(the loss of each row, the weight of its class) from merged statistics."""
+    """The loss from merged statistics, as an autograd function: (the loss of each row, the weight
+    of its class).
+    """
 
     @staticmethod
     def forward(

@@ -33,7 +33,9 @@ def cross_entropy_local_kernel(
     logits, target, weight, out, rows, inner, strides, first, columns,
     SMOOTH: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of one row of a shard: its maximum, its sum of exp(x - maximum), its target's logit (0 elsewhere), and its weighted sum."""
+    """Write four numbers for one row of a shard: the maximum, the sum of exp(x - maximum), the
+    target's logit (0 on other shards), and the weighted sum.
+    """
     row = tl.program_id(0)
     start = _row(logits, row, inner, strides)
     lane = tl.arange(0, BLOCK)
@@ -81,7 +83,7 @@ def cross_entropy_rows_kernel(
     statistics, target, weight, weight_sum, loss, scales, rows, classes,
     IGNORE: tl.constexpr, SMOOTHING: tl.constexpr, Z: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The loss of each row and its class's weight, 0 for ignored rows."""
+    """Write the loss of each row and its class's weight; both are 0 for ignored rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     alive = row < rows
     valid, scale = _row_weight(target, weight, row, alive, IGNORE)
@@ -107,7 +109,9 @@ def cross_entropy_gradient_kernel(
     first, columns, classes, IGNORE: tl.constexpr, SMOOTHING: tl.constexpr, Z: tl.constexpr,
     CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of BLOCK logits of one row, from the merged statistics; zeros for ignored rows."""
+    """Write the gradient of BLOCK logits of one row, from the merged statistics; zeros for ignored
+    rows.
+    """
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

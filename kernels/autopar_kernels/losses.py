@@ -31,7 +31,9 @@ REDUCTIONS = ("none", "sum", "mean")
 
 
 def _layout(logits: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
-    """The logits without a copy if they have at most 3 dims, the rows of an inner dim, and the three strides."""
+    """(logits, size of the inner dim, three strides). Logits of at most 3 dims are not copied; with
+    fewer than 3 the inner dim has all rows.
+    """
     if logits.dim() == 3:
         return logits, max(logits.shape[1], 1), logits.stride()
     flat = rows_of(logits)
@@ -51,7 +53,9 @@ def _local(
     smooth: bool,
     soft_cap: float | None,
 ) -> Tensor:
-    """Statistics (3, R) of a shard, (4, R) if `smooth`; `weight` (V,) of all classes is read for the fourth alone."""
+    """The statistics (3, R) of a shard, (4, R) if `smooth`. `weight` (V,) of all classes is read
+    only for the fourth.
+    """
     out = _local_fake(logits, target, weight, first, smooth, soft_cap)
     flat = target.reshape(-1).contiguous()
     if not runs_kernel(logits, weight):
@@ -174,7 +178,9 @@ def _gradient(
     z_loss: float,
     soft_cap: float | None,
 ) -> Tensor:
-    """The gradient of a shard's logits from that of each row's loss (R,) and the merged statistics."""
+    """The gradient of a shard's logits, from the gradient of each row's loss (R,) and the merged
+    statistics.
+    """
     out = logits.new_empty(logits.shape)
     flat = target.reshape(-1).contiguous()
     total = _weight_sum(weight, smoothing, statistics.dtype)
@@ -226,7 +232,9 @@ def _gradient_fake(grad: Tensor, logits: Tensor, *rest: object) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(the loss of each row, the weight of its class) from merged statistics."""
+    """The loss from merged statistics, as an autograd function: (the loss of each row, the weight
+    of its class).
+    """
 
     @staticmethod
     def forward(

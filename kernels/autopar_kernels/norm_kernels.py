@@ -15,7 +15,9 @@ from autopar_kernels.tiles import kernel, load_tile, load_vector, silu, silu_slo
 
 @triton.jit
 def _input(x, residual, gate, row, column, strides, alive, end, GATE_FIRST: tl.constexpr, SUM):
-    """What is normalised: x + residual, rounded as the sum's dtype, or x silu(gate)."""
+    """A tile of the values to normalise: x + residual, rounded to the sum's dtype, or x
+    silu(gate).
+    """
     mask = alive[:, None] & (column < end)[None, :]
     value = load_tile(x, row, column, strides[0], strides[1], mask)
     if residual is not None:
@@ -41,7 +43,9 @@ def _output(
     ROUND,
     GATE_FIRST: tl.constexpr,
 ):
-    """The normalised value times the weight, plus the bias, times silu(gate)."""
+    """A tile of the result: the normalised value times the weight, plus the bias, times
+    silu(gate).
+    """
     mask = alive[:, None] & (column < end)[None, :]
     if ROUND is not None:
         value = value.to(ROUND).to(tl.float32)
@@ -106,7 +110,9 @@ def _terms(
     grad, x, gate, weight, row, column, strides, alive, end, center, scale, OFFSET,
     GATE_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: the normalised value, its gradient, and the gradient of its product with the weight."""
+    """Three tiles: the normalised value, its gradient, and the gradient of its product with the
+    weight.
+    """
     mask = alive[:, None] & (column < end)[None, :]
     value = load_tile(x, row, column, strides[2], strides[3], mask)
     upstream = load_tile(grad, row, column, strides[0], strides[1], mask)
@@ -170,7 +176,9 @@ def norm_backward_kernel(
     N: tl.constexpr, OFFSET: tl.constexpr, GATE_FIRST: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x and gate, and this program's partial sums over its rows (one row of dweight and dbias)."""
+    """Write gradients of x and gate, and this program's partial sums over its rows (one row of
+    dweight and dbias).
+    """
     group, width = tl.program_id(1), tl.num_programs(1) * N
     statistic = tl.num_programs(1)
     column, end = group * N + tl.arange(0, BLOCK), group * N + N

@@ -29,7 +29,7 @@ from autopar_kernels.sums import sum_parts
 SHARED_BYTES = 160 << 10
 """Shared memory of a program on an A100, the least of the devices: rows are read ahead where three blocks fit."""
 CASTS = ("before", "weight", "after", "none")
-"""Where a norm rounds, as the text of `norms` says."""
+"""Where a norm rounds; the docstring of `norms` describes each value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ class Forward:
 
     @property
     def total(self) -> torch.dtype:
-        """The dtype of x + residual."""
+        """The dtype of x + residual, or of x without a residual."""
         if self.residual is None:
             return self.x.dtype
         return torch.promote_types(self.x.dtype, self.residual.dtype)
@@ -87,7 +87,9 @@ class Forward:
         return scale if self.cast == "weight" else torch.promote_types(self.total, scale)
 
     def outputs(self, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Unwritten (result, x + residual, mean, 1 / deviation); those that are absent are empty."""
+        """New tensors for (result, x + residual, mean, 1 / deviation); those that are absent are
+        empty.
+        """
         x = self.x
         rstd = x.new_empty((math.prod(x.shape[:-1]), self.groups), dtype=wide)
         return (
@@ -196,7 +198,9 @@ class Backward:
     needs: list[bool]
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Unwritten gradients of x, weight, bias and gate; empty where they are not asked for."""
+        """New tensors for the gradients of x, weight, bias and gate; those that are not asked for
+        are empty.
+        """
         x, columns = self.x, self.x.shape[-1]
         return (
             x.new_empty(x.shape) if self.needs[0] else absent(x),

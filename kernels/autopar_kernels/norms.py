@@ -29,7 +29,9 @@ _OPS = torch.ops.autopar
 
 
 class _RMSNorm(torch.autograd.Function):
-    """(result, x + residual) of an RMSNorm, or the result alone without a residual."""
+    """RMSNorm as an autograd function: (result, x + residual), or the result alone without a
+    residual.
+    """
 
     @staticmethod
     def forward(
@@ -84,7 +86,9 @@ class _RMSNorm(torch.autograd.Function):
 def gradients_of_terms(
     dx: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype | None], *wanted: bool
 ) -> tuple[Tensor | None, ...]:
-    """The gradient of a sum as that of each of its terms, in the term's dtype."""
+    """The gradients of the terms of a sum, from that of the sum: the same values in each term's
+    dtype, or None.
+    """
     return tuple(
         dx.to(dtype) if dx is not None and dtype is not None and want else None
         for dtype, want in zip(dtypes, wanted, strict=True)

@@ -42,7 +42,7 @@ def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def absent(like: Tensor) -> Tensor:
-    """A tensor of no elements: what an op returns in the place of a result that is not asked for."""
+    """An empty tensor, which an op returns in the place of a result that is not asked for."""
     return like.new_empty(0)
 
 

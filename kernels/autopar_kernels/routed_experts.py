@@ -1,15 +1,18 @@
-"""Routed experts (mixture of experts) as one op: `autopar::routed_experts`, and the pieces that a distributed version is made of.
+"""Routed experts (mixture of experts) as one op: `autopar::routed_experts`, and the pieces that a
+distributed version is made of.
 
-A token's k-th choice is row t * K + k of T * K rows.  The rows are sorted by expert, so that every expert multiplies one slice; how many
-rows there are does not depend on the routing, only where an expert's slice ends does, and that is a tensor: nothing here reads values on
-the host except the loop of `autopar::grouped_mm`, an op of its own.  Sorting by expert and multiplying slices is MegaBlocks' dropless
-formulation (Gale et al. 2022, arXiv:2211.15841, section 3) without its blocks; the capacity that drops choices is GShard's (Lepikhin et
-al. 2020, arXiv:2006.16668, section 2.2).
+A token's k-th choice is row t * K + k of T * K rows.  The rows are sorted by expert, so that every
+expert multiplies one slice. The number of rows does not depend on the routing. Only the ends of
+slices do, and they are a tensor. Therefore nothing here reads values on the host, except the loop
+of `autopar::grouped_mm`, which is a separate op.  Sorting by expert and multiplying slices is
+MegaBlocks' dropless formulation (Gale et al. 2022, arXiv:2211.15841, section 3) without its blocks;
+the capacity that drops choices is GShard's (Lepikhin et al. 2020, arXiv:2006.16668, section 2.2).
 
     routed_experts = combine(expert_mlp(x[order // K], ...), order, weights)      with order, ids, ends = sort_by_expert(index)
 
-`autopar::routed_experts` is registered as a composite of these: one node of a captured graph, and run, it behaves like the function
-(autograd keeps the intermediate tensors and recomputes nothing; on meta and fake tensors all shapes and all kept tensors are right).
+`autopar::routed_experts` is registered as a composite of these, and is one node of a captured
+graph. When it runs, it behaves like the function: autograd keeps the intermediate tensors and
+recomputes nothing. On meta and fake tensors all shapes and all kept tensors are right.
 """
 
 from __future__ import annotations
@@ -166,12 +169,12 @@ def _has_kernel(*operands: Tensor) -> bool:
 
 
 def _after(ends: Tensor, rows: int) -> Tensor:
-    """(rows, 1): which rows are in no slice."""
+    """A mask (rows, 1): true for rows that are in no slice."""
     return (torch.arange(rows, device=ends.device) >= ends[-1]).unsqueeze(1)
 
 
 def _slices(ends: Tensor) -> list[tuple[int, int]]:
-    """(start, end) of every slice, read on the host once."""
+    """(start, end) of every slice; reads the ends on the host once."""
     bounds = [0, *ends.tolist()]
     return list(pairwise(bounds))
 
@@ -202,12 +205,14 @@ grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_operands)
 
 
 def _flops(left: Shape, right: Shape, *rest: object, out_shape: Shape, **kwargs: object) -> int:
-    """2 S I O, as if every row were in a slice: S I (the rows) times O."""
+    """FLOPs of a grouped product, as if every row were in a slice: 2 x S x I x O."""
     return 2 * left[0] * left[1] * out_shape[-1]
 
 
 FLOP_FORMULAS = {torch.ops.autopar.grouped_mm: _flops, torch.ops.autopar.grouped_outer: _flops}
-"""For `torch.utils.flop_counter.FlopCounterMode(custom_mapping=FLOP_FORMULAS)`; registering them would import Triton."""
+"""Formulas for `torch.utils.flop_counter.FlopCounterMode(custom_mapping=FLOP_FORMULAS)`.
+Registering them would import Triton.
+"""
 
 
 # ------------------------------------------------------------------------------------------------------------------- the pieces
@@ -261,7 +266,7 @@ def _add_bias(rows: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
 
 
 def inverse_order(order: Tensor) -> Tensor:
-    """Where each element went: the result at `order[i]` is i."""
+    """The inverse permutation of `order`: its element order[i] is i."""
     return torch.empty_like(order).scatter_(
         0, order, torch.arange(order.shape[0], device=order.device)
     )
@@ -287,16 +292,18 @@ def routed_experts(
 ) -> Tensor:
     """sum_k weights[t, k] * expert index[t, k] of x[t]: (T, H) -> (T, H).
 
-    expert e of a row r is activation(r up[e]^T + up_bias[e]) down[e]^T + down_bias[e], with the shapes
+    expert e of a row r is activation(r up[e]^T + up_bias[e]) down[e]^T + down_bias[e], with the
+    shapes
 
         x (T, H); index (T, K) int64, 0..E-1, or E for no expert; weights (T, K)
         up (E, F', H), or (E, H, F') if transposed; up_bias (E, F')
         down (E, H, F), or (E, F, H) if transposed; down_bias (E, H)
 
-    and `activation` as in `activation_function`.  With a capacity factor of c > 0 each expert takes at most ceil(c T K / E) choices, in
-    token order, and the others contribute zero; 0 drops nothing.  Differentiable in x, weights and the experts' tensors.  Nothing
-    assumes that F is whole: with F sharded (each half of a gated up, and down) the result is a partial sum, to which down_bias must
-    be given on one rank only.
+    and `activation` as in `activation_function`.  With a capacity factor of c > 0 each expert takes
+    at most ceil(c T K / E) choices, in token order, and the others contribute zero; 0 drops
+    nothing.  Differentiable in x, weights and the experts' tensors.  F may be sharded (each half of
+    a gated up, and down). Then the result is a partial sum, and down_bias must be given on one rank
+    only.
     """
     order, ids, ends = sort_by_expert(index, up.shape[0], capacity_factor)
     rows = x.index_select(0, order // index.shape[1])

@@ -116,7 +116,7 @@ def _backward(
     soft_cap: float | None,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of scores and sinks; empty where they are not asked for."""
+    """(gradient of scores, gradient of sinks); one that is not asked for is empty."""
     dscores, dsinks = _backward_fake(grad, scores, mask, sinks, level, scale, soft_cap, needs)
     rows_of_sinks = level.new_empty(level.shape) if needs[1] else None
     if not runs_kernel(grad, scores, mask, sinks):

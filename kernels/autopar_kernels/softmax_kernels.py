@@ -55,7 +55,9 @@ def softmax_forward_kernel(
     scores, mask, sinks, out, level, rows, heads, queries, columns, strides,
     SCALE: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities of R rows and the logarithm of their denominators; rows without any score give zeros."""
+    """Write probabilities of R rows and the logarithm of their denominators; rows without any score
+    give zeros.
+    """
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     alive = row < rows
     lane = tl.arange(0, BLOCK)
@@ -102,7 +104,9 @@ def softmax_backward_kernel(
     grad, scores, mask, sinks, level, dscores, dsinks, rows, heads, queries, columns, strides,
     g0, g1, g2, g3, SCALE: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of scores, and of each row's sink, from scores and the logarithm of the denominators."""
+    """Write the gradient of scores, and of each row's sink, from scores and the logarithm of the
+    denominators.
+    """
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     alive = row < rows
     lane = tl.arange(0, BLOCK)
@@ -172,7 +176,7 @@ def merge_backward_kernel(
     grad, grad_level, first, first_level, second, second_level, dfirst, dfirst_level, dsecond,
     dsecond_level, rows, columns, strides, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of both parts and of their logarithms."""
+    """Write gradients of both parts and of the logarithms of their denominators."""
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     alive = row < rows
     column = tl.arange(0, BLOCK)

@@ -23,14 +23,18 @@ TRITON_DTYPES = {
 
 
 def kernel(function):
-    """`triton.jit` for a kernel that is launched; functions that kernels call use `triton.jit` itself."""
+    """`triton.jit`, for kernels that are launched: also adds the kernel to `KERNELS`. Functions
+    that kernels call use `triton.jit` itself.
+    """
     KERNELS[function.__name__] = triton.jit(function)
     return KERNELS[function.__name__]
 
 
 @triton.jit
 def load_tile(pointer, row, column, row_stride, column_stride, mask):
-    """Elements (row, column) in fp32, and 0 where the mask is false; row is int64 (R,), column (C,)."""
+    """Elements (row, column) of a tensor in fp32, and 0 where the mask is false; row is int64 (R,),
+    column is (C,).
+    """
     place = row[:, None] * row_stride + column[None, :].to(tl.int64) * column_stride
     return tl.load(pointer + place, mask, 0.0).to(tl.float32)
 

@@ -1,15 +1,32 @@
-"""README, ARCHITECTURE and docs keep the rules of prose, and their links resolve."""
+"""Pages, docstrings, comments, errors and help keep the rules of prose, and links resolve."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from support.prose import ROOT, findings_of, page_findings, pages, prose_lines
+from support.prose import (
+    ROOT,
+    comment_findings_of,
+    docstring_findings_of,
+    findings_of,
+    message_findings_of,
+    page_findings,
+    pages,
+    prose_lines,
+    source_findings,
+    sources,
+)
 
 
 def test_pages_keep_the_rules() -> None:
     assert not page_findings(), "\n" + "\n".join(map(str, page_findings()))
+
+
+def test_docstrings_comments_and_messages_keep_the_rules() -> None:
+    assert len(sources()) > 300
+    found = source_findings()
+    assert not found, "\n" + "\n".join(map(str, found))
 
 
 def test_pages_are_short() -> None:
@@ -61,3 +78,41 @@ def test_long_sentences_and_forbidden_phrases_are_found() -> None:
     rules = [finding.rule for finding in findings_of(path, "word " * 31 + ".\n\nA plan who runs.")]
     assert rules == ["31 words", "who (of a thing)"]
     assert not list(findings_of(path, 'A user who runs. He said "so many".\n\n    so many\n'))
+
+
+_LONG = "word " * 31
+
+
+def _rules(source: str) -> dict[str, list[str]]:
+    """Rules that a source breaks in docstrings, in comments and in messages."""
+    checks = {
+        "docstring": docstring_findings_of,
+        "comment": comment_findings_of,
+        "message": message_findings_of,
+    }
+    path = ROOT / "source.py"
+    return {
+        where: rules
+        for where, check in checks.items()
+        if (rules := [finding.rule for finding in check(path, source)])
+    }
+
+
+def test_findings_in_docstrings() -> None:
+    assert _rules(f'"""Module.\n\n{_LONG}.\n"""\nx = 1\n"""A copy of it."""') == {
+        "docstring": ["31 words", "of it"]
+    }
+    arguments = f'def f(a, b):\n    """Do.\n\n    Args:\n        a: {_LONG}\n        b: such a one.\n    """'
+    assert _rules(arguments) == {"docstring": ["31 words", "such a one"]}
+    assert not _rules(f'"""A table.\n\n    {_LONG}\n\nAn end.\n\n>>> f(of it)\n"""')
+
+
+def test_findings_in_comments_and_messages() -> None:
+    assert _rules("x = 1  # as they do\n# a text over\n# two lines, of\n# it\n") == {
+        "comment": ["as they do", "of it"]
+    }
+    assert _rules('raise ValueError(f"{n} of it, whatever is left")') == {
+        "message": ["whatever is", "of it"]
+    }
+    assert _rules('option("--x", help="So many.")') == {"message": ["so many"]}
+    assert not _rules("# a comment\nx = 1  # another\nraise ValueError('a text')")

@@ -212,7 +212,7 @@ REFUSED = {
 @pytest.mark.parametrize("optimizer", REFUSED)
 def test_what_cannot_be_exact_is_refused(pool2, optimizer):
     mesh, zero, message = REFUSED[optimizer]
-    advice = r".*, and the plan \(.*\) parts the parameters of the model: pin pp=1, tp=1, ep=1 and zero=0, under which every rank"
+    advice = r".*, and the plan \(.*\) parts the parameters of the model. Pin pp=1, tp=1, ep=1 and zero=0, under which every rank"
     with pytest.raises(AutoparError, match=message + advice):
         pool2.run(
             train_under, "gpt-tiny", [(optimizer, plan_of("gpt-tiny", mesh, zero, 2).to_json())]

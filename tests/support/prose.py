@@ -1,4 +1,4 @@
-"""Sentences over 30 words and phrases that the rules of prose forbid, in README, ARCHITECTURE, docs and docstrings.
+"""Sentences over 30 words and forbidden phrases in pages, docstrings, comments, errors and help.
 
     python -m tests.support.prose
 
@@ -8,13 +8,17 @@ Code blocks, quoted output and text in quotation marks do not count. A table cel
 from __future__ import annotations
 
 import ast
+import inspect
+import io
 import re
-from collections import Counter
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("autopar", "cost_models", "kernels", "benchmarks")
 MOST_WORDS = 30
 
 FORBIDDEN = {
@@ -106,39 +110,100 @@ def page_findings() -> list[Finding]:
     return [finding for path in pages() for finding in findings_of(path, path.read_text())]
 
 
-def docstring_findings() -> list[Finding]:
-    """What breaks a rule in a docstring of the packages and benchmarks."""
-    found = []
-    for folder in ("autopar", "cost_models", "kernels", "benchmarks"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if (
-                    isinstance(node, ast.Expr)
-                    and isinstance(node.value, ast.Constant)
-                    and isinstance(node.value.value, str)
-                ):
-                    text = "\n".join(line.strip() for line in node.value.value.splitlines())
-                    found += findings_of(path, text, node.lineno)
+def sources() -> list[Path]:
+    """Every Python file of the packages and benchmarks."""
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def docstring_prose(docstring: str) -> str:
+    """A docstring of Google's style as Markdown: the lines of its sections become list items.
+
+    Other indented blocks and doctests stay indented by 4 spaces, which makes them blocks of code.
+    """
+    lines, section = [], False
+    for line in inspect.cleandoc(docstring).splitlines():
+        if re.fullmatch(r"(Args|Attributes|Raises|Returns|Yields):", line):
+            section = True
+            lines.append("")
+        elif section and line.startswith("    "):
+            item = re.match(r"    [*\w.]+(, [*\w.]+)*: ", line)
+            lines.append(f"- {line[item.end() :]}" if item else line.strip())
+        else:
+            section = section and not line
+            lines.append(f"    {line}" if line.startswith((">>>", "...")) else line)
+    return "\n".join(lines)
+
+
+@lru_cache(maxsize=1)
+def _nodes(source: str) -> list[ast.AST]:
+    """All nodes of the syntax tree of a file."""
+    return list(ast.walk(ast.parse(source)))
+
+
+def docstring_findings_of(path: Path, source: str) -> Iterator[Finding]:
+    """What breaks a rule in the docstrings of a file, those of attributes too."""
+    for node in _nodes(source):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield from findings_of(path, docstring_prose(node.value.value), node.lineno)
+
+
+def comment_findings_of(path: Path, source: str) -> Iterator[Finding]:
+    """What breaks a rule in the comments of a file; comments on consecutive lines are one text."""
+    first, block = 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            alone = token.line.lstrip().startswith("#")
+            if block and not (alone and token.start[0] == first + len(block)):
+                yield from findings_of(path, "\n".join(block), first)
+                block = []
+            first = first if block else token.start[0]
+            block.append(token.string.lstrip("# "))
+    if block:
+        yield from findings_of(path, "\n".join(block), first)
+
+
+def message_findings_of(path: Path, source: str) -> Iterator[Finding]:
+    """What breaks a rule in a text that a file raises, or passes as `help`."""
+    for node in _nodes(source):
+        texts: list[ast.expr] = []
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            texts = node.exc.args
+        elif isinstance(node, ast.keyword) and node.arg == "help":
+            texts = [node.value]
+        for text in texts:
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                yield from findings_of(path, text.value, text.lineno)
+            elif isinstance(text, ast.JoinedStr):
+                words = "".join(
+                    part.value
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str)
+                    else "X"
+                    for part in text.values
+                )
+                yield from findings_of(path, words, text.lineno)
+
+
+def source_findings() -> list[Finding]:
+    """What breaks a rule in a docstring, comment, error or help text of the packages and benchmarks."""
+    found: list[Finding] = []
+    for path in sources():
+        source = path.read_text()
+        for check in (docstring_findings_of, comment_findings_of, message_findings_of):
+            found += check(path, source)
     return found
 
 
 def main() -> None:
-    """Print the findings of pages, then the number of those of docstrings by folder."""
-    for finding in page_findings():
+    """Print what breaks a rule, then how much does in all."""
+    found = [*page_findings(), *source_findings()]
+    for finding in found:
         print(finding)
-    counts: dict[str, Counter[str]] = {}
-    for finding in docstring_findings():
-        folder = str(finding.path.relative_to(ROOT).parent)
-        rule = "over 30 words" if finding.rule.endswith(" words") else "forbidden phrase"
-        counts.setdefault(folder, Counter())[rule] += 1
-    print("\ndocstrings: over 30 words, forbidden phrases")
-    for folder, count in sorted(counts.items()):
-        print(f"{count['over 30 words']:5} {count['forbidden phrase']:5}  {folder}")
-    long, phrases = (
-        sum(count[rule] for count in counts.values())
-        for rule in ("over 30 words", "forbidden phrase")
-    )
-    print(f"{long:5} {phrases:5}  all")
+    long = sum(finding.rule.endswith(" words") for finding in found)
+    print(f"{long} sentences over {MOST_WORDS} words, {len(found) - long} forbidden phrases")
 
 
 if __name__ == "__main__":

@@ -369,8 +369,8 @@ class _BlockAttention(torch.autograd.Function):
                 dvalues[:, :, columns] += found[2]
             if ring is None:
                 break
-            # The gradients of a shard follow it round the ring, one step behind: they are sent on when this rank has added its part, and
-            # are under way while the next rank computes its own.  After the last step they are back where the shard came from.
+            # The gradients of a shard follow it round the ring, one step behind.  They are sent on when this rank has added its part,
+            # and are under way while the next rank computes its own.  After the last step they are back where the shard came from.
             _wait(works)
             if arriving is not None:
                 gradients += arriving

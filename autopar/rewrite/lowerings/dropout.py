@@ -310,8 +310,8 @@ def local_positions(
     them. New nodes are appended to the graph.
 
     `size` is the size of the whole dim; `source` is a local value with the same extent along `dim`.
-    This function must know every way in which a rank can hold part of a dim: shards with any
-    pattern, nested in the order of the mesh's axes, and rows over the batch axes.
+    This function must know every way in which a rank can hold part of a dim. These are shards with
+    any pattern, nested in the order of the mesh's axes, and rows over the batch axes.
     """
     mesh = sizes.mesh
     splits = {

@@ -91,9 +91,11 @@ def expert_parallel(
 def _exchange_counts(
     counts: Tensor, local: int, group: AxisGroup
 ) -> tuple[Tensor, list[int], list[int]]:
-    """From the number of this rank's rows for each expert (experts,): the numbers of rows to
-    receive by sender and local expert (p, local), the rows to send to each rank, and the rows to
-    receive from each rank.
+    """Exchange the numbers of rows among the p ranks of ep, given those of this rank for each
+    expert (experts,).
+
+    Returns the numbers of rows to receive by sender and local expert (p, local), those to send to
+    each rank, and those to receive from each rank.
     """
     owned = [shard_extent(counts.shape[0], group.size, rank)[1] for rank in range(group.size)]
     coming = _all_to_all(counts, owned, [local] * group.size, group).view(group.size, local)

@@ -40,9 +40,9 @@ have more than two operands.
 class LocalSizes:
     """Converts whole sizes to this rank's sizes inside one segment's graph.
 
-    The local batch size is read from the first segment input that has a dim with a multiple of it.
-    The batch of the whole micro-batch is that times the ranks that shard this input, because every
-    data-parallel rank has the same number of rows.
+    The local batch size is read from the first segment input with a dim that is a multiple of the
+    batch size. The batch of the whole micro-batch is that times the ranks that shard this input,
+    because every data-parallel rank has the same number of rows.
     """
 
     def __init__(self, graph: Graph, mesh: MeshShape, coordinates: dict[str, int]) -> None:
@@ -104,7 +104,7 @@ class LocalSizes:
     def _batch(self) -> Node:
         if self._source is None:
             raise AutoparError(
-                "a segment needs the batch size, but none of its inputs has a dim that is a multiple of it"
+                "a segment needs the batch size, but no dim of its inputs is a multiple of the batch size"
             )
         if "batch" not in self._nodes:
             placeholder, dim, rows_each, _ = self._source

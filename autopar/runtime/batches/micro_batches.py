@@ -39,9 +39,11 @@ _SHARING = ("pp", "cp", "tp")
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """The size of the batch over all ranks: its positions, the number of valid targets (None if the
-    loss is not a mean over tokens), its model FLOPs relative to the planned batch, and the
-    positions of its longest row.
+    """The size of the batch over all ranks.
+
+    It has the batch's positions, and the number of valid targets (None if the loss is not a mean
+    over tokens). Then come the model FLOPs relative to the planned batch, and the positions of the
+    longest row.
     """
 
     tokens: int
@@ -168,7 +170,7 @@ class BatchSplitter:
             read = self._read(batch)
             if read.rows and (step_inputs := self._values[read.number]) is not None:
                 parts = step_inputs.parts(read.tensors, read.rows, whole, self.device)
-        except AutoparError as error:  # the other ranks must hear of it, or they would wait
+        except AutoparError as error:  # without this message the other ranks would wait
             mistake, read = error, replace(read, rows=-1)
         # (data-parallel rank, rank that shares its batch): what was read, parts of the step's values
         own = torch.tensor(read.told, dtype=torch.float64, device=self.device)
@@ -235,7 +237,7 @@ class BatchSplitter:
             names = [axis for axis in _SHARING if self.axes[axis].size > 1]
             raise AutoparError(
                 f"the {len(seen[0])} ranks that share one data-parallel coordinate (over {' and '.join(names)}) were "
-                f"given different batches; they must load the same rows: use engine.local_batch, or a sampler over dp={self.plan.mesh.dp}, "
+                f"given different batches. They must load the same rows: use engine.local_batch, or a sampler over dp={self.plan.mesh.dp}, "
                 "not over the world"
             )
         held, numbers, lengths = (

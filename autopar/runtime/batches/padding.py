@@ -150,6 +150,6 @@ def check_alike(one: float, other: float, dtype: torch.dtype, given: int, length
     if not abs(one - other) <= TOLERANCE[dtype] * max(abs(one), abs(other)):
         raise AutoparError(
             f"a batch of {given} positions was filled up to {length}, and its loss depends on what it was filled with ({one:.9g} or "
-            f"{other:.9g}): positions see what follows them, or a loss over all positions (a router's balance) counts them. Give the model "
+            f"{other:.9g}). Positions see what follows them, or a loss over all positions (a router's balance) counts them. Give the model "
             "an attention_mask, leave such a loss out, or give batches of a planned length"
         )

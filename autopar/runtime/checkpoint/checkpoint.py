@@ -220,7 +220,7 @@ class Checkpoints:
             except AutoparError as error:
                 from_first(self.group, lambda: discard(final))
                 raise AutoparError(
-                    f"{error}; what was written of it is removed, and earlier checkpoints are as before"
+                    f"{error}; the files written so far are removed, and earlier checkpoints are as before"
                 ) from error
             except BaseException:  # no rank answers any more: an interrupt, a lost rank
                 if _rank() == 0:

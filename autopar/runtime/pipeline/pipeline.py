@@ -157,9 +157,9 @@ class _Stage(PipelineStage):
     """A torch pipeline stage with named profiler ranges, which holds a message's memory only from
     waiting for the message until reading it.
 
-    torch would hold three things from the first step on: a buffer for the input of every
-    micro-batch, one for the gradient of its output, and the gradient of every input until the next
-    step. For 64 micro-batches of 128 MB these are 24 GB. Here a buffer without a message is a meta
+    From the first step on, torch would hold a buffer for the input of every micro-batch and one for
+    the gradient of its output. It would also hold the gradient of every input until the next step.
+    For 64 micro-batches of 128 MB these are 24 GB. Here a buffer without a message is a meta
     tensor.
 
     `gradients` are sent messages of this rank that may not have arrived, if the schedule lets
@@ -328,8 +328,10 @@ def _arrive(works: list[dist.Work]) -> None:
 
 
 class _StageModule(nn.Module):
-    """The module of a stage as torch needs it: received values by position, named inputs common to
-    all stages of the rank, and as result the values to send, or the loss.
+    """The module of a stage as torch needs it.
+
+    It takes received values by position, and named inputs that are common to all stages of the
+    rank. It returns the values to send, or the loss.
     """
 
     def __init__(self, stage: StageProgram, losses: list[Tensor], program: Program) -> None:

@@ -60,8 +60,8 @@ _AS_THEY_ARE = {
 results break its graphs.
 """
 _YET = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.index.Tensor)
-"""Ops that are compiled in spite of their tags, since programs do not use the tagged feature:
-dropout is a separate op, and a mask as an index cannot be exported.
+"""Ops that are compiled in spite of their tags, since programs do not use the tagged feature.
+Dropout is a separate op, and a mask as an index cannot be exported.
 """
 
 _PRODUCTS = tuple(
@@ -79,7 +79,7 @@ def check_compiles(plan: Plan, cuda_graphs: bool = False) -> None:
     if plan.splits_backward:
         raise AutoparError(
             f"the engine cannot compile under {plan.schedule}: a backward in two parts takes gradients of inputs and of weights "
-            "apart, and a compiled function gives both at once; pin schedule=1f1b, or leave compile=False"
+            "apart, and a compiled function gives both at once. Pin schedule=1f1b, or leave compile=False"
         )
     if any(block.recompute == "op" for block in plan.blocks):
         raise AutoparError(
@@ -90,8 +90,10 @@ def check_compiles(plan: Plan, cuda_graphs: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What is compiled on a rank: number of calls of compiled functions, number of these functions,
-    number of ops in them, and counts by name of the ops that are not compiled.
+    """What is compiled on a rank.
+
+    It has the numbers of calls of compiled functions, of these functions, and of ops in them, and
+    counts by name of the ops that are not compiled.
     """
 
     calls: int

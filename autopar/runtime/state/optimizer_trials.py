@@ -1,5 +1,4 @@
-"""Determines how an optimizer of an unknown class behaves, by running copies of it on small
-tensors.
+"""Determines how an optimizer of an unknown class behaves, by running copies on small tensors.
 
 A copy (`_twin`) has the groups, options and attributes of the optimizer. It trains small stand-in
 tensors, two for each group and number of dims. An optimizer *couples* parameters if a stand-in ends

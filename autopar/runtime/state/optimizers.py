@@ -147,7 +147,7 @@ def _couples(optimizer: torch.optim.Optimizer, cut: bool, plan: Plan) -> bool:
         mesh = plan.mesh
         raise AutoparError(
             f"{type(optimizer).__name__} {obstacle}, and the plan (pp={mesh.pp}, tp={mesh.tp}, ep={mesh.ep}, ZeRO {plan.zero}) parts the "
-            "parameters of the model: pin pp=1, tp=1, ep=1 and zero=0, under which every rank updates all of them, or use an optimizer "
+            "parameters of the model. Pin pp=1, tp=1, ep=1 and zero=0, under which every rank updates all of them, or use an optimizer "
             "that treats each element alone, such as AdamW"
         )
     return couples

@@ -3,9 +3,9 @@ updates, and where gradients accumulate.
 
 - leaf: the tensor that graphs read, whole over dp, in the precision's dtype. Under ZeRO-3, and if
   the plan offloads parameters, it has memory only while a segment runs.
-- own: this rank's part of it (`zero.py`): the leaf itself, a view of it (ZeRO-1, ZeRO-2), or a
+- own: this rank's part of the leaf (`zero.py`): the leaf itself, a view (ZeRO-1, ZeRO-2), or a
   separate tensor (ZeRO-3). It is in host memory if the plan offloads parameters.
-- master: what the optimizer trains: a DTensor over `own`, or over a copy of it. The copy is in fp32
+- master: what the optimizer trains: a DTensor over `own`, or over its copy. The copy is in fp32
   for half precision, and in host memory if the plan offloads only the optimizer. For a parameter
   that is updated whole, it is the whole tensor, on its owner (`whole_matrices.py`).
 - total: the gradient so far, if that is not `leaf.grad`: a part (ZeRO-2, ZeRO-3), or fp32 if the

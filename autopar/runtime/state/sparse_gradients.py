@@ -28,12 +28,12 @@ def check_dense_is_the_same(optimizer: torch.optim.Optimizer, traced: TracedMode
     if kind is torch.optim.SparseAdam:
         raise AutoparError(
             f"SparseAdam takes sparse gradients alone, but the engine adds up dense gradients over ranks, that of {tables[0]!r} too, which "
-            "forward reads with sparse=True: use torch.optim.SGD or Adagrad, which update a table alike in both cases, or "
+            "forward reads with sparse=True. Use torch.optim.SGD or Adagrad, which update a table alike in both cases, or "
             "torch.optim.Adam, which also moves the rows that a step does not read"
         )
     raise AutoparError(
         f"forward reads {tables[0]!r} with sparse=True, and {kind.__name__} may treat sparse gradients otherwise than dense ones, which "
-        f"is what the engine gives it: read the table with sparse=False, for which {kind.__name__} gets dense gradients in eager PyTorch "
+        f"is what the engine gives it. Read the table with sparse=False, for which {kind.__name__} gets dense gradients in eager PyTorch "
         "too, or use torch.optim.SGD or Adagrad, which update a table alike in both cases"
     )
 

@@ -3,9 +3,9 @@
 Ranks that hold copies of one tensor share it: over dp, over cp, and over ep unless the tensor
 belongs to an expert (Rajbhandari et al., SC 2020). If ZeRO shards within groups, the axis dp means
 the ranks inside a group here, and `copies` goes from group to group. A "whole" below is what a
-rank's graph reads, a tp or ep shard of the parameter. A "part" is what this rank owns of it. A part
-is a chunk of one dim, as in DTensor's Shard. Over several axes chunks nest, outermost axis first.
-If sizes are uneven, the last ranks own less or nothing.
+rank's graph reads, a tp or ep shard of the parameter. A "part" is what this rank owns, a chunk of
+one dim, as in DTensor's Shard. Over several axes chunks nest, outermost axis first. If sizes are
+uneven, the last ranks own less or nothing.
 
 Many tensors share one message: each is arranged by receiving rank, padded, and the rows are
 concatenated.

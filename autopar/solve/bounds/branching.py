@@ -65,11 +65,14 @@ class Branching:
     def _branches(
         self, family: Family, c: int
     ) -> Iterator[tuple[float, float, bool, int, int, np.ndarray]]:
-        """A tuple for each op of class `c` that has a choice, by which ops are compared.
+        """A tuple for each op of class `c` that has a choice, by which ops are compared, in this
+        order.
 
-        It has: the seconds by which the bounds of a segment rise at least once a strategy is
-        chosen; the seconds by which they may rise; whether other segments see the op (a parameter,
-        input or output); class; op; and the rise in seconds by strategy and question.
+        - The seconds by which the bounds of a segment rise at least once a strategy is chosen.
+        - The seconds by which they may rise.
+        - Whether other segments see the op (a parameter, input or output).
+        - Class and op.
+        - The rise in seconds by strategy and question.
         """
         block = self.facts.first.classes[c]
         open_ops = [

@@ -307,9 +307,10 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
 
 
 def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> SegmentCost:
-    """Lower bounds on the costs of a segment besides calls that do not depend on dp: seconds of
-    parameters and calls that depend on dp, seconds of recomputation beyond the `first` mode, and
-    bytes.
+    """Lower bounds on the costs of a segment, without calls that do not depend on dp.
+
+    They are seconds of parameters and of calls that depend on dp, seconds of recomputation beyond
+    the `first` mode, and bytes.
     """
     block = model.classes[index]
     pairs = [

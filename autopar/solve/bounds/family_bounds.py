@@ -7,9 +7,9 @@ each recompute mode, static bytes, and seconds once a step. It also finds minima
 these. A row of segments with these minimal costs, with the best staging (`best_staging`), gives a
 lower bound for the family: cheaper segments cannot make the best staging slower.
 
-The bound is loose because the fastest placement is not also the leanest. Therefore a family is
-split in two, at the op whose strategies differ most between placements that may be optimal, until
-its bound reaches the time of the best plan (branch and bound).
+The bound is loose because the fastest placement is not also the leanest. Therefore families are
+split in two until their bounds reach the time of the best plan (branch and bound). The split is at
+the op whose strategies differ most between placements that may be optimal.
 """
 
 from __future__ import annotations
@@ -74,8 +74,10 @@ class _Costs:
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """The parts of a row besides segment costs: bytes that enter each segment, (bytes, seconds once
-    a step) of each tie, and an upper bound on the bytes that the last segment keeps.
+    """The parts of a row besides segment costs.
+
+    They are the bytes that enter each segment, (bytes, seconds once a step) of each tie, and an
+    upper bound on the bytes that the last segment keeps.
     """
 
     crossing: list[int]

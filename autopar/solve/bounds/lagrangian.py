@@ -7,9 +7,9 @@ fits has no more bytes than there are, so for any price u of a byte
     seconds >= least (seconds + u x kept + u / held[0] x static)
                - u x sum over ranks (bytes of a rank / held[r])
 
-This is a Lagrangian bound; `Dual` finds the price that maximizes it. What segments outside of
-blocks keep counts only in part, since micro-batches that wait for gradients of parameters hold less
-of it.
+This is a Lagrangian bound; `Dual` finds the price that maximizes it. Bytes that segments outside of
+blocks keep count only in part, since micro-batches that wait for gradients of parameters hold fewer
+of these.
 
 A sketch (`sketch.py`) considers whole blocks, waiting and memory together, with lower bounds of
 segments.
@@ -60,7 +60,8 @@ class Shape:
 def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) -> Shape:
     """The shape of a schedule. `alike`: all blocks have one class. With one stage per rank and
     whole backwards, a rank starts when the first micro-batch has passed the ranks before it, and
-    ends correspondingly early: m t + (t of the ranks before) is minimal if all are equal.
+    ends correspondingly early. Therefore m t + (t of the ranks before) is minimal if all are
+    equal.
     """
     ranks, chunks = schedule.ranks, schedule.stages_per_rank
     if ranks == 1:

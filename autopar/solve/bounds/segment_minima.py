@@ -38,8 +38,10 @@ class SegmentMinimum:
 
 @dataclass(frozen=True, slots=True)
 class UnitMinimum:
-    """Minimal joint costs of the segments of a unit: forward seconds, backward seconds by mode, and
-    by mode the seconds of both (`together_s[0]`) and with bytes at each price (the others).
+    """Minimal joint costs of the segments of a unit.
+
+    They are forward seconds, backward seconds by mode, and by mode the seconds of both
+    (`together_s[0]`) and with bytes at each price (the others).
     """
 
     forward_s: float

@@ -5,13 +5,13 @@ The objective of each question is a weighted sum: seconds of a micro-batch over 
 bytes kept or static at a price in seconds. Layers may be recomputed; each class of them uses the
 mode that is cheapest together with the placement.
 
-Costs are tables over the few choices that they depend on: the strategy of an op; what a value's
-producer and readers agree on (a conversion is paid once for each layout); a tensor that several ops
-save (kept once, at the largest size); edges between segments; and ties. A choice is eliminated by
-summing the tables that contain it and minimizing over it (Dechter 1999, Artificial Intelligence
-113). This is exact. For the narrow graphs of models it is much faster than the linear program. If a
-table would become too large, it is split, and each part has its own minimum (mini-buckets, Dechter
-and Rish 2003, J. ACM 50). The result is then still a lower bound.
+Costs are tables over the few choices that they depend on. Such choices are the strategy of an op,
+and what a value's producer and readers agree on (a conversion is paid once for each layout). Others
+are a tensor that several ops save (kept once, at the largest size), edges between segments, and
+ties. A choice is eliminated by summing the tables that contain it and minimizing over it (Dechter
+1999, Artificial Intelligence 113). This is exact. For the narrow graphs of models it is much faster
+than the linear program. If a table would become too large, it is split, and each part has its own
+minimum (mini-buckets, Dechter and Rish 2003, J. ACM 50). The result is then still a lower bound.
 """
 
 from __future__ import annotations

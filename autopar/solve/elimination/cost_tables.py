@@ -319,7 +319,7 @@ class CostTables:
                     for o, look in looks.items()
                 }
                 parts = [tuple(sizes)]
-                # no tensor is smaller than the mean of what ops save of it
+                # no tensor is smaller than the mean of the sizes that ops save
                 if prod(map(len, sizes.values())) * len(kept) > LARGEST:
                     self.is_exact, parts = False, [(variable,) for variable in sizes]
                 for scope in parts:

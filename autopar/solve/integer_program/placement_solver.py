@@ -379,8 +379,8 @@ def _cp_model(program: Program) -> tuple[cp_sat.CpModel, list]:
 def constrain(
     built: cp_sat.CpModel, program: Program, variables: list, number: cp_sat.LinearExprT = 1
 ) -> None:
-    """Add the constraints on the 0/1 variables of `program`, for `number` copies of it. `variables`
-    has, for each variable, how many copies set it to 1.
+    """Add the constraints on the 0/1 variables of `number` copies of `program`. `variables` has,
+    for each variable, how many copies set it to 1.
     """
     is_one = isinstance(number, int)
     for indicator in program.exactly_one:
@@ -406,7 +406,7 @@ def cp_solver(time_limit_s: float, workers: int) -> cp_sat.CpSolver:
     solver.parameters.catch_sigint_signal = False  # Ctrl-C belongs to Python
     # threads proceed in lockstep, so that the result does not depend on timing
     solver.parameters.interleave_search = workers > 1
-    # Measured on a 54-op transformer under three capacities: level 1 needs 3 to over 30 s, level 2 less than 0.5 s, because the
+    # Measured on a 54-op transformer under three capacities: level 1 needs 3 to over 30 s, level 2 less than 0.5 s.  The
     # relaxation is tight once the LP sees every constraint.  The other three are presolve that costs more than it saves (0.40 -> 0.27 s).
     solver.parameters.linearization_level = 2
     solver.parameters.cp_model_probing_level = 0

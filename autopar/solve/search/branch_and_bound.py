@@ -68,10 +68,12 @@ _SPLITS = 4
 """Number of families of a candidate that are split before the next candidate has its turn."""
 
 _MOST_SPLITS, _BOUNDS, _CLOSE = 48, 4, 1e-3
-"""Limits on proving a plan to be the best: (the total number of families split; one more for each
-this many raised bounds, which take about as long; the fraction of the best time within which
-these limits apply). If a candidate may be faster by more than that fraction, splitting continues
-while there is time.
+"""Limits on proving a plan to be the best.
+
+They are the total number of families split, and how many raised bounds count as one split more,
+since they take about as long. The third is the fraction of the best time within which these limits
+apply. If a candidate may be faster by more than that fraction, splitting continues while there is
+time.
 """
 
 _PATIENCE = 40
@@ -196,7 +198,7 @@ class UniformRefiner:
     dived: set[MeshShape] = field(default_factory=set)  # of which some candidate was solved
     raised: int = 0  # bounds
     in_vain: int = 0  # candidates that were solved since the best one was found
-    due: int = _TURNS  # with so many bounds raised, the next candidate is solved out of turn
+    due: int = _TURNS  # after this many raised bounds, the next candidate is solved out of turn
 
     def open(self, number: int) -> None:
         """Find the first bound of a candidate."""

@@ -13,9 +13,13 @@ from autopar.solve.integer_program.placement_solver import Infeasible, Solution
 class SearchResult:
     """The result of a search.
 
-    `status` is one of: 'optimal'; 'feasible' (the time limit was reached; see `bound_s`);
-    'infeasible' (it is proved that nothing fits); 'not found' (on devices of several kinds: no
-    tried placement fits); 'time limit' (nothing was found).
+    Values of `status`:
+
+    - 'optimal'.
+    - 'feasible': the time limit was reached; see `bound_s`.
+    - 'infeasible': it is proved that nothing fits.
+    - 'not found': on devices of several kinds, no tried placement fits.
+    - 'time limit': nothing was found.
 
     `outcomes` has one dict per candidate, in order, for `Certificate.meshes`. Its `outcome` is
     'chosen', 'solved', 'pruned', 'infeasible', 'too large' (the fastest placement of a pipeline

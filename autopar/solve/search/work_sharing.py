@@ -111,7 +111,7 @@ class Sharing:
         if self.is_alone or not state.queue or not state.board.is_free(self.processes):
             return
         own = sorted(turn for turn in state.queue if state.board.owner[turn[-1]] == self.me)
-        # a plan is told whole by who found it alone
+        # a whole plan is sent only by the process that found it
         may = [number for *_, number in own if state.entries[number] is not state.best]
         # of others some may be lent
         whole = [number for number in may if not state.entries[number].is_split]
@@ -250,7 +250,7 @@ class Sharing:
             entry.have_lent()
         for entries, _ in self.told:
             for number, entry in entries.items():
-                # found here, after who tells of it had left it
+                # found here, after the sender had left this candidate
                 if state.entries[number] is not state.best:
                     state.entries[number] = entry
         for _, best in self.told:

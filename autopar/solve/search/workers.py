@@ -1,7 +1,7 @@
 """Several processes that work on the candidates of one search.
 
 Helpers are forked from the searching process, so they start with its state. From then on all
-processes share only a `Board` of numbers. It says who opens which cell, who refines which
+processes share only a `Board` of numbers. It holds which process opens which cell and refines which
 candidate, the estimates, and the best time found. A helper sends its results through a pipe when it
 is done.
 """
@@ -131,8 +131,8 @@ def _help(
     pipe: connection.Connection,
     parent: int,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who called us is told to stop, and stops us
-    # end when the one that forked this process does
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and stops us
+    # end when the process that forked this one does
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return

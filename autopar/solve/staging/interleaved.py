@@ -276,9 +276,10 @@ def _held(
 
 @lru_cache(maxsize=65536)
 def least_held(moment: tuple[int, ...], sizes: tuple[int, ...]) -> float:
-    """A lower bound on how many micro-batches' kept bytes a rank holds. The block at one place has
-    the same mode in all stages of a rank, so any mixture of places is held at least as often as
-    the minimum over places.
+    """A lower bound on how many micro-batches' kept bytes a rank holds.
+
+    The block at one place has the same mode in all stages of a rank. Therefore any mixture of
+    places is held at least as often as the minimum over places.
     """
     held = (
         [h for h, size in zip(moment, sizes, strict=True) if size > place]
@@ -295,7 +296,7 @@ def dealt_sizes(units: int, count: int) -> tuple[tuple[int, ...], ...]:
     found: dict[tuple[int, ...], None] = {}
     for fewer in product(range(_FEWER + 1), repeat=2):
         each, more = divmod(units + sum(fewer), count)
-        # who gets one more: the ends last
+        # stages that get one more: the ends last
         order = sorted(range(count), key=lambda stage: (stage in (0, count - 1), stage))
         sizes = [each] * count
         for stage in order[:more]:

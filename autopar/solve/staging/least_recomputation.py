@@ -17,8 +17,10 @@ _ROUNDING = 1e-9
 def least(
     row: UnitRow, first: int, end: int, held: int, capacity_bytes: float, late: int = 0
 ) -> tuple[float, np.ndarray, float] | None:
-    """(extra seconds of backward, amounts) of the fastest way to run a stage's units that fits, and
-    a lower bound on the seconds of every way that fits, including the share of seconds once a
+    """The fastest way to run a stage's units that fits, and a lower bound on the seconds of all
+    that fit.
+
+    The way is (extra seconds of backward, amounts). The bound includes the share of seconds once a
     step. None if no way fits. `held` is the number of micro-batches held, `late` the number that
     wait for gradients of parameters; with 0, backward is not split.
     """

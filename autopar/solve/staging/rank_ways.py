@@ -125,9 +125,11 @@ def fitting(
     lines_s: np.ndarray,
     upper_bound_s: float,
 ) -> tuple[list[RankChoice], np.ndarray] | None:
-    """(the least recomputation with which each rank of a pipeline with stages `runs` fits; for each
-    rank, a lower bound on the seconds of a micro-batch, with their share of seconds once a step,
-    over all ways that fit). None if some rank has none.
+    """The least recomputation with which each rank of a pipeline fits, and lower bounds on seconds.
+
+    `runs` are the pipeline's stages. A bound holds for the seconds of a micro-batch on one rank,
+    over all ways that fit, and includes the share of seconds once a step. None if no way fits on
+    some rank.
 
     With the lower bounds `lines_s` of the row, by rank, ways are excluded with which a step takes
     at least `upper_bound_s`. If all are excluded, the rank's bound is infinite.

@@ -71,9 +71,10 @@ class Sums(Generic[Seconds, Number]):
 
 @dataclass(frozen=True, slots=True)
 class LastSegment:
-    """Bytes of the model's last segment, whose backward ends before that of others begins: what it
-    keeps (`freed`), how much of that a split backward frees (`freed_parted`), its own peak
-    (`transient`), and an upper bound on what placements keep of it (`most_freed`).
+    """Bytes of the model's last segment, whose backward ends before that of others begins.
+
+    `freed` is what it keeps, `freed_parted` how much of that a split backward frees, `transient`
+    its own peak, and `most_freed` an upper bound on `freed` over all placements.
     """
 
     freed: int = 0

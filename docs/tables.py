@@ -1,0 +1,62 @@
+"""Tables of the documentation that come from the code, as Markdown.
+
+A page has such a table in a cog block; `cog -r -I docs FILE...` writes it again. Each function
+returns the lines of one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.cli.help_texts import EXIT_CODES, ONE_IF
+from autopar.ir.cluster import DEVICES, NODES
+from autopar.request.pins import PINS
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    names = list(header)
+    lines = [f"| {' | '.join(line)} |" for line in (names, *rows)]
+    return "\n".join([lines[0], "|---" * len(names) + "|", *lines[1:]]) + "\n"
+
+
+def pins() -> str:
+    """The name and meaning of every pin, as the command line's help has them."""
+    return _table(("pin", "meaning"), ((f"`{name}`", pin.help) for name, pin in PINS.items()))
+
+
+def devices() -> str:
+    """Memory and dense bf16 rate of every device of the catalogue."""
+    rows = (
+        (
+            f"`{name}`",
+            f"{device.memory_bytes / 2**30:.1f} GiB",
+            f"{device.flops['bf16'] / 1e12:,.4g} TFLOP/s",
+        )
+        for name, device in DEVICES.items()
+    )
+    return _table(("device", "memory", "bf16"), rows)
+
+
+def nodes() -> str:
+    """Devices of every node of the catalogue, and line rates in one direction."""
+    rows = (
+        (
+            f"`{name}`",
+            f"{node.devices_per_node} x `{node.device.name}`",
+            f"{node.intra.bandwidth_Bps / 1e9:g} GB/s",
+            f"{node.nics_per_node or node.devices_per_node} x {node.inter.bandwidth_Bps / 1e9:g} GB/s",
+        )
+        for name, node in NODES.items()
+    )
+    return _table(("node", "devices", "inside, each device", "network interfaces"), rows)
+
+
+def exit_codes() -> str:
+    """The exit codes that all commands share."""
+    return _table(("code", "meaning"), EXIT_CODES)
+
+
+def negative_answers() -> str:
+    """The meaning of exit code 1, by command."""
+    return _table(("command", "code 1"), ((f"`{name}`", text) for name, text in ONE_IF.items()))
