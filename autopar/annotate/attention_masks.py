@@ -1,6 +1,6 @@
 """Which attention masks bound the distance of two positions: causal masks and sliding windows, recognized by how they are computed.
 
-A boolean mask is read as conditions on query position i and key position j, each a comparison of sums of arange, their difference and
+A boolean mask is read as conditions on query position i and key position j. Each compares sums of arange, their difference and
 numbers: `i - j >= 0` is causal, `i - j < w` as well a sliding window of w.  A condition of another kind, such as the padding of a batch,
 joined by "and" leaves the bounds as they are: what it hides besides depends on the batch.  Attention under a mask without bounds is priced
 as if every pair counted.

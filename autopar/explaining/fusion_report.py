@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _SHOWN = 4
-"""The names of so many replaced ops are shown."""
+"""The number of replaced ops whose names are shown."""
 
 
 def fusion_table(fusion: Fusion) -> Group:

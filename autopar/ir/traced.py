@@ -139,13 +139,25 @@ def not_split(split: LossSplit, what: str, rows: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """The whole model.  The loss is output 0 of the last segment.
+    """The whole captured model. The loss is output 0 of the last segment.
 
-    `inputs` are the flat names of the model's tensor inputs, `input_vals` their fake tensors, `batch_symbol` the name of the
-    symbolic batch size in every shape ('' if the model has no batch dim), `constants` tensors that capture lifted out of forward,
-    `split` how losses of micro-batches go together, `step_values` what a step computes of its whole batch for that (None: nothing),
-    `model_hash` the structure's hash.  `updates` says where the new values of the buffers that forward changes come from.
-    Rows are dim 0 of the graph's inputs; `row_dims` says which dim of a user's tensor they are where that is another one.
+    Attributes:
+        inputs: flat names of the model's tensor inputs.
+        input_vals: their fake tensors.
+        batch_symbol: name of the symbolic batch size in every shape; '' if the model has no batch
+            dim.
+        batch_hint: the number of rows with which it was captured.
+        classes: the block classes.
+        segments: the segments, in order.
+        parameters: parameters and buffers by name.
+        constants: tensors that capture lifted out of forward.
+        split: how losses of micro-batches combine.
+        step_values: what a step computes of its whole batch (None: nothing).
+        model_hash: a hash of the structure.
+        notes: remarks of the capture for the user.
+        updates: the source of the new value of each buffer that forward changes.
+        row_dims: by input, the dim of a user's tensor that has the rows, where it is not dim 0. Rows are
+            dim 0 of the graph's inputs.
     """
 
     inputs: tuple[str, ...]

@@ -64,12 +64,15 @@ def hf_models(model: nn.Module) -> list[nn.Module]:
 def prepare_hf(model: nn.Module) -> nn.Module:
     """Make the transformers models in a model ready for capture *in place*, and return the model.
 
-    Sets `use_cache=False` on their configs and, where an architecture has SDPA behind transformers' AttentionInterface, selects our
-    attention and mask functions; others keep their own attention (a mask may then be built in the graph, which is slower, never
-    wrong).  An attention chosen by the user, other than the default `sdpa`, is kept.  Experts compute by `autopar::routed_experts` where it
-    has their activation (`hf_experts.prepare_experts`).  `position_ids` of one row for the whole batch
-    are taken to be 0, 1, 2, ... (no packed sequences), as are those the model makes itself; rows per sample are honoured.
-    Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd: the same derivative.
+    Sets `use_cache=False` on their configs. Where an architecture has SDPA behind transformers'
+    AttentionInterface, it selects our attention and mask functions. Others keep their own attention,
+    which may build a mask in the graph: slower, never wrong. An attention chosen by the user, other
+    than the default `sdpa`, is kept.
+    Experts compute by `autopar::routed_experts` where it has their activation
+    (`hf_experts.prepare_experts`). `position_ids` of one row for the whole batch are taken to be
+    0, 1, 2, ... (no packed sequences), as are those the model makes itself. Rows per sample are
+    honoured. Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd:
+    the same derivative.
     """
     for outermost in hf_models(model):
         _prepare(outermost)

@@ -17,8 +17,8 @@ def row_dims(
 ) -> dict[str, int | None]:
     """Which dim of each input is the batch; None: none.
 
-    Inputs that `batch_dims` does not name have their rows in dim 0 if that is as long as the batch: as the dim that `batch_dims` names
-    first, or else dim 0 of the first other input.  Raises AutoparError for dims that `batch_dims` cannot mean.
+    Inputs that `batch_dims` does not name have their rows in dim 0 if that is as long as the batch. The batch is as long as the dim
+    that `batch_dims` names first, or else dim 0 of the first other input.  Raises AutoparError for dims that `batch_dims` cannot mean.
     """
     named = {} if batch_dims is None else dict(batch_dims)
     for name, dim in named.items():

@@ -147,8 +147,8 @@ def _check_linear(name: str, run: _Run, gradients: list, weights: list[Tensor]) 
     pairs = zip(gradients, doubled, strict=True)
     if not all(a is None or b is None or _close(-2 * a, b) for a, b in pairs):
         raise AutoparError(
-            f"backward of the autograd.Function {name} is not linear in the gradient that it is given, as if it clipped or scaled it: "
-            "sums over ranks and micro-batches would come out wrong; clip where the optimizer steps (max_grad_norm)"
+            f"backward of the autograd.Function {name} is not linear in the gradient that it is given, as if it clipped or scaled it. "
+            "Sums over ranks and micro-batches would come out wrong. Clip where the optimizer steps (max_grad_norm)"
         )
 
 

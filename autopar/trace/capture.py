@@ -131,9 +131,9 @@ def capture(
 ) -> Captured:
     """Export `model` and its loss as one ATen graph with a symbolic batch size.
 
-    The model is not touched: a copy of its structure with fake tensors is exported, so that no memory is needed.  (Fake CPU tensors,
-    not meta ones: constants that forward makes from Python numbers keep their values.)  Python state that forward changes outside of the
-    model, generators of random numbers among it, is put back.
+    The model is not touched: a copy of its structure with fake tensors is exported, so that no memory is needed.  They are fake
+    CPU tensors, not meta ones, so that constants that forward makes from Python numbers keep their values.
+    Python state that forward changes outside of the model, generators of random numbers among it, is put back.
     `dtype` casts its floating parameters, buffers and inputs first.  `batch_dims` says where the rows of an input are that are not dim 0,
     or that it has none (None).  Raises AutoparError when the model cannot be captured, with the cause.
     """

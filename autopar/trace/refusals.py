@@ -104,7 +104,7 @@ def check_values(captured: Captured) -> None:
             name = captured.attributes.get(node.name)
             raise AutoparError(
                 f"{f'parameter {name!r}' if name else f'input {node.name!r}'} is complex ({val.dtype}, shape ({shape_text(val)})), which "
-                "autopar cannot distribute: hold torch.view_as_real of it, and apply torch.view_as_complex in forward"
+                "autopar cannot distribute: hold its torch.view_as_real, and apply torch.view_as_complex in forward"
             )
         if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
             raise AutoparError(

@@ -1,8 +1,8 @@
 """Boolean indexing as arithmetic over all rows, with a mask.
 
 `x[mask]`, `nonzero(mask)` and `where(mask)` make tensors whose size is the number of True entries.
-Here such a tensor has a row for every entry of the mask, or for every index along some of its dims;
-what is written back, or added up, leaves out the rows whose entry is False. So loops over experts,
+Here such a tensor has a row for every entry of the mask, or for every index along some of its dims.
+What is written back, or added up, leaves out the rows whose entry is False. So loops over experts,
 and losses over chosen tokens, have shapes that depend on the batch alone.
 
 Ops between may only compute row by row, as their rules say. Rows that are not selected hold 0.5
@@ -58,7 +58,7 @@ def spell_selections(graph: Graph) -> None:
 
 
 def _is_unknown(val: Any) -> bool:
-    """Whether a value, or a size of it, depends on data."""
+    """Whether a value, or one of its sizes, depends on data."""
     if isinstance(val, (list, tuple)):
         return any(map(_is_unknown, val))
     sizes = val.shape if isinstance(val, Tensor) else (val,)

@@ -104,13 +104,13 @@ class _ValueReads(TorchFunctionMode):
                 raise _reads("values", ".tolist()")
             if free_unbacked_symbols(_operand(args, kwargs).shape[0]):
                 raise AutoparError(
-                    f"forward loops{line_now()} over a tensor whose length depends on data, as over the experts that got a token: loop "
+                    f"forward loops{line_now()} over a tensor whose length depends on data, as over the experts that got a token. Loop "
                     "over all of them, range(num_experts) for example, since experts without tokens add nothing"
                 )
             raise AutoparError(
                 f"forward uses the batch size as a Python number{line_now()}, by {_ROWS[func]} over dim 0, so that it would compute for "
-                "one batch size alone. Use x.shape[0] instead of len(x), and an op on the whole tensor instead of a loop over its rows; "
-                "if it comes from an input without rows, say so by the input's name: batch_dims={'positions': None}"
+                "one batch size alone. Use x.shape[0] instead of len(x), and an op on the whole tensor instead of a loop over its rows. "
+                "If it comes from an input without rows, say so by the input's name: batch_dims={'positions': None}"
             )
         return func(*args, **kwargs)
 

@@ -5,8 +5,8 @@
 
 CLUSTER is of one device: `h100:1` of the catalogue, or a file that `autopar calibrate --nproc 1` wrote (default: calibrate here).  Each
 of `CASES`, a model under pins of micro-batch and recomputation, is planned and trained with fused AdamW, in bf16 (on a CPU in fp32).  A
-time is the median of the rounds after four steps of warm-up, by the device's clock; memory is the most that torch's allocator had
-given out (on a GPU), which is held against the prediction less what the cost model reserves for the context.  Prints a line a case, the
+time is the median of the rounds after four steps of warm-up, by the device's clock.  Memory is the most that torch's allocator had
+given out (on a GPU); it is compared with the prediction less what the cost model reserves for the context.  Prints a line a case, the
 range of the ratios and Spearman's rank correlation.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/speed/kernels.py [--cases WORD ...] [--compile] [--rounds 30] [--output FILE]
 
 A time is the median over replays of a CUDA graph, each after a write of 256 MiB that empties the L2 cache: what the device needs, without
-the host.  `of copy` is the time of a device copy that moves the bytes which the op must move, over the op's time; the op must read each
+the host.  `of copy` is the time of a device copy that moves the bytes which the op must move, over the op's time.  The op must read each
 argument once and write each result once.  `host` is what one eager call of forward and backward takes the host.  Rivals that are not
 installed are left out.  Without a CUDA device it prints the bytes and the time that the bandwidth of an H100 allows, and says so.
 """

@@ -27,7 +27,7 @@ class Limits:
     """The blocks that a kind of kernel takes on a kind of device.
 
     Attributes:
-        elements: elements that a program holds at least, if there are so many, a power of 2.
+        elements: elements that a program holds at least, if the tensor has them, a power of 2.
         longest: the longest part of a row that a program holds, a power of 2.
         warp_elements: elements of a warp, if the warps suffice.
         warps: the most warps of a program.
@@ -111,7 +111,7 @@ def programs_of(tiles: int, tile: Tile, device: torch.device) -> int:
 
 
 def partial_sums(like: Tensor, written: bool, programs: int, columns: int) -> Tensor:
-    """Room for a row of fp32 sums of each program: of zeros, unless programs write all of it."""
+    """Room for a row of fp32 sums of each program: zeros, unless programs write every sum."""
     make = like.new_empty if written else like.new_zeros
     return make((programs, columns), dtype=torch.float32)
 

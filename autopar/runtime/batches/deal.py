@@ -79,7 +79,7 @@ def deal(
         batch: rows of all ranks, at least 1.
         ranks: data-parallel ranks.
         most: rows of a planned micro-batch.
-        fits: whether a pipeline can run so many micro-batches; from some number on it can.
+        fits: whether a pipeline can run this number of micro-batches; from some number on it can.
         once: no row may run twice.
         consecutive: the rows of a rank follow one another in the global batch.
     """

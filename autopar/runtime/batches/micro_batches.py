@@ -54,10 +54,18 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """A step's work on this rank: what the graph takes for each micro-batch by name, inputs and values of the step.  `rows` are those of
-    one micro-batch.  `scales`: what the loss of each is multiplied by before they are added up; `places`: the first row of each, and how
-    many rows the same rows of the next rank are further on, both in the global batch.  `number`: that of the program that runs it;
-    `filled`: if any rank filled its batch up, the same inputs with other tokens there."""
+    """A step's work on this rank.
+
+    Attributes:
+        inputs: for each micro-batch, what the graph takes by name: inputs and values of the step.
+        rows: rows of one micro-batch.
+        scales: for each micro-batch, the factor of its loss in the sum.
+        places: for each micro-batch, its first row in the global batch, and the distance from there
+            to the same rows of the next rank.
+        size: the size of the batch.
+        number: the number of the program that runs it.
+        filled: if a rank filled its batch up, the same inputs with other tokens there.
+    """
 
     inputs: list[dict[str, torch.Tensor]]
     rows: int
@@ -246,7 +254,11 @@ class BatchSplitter:
         return held, numbers, lengths
 
     def _dealt(self, held: list[int], trains: bool) -> Deal:
-        """Which rows each rank runs, if data-parallel ranks hold so many.  AutoparError if the loss or a buffer does not allow it."""
+        """Which rows each rank runs, given the number that each data-parallel rank holds.
+
+        Raises:
+            AutoparError: the loss or a buffer does not allow it.
+        """
         batch, ranks, rows = sum(held), len(held), held[0]
         if batch == 0:
             raise AutoparError("the batch has no rows")
@@ -276,7 +288,7 @@ class BatchSplitter:
         return found
 
     def _fits(self, number: int) -> bool:
-        """Whether the plan's pipeline can run so many micro-batches."""
+        """Whether the plan's pipeline can run this number of micro-batches."""
         if not self.plan.schedule or self.axes["pp"].size == 1:
             return True
         try:

@@ -74,7 +74,7 @@ def check_compiles(plan: Plan, cuda_graphs: bool = False) -> None:
     if cuda_graphs and any(block.recompute == "full" for block in plan.blocks):
         raise AutoparError(
             "the engine cannot run CUDA graphs with recompute=full: running a block again overwrites what its graph gave "
-            "before; pin recompute=none or selective, or compile without a mode that uses CUDA graphs"
+            "before. Pin recompute=none or selective, or compile without a mode that uses CUDA graphs"
         )
     if plan.splits_backward:
         raise AutoparError(
@@ -187,7 +187,7 @@ class Compiler:
             if "output of CUDAGraphs that has been overwritten" in str(error):
                 raise AutoparError(
                     "torch's CUDA graphs cannot run this program: a later run of a graph overwrites a result that is still "
-                    "needed; compile without a mode that uses CUDA graphs, such as compile=True"
+                    "needed. Compile without a mode that uses CUDA graphs, such as compile=True"
                 ) from error
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise

@@ -91,7 +91,7 @@ class Gradients:
         return {name: grad for name, grad in found.items() if grad is not None}
 
     def watch(self, name: str) -> None:
-        """Have each backward give the gradient of a parameter to `_take`, unless all of it stays with the leaf."""
+        """Have each backward give the gradient of a parameter to `_take`, unless the whole gradient stays with the leaf."""
         holding = self.holding
         if holding.half or holding.sends_each_pass or holding.by_segment:
             # autograd holds its hooks where no collector of garbage looks
@@ -101,7 +101,7 @@ class Gradients:
             )
 
     def _take(self, name: str, leaf: Tensor) -> None:
-        """Called when backward has a gradient of a leaf, all of it: move it to where gradients add up."""
+        """Called when backward has the whole gradient of a leaf: move it to where gradients add up."""
         holding, segments = self.holding, self.gathering.segment_of
         if holding.by_segment:
             self.gathering.free([name])

@@ -9,7 +9,7 @@
 
 x * x, x.square() and x ** 2 are one product; x.rsqrt(), x ** -0.5 and 1 / x.sqrt() are another.  Factors and summands have no order.
 An operand that an op widens on its own is widened by a cast here.  Nothing moves across a cast, since rounding is part of what is computed.
-Shapes are left out: who matches a term compares the shapes of its nodes.
+Shapes are left out: code that matches a term compares the shapes of its nodes.
 
 Equal terms are one object, so that `is` compares them and a term is hashed in constant time.  Parts are in the order in which the algebra
 met them: what iterates over them does the same in every process.

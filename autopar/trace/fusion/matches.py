@@ -31,7 +31,7 @@ class Match:
         interior: the nodes that the op replaces, `results` among them, in the order of the graph.
         at: the node by which the subgraph is recognised, such as the root of a norm.
         views: by operand, the view of its node that the op reads.
-        moved: a cast of the first operand and views of it, which the op reads before the cast.
+        moved: a cast of the first operand and its views, which the op reads before the cast.
         copies: other nodes that compute an operand, which the subgraph reads.
         rounded: the dtype to which the first result is cast, None for its own.
     """
