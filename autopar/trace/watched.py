@@ -98,7 +98,7 @@ class _ValueReads(TorchFunctionMode):
         if func in _ROWS and _follows_batch(tensor, func, args, kwargs):
             if _is_within("tolist"):
                 raise _reads("values", ".tolist()")
-            if free_unbacked_symbols(tensor.shape[0]):
+            if tensor is not None and free_unbacked_symbols(tensor.shape[0]):
                 raise AutoparError(
                     f"forward loops{line_now()} over a tensor whose length depends on data, as over the experts that got a token: loop "
                     "over all of them, range(num_experts) for example, since experts without tokens add nothing"
@@ -175,10 +175,11 @@ def _follows_batch(tensor: Tensor, func: Callable, args: tuple, kwargs: dict) ->
 def _own_gradients(notes: list[str]) -> Iterator[None]:
     """Have export keep the backward of autograd.Functions, each as one op; raise where hooks change gradients."""
     # where `apply` leads, also that of names such as `swish = Swish.apply` from before
-    base, hook = torch.autograd.function._SingleLevelFunction, Tensor.register_hook
+    base: Any = torch.autograd.function._SingleLevelFunction
+    hook = Tensor.register_hook
     inside: list[type] = []  # the function that runs
 
-    def checked_apply(cls, *args):
+    def checked_apply(cls: Any, *args: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             # (function, whether random states are kept, *its arguments)
             return _reentrant(notes, args[0], args[2:])
