@@ -160,14 +160,17 @@ def _name(node: Node) -> str:
     return op_name(node).removeprefix("aten::") or str(node.target)
 
 
+def _part_of(at: _Spelling, part: int) -> Any:
+    return torch.fx.map_arg(at.args, lambda operand: at.of(operand)[part] or operand)
+
+
 def _alike(at: _Spelling) -> Any:
     """What moves elements, or adds them: both parts alike."""
     node = at.node
     numbers = {key: value for key, value in node.kwargs.items() if key != "dtype"}
     results = []
     for part in (0, 1):
-        args = torch.fx.map_arg(at.args, lambda n, part=part: at.of(n)[part] or n)
-        results.append(at.emit(at.target, *args, **numbers))
+        results.append(at.emit(at.target, *_part_of(at, part), **numbers))
     if isinstance(node.meta["val"], Tensor):
         return tuple(results)
     return list(zip(*(_items(at, each) for each in results), strict=True))
