@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
-from autopar.ir.calls import argument
+from autopar.ir.calls import argument, op_name
 from autopar.trace.edit import call, is_op
 from autopar.trace.user_lines import line_of_node
 
 aten = torch.ops.aten
-Pair = tuple[Any, Any]
+Pair = tuple[Any, ...]
 """The real and the imaginary part: nodes, or numbers."""
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
@@ -73,6 +73,8 @@ class _Spelling:
 
     def __init__(self, graph: Graph, node: Node, pairs: dict[Node, Any]) -> None:
         self.graph, self.node, self.pairs = graph, node, pairs
+        self.target: Any = node.target
+        self.args: tuple[Any, ...] = node.args
 
     def run(self) -> None:
         """Write the node's parts, or its result if that is real, before it."""
@@ -84,7 +86,7 @@ class _Spelling:
             if node.op == "placeholder":
                 self.pairs[node] = self._halves()
             elif node.target is operator.getitem:
-                self.pairs[node] = self.pairs[node.args[0]][node.args[1]]
+                self.pairs[node] = self.pairs[self.args[0]][self.args[1]]
             elif not isinstance(node.meta.get("val"), (Tensor, list, tuple)):
                 node.args = torch.fx.map_arg(node.args, self.real)  # a size
             elif name in _SPELLINGS:
@@ -155,8 +157,11 @@ class _Spelling:
 
 
 def _name(node: Node) -> str:
-    operation = isinstance(node.target, torch._ops.OpOverload)
-    return node.target._schema.name.removeprefix("aten::") if operation else str(node.target)
+    return op_name(node).removeprefix("aten::") or str(node.target)
+
+
+def _part_of(at: _Spelling, part: int) -> Any:
+    return torch.fx.map_arg(at.args, lambda operand: at.of(operand)[part] or operand)
 
 
 def _alike(at: _Spelling) -> Any:
@@ -165,8 +170,7 @@ def _alike(at: _Spelling) -> Any:
     numbers = {key: value for key, value in node.kwargs.items() if key != "dtype"}
     results = []
     for part in (0, 1):
-        args = torch.fx.map_arg(node.args, lambda n, part=part: at.of(n)[part] or n)
-        results.append(at.emit(node.target, *args, **numbers))
+        results.append(at.emit(at.target, *_part_of(at, part), **numbers))
     if isinstance(node.meta["val"], Tensor):
         return tuple(results)
     return list(zip(*(_items(at, each) for each in results), strict=True))
@@ -182,15 +186,12 @@ def _items(at: _Spelling, several: Node) -> Iterator[Node]:
 def _joined(at: _Spelling) -> Pair:
     """cat, stack, where: of complex operands and real ones."""
     if is_op(at.node, "where"):
-        condition, *given = at.node.args
+        condition, *given = at.args
         operands = [at.whole(each) for each in given]
-        return tuple(
-            at.emit(at.node.target, condition, *each) for each in zip(*operands, strict=True)
-        )
-    operands = [at.whole(each) for each in at.node.args[0]]
+        return tuple(at.emit(at.target, condition, *each) for each in zip(*operands, strict=True))
+    operands = [at.whole(each) for each in at.args[0]]
     return tuple(
-        at.emit(at.node.target, list(each), *at.node.args[1:])
-        for each in zip(*operands, strict=True)
+        at.emit(at.target, list(each), *at.args[1:]) for each in zip(*operands, strict=True)
     )
 
 
@@ -198,7 +199,7 @@ def _multilinear(at: _Spelling) -> Pair:
     """A product of any kind: the sum over the parts of all factors, with i * i = -1."""
     node = at.node
     listed = is_op(node, "einsum")
-    factors = list(node.args[1] if listed else node.args)
+    factors = list(at.args[1] if listed else at.args)
     bias = factors.pop() if is_op(node, "linear") and len(factors) > 2 else None
     choices = [
         [(each, power) for power, each in enumerate(at.of(factor)) if each is not None]
@@ -207,8 +208,8 @@ def _multilinear(at: _Spelling) -> Pair:
     sums: list[Any] = [None, None]
     for chosen in product(*choices):
         power, operands = sum(p for _, p in chosen), [each for each, _ in chosen]
-        args = (node.args[0], operands) if listed else operands
-        term, part, negative = at.emit(node.target, *args), power % 2, power % 4 > 1
+        args = (at.args[0], operands) if listed else operands
+        term, part, negative = at.emit(at.target, *args), power % 2, power % 4 > 1
         if sums[part] is None:
             sums[part] = at.emit(aten.neg.default, term) if negative else term
         else:
@@ -220,13 +221,13 @@ def _multilinear(at: _Spelling) -> Pair:
 
 def _added(at: _Spelling) -> Pair:
     node = at.node
-    (left, left_i), (right, right_i) = map(at.of, node.args[:2])
+    (left, left_i), (right, right_i) = map(at.of, at.args[:2])
     kwargs, shape = dict(node.kwargs), list(node.meta["val"].shape)
-    real = at.emit(node.target, left, right, **kwargs)
+    real = at.emit(at.target, left, right, **kwargs)
     if left_i is None or right_i is None:  # zeros of the other's shape
         one = at.emit(aten.zeros_like.default, real)
         left_i, right_i = (one if each is None else each for each in (left_i, right_i))
-    imag = at.emit(node.target, left_i, right_i, **kwargs)
+    imag = at.emit(at.target, left_i, right_i, **kwargs)
     return real, imag if len(imag.meta["val"].shape) == len(shape) else _wide(at, imag, shape)
 
 
@@ -253,7 +254,7 @@ def _inverse(at: _Spelling, value: Pair) -> Pair:
 
 
 def _divided(at: _Spelling) -> Pair:
-    above, below = at.node.args[:2]
+    above, below = at.args[:2]
     real, imag = at.of(below)
     if isinstance(below, complex):
         inverse = 1 / below
@@ -264,7 +265,7 @@ def _divided(at: _Spelling) -> Pair:
 
 
 def _power(at: _Spelling) -> Pair:
-    base, exponent = at.whole(at.node.args[0]), at.node.args[1]
+    base, exponent = at.whole(at.args[0]), at.args[1]
     if not isinstance(exponent, (int, float)) or exponent not in range(9):
         raise AutoparError(
             f"pow{line_of_node(at.node)} of complex numbers: autopar knows whole exponents up to 8; "
@@ -285,24 +286,24 @@ def _polar(at: _Spelling, size: Any, angle: Any) -> Pair:
 
 
 def _exponential(at: _Spelling) -> Pair:
-    real, imag = at.whole(at.node.args[0])
+    real, imag = at.whole(at.args[0])
     return _polar(at, at.emit(aten.exp.default, real), imag)
 
 
 def _length(at: _Spelling) -> Node:
     """The norm of the pair, whose gradient at 0 is 0."""
-    both = at.emit(aten.stack.default, list(at.whole(at.node.args[0])), -1)
+    both = at.emit(aten.stack.default, list(at.whole(at.args[0])), -1)
     return at.emit(aten.linalg_vector_norm.default, both, 2, [-1])
 
 
 def _conjugate(at: _Spelling) -> Pair:
-    real, imag = at.whole(at.node.args[0])
+    real, imag = at.whole(at.args[0])
     return real, at.emit(aten.neg.default, imag)
 
 
 def _cast(at: _Spelling) -> Any:
     """Between two kinds of complex numbers, from real numbers, or to them."""
-    operand, dtype = at.node.args[0], at.node.meta["val"].dtype
+    operand, dtype = at.args[0], at.node.meta["val"].dtype
     if not dtype.is_complex:
         return at.emit(aten.to.dtype, at.real(operand), dtype)
     real, imag = at.whole(operand)
@@ -312,28 +313,29 @@ def _cast(at: _Spelling) -> Any:
 def _constant(at: _Spelling) -> Pair:
     """zeros, ones and full of a complex dtype."""
     node, kwargs = at.node, {"dtype": at.node.meta["val"].dtype.to_real()}
-    name, given = _name(node), list(node.args)
-    value = complex({"zeros": 0, "empty": 0, "ones": 1}.get(name, given[-1]))
+    name, given = _name(node), list(at.args)
+    known = {"zeros": 0, "empty": 0, "ones": 1}
+    value = complex(known[name] if name in known else given[-1])
     size = [] if name == "scalar_tensor" else given[0]
     return tuple(at.emit(aten.full.default, size, x, **kwargs) for x in (value.real, value.imag))
 
 
 def _alike_filled(at: _Spelling) -> Pair:
-    real, _ = at.whole(at.node.args[0])
+    real, _ = at.whole(at.args[0])
     value = {"zeros_like": 0.0, "ones_like": 1.0, "empty_like": 0.0}[_name(at.node)]
     return at.emit(aten.full_like.default, real, value), at.emit(aten.zeros_like.default, real)
 
 
 def _paired(at: _Spelling) -> Pair:
     """view_as_complex: the last dim holds the parts."""
-    return tuple(at.emit(aten.select.int, at.node.args[0], -1, part) for part in (0, 1))
+    return tuple(at.emit(aten.select.int, at.args[0], -1, part) for part in (0, 1))
 
 
 def _transform(at: _Spelling) -> Any:
     """A Fourier transform of one dim, two or any number."""
     node, name = at.node, _name(at.node)
     kind = name.removeprefix("fft_").removesuffix("2").removesuffix("n")
-    real, imag = at.of(node.args[0])
+    real, imag = at.of(at.args[0])
     rank = real.meta["val"].dim()
     size = argument(node, "n" if name.endswith("fft") else "s")
     dim = argument(node, "dim")
@@ -361,23 +363,23 @@ _SPELLINGS: dict[str, Callable[[_Spelling], Any]] = {
     **dict.fromkeys(("mul", "matmul", "mm", "bmm", "mv", "dot", "outer", "linear", "einsum"), _multilinear),
     **dict.fromkeys(("add", "sub"), _added),
     "div": _divided,
-    "reciprocal": lambda at: _inverse(at, at.whole(at.node.args[0])),
+    "reciprocal": lambda at: _inverse(at, at.whole(at.args[0])),
     "pow": _power,
-    "square": lambda at: _product(at, *[at.whole(at.node.args[0])] * 2),
+    "square": lambda at: _product(at, *[at.whole(at.args[0])] * 2),
     "exp": _exponential,
     "abs": _length,
-    "angle": lambda at: at.emit(aten.atan2.default, *reversed(at.whole(at.node.args[0]))),
+    "angle": lambda at: at.emit(aten.atan2.default, *reversed(at.whole(at.args[0]))),
     **dict.fromkeys(("conj", "_conj", "conj_physical", "_conj_physical"), _conjugate),
-    **dict.fromkeys(("resolve_conj", "resolve_neg"), lambda at: at.whole(at.node.args[0])),
-    "real": lambda at: at.whole(at.node.args[0])[0],
-    "imag": lambda at: at.whole(at.node.args[0])[1],
+    **dict.fromkeys(("resolve_conj", "resolve_neg"), lambda at: at.whole(at.args[0])),
+    "real": lambda at: at.whole(at.args[0])[0],
+    "imag": lambda at: at.whole(at.args[0])[1],
     "to": _cast,
     **dict.fromkeys(("zeros", "ones", "full", "empty", "scalar_tensor"), _constant),
     **dict.fromkeys(("zeros_like", "ones_like", "empty_like"), _alike_filled),
     "view_as_complex": _paired,
-    "complex": lambda at: tuple(at.node.args[:2]),
-    "view_as_real": lambda at: at.emit(aten.stack.default, list(at.whole(at.node.args[0])), -1),
-    "polar": lambda at: _polar(at, *at.node.args[:2]),
+    "complex": lambda at: tuple(at.args[:2]),
+    "view_as_real": lambda at: at.emit(aten.stack.default, list(at.whole(at.args[0])), -1),
+    "polar": lambda at: _polar(at, *at.args[:2]),
     **{
         f"fft_{kind}{dims}": _transform
         for kind in ("fft", "ifft", "rfft", "irfft")

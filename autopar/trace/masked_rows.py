@@ -66,6 +66,7 @@ class RowEdits:
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.graph, self.node = graph, node
+        self.args: tuple[Any, ...] = node.args
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call before the node."""

@@ -114,8 +114,8 @@ class _Rewrite(RowEdits):
     def _indices(self) -> Any:
         """What `where`, `nonzero` and reorderings of their results are; None for anything else."""
         node = self.node
-        source = node.args[0]
-        if is_op(node, "where", "nonzero", "nonzero_numpy", "argwhere") and len(node.args) == 1:
+        source = self.args[0]
+        if is_op(node, "where", "nonzero", "nonzero_numpy", "argwhere") and len(self.args) == 1:
             return Index(self._selection(source), None)
         known = self.found.get(source) if isinstance(source, Node) else None
         if not isinstance(known, Index):
@@ -131,7 +131,7 @@ class _Rewrite(RowEdits):
         if is_op(node, "select") and argument(node, "dim") in (1, -1):
             return Index(known.of, argument(node, "index") % rank)
         if not isinstance(node.target, torch._ops.OpOverload):  # an item of where or unbind
-            return Index(known.of, node.args[1])
+            return Index(known.of, self.args[1])
         if is_op(node, "reshape", "squeeze") and rank == 1 and node.meta["val"].dim() == 1:
             return Index(known.of, 0)
         raise refusal(node)
@@ -151,11 +151,11 @@ class _Rewrite(RowEdits):
     def _gathered(self) -> Any:
         """x[indices], x[mask]: the rows of x themselves."""
         node = self.node
-        source = node.args[0]
+        source = self.args[0]
         indices = (
             [None] * argument(node, "dim") + [argument(node, "index")]
             if is_op(node, "index_select")
-            else node.args[1]
+            else self.args[1]
         )
         of, start, dims = self._places(indices)
         if source in self.found:
@@ -166,7 +166,7 @@ class _Rewrite(RowEdits):
         """The selection by which indices index, the first dim that they index, and which dim of the mask indexes each dim from there."""
         given = [(k, each) for k, each in enumerate(indices) if each is not None]
         start = given[0][0]
-        known = [self.found.get(each) for _, each in given]
+        known: list[Any] = [self.found.get(each) for _, each in given]
         (_, first), rest = given[0], given[1:]
         if not rest and known[0] is None and first.meta["val"].dtype == torch.bool:
             of = self._selection(first)
@@ -198,12 +198,12 @@ class _Rewrite(RowEdits):
         """An op whose rule says that each row is computed from its own."""
         node = self.node
         if not isinstance(node.target, torch._ops.OpOverload):  # an item of several results
-            known = self.found[node.args[0]]
-            return known[node.args[1]]
+            known = self.found[self.args[0]]
+            return known[self.args[1]]
         rows, of, dims = self._operands()
         if is_op(node, "reshape", "expand"):
             return self._shaped(next(iter(rows.values())))
-        args = torch.fx.map_arg(node.args, lambda n: rows[n].node if n in rows else n)
+        args = torch.fx.map_arg(self.args, lambda n: rows[n].node if n in rows else n)
         kwargs = torch.fx.map_arg(node.kwargs, lambda n: rows[n].node if n in rows else n)
         new = self.emit(node.target, *args, **kwargs)
         letter, known = None, op_dims(new)
@@ -247,13 +247,13 @@ class _Rewrite(RowEdits):
     def _written(self) -> Node:
         """What is added to rows of a tensor, or takes their place."""
         node = self.node
-        base = node.args[0]
+        base = self.args[0]
         if is_op(node, "index_put"):
-            indices, value = node.args[1], node.args[2]
+            indices, value = self.args[1], self.args[2]
             adds = bool(argument(node, "accumulate", False))
         else:
-            indices = [None] * node.args[1] + [node.args[2]]
-            value, adds = node.args[3], is_op(node, "index_add")
+            indices = [None] * self.args[1] + [self.args[2]]
+            value, adds = self.args[3], is_op(node, "index_add")
             if argument(node, "alpha", 1) != 1:
                 raise refusal(node)
         of, start, dims = self._places(indices)
@@ -288,7 +288,7 @@ class _Rewrite(RowEdits):
             return self._row_by_row()
         (rows,) = self._operands()[0].values()
         kept = self.masked(rows)
-        args = [kept.node, *node.args[1:]]
+        args = [kept.node, *self.args[1:]]
         total = self.emit(aten.sum.dim_IntList if len(args) > 1 else aten.sum.default, *args)
         if is_op(node, "sum"):
             return total
@@ -303,7 +303,7 @@ class _Rewrite(RowEdits):
         """Labels that are not selected are ignored."""
         node = self.node
         rows, of, _ = self._operands()
-        logits, target = (rows.get(each) for each in node.args[:2])
+        logits, target = (rows.get(each) for each in self.args[:2])
         if logits is None or target is None or target.node.meta["val"].is_floating_point():
             raise refusal(node)
         logits, target = (self.spread(each, of.order) for each in (logits, target))
@@ -314,7 +314,7 @@ class _Rewrite(RowEdits):
             target.node,
             self.emit(aten.full_like.default, target.node, ignored),
         )
-        new = self.emit(node.target, logits.node, marked, *node.args[2:], **node.kwargs)
+        new = self.emit(node.target, logits.node, marked, *self.args[2:], **node.kwargs)
         return Rows(new, of, of.order, 0) if _is_unknown(node.meta["val"]) else new
 
 

@@ -202,10 +202,11 @@ def _replaced(owner: type | types.ModuleType, name: str, value: object) -> Itera
 def _own_gradients(notes: list[str]) -> Iterator[None]:
     """Have export keep the backward of autograd.Functions, each as one op; raise where hooks change gradients."""
     # where `apply` leads, also that of names such as `swish = Swish.apply` from before
-    base, hook = torch.autograd.function._SingleLevelFunction, Tensor.register_hook
+    base: Any = torch.autograd.function._SingleLevelFunction
+    hook = Tensor.register_hook
     inside: list[type] = []  # the function that runs
 
-    def checked_apply(cls: type, *args: Any) -> Any:
+    def checked_apply(cls: Any, *args: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             # (function, whether random states are kept, *its arguments)
             return _reentrant(notes, args[0], args[2:])

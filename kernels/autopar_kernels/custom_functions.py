@@ -86,7 +86,8 @@ def keep_call(
 
 def custom_function(tensors: list[Tensor], sizes: list[int], name: str) -> list[Tensor]:
     """What the kept function returns, with its own backward."""
-    call, lists = _KEPT[name], {"tensors": tensors, "sizes": sizes}
+    call = _KEPT[name]
+    lists: dict[str, list[Any]] = {"tensors": tensors, "sizes": sizes}
     flat = [
         lists[each.list][each.index] if isinstance(each, _Place) else each
         for each in call.arguments

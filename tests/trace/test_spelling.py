@@ -67,6 +67,7 @@ def names(graph) -> list[str]:
             ["select", "slice", "expand", "select", "add"],
         ),
         (lambda x: x.repeat(1, 2, 1), ["repeat"]),
+        (lambda x: x.repeat(3, 1, 1), ["cat"]),
         (lambda x: x * x.cumsum(1).new_ones(6, 1), ["ones", "mul"]),
         (
             lambda x: x * x.new_full((x.shape[0], 6, 8), 3.0) + x.exp().new_zeros((8,)),
