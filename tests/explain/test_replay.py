@@ -196,7 +196,7 @@ def test_damaged_plans_are_refused():
     plan, _ = planned(DEEP, pins)
     request = request_of(dict(pins))
     for wrong in (replace(plan, stages=plan.stages[::-1]), replace(plan, blocks=plan.blocks[1:])):
-        with pytest.raises(AutoparError, match="It was damaged; plan again"):
+        with pytest.raises(AutoparError, match="it was damaged; plan again"):
             replay(wrong, traced_of(DEEP), request)
     tensor, _ = planned(TIED, (("pp", 1), ("tp", 2), ("micro_batch", 2), ("recompute", "full")))
     first, block, *others = tensor.blocks

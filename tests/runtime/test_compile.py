@@ -357,7 +357,7 @@ def test_a_plan_made_to_be_compiled_is_priced_for_it():
 
 
 def test_what_cannot_be_compiled_is_refused():
-    with pytest.raises(AutoparError, match=r"cannot compile under zero_bubble.*pin schedule=1f1b"):
+    with pytest.raises(AutoparError, match=r"cannot compile under zero_bubble.*Pin schedule=1f1b"):
         engine_for("gpt-tiny", pipelined("gpt-tiny", PP2, "zero_bubble", (2, 2), 4), compile=True)
     with pytest.raises(AutoparError, match=r"cannot compile with recompute=op.*selective or full"):
         engine_for("gpt-tiny", alone("gpt-tiny", ONE, "op"), compile=True)
