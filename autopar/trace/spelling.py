@@ -163,10 +163,11 @@ def _respell_narrow(graph: Graph, node: Node) -> None:
 
 def _respell_cat(graph: Graph, node: Node) -> None:
     """Without the operands that have no elements, as a cache of keys has before its first token."""
-    val, parts = node.meta["val"], [part.meta["val"] for part in node.args[0]]
+    sources: list[Node] = list(argument(node, "tensors"))
+    val, parts = node.meta["val"], [fake_tensor(source) for source in sources]
     kept = [
         source
-        for source, part in zip(node.args[0], parts, strict=True)
+        for source, part in zip(sources, parts, strict=True)
         if not any(size == 0 for size in part.shape if isinstance(size, int))
     ]
     if len(kept) == len(parts) or not all(source.meta["val"].dtype == val.dtype for source in kept):

@@ -203,7 +203,6 @@ def _own_gradients(notes: list[str]) -> Iterator[None]:
     """Have export keep the backward of autograd.Functions, each as one op; raise where hooks change gradients."""
     # where `apply` leads, also that of names such as `swish = Swish.apply` from before
     base: Any = torch.autograd.function._SingleLevelFunction
-    hook = Tensor.register_hook
     inside: list[type] = []  # the function that runs
 
     def checked_apply(cls: Any, *args: Any) -> Any:
@@ -225,12 +224,11 @@ def _own_gradients(notes: list[str]) -> Iterator[None]:
         )
 
     base.apply = classmethod(checked_apply)
-    Tensor.register_hook = refused_hook
     try:
-        yield
+        with _replaced(Tensor, "register_hook", refused_hook):
+            yield
     finally:
         del base.apply
-        Tensor.register_hook = hook
 
 
 def _kept_function(cls: type, args: tuple) -> Any:
