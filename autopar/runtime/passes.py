@@ -112,6 +112,6 @@ class Passes:
                 else pipeline.evaluate(given, work.rows)
             )
         zero = torch.zeros((), device=self.device, dtype=program.loss.dtype)
-        own = (loss * scale for loss, scale in zip(losses, work.scales, strict=bool(losses)))
-        total = self.shared.over_stages(sum(own, zero))
+        pairs = zip(losses, work.scales, strict=bool(losses))
+        total = self.shared.over_stages(sum((loss * scale for loss, scale in pairs), zero))
         return program.whole_loss(total, self.axes)

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import argument
+from autopar.ops.dims import operands
 from autopar.trace.edit import is_op, replace
 
 aten = torch.ops.aten
@@ -142,13 +143,14 @@ def _respell_narrow(graph: Graph, node: Node) -> None:
 
 def _respell_cat(graph: Graph, node: Node) -> None:
     """Without the operands that have no elements, as a cache of keys has before its first token."""
-    val, parts = node.meta["val"], [part.meta["val"] for part in node.args[0]]
+    val, sources = node.meta["val"], operands(node)
     kept = [
         source
-        for source, part in zip(node.args[0], parts, strict=True)
-        if not any(size == 0 for size in part.shape if isinstance(size, int))
+        for source in sources
+        if not any(size == 0 for size in source.meta["val"].shape if isinstance(size, int))
     ]
-    if len(kept) == len(parts) or not all(source.meta["val"].dtype == val.dtype for source in kept):
+    alike = all(source.meta["val"].dtype == val.dtype for source in kept)
+    if len(kept) == len(sources) or not alike:
         return
     if len(kept) == 1:
         node.replace_all_uses_with(kept[0])
