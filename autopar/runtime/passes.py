@@ -120,6 +120,6 @@ class Passes:
                 else pipeline.evaluate(given, work.rows)
             )
         zero = torch.zeros((), device=self.device, dtype=program.loss.dtype)
-        found = (loss * scale for loss, scale in zip(losses, work.scales, strict=bool(losses)))
-        total = self.shared.over_stages(sum(found, zero))
+        pairs = zip(losses, work.scales, strict=bool(losses))
+        total = self.shared.over_stages(sum((loss * scale for loss, scale in pairs), zero))
         return program.whole_loss(total, self.axes)

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import argument, argument_names, op_name
-from autopar.ops.dims import is_symbolic
+from autopar.ops.dims import is_symbolic, operands
 from autopar.ops.values import fake_tensor, input_node, result_index
 from autopar.trace.edit import call, is_op, replace
 
@@ -163,14 +163,14 @@ def _respell_narrow(graph: Graph, node: Node) -> None:
 
 def _respell_cat(graph: Graph, node: Node) -> None:
     """Without the operands that have no elements, as a cache of keys has before its first token."""
-    sources: list[Node] = list(argument(node, "tensors"))
-    val, parts = node.meta["val"], [fake_tensor(source) for source in sources]
+    val, sources = node.meta["val"], operands(node)
     kept = [
         source
-        for source, part in zip(sources, parts, strict=True)
-        if not any(size == 0 for size in part.shape if isinstance(size, int))
+        for source in sources
+        if not any(size == 0 for size in source.meta["val"].shape if isinstance(size, int))
     ]
-    if len(kept) == len(parts) or not all(source.meta["val"].dtype == val.dtype for source in kept):
+    alike = all(source.meta["val"].dtype == val.dtype for source in kept)
+    if len(kept) == len(sources) or not alike:
         return
     if len(kept) == 1:
         node.replace_all_uses_with(kept[0])

@@ -1,4 +1,5 @@
-"""Batches of public models as they come: padded, with one label a row, in pairs of which one is preferred; against eager PyTorch."""
+"""Batches of public models as they come, against eager PyTorch: padded, with one label a row, in pairs of which one is preferred, with two
+tensors of labels, with soft labels of weighted classes."""
 
 from __future__ import annotations
 
@@ -31,6 +32,16 @@ LLAMA = SIZES | {
     "num_key_value_heads": 2,
 }
 GPT2 = SIZES | {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": SEQ}
+BERT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": SEQ,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -87,6 +98,51 @@ class Preference(nn.Module):
         return -F.logsigmoid(0.1 * (better - chosen_before - worse + rejected_before)).mean()
 
 
+def answers(seed: int) -> dict[str, Tensor]:
+    """Where answers begin and end; the place behind the last token is ignored."""
+    generator, batch = torch.Generator().manual_seed(seed), padded(seed)
+    ends = torch.randint(SEQ, (2, ROWS), generator=generator)
+    ends[1, 1] = SEQ
+    found = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return found | {"start_positions": ends[0], "end_positions": ends[1]}
+
+
+def followed(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return padded(seed) | {"next_sentence_label": torch.randint(2, (ROWS,), generator=generator)}
+
+
+def soft(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    teacher = torch.randn(ROWS, SEQ, VOCAB, generator=generator, dtype=torch.float64).softmax(-1)
+    return padded(seed) | {"teacher": teacher}
+
+
+class Distilled(nn.Module):
+    """Labels and a teacher's probabilities, both with weights of classes and smoothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+        self.register_buffer("weights", torch.linspace(0.3, 2, VOCAB))
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, teacher: Tensor
+    ) -> Tensor:
+        logits = self.student(input_ids=input_ids, attention_mask=attention_mask).logits
+        logits = logits.flatten(0, 1)
+        hard = F.cross_entropy(logits, labels.flatten(), weight=self.weights, label_smoothing=0.1)
+        return hard + F.cross_entropy(logits, teacher.flatten(0, 1), weight=self.weights)
+
+
+def question_answering() -> nn.Module:
+    return transformers.BertForQuestionAnswering(transformers.BertConfig(**BERT))
+
+
+def pre_training() -> nn.Module:
+    return transformers.BertForPreTraining(transformers.BertConfig(**BERT))
+
+
 def decoder() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
 
@@ -100,6 +156,9 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor
     "decoder": (decoder, padded),
     "classifier": (classifier, classified),
     "preference": (Preference, pairs),
+    "question answering": (question_answering, answers),
+    "pre-training": (pre_training, followed),
+    "distilled": (Distilled, soft),
 }
 DP, TP, PP = {"dp": 2, "micro_batch": 1}, {"tp": 2, "micro_batch": 2}, {"pp": 2, "micro_batch": 2}
 CP = {"cp": 2, "micro_batch": 2}
@@ -138,6 +197,10 @@ def check(results: list[dict[str, float | str]]) -> None:
 
 def test_each_kind_is_exact_under_one_axis_in_micro_batches(pool2):
     check(pool2.run(errors, [("decoder", PP), ("classifier", DP), ("preference", TP)]))
+
+
+def test_two_tensors_of_labels_and_soft_labels_are_exact(pool2):
+    check(pool2.run(errors, [("question answering", DP), ("pre-training", TP), ("distilled", PP)]))
 
 
 @pytest.mark.slow

@@ -57,6 +57,8 @@ def names(graph) -> list[str]:
         ),
         (lambda x: x.clip(-1, 1), ["clamp"]),
         (lambda x: torch.concat([x, x], 1), ["cat"]),
+        (lambda x: torch.cat([x[:, :0], x.exp()], 1), ["exp"]),
+        (lambda x: torch.cat([x, x[:, :0], x], 1), ["cat"]),
         (lambda x: x.swapaxes(1, 2).cumsum(-1), ["transpose", "cumsum"]),
         (lambda x: x.movedim(0, 2).cumsum(-1), ["permute", "cumsum"]),
         (lambda x: x.movedim((2, 0), (0, 1)).cumsum(0), ["permute", "cumsum"]),
