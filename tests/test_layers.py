@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 
 import networkx as nx
 from support.imports import (
+    CLASS_LINES,
+    FUNCTION_LINES,
     ROOT,
     cycles,
     folder_graph,
@@ -15,6 +18,7 @@ from support.imports import (
     import_graph,
     imported,
     imports_of,
+    long_definitions,
     modules,
 )
 
@@ -167,6 +171,12 @@ def run(code: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_functions_and_classes_are_short():
+    """Without docstrings."""
+    long = long_definitions((ast.FunctionDef, ast.AsyncFunctionDef), FUNCTION_LINES)
+    assert not [*map(str, [*long, *long_definitions(ast.ClassDef, CLASS_LINES)])]
 
 
 def test_import_is_fast_and_leaves_cuda_alone():

@@ -49,9 +49,16 @@ from autopar.trace.fusion.fused import fused
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def _check_options(
-    plan: Plan, max_grad_norm: float | None, compiler: Compiler, device_type: str
-) -> None:
+def _checked_compiler(
+    plan: Plan,
+    max_grad_norm: float | None,
+    compile: bool | Mapping[str, Any],
+    device_type: str,
+) -> Compiler:
+    """The compiler of segments. Raises AutoparError for a plan that does not run with these
+    options.
+    """
+    compiler = Compiler(compile)
     if plan.precision not in PRECISIONS:
         raise AutoparError(
             f"the engine cannot run precision {plan.precision!r} yet; it runs {', '.join(PRECISIONS)}"
@@ -67,6 +74,7 @@ def _check_options(
         check_compiles(plan, compiler.cuda_graphs and device_type == "cuda")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise AutoparError(f"max_grad_norm={max_grad_norm} must be positive")
+    return compiler
 
 
 class Engine(Durable):
@@ -99,8 +107,7 @@ class Engine(Durable):
         """
         traced = fused(traced, plan.fusion.mode)
         shorter = None if shorter is None else [fused(one, plan.fusion.mode) for one in shorter]
-        self._compiler = Compiler(compile)
-        _check_options(plan, max_grad_norm, self._compiler, device_type)
+        self._compiler = _checked_compiler(plan, max_grad_norm, compile, device_type)
         self.plan, self.max_grad_norm, self.seed, self.steps = plan, max_grad_norm, seed, 0
         self.device = start_process_group(device_type)
         self.device_mesh, self.axes = mesh_axes(plan.mesh, self.device.type)

@@ -205,7 +205,13 @@ class _Call:
         names = tuple(self.examples)
         moved = {name: dim for name, dim in self.dims.items() if dim}
         skeleton = _LossModule(
-            self.structure, names, self.keyword, self.loss_fn, self.aliases, record, moved
+            self.structure,
+            names=names,
+            keyword=self.keyword,
+            loss_fn=self.loss_fn,
+            aliases=self.aliases,
+            record=record,
+            moved=moved,
         )
         shapes = {
             "tensors": {

@@ -118,12 +118,12 @@ def vocab_parallel_statistics(
         target,
         merged,
         weight,
-        start,
-        vocab,
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        soft_cap,
+        first=start,
+        classes=vocab,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        soft_cap=soft_cap,
     )
     return loss.sum() if reduction == "sum" else loss
 

@@ -17,7 +17,7 @@ from autopar.ir.mesh import AXES
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel, not_split
 from autopar.models.rows import rows_first
-from autopar.ops.dims import has_batch, is_symbolic
+from autopar.ops.dims import has_batch
 from autopar.ops.random import drops
 from autopar.ops.values import ops
 from autopar.ops.work import positions
@@ -27,7 +27,9 @@ from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.rewrite.lowerings.dropout import step_noise
 from autopar.rewrite.program import Program
 from autopar.runtime.batches.batch_checks import IndexLimits
+from autopar.runtime.batches.batch_shapes import check_shapes
 from autopar.runtime.batches.deal import Deal, deal, even_deal, share_of
+from autopar.runtime.batches.gathered_rows import gather_rows, gather_uneven_rows
 from autopar.runtime.batches.padding import Padding
 from autopar.runtime.batches.step_values import StepInputs
 from autopar.runtime.state.precision import PRECISIONS, master_dtype
@@ -204,13 +206,13 @@ class BatchSplitter:
         share = dealt.batch / self.plan.global_batch * self.flops[chosen] / self.flops[-1]
         tokens = sum(rows * length for rows, length in zip(held, lengths, strict=True))
         return MicroBatches(
-            cut(tensors),
-            dealt.rows,
-            self._scales(dealt),
-            tuple(dealt.place(part, self.data_rank) for part in dealt.parts),
-            BatchSize(tokens, self._counted(values), share, max(lengths)),
-            chosen,
-            tuple(filled),
+            inputs=cut(tensors),
+            rows=dealt.rows,
+            scales=self._scales(dealt),
+            places=tuple(dealt.place(part, self.data_rank) for part in dealt.parts),
+            size=BatchSize(tokens, self._counted(values), share, max(lengths)),
+            number=chosen,
+            filled=tuple(filled),
         )
 
     def _read(self, batch: Any) -> _Read:
@@ -306,17 +308,9 @@ class BatchSplitter:
         if dealt.evenly:
             return tensors
         return {
-            name: self._gather_uneven(tensor, held) if self._has_batch(name) else tensor
+            name: gather_uneven_rows(tensor, held, self.axes) if self._has_batch(name) else tensor
             for name, tensor in tensors.items()
         }
-
-    def _gather_uneven(self, tensor: torch.Tensor, held: list[int]) -> torch.Tensor:
-        """The rows of all data-parallel ranks, of which each holds as many as `held` says."""
-        most = max(held)
-        filled = tensor.new_zeros(most, *tensor.shape[1:])
-        filled[: tensor.shape[0]] = tensor
-        found = self._gather_rows(filled).split(most)
-        return torch.cat([rows[:number] for rows, number in zip(found, held, strict=True)])
 
     def _scales(self, dealt: Deal) -> tuple[float, ...]:
         """What the losses of micro-batches are multiplied by before they are added up."""
@@ -346,7 +340,7 @@ class BatchSplitter:
         if dealt.evenly:
             others = {name: tensor for name, tensor in tensors.items() if not self._has_batch(name)}
             inputs = others | {
-                name: self._gather_rows(tensors[name]) for name in values.values.rows
+                name: gather_rows(tensors[name], self.axes) for name in values.values.rows
             }
         found = values.whole(parts, inputs, dealt.batch, whole, self.device)
         if values.values.takes_share:
@@ -385,19 +379,6 @@ class BatchSplitter:
             return None
         return _whole(float(values[own.names[own.labels]]))
 
-    def _gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rows of all data-parallel ranks, in the order of the global batch."""
-        sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-        for axis in ("ep", "dp"):  # ep is a part of dp, and its inner one
-            sent = apply_primitive(
-                "all_gather",
-                sent,
-                self.axes[axis],
-                Split(0, self.axes[axis].size * sent.shape[0]),
-                None,
-            )
-        return sent.to(tensor.dtype)
-
     def _fitting(self, given: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         """(index of the program with the shortest length that a batch fits, positions of the
         batch). If none is long enough, the last program's check raises the error.
@@ -434,35 +415,7 @@ class BatchSplitter:
         AutoparError if they do not fit the model.
         """
         expected = self.programs[number].whole_inputs
-        if set(tensors) != set(expected):
-            raise AutoparError(
-                f"the batch has {', '.join(tensors)}; the model was planned for {', '.join(expected)}"
-            )
-        rows = {
-            name: t.shape[0] for name, t in tensors.items() if self._has_batch(name) and t.dim()
-        }
-        for name, tensor in tensors.items():
-            want = expected[name]
-            if tensor.is_meta:
-                raise AutoparError(f"batch entry {name!r} is on the meta device and has no values")
-            sizes = ["batch" if is_symbolic(s) else int(s) for s in want.shape]
-            if tensor.dim() != want.dim() or any(
-                w != "batch" and w != s for w, s in zip(sizes, tensor.shape, strict=True)
-            ):
-                raise AutoparError(
-                    f"batch entry {name!r} has shape {tuple(tensor.shape)}; the model was planned for ({', '.join(map(str, sizes))})"
-                )
-            if tensor.dtype != want.dtype and not (
-                tensor.is_floating_point() and want.is_floating_point()
-            ):
-                raise AutoparError(
-                    f"batch entry {name!r} has dtype {tensor.dtype}; the model was planned for {want.dtype}"
-                )
-        if len(set(rows.values())) > 1:
-            held = ", ".join(f"{name} {number}" for name, number in rows.items())
-            raise AutoparError(
-                f"the batch's tensors have different numbers of rows: {held}; if one has no rows, plan with batch_dims={{its name: None}}"
-            )
+        check_shapes(tensors, expected)
         return {
             name: tensors[name].to(
                 self.device, self.dtype if tensors[name].is_floating_point() else None

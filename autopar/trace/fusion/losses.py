@@ -46,7 +46,17 @@ def match_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
     interior = (*moved, node)
     rounded = dtype_of(node) if dtype_of(node).itemsize < 4 else None  # the op gives fp32
     views = {"logits": view}
-    return Match(op, operands, attributes, (node,), interior, node, views, moved, rounded=rounded)
+    return Match(
+        op,
+        operands,
+        attributes,
+        results=(node,),
+        interior=interior,
+        at=node,
+        views=views,
+        moved=moved,
+        rounded=rounded,
+    )
 
 
 def _before_cast(logits: Node) -> tuple[Node, tuple[Node, ...]]:

@@ -92,7 +92,16 @@ def _match(
     interior, copies = interior_of(algebra, node, operands.values())
     op = torch.ops.autopar.rotary_single.default
     views = {"cos": view, "sin": view}
-    return Match(op, operands, attributes, (node,), interior, turn, views, copies=copies)
+    return Match(
+        op,
+        operands,
+        attributes,
+        results=(node,),
+        interior=interior,
+        at=turn,
+        views=views,
+        copies=copies,
+    )
 
 
 def _table(table: Node, shape: torch.Size) -> tuple[bool, View] | None:
