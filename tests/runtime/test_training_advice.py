@@ -108,7 +108,7 @@ def prodigal_as_told(rank: int) -> tuple[str, float]:
     pin = {"pp": 2, "dp": 1, "tp": 1, "micro_batch": 4}
     staged = functools.partial(autopar.parallelize, pin=pin, precision="fp64")
     message = told(staged, Behind(made(), 6).double(), "cpu:2", batches()[0], optimizer)
-    pins = re.search(r"pin (pp=1, tp=1, ep=1 and zero=0), under which", message)[1]
+    pins = re.search(r"Pin (pp=1, tp=1, ep=1 and zero=0), under which", message)[1]
     engine = engine_of(
         {name: int(value) for name, value in re.findall(r"(\w+)=(\d)", pins)}, optimizer=optimizer
     )
