@@ -358,9 +358,9 @@ def _traced_alike(
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """The model as it is traced: Hugging Face models in it are traced with maskless attention, on a meta copy of its structure.
-
-    Raises AutoparError for modules that change their parameters in forward.
+    """The model to trace. With Hugging Face models in it: a meta copy, with maskless attention
+    where the architecture allows it. Otherwise `model` itself. Raises AutoparError for
+    embeddings with `max_norm`, which change their weight in forward.
     """
     from autopar.models.hf import hf_models, prepare_hf
 

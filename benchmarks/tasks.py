@@ -19,7 +19,9 @@ PlanUnder = Callable[[Mapping[str, Any]], Plan]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model (any MODEL of the command line) on a cluster, and the sequences of a step."""
+    """What a benchmark plans: a model (as on the command line), a cluster (name or spec),
+    `global_batch` sequences a step, of `seq` tokens.
+    """
 
     model: str
     cluster: str | ClusterSpec
@@ -37,7 +39,10 @@ class Task:
     def planner(
         self, time_limit_s: float = 60.0, precision: str | None = None, runnable: bool = False
     ) -> PlanUnder:
-        """The planner of this task, which traces the model once."""
+        """A function from pins to a plan of this task. The model is traced here, once.
+
+        `runnable`: search only what the engine can run.
+        """
         spec, cluster = parse_model(self.model), self.cluster_spec
         traced = api.trace_spec(spec, self.seq, precision)
         request = PlanRequest(

@@ -57,7 +57,9 @@ class TrainResult:
 
     @property
     def tolerance(self) -> float:
-        """The largest relative difference of a loss that counts as rounding error."""
+        """The largest relative error that counts as rounding, for losses and parameters: the fp32
+        tolerance of `verify`.
+        """
         return TOLERANCE["fp32"][0]
 
     @property

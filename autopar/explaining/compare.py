@@ -109,7 +109,10 @@ def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry | Impossible:
 
 
 def compare_data(entries: Sequence[Entry | Impossible], cluster: Cluster) -> list[dict[str, Any]]:
-    """The entries as plain data. Plans have the format of plan files."""
+    """One dict for each entry: name, reason, note, plan (as in plan files), dollars per million
+    tokens, step time relative to the first plan. If impossible, the last three are None, and
+    `reason` says why.
+    """
     best_s = next(e.plan.predicted.step_time_s for e in entries if isinstance(e, Entry))
     return [
         {

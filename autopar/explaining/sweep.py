@@ -149,11 +149,10 @@ def points_of(
     batches: Sequence[int],
     inter_Bps: Sequence[float],
 ) -> list[Point]:
-    """Every combination of the values, the last axis fastest. An empty axis keeps the value of the
-    cluster or model.
-
-    Raises AutoparError for a number of devices that does not fill nodes, and for a bandwidth
-    between nodes if there is only one node.
+    """Every combination of the values, bandwidths fastest and ascending. Empty `devices`, `seqs`
+    or `inter_Bps`: the value of the cluster or model. `batches` must not be empty. Raises
+    AutoparError for devices that do not fill nodes, or a bandwidth between nodes with one
+    node.
     """
     wanted = (
         devices or (cluster.num_devices,),

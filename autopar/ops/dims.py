@@ -24,8 +24,8 @@ for sections of these sizes that are sharded alike under the letter x.
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One ATen call as a rule sees it: arguments by schema name, tensor operands in order,
-    results.
+    """One ATen call (a graph node) as a rule sees it. Gives arguments by schema name, tensor
+    operands in call order, results, and dims as indices.
     """
 
     node: Node

@@ -202,7 +202,9 @@ class Engine(Durable):
 
     @property
     def compiled(self) -> Coverage | None:
-        """Which ops of this rank's program are compiled. None without torch.compile."""
+        """How much of this rank's program is compiled, in counts, and which ops are not. None
+        without torch.compile.
+        """
         return self._compiler.coverage
 
     def _step_tensors(self) -> Mapping[str, torch.Tensor]:

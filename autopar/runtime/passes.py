@@ -83,8 +83,8 @@ class Passes:
     def forward(
         self, program: Program, inputs: dict[str, torch.Tensor], noise: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Run forward of one micro-batch. Returns the loss, and the new values of
-        `program.updates`.
+        """Run forward of one micro-batch. Returns (loss, tuple of new values in the order of
+        `program.updates`). `noise` is used only if the program draws random numbers.
         """
         found = program.module(*inputs.values(), *((noise,) if program.draws else ()))
         return (found[0], found[1:]) if program.updates else (found, ())

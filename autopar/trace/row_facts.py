@@ -613,8 +613,8 @@ def _factor(node: Node, numbers: list[tuple[int, torch.SymInt | torch.SymFloat]]
 
 
 def _row_letter(dims: OpDims, entry: str) -> str | None:
-    """The letter of a dim whose size depends on the batch. In a flattened dim, that is the
-    outermost letter.
+    """The outermost letter of an entry if its size depends on the batch, else None. An entry with
+    several letters is a flattened dim.
     """
     letters = letters_of(entry)
     first = letters[0] if letters else None

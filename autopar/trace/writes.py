@@ -44,7 +44,9 @@ def _written(graph: Graph, node: Node) -> Node | None:
 
 
 def _replaces_all(source: Node, node: Node) -> bool:
-    """Whether the slice that `source` replaces is the whole tensor."""
+    """Whether a slice_scatter (`node`) overwrites its whole tensor with `source`: step 1, and the
+    same shape and dtype.
+    """
     new, val = source.meta["val"], node.meta["val"]
     one_by_one = argument(node, "step", 1) in (None, 1)
     return one_by_one and new.dtype == val.dtype and str(new.shape) == str(val.shape)

@@ -106,8 +106,9 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """The model, its batches and its trace. After training on one device, also its results, at a
-    learning rate that moves the parameters.
+    """A model, its batches and its trace, and the results of training it on one device (filled in
+    by `make_case`). `before`, `after`: tensors by name. `learning_rate` is large enough that
+    tensors move; `moved` says how far.
     """
 
     model: nn.Module

@@ -48,7 +48,9 @@ def cells(names: list[str], meshes: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def run_one_by_one(names: list[str], meshes: list[str]) -> list[Cell]:
-    """Run the cells in this process, one after another; meshes of one model share its trace and its reference."""
+    """Run every suitable pair of model and mesh in this process, in turn, and return the cells.
+    Prints each to stderr. A model's trace and reference are made once for all its meshes.
+    """
     found = []
     for name, mesh in cells(names, meshes):
         cell = run_cell(ZooModel.of(name), mesh, parse_pins(mesh))

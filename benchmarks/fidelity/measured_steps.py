@@ -34,7 +34,9 @@ _batch: dict[str, torch.Tensor] = {}
 
 
 def measure(task: Task, plans: Sequence[Plan], rounds: int) -> list[float]:
-    """Seconds of a step of each plan of a task for `RANKS` devices."""
+    """Seconds of a step of each plan: the median over `rounds` of the slowest rank's time, after
+    one warm-up round. Plans take turns. Runs on `RANKS` CPU processes.
+    """
     with WorkerPool(RANKS) as pool:
         pool.run(
             _build,
@@ -55,7 +57,9 @@ def measure(task: Task, plans: Sequence[Plan], rounds: int) -> list[float]:
 
 
 def _build(rank: int, model: str, rows: int, seq: int, plans: list[str]) -> None:
-    """Make the engines of this rank, one for each plan."""
+    """Fill this process's `_batch` and `_engines`: a batch of rows x seq, and one CPU engine for
+    each plan, given as JSON text.
+    """
     warnings.simplefilter("ignore")
     spec = parse_model(model)
     _batch.update(spec.example_inputs(rows, seq, "cpu"))

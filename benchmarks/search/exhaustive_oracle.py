@@ -214,7 +214,9 @@ class Placed:
     # ------------------------------------------------------------------------------------------------ without a pipeline
 
     def whole(self) -> Iterator[Point]:
-        """Plans on one rank: every mode of every layer."""
+        """Yields (seconds, bytes) of every plan on one rank, over every mode of every layer;
+        equal costs once.
+        """
         segments = range(len(self.base.segments))
         for way in self.ways(segments):
             seconds = (

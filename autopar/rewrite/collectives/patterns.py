@@ -31,7 +31,9 @@ class Split:
         return local_extent(self.size, parts, index, self.pattern)
 
     def section_sizes(self) -> list[int]:
-        """Sizes of the sections within one batch row."""
+        """Lengths, along the dim, of the sections in one batch row. They add up to `size //
+        rows`.
+        """
         whole, unit = self.size // self.rows, sum(self.pattern.sections)
         return [whole // unit * section for section in self.pattern.sections]
 

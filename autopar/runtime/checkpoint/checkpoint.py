@@ -139,7 +139,10 @@ class Checkpoints:
         return self._latest
 
     def _tensors(self) -> dict[str, Pieces]:
-        """This rank's pieces of everything that is saved as tensors."""
+        """This rank's pieces of all saved tensors, by name in the checkpoint: parameters (masters
+        if trained), buffers, optimizer state. Every rank must call it; an error on one is
+        raised on all.
+        """
         held = self.engine.held()
 
         def collect() -> dict[str, Pieces]:

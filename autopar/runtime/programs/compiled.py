@@ -316,7 +316,9 @@ def _described(node: Node) -> str:
 
 
 def _works(node: Node) -> bool:
-    """Whether a node runs something on the device."""
+    """Whether a node runs something on the device: a call that is neither free (`_is_free`) nor a
+    view.
+    """
     return node.op == "call_function" and not _is_free(node) and not is_view(node)
 
 

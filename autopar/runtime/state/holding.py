@@ -112,7 +112,7 @@ class Holding:
         return Cutting(tuple(spec.shape), tuple(shape), tuple(splits), share, of_master)
 
     def layouts_of_masters(self, names: Iterable[str]) -> dict[str, Mapping[str, Layout]]:
-        """The layouts of masters, and of their gradients, by name."""
+        """For each name, the layouts by mesh axis of the master, which its gradient shares."""
         return {name: self.cuttings[name].layouts for name in names}
 
     def stored_dtype(self, name: str) -> torch.dtype:

@@ -149,7 +149,10 @@ class Parameters:
             self.gathering.watch(module)
 
     def _train(self, name: str, tensor: Tensor) -> nn.Parameter:
-        """The leaf of a parameter, of which `tensor` is what `Holding.kept` keeps, at its home."""
+        """Register a trained parameter: make its leaf and its master, and watch its gradient.
+        Returns the leaf. `tensor` is what `Holding.kept` keeps, on the device (or host) where
+        it rests. A gathered leaf starts without memory.
+        """
         holding, cutting = self.holding, self.holding.cuttings[name]
         share, own = cutting.share, tensor.to(holding.dtype)
         gathers = holding.fetches or (holding.plan.zero == 3 and share.cuts)

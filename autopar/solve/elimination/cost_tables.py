@@ -523,7 +523,9 @@ class _Link:
 
     @property
     def is_free(self) -> bool:
-        """Whether no conversion can occur."""
+        """Whether the producer makes one layout in all its strategies, and all readers need that
+        same one.
+        """
         return len(self.pairs) == 1 and self.pairs[0][0] is self.pairs[0][1]
 
     def prices(

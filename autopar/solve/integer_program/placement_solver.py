@@ -435,8 +435,8 @@ def _solution(
 
 
 def _audit(found: Solution, capacity_bytes: int | None, result: _Result) -> None:
-    """Raise SolverAuditError unless the price of a solution agrees with the capacity, with CP-SAT's
-    objective, and with the bound.
+    """Raise SolverAuditError if a solution exceeds the capacity, costs more than CP-SAT's
+    objective plus its rounding error, or costs less than CP-SAT's bound.
     """
     slack_s = 1e-12 * found.time_s
     if capacity_bytes is not None and found.memory_bytes > capacity_bytes:

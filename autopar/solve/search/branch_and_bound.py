@@ -337,11 +337,9 @@ class UniformRefiner:
         self.in_vain, self.due = count, self.raised + _TURNS * (1 + count)
 
     def smallest(self) -> tuple[Candidate, Infeasible] | None:
-        """The least memory over all candidates, most promising first; None if no candidate has a
-        consistent placement.
-
-        Larger micro-batches than one that does not fit need more and are left out. Which of them
-        were sketched depends on the order of the search.
+        """The candidate that needs least memory, with its `Infeasible`; None if none has a
+        consistent placement. Tries the smallest lower bounds first. Skips micro-batches larger
+        than one known not to fit. Out of time, it returns the least so far.
         """
         too_much = self.state.board.too_much
         bounds = sorted(

@@ -57,7 +57,9 @@ class SearchState:
         return self.others_s if self.best is None else min(self.others_s, time_of(self.best))
 
     def keep(self, entry: Entry, solution: Solution, staged: Staged | None = None) -> None:
-        """Make the plan of a candidate the best plan."""
+        """Store a candidate's solution in `entry`, make it the best one, and report its time.
+        Does not compare with the best so far.
+        """
         entry.solution, entry.staged, self.best = solution, staged, entry
         self.board.found(solution.time_s)
         self.progress(f"{entry.chosen()}: {solution.time_s * 1e3:.3f} ms")

@@ -82,7 +82,10 @@ def _staging(
     bound_s: float,
     is_free: bool,
 ) -> Staging:
-    """The staging with `sizes[i]` units in stage i. `modes` has the mode by stage and unit."""
+    """The staging with `sizes[i]` units in stage i; `modes[stage][unit]` is an index into
+    `row.modes`. Its `bound_s` is the smaller of `time_s` and `bound_s`, plus fixed seconds.
+    `is_free` as in `Staging`.
+    """
     of_segments = [row.modes[0]] * len(row.model.segments)
     for unit, mode in enumerate(mode for stage in modes for mode in stage):
         of_segments[row.blocks[unit]] = row.modes[mode]

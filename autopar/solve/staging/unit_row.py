@@ -198,8 +198,9 @@ class UnitRow:
         return self.arriving[end] if keeps and end < len(self.kind) else 0
 
     def passing(self, runs: Sequence[tuple[int, int]]) -> int:
-        """Bytes of messages in transit to and from a rank with these stages, besides those that its
-        micro-batches keep.
+        """Bytes of buffers for messages between ranks: twice the largest message into or out of a
+        stage; 0 for one stage. `runs` has (first unit, end unit) of each stage of the rank.
+        Also 0 if the pipeline does not keep outputs until backward.
         """
         if len(runs) == 1:
             return 0
