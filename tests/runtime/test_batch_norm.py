@@ -179,7 +179,7 @@ def train(rank: int, name: str, plans: list[str]) -> list[tuple[list[float], dic
     found = []
     for text in plans:
         made = engine(name, Plan.from_json(text))
-        made._state_names |= set(made.parameters.specs)  # non-persistent buffers too
+        made._state_names |= set(made.parameters.holding.specs)  # non-persistent buffers too
         losses, state = run_steps(made, batches(name))
         evaluated = [float(made.eval_step(made.local_batch(batch))) for batch in batches(name)]
         again = made.full_state_dict()

@@ -173,7 +173,9 @@ def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
     }
     values = engine.program.step_values
     batch |= {} if values is None else dict.fromkeys(values.names, torch.tensor(8.0))
-    work = MicroBatches([batch], plan.micro_batch)
+    work = MicroBatches(
+        inputs=[batch], rows=plan.micro_batch, scales=(1.0,), places=((0, plan.micro_batch),)
+    )
     tracker = MemTracker()
 
     offloads = engine.parameters.holding.offloads
