@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from autopar_kernels.registration import register_composite
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -27,10 +28,7 @@ aten = torch.ops.aten
 Pair = tuple[Any, ...]
 """The real and the imaginary part: nodes, or numbers."""
 
-_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _OPERANDS = "Tensor real, Tensor? imag, str transform, SymInt[]? size, int[] dim, str? norm"
-_LIBRARY.define(f"fourier({_OPERANDS}) -> (Tensor, Tensor)")
-_LIBRARY.define(f"real_fourier({_OPERANDS}) -> Tensor")
 
 
 def _fourier(
@@ -46,8 +44,8 @@ def _fourier(
     return found if not found.is_complex() else (found.real.clone(), found.imag.clone())
 
 
-_LIBRARY.impl("fourier", _fourier, "CompositeImplicitAutograd")
-_LIBRARY.impl("real_fourier", _fourier, "CompositeImplicitAutograd")
+register_composite(f"fourier({_OPERANDS}) -> (Tensor, Tensor)", _fourier)
+register_composite(f"real_fourier({_OPERANDS}) -> Tensor", _fourier)
 
 
 def spell_complex(graph: Graph) -> None:

@@ -48,12 +48,12 @@ class Case:
     Attributes:
         name: the op.
         size: in words.
-        shapes: of the arguments that are drawn; a leading 0 marks one without a gradient.
+        make: draws the arguments on a device.
         fused: from the drawn arguments to the result or results.
         eager: the same in plain PyTorch.
         forward_bytes: the bytes that forward must move.
         both_bytes: the bytes that forward and backward must move.
-        make: draws the arguments in place of `shapes`.
+        rivals: the same by other libraries, by their names; None where one is not installed.
     """
 
     name: str
@@ -102,18 +102,10 @@ def eager_combine(rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor)
     return (rows[inverse].view(tokens, choices, -1) * weights.unsqueeze(-1)).sum(1)
 
 
-def liger(module: str, name: str) -> Any:
-    """A class of liger-kernel, or None where it is not installed."""
+def rival(module: str, name: str) -> Any:
+    """A function or class of another library, or None where it is not installed."""
     try:
-        return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
-    except ImportError:
-        return None
-
-
-def quack(module: str, name: str) -> Any:
-    """A function of quack-kernels, or None where it is not installed."""
-    try:
-        return getattr(importlib.import_module(f"quack.{module}"), name)
+        return getattr(importlib.import_module(module), name)
     except ImportError:
         return None
 
@@ -122,11 +114,11 @@ def norm_cases(rows: int, columns: int) -> list[Case]:
     size, x, w = f"{rows}x{columns}", 2 * rows * columns, (columns,)
     wide = (rows, columns)
     rms, layer = (
-        liger("rms_norm", "LigerRMSNormFunction"),
-        liger("layer_norm", "LigerLayerNormFunction"),
+        rival("liger_kernel.ops.rms_norm", "LigerRMSNormFunction"),
+        rival("liger_kernel.ops.layer_norm", "LigerLayerNormFunction"),
     )
-    fused_add = liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
-    of_quack = quack("rmsnorm", "rmsnorm")
+    fused_add = rival("liger_kernel.ops.fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
+    of_quack = rival("quack.rmsnorm", "rmsnorm")
     return [
         Case(
             "rms_norm", size, drawn(wide, w), lambda x, w: ops.rms_norm(x, w), eager_rms, 2 * x, 5 * x,
@@ -151,7 +143,7 @@ def norm_cases(rows: int, columns: int) -> list[Case]:
 
 def glu_case(rows: int, columns: int) -> Case:
     x = 2 * rows * columns
-    silu = liger("swiglu", "LigerSiLUMulFunction")
+    silu = rival("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
     return Case(
         "glu", f"{rows}x2x{columns}", drawn((rows, 2 * columns)), lambda x: ops.glu(x),
         lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], 3 * x, 8 * x,
@@ -180,7 +172,7 @@ def rotary_case(batch: int, tokens: int, heads: int, kv_heads: int, dim: int) ->
 
     x = 2 * batch * tokens * dim * (heads + kv_heads)
     tables = 2 * 2 * tokens * dim
-    rope = liger("rope", "LigerRopeFunction")
+    rope = rival("liger_kernel.ops.rope", "LigerRopeFunction")
     return Case(
         "rotary", f"{batch}x{tokens}, {heads}+{kv_heads} heads of {dim}", make,
         lambda q, k, c, s: ops.rotary(q, k, c, s), eager_rotary, 2 * x + tables, 4 * x + 2 * tables,
@@ -208,7 +200,7 @@ def loss_case(rows: int, classes: int) -> Case:
         return [*drawn((rows, classes))(device), torch.randint(classes, (rows,), device=device)]
 
     x = 2 * rows * classes
-    of_quack = quack("cross_entropy", "cross_entropy")
+    of_quack = rival("quack.cross_entropy", "cross_entropy")
     return Case(
         "cross_entropy", f"{rows}x{classes}", make, lambda x, t: ops.cross_entropy(x, t),
         lambda x, t: F.cross_entropy(x.float(), t), x, 3 * x,

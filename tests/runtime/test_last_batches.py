@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.runtime.batches.deal import deal, even_deal, share_of
+from autopar.runtime.batches.deal import deal, even_deal, rows_of_rank
 from autopar.runtime.batches.sampler import DataParallelSampler
 
 ROWS, CLASSES = 8, 5
@@ -225,7 +225,7 @@ def test_rows_run_once_or_one_after_the_other_where_that_is_asked(batch, ranks, 
 
 @given(batch=st.integers(0, 60), ranks=st.integers(1, 6))
 def test_shares_are_the_batch(batch, ranks):
-    rows = [share_of(batch, ranks, rank) for rank in range(ranks)]
+    rows = [rows_of_rank(batch, ranks, rank) for rank in range(ranks)]
     assert [row for first, number in rows for row in range(first, first + number)] == list(
         range(batch)
     )

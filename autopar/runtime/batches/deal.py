@@ -96,7 +96,7 @@ def deal(
     return min(found, key=lambda each: each[:2])[2] if found else None
 
 
-def share_of(batch: int, ranks: int, rank: int) -> tuple[int, int]:
+def rows_of_rank(batch: int, ranks: int, rank: int) -> tuple[int, int]:
     """(first row, number of rows) of a rank: shares differ by one row at most, and the first ranks have the longer ones."""
     least, longer = divmod(batch, ranks)
     return rank * least + min(rank, longer), least + (rank < longer)

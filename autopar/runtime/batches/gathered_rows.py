@@ -1,8 +1,8 @@
-"""The rows of all data-parallel ranks, on each of them."""
+"""The rows of several ranks, on each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -11,13 +11,21 @@ from autopar.rewrite.collectives.patterns import Split
 from autopar.rewrite.collectives.primitives import apply_primitive
 
 
+def gather_over(
+    tensor: torch.Tensor, axes: Mapping[str, AxisGroup], names: Iterable[str]
+) -> torch.Tensor:
+    """The rows of all ranks of the axes `names`, innermost first. Each rank has as many."""
+    for name in names:
+        split = Split(0, axes[name].size * tensor.shape[0])
+        tensor = apply_primitive("all_gather", tensor, axes[name], split, None)
+    return tensor
+
+
 def gather_rows(tensor: torch.Tensor, axes: Mapping[str, AxisGroup]) -> torch.Tensor:
     """The rows of all data-parallel ranks, in the order of the global batch. Each has as many."""
     sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-    for axis in ("ep", "dp"):  # ep is a part of dp, and its inner one
-        split = Split(0, axes[axis].size * sent.shape[0])
-        sent = apply_primitive("all_gather", sent, axes[axis], split, None)
-    return sent.to(tensor.dtype)
+    # ep is a part of dp, and its inner one
+    return gather_over(sent, axes, ("ep", "dp")).to(tensor.dtype)
 
 
 def gather_uneven_rows(

@@ -22,14 +22,12 @@ from autopar.ops.random import drops
 from autopar.ops.values import ops
 from autopar.ops.work import positions
 from autopar.rewrite.collectives.axes import AxisGroup
-from autopar.rewrite.collectives.patterns import Split
-from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.rewrite.lowerings.dropout import step_noise
 from autopar.rewrite.program import Program
 from autopar.runtime.batches.batch_checks import IndexLimits
 from autopar.runtime.batches.batch_shapes import check_shapes
-from autopar.runtime.batches.deal import Deal, deal, even_deal, share_of
-from autopar.runtime.batches.gathered_rows import gather_rows, gather_uneven_rows
+from autopar.runtime.batches.deal import Deal, deal, even_deal, rows_of_rank
+from autopar.runtime.batches.gathered_rows import gather_over, gather_rows, gather_uneven_rows
 from autopar.runtime.batches.padding import Padding
 from autopar.runtime.batches.step_values import StepInputs
 from autopar.runtime.state.precision import PRECISIONS, master_dtype
@@ -165,7 +163,7 @@ class BatchSplitter:
                     raise AutoparError(
                         f"batch entry {name!r} {what}; its dim {dim} has a row for each sequence"
                     )
-                tensor = tensor.narrow(dim, *share_of(tensor.shape[dim], dp, index))
+                tensor = tensor.narrow(dim, *rows_of_rank(tensor.shape[dim], dp, index))
             cut[name] = tensor
         return cut if isinstance(batch, Mapping) else tuple(cut.values())
 
@@ -427,15 +425,7 @@ class BatchSplitter:
         """The rows of all ranks, indexed (data-parallel rank, rank that shares its batch,
         entry).
         """
-        rows = row.unsqueeze(0)
-        for axis in reversed(AXES):
-            rows = apply_primitive(
-                "all_gather",
-                rows,
-                self.axes[axis],
-                Split(0, self.axes[axis].size * rows.shape[0]),
-                None,
-            )
+        rows = gather_over(row.unsqueeze(0), self.axes, reversed(AXES))
         stages = rows.view(self.axes["pp"].size, self.plan.mesh.dp, -1, row.shape[0])
         return stages.transpose(0, 1).flatten(1, 2)
 

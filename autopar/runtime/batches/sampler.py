@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 from autopar.errors import AutoparError
-from autopar.runtime.batches.deal import share_of
+from autopar.runtime.batches.deal import rows_of_rank
 
 
 class DataParallelSampler(Sampler[list[int]]):
@@ -82,7 +82,7 @@ class DataParallelSampler(Sampler[list[int]]):
         order = self._order(self.epoch)
         for batch in range(self.steps() % self.batches_per_epoch, self.batches_per_epoch):
             rows = order[batch * self.global_batch : (batch + 1) * self.global_batch]
-            start, share = share_of(len(rows), self.parts, self.index)
+            start, share = rows_of_rank(len(rows), self.parts, self.index)
             yield rows[start : start + share]
 
     def _order(self, epoch: int) -> list[int]:
