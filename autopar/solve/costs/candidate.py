@@ -17,7 +17,10 @@ MODES = ("none", "selective", "full")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The choices that are fixed before the placement is solved."""
+    """The choices that are fixed before the strategy of each op is solved: mesh, micro-batch, ZeRO
+    stage, recompute mode, pipeline schedule and offload. `schedule` and `stages_per_rank` are used
+    if `schedules` is empty.
+    """
 
     mesh: MeshShape
     micro_batch: int  # sequences per data-parallel rank per micro-batch
@@ -36,24 +39,31 @@ class Candidate:
 
     @property
     def parameters(self) -> tuple[MeshShape, int, int]:
-        """A key: candidates with equal keys have the same costs of parameters."""
+        """A key: (mesh, ZeRO stage, `shard`). Candidates with equal keys have the same costs of
+        parameters.
+        """
         return self.mesh, self.zero, self.shard
 
     @property
     def holds(self) -> tuple:
-        """A key: candidates with equal keys have the same bytes of parameters and the same fixed
-        bytes in the first mode. If that mode recomputes, its buffers depend on the micro-batch.
+        """A key that is equal for candidates with the same bytes of parameters and the same fixed
+        bytes in the first recompute mode. If that mode recomputes, its buffers depend on the
+        micro-batch, which is then part of the key.
         """
         return self.parameters, self.modes, 0 if self.modes[0] == "none" else self.micro_batch
 
     @property
     def is_joint(self) -> bool:
-        """Whether recompute modes or stages are optimized together with the placement."""
+        """Whether recompute modes or pipeline stages are left open, to be optimized together with
+        the placement: `recompute` is `MIXED`, or `schedules` is not empty.
+        """
         return self.recompute == MIXED or bool(self.schedules)
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The recompute modes that blocks may have."""
+        """The recompute modes that blocks may have: all of `MODES` if `recompute` is `MIXED`,
+        otherwise `recompute` alone.
+        """
         return MODES if self.recompute == MIXED else (self.recompute,)
 
     def __str__(self) -> str:

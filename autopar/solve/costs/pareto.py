@@ -9,8 +9,9 @@ _TOGETHER = 100
 
 
 def undominated(keys: np.ndarray) -> list[int]:
-    """Indices of the rows of `keys` that no other row dominates (of equal rows the first), sorted
-    by their columns.
+    """Indices of the rows of `keys` that no other row dominates. A row dominates another if it is
+    at most as large in every column; of equal rows the first one stays. The indices are sorted by
+    the rows' first column, then the next.
     """
     order = np.lexsort(keys.T[::-1])
     columns, found = keys[order].T, []

@@ -44,7 +44,8 @@ Stages = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True, slots=True)
 class Pipelined:
     """The cost of a step in a pipeline. `stages` has the segments of each virtual stage.
-    `memory_bytes` is by rank; `memory_parts` is for the fullest rank.
+    `time_parts` are seconds by part, which sum to `time_s`. `memory_bytes` is the peak of each
+    rank; `memory_parts` splits the largest of these.
     """
 
     time_s: float
@@ -57,8 +58,9 @@ class Pipelined:
 def pipelined(
     model: AnnotatedModel | Sequence[AnnotatedModel], choices: Choices, stages: Stages | None = None
 ) -> Pipelined:
-    """The cost of a step of a placement in `stages`, by default those of `cut`. `model` is one
-    model for all ranks, or one for each rank.
+    """The cost of a step of a placement cut into `stages`, the segments of each virtual stage. By
+    default, `cut` distributes the blocks evenly. `model` is one model for all ranks, or one for
+    each rank, in their order.
     """
     models = [model] * model.pipeline_setting.ranks if isinstance(model, AnnotatedModel) else model
     different = {id(one): one for one in models}
@@ -118,9 +120,12 @@ def pipelined(
 
 
 def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
-    """On each rank, bytes of messages in transit besides those that its micro-batches keep. With
-    several stages a rank, torch allocates space for a message before it is needed, and holds a
-    gradient until the next one is sent.
+    """By rank, bytes of messages in transit besides those that its micro-batches keep: twice the
+    largest message into or out of one of its stages. `sent[i]` is what stage i sends.
+
+    It is 0 for one stage a rank, or if the pipeline keeps no outputs. With several stages, torch
+    allocates space for a message before it is needed, and holds a gradient until the next one is
+    sent.
     """
     if setting.stages_per_rank == 1 or not setting.keeps_outputs:
         return [0] * setting.ranks
@@ -130,7 +135,9 @@ def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
 
 
 def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
-    """Seconds of the longest message over the slowest link of any rank."""
+    """Seconds of the largest message over the slowest link of any model's pipeline setting. `sent`
+    are bytes; 0 if all are 0.
+    """
     crossing = [size for size in sent if size]  # if empty, a model may lack a pipeline
     settings = [model.pipeline_setting for model in models] if crossing else []
     return max(
@@ -140,7 +147,9 @@ def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> floa
 
 
 def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:
-    """The cost of each segment. The reading segment pays for a conversion between segments."""
+    """The cost of each segment, first to last, for the strategies in `choices`. A layout change
+    between two segments is charged to the one that reads.
+    """
     own, sent_s = class_costs(model, choices), arrivals(model, choices)
     found = []
     for index, sources in zip(model.segments, model.reads, strict=True):
@@ -161,8 +170,8 @@ def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:
 
 
 def blocks_of(model: AnnotatedModel) -> list[int]:
-    """The indices of the segments that are distributed to stages: those of repeated classes or of
-    layers; all if there are none.
+    """The indices of the segments that are distributed to stages: those whose class has several
+    segments, or is a layer. All segments if there are none.
     """
     counts = Counter(model.segments)
     found = [
@@ -182,7 +191,8 @@ def units_of(model: AnnotatedModel) -> list[range]:
 
 def cut(count: int, blocks: Sequence[int], total_s: Sequence[float]) -> Stages:
     """The segments of each of `count` virtual stages, whose numbers of blocks differ by at most
-    one. `total_s` has the seconds of each segment.
+    one. The stages with the least work besides blocks get the additional ones. `blocks` are segment
+    indices, and `total_s` has the seconds of each segment.
     """
     before, after = sum(total_s[: blocks[0]]), sum(total_s[blocks[-1] + 1 :])
     each, more = divmod(len(blocks), count)
@@ -194,7 +204,11 @@ def cut(count: int, blocks: Sequence[int], total_s: Sequence[float]) -> Stages:
 
 
 def stages_of(sizes: Sequence[int], blocks: Sequence[int], segments: int) -> Stages:
-    """The segments of stages with `sizes[i]` blocks each."""
+    """The segments of each stage, if stage i gets `sizes[i]` blocks. `blocks` are the segment
+    indices of the blocks; `segments` is the number of segments. Segments between two blocks belong
+    to the earlier one. Those before the first block belong to the first stage, those after the last
+    block to the last.
+    """
     taken, firsts = 0, [0]
     for size in sizes[:-1]:
         taken += size
@@ -225,7 +239,9 @@ def messages_bytes(model: AnnotatedModel, choices: Choices) -> list[int]:
 
 
 def crossing_bytes(model: AnnotatedModel, size_of: Sequence[Sequence[int]]) -> list[int]:
-    """`messages_bytes` for inputs of the given sizes, by class and input."""
+    """Like `messages_bytes`, but `size_of[class][input]` gives the bytes of each input. A value
+    with several later readers counts once, with the largest size.
+    """
     readers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for segment, (index, sources) in enumerate(zip(model.segments, model.reads, strict=True)):
         for source, size_bytes in zip(sources, size_of[index], strict=True):
@@ -254,8 +270,9 @@ def _memory(
     costs: Sequence[SegmentCost],
     kept_bytes: tuple[int, int],
 ) -> dict[str, int]:
-    """Bytes of a rank by part. `kept_bytes` is what forward keeps, with and without the last stage
-    of the pipeline.
+    """Peak bytes of a rank by part: parameters, gradients, optimizer, kept, transient, fixed.
+    `costs` are those of all segments. `kept_bytes` is what forwards keep at most, (with, without)
+    the last stage of the pipeline.
     """
     setting = model.pipeline_setting
     mine = range(rank, len(stages), setting.ranks)
@@ -289,7 +306,9 @@ def _memory(
 
 
 def is_parted(schedule: str, stage: int) -> bool:
-    """Whether the backward of a stage runs in two parts."""
+    """Whether the backward of a stage (numbered from 0) runs in two parts, gradients of inputs
+    first. True under a zero-bubble schedule, except for the first stage.
+    """
     return splits_backward(schedule) and stage > 0
 
 
@@ -305,10 +324,12 @@ def fullest_of(
 
     Forwards keep at most `kept` bytes, or `without` not counting the pipeline's last stage.
     `moments` are the transient bytes of the rank's stages. `late` is the extra bytes of each
-    stage's micro-batches that wait for gradients of parameters; `turns` lists the states at a
-    backward (`late_moments`). If the rank `ends` the pipeline and its last backward is whole, that
-    backward directly follows its forward. The backward of its other stages then runs while the last
-    stage keeps nothing.
+    stage's micro-batches that wait for gradients of parameters. `turns` lists the states at a
+    backward (`late_moments`).
+
+    `ends`: the rank has the pipeline's last stage, and that stage's backward is whole. It then
+    directly follows its forward. The backward of the rank's other stages runs while the last stage
+    keeps nothing.
     """
     if len(moments) == 1 or not ends:
         waiting = (
@@ -321,23 +342,28 @@ def fullest_of(
 
 
 def freed_bytes(last: SegmentCost, parted: bool) -> int:
-    """Bytes that the model's last segment has freed when backward reaches other segments."""
+    """Bytes that the model's last segment has freed when backward reaches other segments: all that
+    it keeps. If backward is split (`parted`), it frees only what does not wait for gradients of
+    parameters.
+    """
     return max(-last.late_bytes, 0) if parted else last.kept_bytes
 
 
 def _given_back(
     model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool
 ) -> int:
-    """`freed_bytes` of a stage that has the model's last segment; 0 for others."""
+    """Bytes that a stage has freed once its backward leaves the model's last segment
+    (`freed_bytes`); 0 if that segment is in another stage.
+    """
     return sum(freed_bytes(costs[s], parted) for s in stage if model.segments[s] == model.last)
 
 
 def _moment_bytes(
     model: AnnotatedModel, stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool
 ) -> int:
-    """Peak bytes of the backward of a stage, above what its micro-batches hold afterwards. In a
-    split backward, the model's last segment reaches its peak before anything of the others
-    waits.
+    """Peak bytes of the backward of a stage, above what its micro-batches hold afterwards; at least
+    0. If backward is split (`parted`), the model's last segment reaches its peak before anything of
+    the other segments waits.
     """
     freed, late = _given_back(model, stage, costs, parted), _late_bytes(stage, costs, parted)
     needed = [
@@ -355,14 +381,16 @@ def _moment_bytes(
 
 
 def _late_bytes(stage: Sequence[int], costs: Sequence[SegmentCost], parted: bool) -> int:
-    """The extra bytes that a micro-batch of a stage holds while it waits for gradients of
-    parameters.
+    """The extra bytes, beyond the kept ones, that a micro-batch of a stage holds while it waits for
+    gradients of parameters. 0 if the backward is not split (`parted`).
     """
     return parted * sum(max(costs[s].late_bytes, 0) for s in stage)
 
 
 def host_bytes(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: int) -> int:
-    """The host memory of the rank that needs most. Without a pipeline one rank has all stages."""
+    """Bytes of host memory of the rank that needs most. Rank r of `ranks` has stages r, r +
+    `ranks`, and so on.
+    """
     costs, found = class_costs(model, choices), []
     for rank in range(ranks):
         numbers = [segment for stage in stages[rank::ranks] for segment in stage]
@@ -374,8 +402,8 @@ def host_bytes(model: AnnotatedModel, choices: Choices, stages: Stages, ranks: i
 
 
 def borrowed(model: AnnotatedModel, choices: Choices, segments: Iterable[int]) -> list[Strategy]:
-    """The strategies of shared parameters that a rank with these segments reads without having a
-    segment that pays for them.
+    """The strategies of shared parameters that a rank with these segments reads, but none of its
+    segments pays for. The first paying segment gives the strategy.
     """
     own, found = set(segments), []
     for shared in model.shared:

@@ -41,8 +41,9 @@ class InconsistentPlacement(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """The cost of one step on one device. The parts in seconds sum to `time_s`, those in bytes to
-    `memory_bytes`.
+    """The cost of one step on one device. `forward_s` to `fixed_s` sum to `time_s`; `static_bytes`
+    to `fixed_bytes` sum to `memory_bytes`. The other fields are shares of these, or no part of
+    them.
     """
 
     time_s: float
@@ -67,13 +68,17 @@ class Priced:
 
     @property
     def time_parts(self) -> dict[str, float]:
-        """Seconds by part; they sum to `time_s`."""
+        """Seconds by part (forward, backward, recompute, conversion, edge, step, fixed). They sum
+        to `time_s`.
+        """
         parts = ("forward", "backward", "recompute", "conversion", "edge", "step", "fixed")
         return {part: getattr(self, f"{part}_s") for part in parts}
 
     @property
     def memory_parts(self) -> dict[str, int]:
-        """Bytes by part; they sum to `memory_bytes`."""
+        """Bytes by part (parameters, gradients, optimizer, kept, transient, fixed). They sum to
+        `memory_bytes`.
+        """
         return {
             **static_parts(self.static_bytes, self.gradient_bytes, self.optimizer_bytes),
             **{part: getattr(self, f"{part}_bytes") for part in ("kept", "transient", "fixed")},
@@ -81,7 +86,7 @@ class Priced:
 
 
 def static_parts(static_bytes: int, gradient_bytes: int, optimizer_bytes: int) -> dict[str, int]:
-    """Always-resident bytes, by part."""
+    """Always-resident bytes by part: 'gradients', 'optimizer', and the rest as 'parameters'."""
     parameters = static_bytes - gradient_bytes - optimizer_bytes
     return {"parameters": parameters, "gradients": gradient_bytes, "optimizer": optimizer_bytes}
 
@@ -147,7 +152,10 @@ def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced
 
 
 def _fullest_moment(model: AnnotatedModel, chosen: Sequence[dict[str, Strategy]]) -> int:
-    """Peak bytes that backward adds to the kept ones."""
+    """Peak bytes that backward adds to the kept ones: the largest transient bytes of any class. For
+    all classes but that of the model's last segment, what that segment kept is already freed. At
+    least 0.
+    """
     freed = 0 if model.last is None else _kept_bytes(model.classes[model.last], chosen[model.last])
     moments = (
         transient_bytes(block, strategies.values()) - (freed if index != model.last else 0)
@@ -182,14 +190,16 @@ class SegmentCost:
 
     @property
     def parted_transient_bytes(self) -> int:
-        """Transient bytes of a split backward. Some recomputed bytes are those that stay between
-        the two parts.
+        """Transient bytes of a split backward: `transient_bytes` without the recomputed bytes that
+        `late_bytes` already counts.
         """
         return self.transient_bytes - min(self.again_bytes, max(self.late_bytes, 0))
 
 
 def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
-    """The cost of a segment of each class, without conversions between segments (`arrivals`)."""
+    """The cost of a segment of each class, in the order of `model.classes`. Layout changes inside
+    the segment are included, those between segments are not (`arrivals`).
+    """
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
     found = []
     for block, strategies in zip(model.classes, chosen, strict=True):
@@ -219,8 +229,8 @@ def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> 
 def arrivals(
     model: AnnotatedModel, choices: Sequence[Mapping[str, str]]
 ) -> dict[tuple[int, int, int, int], tuple[float, float]]:
-    """Seconds (forward, backward) of the layout change from (class, output) to (class, input), for
-    each such edge.
+    """Seconds (forward, backward) of the layout change on each edge between classes that needs one.
+    Keys are (source class, its output, target class, its input).
     """
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
     return {
@@ -233,24 +243,31 @@ def arrivals(
 
 
 def late_bytes(strategies: Iterable[Strategy]) -> int:
-    """Bytes that a segment holds from the gradients of its inputs to those of its parameters: saved
-    tensors of ops with a parameter, and the gradients of their results.
+    """Bytes that a segment holds from the gradients of its inputs to those of its parameters: the
+    `late` tensors of its strategies. These are saved tensors of ops with a parameter, and the
+    gradients of their results. Each key counts once.
     """
     return _bytes_of(saved for strategy in strategies for saved in strategy.late)
 
 
 def transient_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
-    """Peak bytes that backward of one segment needs besides those kept from forward."""
+    """Peak bytes that backward of one segment of `block` needs besides those kept from forward:
+    workspace and what it recomputes.
+    """
     return block.workspace_bytes + again_bytes(block, strategies)
 
 
 def again_bytes(block: AnnotatedBlock, strategies: Iterable[Strategy]) -> int:
-    """Bytes that backward of one segment recomputes."""
+    """Bytes of saved tensors that backward of one segment of `block` recomputes, without its
+    inputs. 0 if the class does not recompute.
+    """
     return saved_bytes(strategies, block.inputs) if block.recompute else 0
 
 
 def _kept_bytes(block: AnnotatedBlock, strategies: Mapping[str, Strategy]) -> int:
-    """Bytes that one segment keeps from forward to backward."""
+    """Bytes that one segment keeps from forward to backward: only its inputs if the class
+    recomputes, otherwise all saved tensors.
+    """
     if block.recompute:
         return sum(input_bytes(block, name, strategies[name].outputs[0]) for name in block.inputs)
     return saved_bytes(strategies.values())
@@ -273,7 +290,9 @@ def _bytes_of(tensors: Iterable[Saved]) -> int:
 
 
 def input_bytes(block: AnnotatedBlock, name: str, layout: Layout) -> int:
-    """Bytes of segment input `name` kept from forward to backward in a recomputed class."""
+    """Bytes of the segment input `name` that are kept from forward to backward, in `layout`, in a
+    class that recomputes. Raises ValueError if the class has no such size.
+    """
     try:
         return block.input_bytes[name][layout]
     except KeyError:
@@ -302,7 +321,10 @@ def _check_ties(model: AnnotatedModel, chosen: list[dict[str, Strategy]]) -> Non
 
 
 def _conversions(block: AnnotatedBlock, strategies: dict[str, Strategy]) -> Iterator[Conversion]:
-    """The conversions that one segment makes: one per value and needed layout."""
+    """The layout changes inside one segment, with their costs: one for each value and each layout
+    that some reader needs and the producer does not make. Raises InconsistentPlacement for an
+    impossible change.
+    """
     have = {
         value: layout
         for op in block.ops
@@ -326,7 +348,9 @@ def _conversions(block: AnnotatedBlock, strategies: dict[str, Strategy]) -> Iter
 def _edge_conversions(
     model: AnnotatedModel, chosen: list[dict[str, Strategy]]
 ) -> Iterator[tuple[BoundaryEdge, Conversion]]:
-    """Every edge with different layouts at its ends, with the conversion."""
+    """Each edge whose source and target have different layouts, with the conversion between them.
+    Raises InconsistentPlacement for an impossible one.
+    """
     for edge in model.edges:
         source, target = model.classes[edge.source], model.classes[edge.target]
         output, entry = source.outputs[edge.source_output], target.inputs[edge.target_input]

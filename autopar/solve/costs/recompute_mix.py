@@ -20,9 +20,9 @@ Models = Mapping[str, AnnotatedModel]
 
 
 def hides(models: Models) -> bool:
-    """Whether some parameter costs less time once a step in a mode other than the first. A longer
-    backward hides more of its communication, so recomputation may pay on ranks that others wait
-    for even if memory does not require it.
+    """Whether some parameter costs less time once a step in a recompute mode other than the first.
+    A longer backward hides more of its communication. Recomputation may then pay on ranks that
+    others wait for, even if memory does not require it.
     """
     first, *others = models.values()
     return any(
@@ -37,20 +37,23 @@ def hides(models: Models) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """`model` has a class for each entry of `origin`: (class of the unmixed models, recompute
-    mode).
+    """A model whose segments have different recompute modes. `model` has a class for each entry of
+    `origin`: (class of the unmixed models, recompute mode).
     """
 
     model: AnnotatedModel
     origin: tuple[tuple[int, str], ...]
 
     def choices(self, choices: Choices) -> Choices:
-        """A placement of the unmixed models, as choices for this one."""
+        """`choices`, a placement of the unmixed models, by class of this model instead: each class
+        gets what its original class has.
+        """
         return tuple(choices[index] for index, _ in self.origin)
 
 
 def mixed(models: Models, modes: Sequence[str]) -> Mixed:
-    """The model whose segment k runs in mode `modes[k]`.
+    """The model whose segment k runs in mode `modes[k]`, made from one model for each mode. A class
+    whose segments run in several modes becomes several classes.
 
     A rank may hold a shared tensor without a segment that pays for it. The tensor then costs what
     it does in the mode of the first paying segment.

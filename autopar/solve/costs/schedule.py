@@ -11,8 +11,8 @@ from autopar.solve.costs.pipeline_cost import Stages
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A pipeline's schedule (for one rank: 'gpipe'), its number of ranks, and the stages of each
-    rank.
+    """A pipeline's schedule by name ('gpipe' if there is one rank), its number of ranks, and the
+    number of stages of each rank.
     """
 
     name: str
@@ -21,12 +21,12 @@ class Schedule:
 
     @property
     def alternates(self) -> bool:
-        """Whether ranks alternate forwards and backwards after a warm-up."""
+        """Whether each rank alternates forwards and backwards after a warm-up. GPipe does not."""
         return SCHEDULES[self.name].alternates
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed separately."""
+        """Whether gradients of weights are computed apart from those of inputs (zero bubble)."""
         return SCHEDULES[self.name].splits_backward
 
     @property
@@ -37,9 +37,9 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The stages of a placement and the recompute mode of each segment (`modes`). `bound_s` is a
-    lower bound on all stagings of the placement that fit. `is_free`: memory excluded no staging
-    that could be faster.
+    """The stages of a placement (the segments of each) and the recompute mode of each segment
+    (`modes`). `bound_s` is a lower bound on the step seconds of all stagings of the placement that
+    fit in memory. `is_free`: memory excluded no staging that could be faster.
     """
 
     stages: Stages
@@ -49,9 +49,11 @@ class Staging:
 
 
 def ramp(part: float, ranks: int, micro_batches: int) -> float:
-    """Seconds of a step per second of a micro-batch over all ranks, if a rank waits for the
-    fraction `part` of the time of each earlier rank. m t + part x (t of the ranks before) is
-    minimal if all are equal.
+    """Seconds of a step per second that a micro-batch takes on all ranks together, at least. A rank
+    waits for the fraction `part` of the time of each earlier rank.
+
+    With t seconds on a rank, it ends after m t + part x (t of the ranks before). The largest of
+    these is smallest if all are equal.
     """
     part = min(max(part, 1e-9), 1.0)
     return part / (1 - (1 - part / micro_batches) ** ranks)

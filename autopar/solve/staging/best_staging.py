@@ -20,9 +20,11 @@ from autopar.solve.staging.unit_row import UnitRow
 def best_staging(
     row: UnitRow, schedule: Schedule, capacity_bytes: int | None, upper_bound_s: float = inf
 ) -> Staging | float:
-    """The staging with the lowest step time that fits each rank into `capacity_bytes` and takes
-    less than `upper_bound_s`. If there is none, a lower bound on those that fit (infinite if
-    none does).
+    """The staging (stages, and the recompute mode of each segment) with the lowest step time that
+    fits each rank into `capacity_bytes` and takes less than `upper_bound_s`. A capacity of None is
+    unlimited.
+
+    If there is none, a lower bound on the step seconds of those that fit; infinite if none fits.
     """
     if schedule.stages_per_rank == 1:
         return staging_of_ranks(

@@ -33,8 +33,12 @@ _FEWER = 2
 def best_deal(
     row: UnitRow, schedule: Schedule, capacity: float, upper_bound_s: float
 ) -> Staging | float:
-    """The best of the deals that are even except for a shorter first and last stage. The bound
-    holds for these deals.
+    """The fastest staging, over all deals (`dealt_sizes`), that fits each rank into `capacity`
+    bytes and takes less than `upper_bound_s`. `upper_bound_s` does not include the constant seconds
+    of a step.
+
+    If there is none, a lower bound on the step seconds of the deals that fit; infinite if none
+    fits.
     """
     best: tuple[float, tuple[int, ...], list[list[int]]] | None = None
     is_free, fits = True, False  # `fits`: some deal does, or may, for all that was looked at
@@ -105,8 +109,11 @@ def _with_spread(
     least_s: float,
     upper_bound_s: float,
 ) -> tuple[float, float, list[RankChoice]]:
-    """Like `_with_what_is_once`, but also with ways of ranks that recompute less in some stage.
-    Rank by rank, the way with the shortest step is chosen. The minimum for each stage separately
+    """(step seconds of these stages, a lower bound for any ways that fit, the chosen way of each
+    rank).
+
+    Like `_with_what_is_once`, which it calls. It then tries, rank by rank, ways that recompute less
+    in some stage, and keeps one if the step becomes shorter. The minimum for each stage separately
     gives the bound.
     """
     spread = [of.spread() for of in of_ranks]
@@ -176,8 +183,8 @@ def _dealt_s(
     of_ranks: Sequence[RankChoice],
     more_once_s: Sequence[float] | None = None,
 ) -> float:
-    """Step seconds if ranks recompute in these ways, at least `least_s`. `more_once_s` overrides,
-    by rank, the extra seconds once a step of its way.
+    """Step seconds, without the constant part, if each rank recomputes as `of_ranks` says; at least
+    `least_s`. `more_once_s` overrides, by rank, the extra seconds once a step.
     """
     more_once_s = [of.step_s for of in of_ranks] if more_once_s is None else more_once_s
     return max(
@@ -192,14 +199,18 @@ def _stepped_s(
     more_s: Sequence[Sequence[float]],
     more_once_s: Sequence[float],
 ) -> float:
-    """Step seconds if backward takes `more_s[rank][stage]` longer."""
+    """Step seconds of the stages `runs`, (first, end) units of each, if backward takes
+    `more_s[rank][stage]` seconds longer. `more_once_s`: by rank, extra seconds once a step. Without
+    the constant part.
+    """
     by_run = [more_s[n % schedule.ranks][n // schedule.ranks] for n in range(len(runs))]
     return staged_step_s([row] * schedule.ranks, schedule, runs, by_run, more_once_s)
 
 
 def least_deal_s(row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> float:
-    """A lower bound on the step seconds of these stages: a rank starts when the first micro-batch
-    has passed the first stage of every earlier rank.
+    """A lower bound on the step seconds of the stages `runs`, without the constant part. A rank
+    starts when the first micro-batch has passed the first stage of every earlier rank, and then
+    computes all its work.
     """
     ranks = schedule.ranks
     each_s = [
@@ -211,13 +222,16 @@ def least_deal_s(row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int
 def _waited_s(
     row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]], each_s: np.ndarray
 ) -> float:
-    """The same bound if ranks take `each_s` seconds for a micro-batch."""
+    """As `least_deal_s`, if rank r takes `each_s[r]` seconds for a micro-batch, over all its
+    stages.
+    """
     return float((before_s(row, schedule, runs) + row.micro_batches * each_s).max())
 
 
 def _lines_s(row: UnitRow, schedule: Schedule, capacity: float) -> np.ndarray:
-    """Lower bounds by deal, rank and line of a row: seconds of a micro-batch with its share of
-    seconds once a step. See `least_recomputation.lines_s`; these are for several stages.
+    """Lower bounds on the seconds of a micro-batch, with its share of seconds once a step: an array
+    [deal, rank, line]. -inf where a line does not apply. `least_recomputation.lines_s` is the same
+    for one stage a rank, and says how.
     """
     ranks, count, lines = schedule.ranks, schedule.stages_per_rank, row.lines
     deals = dealt_sizes(len(row), ranks * count)
@@ -263,9 +277,12 @@ def _lines_s(row: UnitRow, schedule: Schedule, capacity: float) -> np.ndarray:
 def _held(
     schedule: Schedule, micro_batches: int, sizes: tuple[int, ...], alike: bool
 ) -> tuple[float, ...]:
-    """For each rank, a lower bound on how many micro-batches' kept bytes it holds. The block at one
-    place of a stage has the same mode in all stages of a rank. Its count is therefore the
-    average over the stages with such a place. If blocks differ, it is the minimum over stages.
+    """For each rank, a lower bound on how many micro-batches' kept bytes it holds at its peak.
+    `sizes` are the units of each stage.
+
+    `alike`: all blocks have one class. The block at one place of a stage then has the same mode in
+    all stages of a rank. Its count is therefore the average over the stages with that place. If
+    blocks differ, it is the minimum over stages.
     """
     ranks = schedule.ranks
     moments = held_moments(schedule.name, ranks, schedule.stages_per_rank, micro_batches)
@@ -279,7 +296,8 @@ def _held(
 
 @lru_cache(maxsize=65536)
 def least_held(moment: tuple[int, ...], sizes: tuple[int, ...]) -> float:
-    """A lower bound on how many micro-batches' kept bytes a rank holds.
+    """A lower bound on how many micro-batches' kept bytes a rank holds. `moment` has the
+    micro-batches that each of its stages holds, `sizes` their numbers of units.
 
     The block at one place has the same mode in all stages of a rank. Therefore any mixture of
     places is held at least as often as the minimum over places.
@@ -293,8 +311,9 @@ def least_held(moment: tuple[int, ...], sizes: tuple[int, ...]) -> float:
 
 @lru_cache(maxsize=1024)
 def dealt_sizes(units: int, count: int) -> tuple[tuple[int, ...], ...]:
-    """The sizes of stages in each deal: even, except that the first and the last may be up to
-    `_FEWER` shorter. Stages in the middle are longest.
+    """The deals of `units` units to `count` stages: for each, the number of units of each stage.
+    Sizes differ by at most one, except that the first and the last may be up to `_FEWER` shorter.
+    Empty if there are too few units.
     """
     found: dict[tuple[int, ...], None] = {}
     for fewer in product(range(_FEWER + 1), repeat=2):
@@ -313,8 +332,8 @@ def dealt_sizes(units: int, count: int) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def ends_of(units: int, count: int) -> np.ndarray:
-    """For each deal of `dealt_sizes`: the units at which stages begin, and the end. Empty if there
-    is no deal.
+    """For each deal of `dealt_sizes`, as a row: the unit at which each stage begins, and the end of
+    the last. No rows if there is no deal.
     """
     starts = np.array([(0, *sizes) for sizes in dealt_sizes(units, count)], int).reshape(
         -1, count + 1
@@ -323,13 +342,13 @@ def ends_of(units: int, count: int) -> np.ndarray:
 
 
 def sums_of_ranks(schedule: Schedule, ends: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """The sum over the stages of each rank, by deal and rank. `ends` come from `ends_of`; `sums`
-    are prefix sums over units.
+    """The sum over the stages of each rank, as an array [..., deal, rank]. `ends` come from
+    `ends_of`; `sums` are prefix sums over units, along the last axis.
     """
     each = np.diff(sums[..., ends], axis=-1)
     return each.reshape(*each.shape[:-1], schedule.stages_per_rank, schedule.ranks).sum(axis=-2)
 
 
 def runs_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, end) units of stages with `sizes[i]` units each."""
+    """The (first, end) unit of each stage, if stage i has `sizes[i]` units."""
     return list(pairwise(accumulate(sizes, initial=0)))

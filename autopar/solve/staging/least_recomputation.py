@@ -17,12 +17,14 @@ _ROUNDING = 1e-9
 def least(
     row: UnitRow, first: int, end: int, held: int, capacity_bytes: float, late: int = 0
 ) -> tuple[float, np.ndarray, float] | None:
-    """The fastest way to run a stage's units that fits, and a lower bound on the seconds of all
-    that fit.
+    """The fastest way to run units `first` to `end` as a stage that fits, and a bound; None if no
+    way fits. Returns (seconds that recomputation adds to backward, amounts, a lower bound in
+    seconds).
 
-    The way is (extra seconds of backward, amounts). The bound includes the share of seconds once a
-    step. None if no way fits. `held` is the number of micro-batches held, `late` the number that
-    wait for gradients of parameters; with 0, backward is not split.
+    Amounts count blocks by [kind, recompute mode]. The bound holds for a micro-batch in all ways
+    that fit, with its share of seconds once a step. It is 0 for a row without lines. `held` is the
+    number of micro-batches held. `late` is the number that wait for gradients of parameters; with
+    0, backward is not split.
     """
     own = end == len(row), row.sent(end), *map(id, row.ties.borrowed([(first, end)]))
     key = (
@@ -40,8 +42,8 @@ def least(
 def ways(
     row: UnitRow, first: int, end: int, held: int, capacity_bytes: float, late: int = 0
 ) -> Ways:
-    """Ways to run a stage's units that fit (see `least`), fastest first. Each slower one takes less
-    time once a step.
+    """Ways to recompute in a stage with units `first` to `end` that fit, fastest first; each slower
+    one takes less time once a step. Arguments as in `least`. Empty if no way fits.
     """
     options, fits = _fitting(row, first, end, held, capacity_bytes, late)
     each_s = np.array([kind.step_s for kind in row.recompute.kinds])
@@ -70,14 +72,16 @@ def _least(
 
 
 def _counts(row: UnitRow, first: int, end: int) -> tuple[int, ...]:
-    """Number of blocks of each kind in a run."""
+    """Number of blocks of each kind in units `first` to `end`."""
     return tuple(map(sub, row.counts[end], row.counts[first]))
 
 
 def _fitting(
     row: UnitRow, first: int, end: int, held: int, capacity_bytes: float, late: int
 ) -> tuple[Options, np.ndarray]:
-    """(options for a stage's units, indices of those that fit)."""
+    """(all options to recompute in units `first` to `end`, indices of those that fit in
+    `capacity_bytes`). Arguments as in `least`.
+    """
     at = row.at
     room = (
         capacity_bytes

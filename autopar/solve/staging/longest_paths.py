@@ -40,7 +40,8 @@ _LOOPS = [(ranks, within) for ranks in range(2, _LONGEST_LOOP + 1) for within in
 
 
 class PartialCut(NamedTuple):
-    """The first units in the first stages, in seconds; or many such cuts, with arrays as fields.
+    """A cut of the first units into the first stages, one stage a rank: the lengths of paths
+    through them, in seconds. Fields may also be arrays, for many cuts.
 
     Attributes:
         work_s: all backward so far (GPipe: all work).
@@ -71,7 +72,7 @@ class PartialCut(NamedTuple):
     loops_s: Sequence[Seconds]
 
     def numbers(self) -> np.ndarray:
-        """All numbers that distinguish cuts, indexed [field, cut]."""
+        """All fields as one array [field, cut]. Each loop of `loops_s` is a row of its own."""
         *fields, loops_s = self
         return np.stack(np.broadcast_arrays(*fields, *loops_s))
 
@@ -91,7 +92,7 @@ NO_CUT = PartialCut(
 
 
 def cut_of(numbers: np.ndarray) -> PartialCut:
-    """The cuts with these `PartialCut.numbers`."""
+    """The `PartialCut` (of many cuts) whose `numbers` are these."""
     fields = len(PartialCut._fields) - 1
     return PartialCut._make([*numbers[:fields], list(numbers[fields:])])
 
@@ -103,7 +104,10 @@ def extended(
     cut: PartialCut,
     run: StageRun | StageRuns,
 ) -> PartialCut:
-    """A cut with one more stage. `kinds` are the distinct rows."""
+    """`cut` with `run` as one more stage: the same paths through one more rank. `rows` are the
+    units by rank, `kinds` the distinct ones among them. With arrays in `cut` or `run`, many cuts
+    are extended at once.
+    """
     row, before = rows[run.stage], rows[max(run.stage - 1, 0)]
     rank, parts, step_s = run.stage, schedule.splits_backward, np.maximum(cut.step_s, run.step_s)
     if not schedule.alternates:
@@ -158,7 +162,7 @@ def _extended_gpipe(
 
 
 def _ahead(row: UnitRow, schedule: Schedule, rank: int) -> int:
-    """Number of forwards of a rank before its first backward."""
+    """Number of forwards that a rank runs before its first backward."""
     return min(schedule.ranks - rank, row.micro_batches)
 
 
@@ -169,8 +173,8 @@ def _through(
     run: StageRun | StageRuns,
     forward_s: Seconds,
 ) -> tuple[Seconds, Seconds]:
-    """(`reached_s`, `turned_s`) of paths that turn at the last of the ranks, or pass it and turn at
-    the next. `forward_s` is that of the earlier stages.
+    """(`reached_s`, `turned_s`) of the paths that turn at the rank of `run`, or pass it and turn at
+    the next. `forward_s` is the seconds of a forward through the earlier stages.
     """
     micro, rank, last = row.micro_batches, run.stage, schedule.ranks - 1
     parts, ahead = schedule.splits_backward, _ahead(row, schedule, rank)
@@ -202,7 +206,9 @@ def _least_through(
     run: StageRun | StageRuns,
     forward_s: Seconds,
 ) -> tuple[Seconds, Seconds]:
-    """(`least_s`, `left_s`) with one more stage; `left_s` only for paths through its rank."""
+    """(`least_s`, `left_s`) of `cut` with `run` as one more stage; `left_s` only for paths through
+    its rank. `forward_s` is the seconds of a forward through the earlier stages.
+    """
     through_s: Seconds = 0.0
     before_s: Seconds = 0.0
     if not schedule.splits_backward:
@@ -218,9 +224,9 @@ def _least_through(
 
 
 def _worked_s(run: StageRun | StageRuns, forwards: int, backwards: int, weights: int) -> Seconds:
-    """Seconds of these numbers of forwards, backwards, and backwards with gradients of weights, of
-    one stage. It is a lower bound if forward and backward are longer together, or in any part
-    except gradients of weights.
+    """Seconds that the stage `run` takes for `forwards` forwards, and `backwards` backwards of
+    which `weights` include gradients of weights. It is a lower bound if forward and backward are
+    longer together, or in any part except gradients of weights.
     """
     whole = min(forwards, weights)
     parts_s = (forwards - whole) * run.forward_s + (weights - whole) * run.backward_s
@@ -230,8 +236,8 @@ def _worked_s(run: StageRun | StageRuns, forwards: int, backwards: int, weights:
 def _twice(
     row: UnitRow, schedule: Schedule, cut: PartialCut, run: StageRun | StageRuns, forward_s: Seconds
 ) -> tuple[Seconds, Seconds, Sequence[Seconds]]:
-    """(`slowest_s`, `first_s`, `loops_s`) with one more stage. `forward_s` is that of the earlier
-    stages.
+    """(`slowest_s`, `first_s`, `loops_s`) of `cut` with `run` as one more stage. `forward_s` is the
+    seconds of a forward through the earlier stages.
 
     Between the first backward of a rank and its last forward, the path follows its work. Under 1F1B
     the path may loop: a micro-batch goes on through some ranks and returns, once for as many
@@ -276,8 +282,8 @@ def _twice(
 def open_loops(
     cut: PartialCut, micro_batches: int, later: Sequence[tuple[float, float]]
 ) -> list[Seconds]:
-    """The `loops_s` of cuts, without those that cannot become the longest path. `later` has, for
-    each later stage, its smallest and largest seconds.
+    """The `loops_s` of cuts, with -inf for loops that cannot become the longest path. `later` has,
+    for each later stage, the smallest and the largest seconds of a micro-batch.
     """
     between = micro_batches - 2 - len(later)  # as in `_twice`
     found: list[Seconds] = []
@@ -295,7 +301,9 @@ def open_loops(
 
 
 def path_s(row: UnitRow, schedule: Schedule, cut: PartialCut) -> Seconds:
-    """The longest path through all stages. `row` is that of the last stage."""
+    """The seconds of the longest path through all stages, work once a step included. `cut` has all
+    stages, and `row` is that of the last.
+    """
     if not schedule.alternates:
         slowest_s = (row.micro_batches - 1) * (cut.turned_s + cut.slowest_s)
         return np.maximum(
@@ -309,14 +317,18 @@ def path_s(row: UnitRow, schedule: Schedule, cut: PartialCut) -> Seconds:
 
 
 def least_path_s(row: UnitRow, schedule: Schedule, cut: PartialCut) -> Seconds:
-    """A lower bound on the longest path for any cut of the remaining units."""
+    """A lower bound on the longest path, whatever stages the remaining units form. `cut` has the
+    first stages.
+    """
     if not schedule.alternates:
         return path_s(row, schedule, cut)
     return np.maximum(np.maximum(cut.reached_s, cut.slowest_s) + cut.step_s, cut.least_s)
 
 
 def least_step_s(rows: Sequence[UnitRow], schedule: Schedule, runs: Sequence[StageRun]) -> float:
-    """The longest path through these stages."""
+    """The seconds of the longest path through these stages, one on each rank; a lower bound on the
+    step without its constant part.
+    """
     kinds = kinds_of(rows)
     cut = reduce(lambda cut, run: extended(rows, kinds, schedule, cut, run), runs, NO_CUT)
     return float(path_s(rows[-1], schedule, cut))

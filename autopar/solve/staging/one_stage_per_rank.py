@@ -55,8 +55,9 @@ def staging_of_ranks(
     capacities: Sequence[int | None],
     upper_bound_s: float = inf,
 ) -> Staging | float:
-    """`best_staging` with one stage per rank. `rows` has the costs of units on each rank,
-    `capacities` the bytes of each rank.
+    """`best_staging` with one stage per rank: the best staging below `upper_bound_s`, or else a
+    lower bound in seconds, infinite if none fits. `rows` has the costs of units on each rank,
+    `capacities` the bytes of each rank; None is unlimited.
     """
     base, limits = rows[0], [inf if capacity is None else capacity for capacity in capacities]
     if len(base) < schedule.ranks:
@@ -75,7 +76,10 @@ def staging_of_ranks(
 
 
 def _modes(rows: Sequence[UnitRow], runs: Sequence[StageRun]) -> tuple[str, ...]:
-    """The mode of each segment: the first blocks of a stage recompute most."""
+    """The recompute mode of each segment. Each run says how many blocks of each kind run in each
+    mode; the first blocks of a stage recompute most. Segments that are no blocks run in the first
+    mode.
+    """
     found = [rows[0].modes[0]] * len(rows[0].model.segments)
     for run in runs:
         row, left = rows[run.stage], run.amounts.copy()
@@ -90,7 +94,12 @@ def _modes(rows: Sequence[UnitRow], runs: Sequence[StageRun]) -> tuple[str, ...]
 def _cut_freely(
     rows: Sequence[UnitRow], schedule: Schedule, capacities: Sequence[float], upper_bound_s: float
 ) -> tuple[list[StageRun] | None, float, bool]:
-    """(the runs of the stages, a lower bound on all stagings, whether memory excluded none)."""
+    """(the best run for each stage, a lower bound on the seconds of all stagings that fit, whether
+    memory excluded none).
+
+    The runs are None if no staging that fits takes less than `upper_bound_s`. Seconds are without
+    the constant part.
+    """
     ranks, units, finder = schedule.ranks, len(rows[0]), RunFinder(rows, schedule, capacities)
     if ranks == 1:
         if (whole := finder.run(0, 0, units)) is None:
@@ -109,8 +118,8 @@ def _cut_freely(
 
 
 def _first_cut(finder: RunFinder, upper_bound_s: float) -> tuple[list[StageRun] | None, float]:
-    """(the best of a few cuts, its seconds) if that is less than `upper_bound_s`; otherwise (None,
-    `upper_bound_s`).
+    """Tries a few cuts: (runs of the best, its step seconds) if it fits and takes less than
+    `upper_bound_s`; otherwise (None, `upper_bound_s`).
     """
     best, best_s = None, upper_bound_s
     for ends in _first_ends(finder.rows):
@@ -124,14 +133,14 @@ def _first_cut(finder: RunFinder, upper_bound_s: float) -> tuple[list[StageRun] 
 
 
 def _all_fit(runs: Sequence[StageRun | None]) -> list[StageRun] | None:
-    """The runs, if each of them fits; otherwise None."""
+    """The runs as a list if none is None; otherwise None."""
     found = [run for run in runs if run is not None]
     return found if len(found) == len(runs) else None
 
 
 def _first_ends(rows: Sequence[UnitRow]) -> list[tuple[int, ...]]:
-    """Ends of stages to try first: even ones. If devices differ, also ends by speed, and mixtures,
-    since memory may require them.
+    """Cuts to try first, as the end unit of each stage: an even one. If devices differ, units in
+    proportion to speed, and mixtures of both, since memory may require them.
     """
     units, ranks = len(rows[0]), len(rows)
     if len({id(row) for row in rows}) == 1:
@@ -147,7 +156,10 @@ def _first_ends(rows: Sequence[UnitRow]) -> list[tuple[int, ...]]:
 
 
 def _all_cuts(finder: RunFinder, upper_bound_s: float) -> tuple[list[StageRun] | None, float]:
-    """(the best of all cuts, each priced, if it takes less than `upper_bound_s`; a lower bound)."""
+    """(runs of the fastest of all cuts, a lower bound on the seconds of all cuts that fit). The
+    runs are None if no cut that fits takes less than `upper_bound_s`. The bound is infinite if none
+    fits.
+    """
     rows, schedule, run = finder.rows, finder.schedule, cache(finder.run)
     units, fits = len(rows[0]), False
     found: list[tuple[float, list[StageRun]]] = []
@@ -174,7 +186,9 @@ def _all_cuts(finder: RunFinder, upper_bound_s: float) -> tuple[list[StageRun] |
 
 
 def _runs(finder: RunFinder, known_s: float) -> tuple[list[StageRun], bool]:
-    """(the runs that a staging faster than `known_s` may contain, whether these are all)."""
+    """(the runs that a staging faster than `known_s` may contain, stage by stage; whether these are
+    all). If a stage has too many, those furthest from an even distribution are left out.
+    """
     rows, ranks, units = finder.rows, finder.schedule.ranks, len(finder.rows[0])
     slack_s = known_s / rows[0].micro_batches * (1 + 1e-9)  # what a stage may take
     work_of = {id(row): row.before.forward_s + row.before.backward_s for row in kinds_of(rows)}
@@ -206,8 +220,8 @@ def _runs(finder: RunFinder, known_s: float) -> tuple[list[StageRun], bool]:
 
 
 def _longest(work_s: np.ndarray, slack_s: float) -> int:
-    """The largest number of units of a stage that takes at most `slack_s`. `work_s` are prefix sums
-    over units.
+    """The largest number of consecutive units, anywhere in the row, that take at most `slack_s`; 0
+    if there are none. `work_s` are prefix sums over units.
     """
     return next(
         (n for n in range(len(work_s) - 1, 0, -1) if np.min(work_s[n:] - work_s[:-n]) <= slack_s), 0
@@ -222,8 +236,9 @@ def _choose(
     known: list[StageRun] | None,
     known_s: float,
 ) -> tuple[list[StageRun] | None, float]:
-    """(the runs with the lowest step time if that is less than `known_s`, otherwise `known`; a
-    lower bound on all stagings).
+    """(one run for each stage, with the lowest step time if that is less than `known_s`, otherwise
+    `known`; a lower bound on the seconds of all stagings). `complete`: no staging faster than
+    `known_s` uses runs other than `runs`.
     """
     of_stage = [[run for run in runs if run.stage == stage] for stage in range(schedule.ranks)]
     least_alone_s = inf if complete else _least_alone_s(rows, schedule)
@@ -254,8 +269,11 @@ def _chained(
     of_stage: Sequence[Sequence[StageRun]],
     known_s: float,
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
-    """(`PartialCut.numbers` of the Pareto-optimal cuts of all units with a path below `known_s`; by
-    stage, the run of each cut and the index of the cut before it).
+    """Builds cuts stage by stage from the runs `of_stage`, and keeps the Pareto-optimal ones whose
+    longest path is below `known_s`.
+
+    Returns (`PartialCut.numbers` of the cuts of all units; for each stage, the index of each cut's
+    run and the index of the cut that it extends).
     """
     row, kinds = rows[-1], kinds_of(rows)
     totals_s = [[run.total_s for run in mine] for mine in of_stage]
@@ -283,19 +301,21 @@ def _chained(
 
 
 def _least_alone_s(rows: Sequence[UnitRow], schedule: Schedule) -> float:
-    """A lower bound on the step: all work, divided evenly."""
+    """A lower bound on the step seconds: all work on the fastest kind of device, divided evenly
+    among the ranks.
+    """
     return rows[0].micro_batches * min(row.total_s(0, len(row)) for row in rows) / schedule.ranks
 
 
 def _best_ways(
     rows: Sequence[UnitRow], schedule: Schedule, runs: Sequence[StageRun]
 ) -> tuple[list[StageRun], float, float]:
-    """(the ways to recompute with the shortest step for these stages, its seconds, a lower bound on
+    """(the runs with the recomputation that makes the step shortest, its seconds, a lower bound on
     all ways that fit).
 
     A longer backward hides more of the work once a step, of which the longest counts. For each
-    possible length of that work, every rank recomputes as little as it must. If rows are bounds,
-    the least time once a step is used.
+    possible length of that work, every rank recomputes as little as it must. If rows are lower
+    bounds, the runs stay as they are and the least time once a step is used.
     """
     ends, ranks = [(run.first, run.end) for run in runs], range(len(runs))
     own = [rows[run.stage].at.backward_s for run in runs]

@@ -20,15 +20,17 @@ from autopar.solve.staging.unit_row import UnitRow
 
 
 def before_s(row: UnitRow, schedule: Schedule, runs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """For each rank, a lower bound on the seconds until it may start."""
+    """For each rank, a lower bound on the seconds until it may start: a micro-batch's work in the
+    units before its first stage. Under zero bubble, only its forwards.
+    """
     parts = row.at.forward_s if schedule.splits_backward else row.at.work_s
     return np.array([parts[first] for first, _ in runs[: schedule.ranks]])
 
 
 @dataclass(frozen=True, slots=True)
 class RankChoice:
-    """The chosen recomputation of a rank's stages: the way at index `place`. By default it has the
-    least recomputation that fits.
+    """The chosen recomputation of a rank's stages: the way at index `place` of `ways`. `fits` says
+    which of the ways fit in memory. `fitting` chooses the least recomputation that fits.
     """
 
     ways: RankWays
@@ -37,29 +39,31 @@ class RankChoice:
 
     @property
     def more_s(self) -> list[float]:
-        """By stage, the extra seconds of backward."""
+        """By stage of the rank, the seconds that recomputation adds to backward."""
         return self.ways.of_stages_s[self.place].tolist()
 
     @property
     def step_s(self) -> float:
-        """Extra seconds once a step of the rank's stages, above their minimum."""
+        """Seconds once a step of the rank's stages, above their minimum over recompute modes."""
         return float(self.ways.step_s[self.place])
 
     @property
     def floor_s(self) -> list[float]:
-        """By stage, the least extra seconds of backward over all ways that fit."""
+        """By stage of the rank, the least extra seconds of backward over all ways that fit."""
         return self.ways.of_stages_s[self.fits].min(axis=0).tolist()
 
     def modes(self, stage: int) -> list[int]:
-        """The mode of each unit of a stage."""
+        """For each unit of the rank's stage number `stage`: the index of its recompute mode."""
         return self.ways.of_stages[stage].modes[self.place].tolist()
 
     def at(self, place: int) -> RankChoice:
-        """The choice with another way."""
+        """The same rank with the way at index `place`."""
         return replace(self, place=int(place))
 
     def others(self) -> list[RankChoice]:
-        """Choices that recompute more and take less time once a step."""
+        """Choices that fit and take less time once a step than this one; only those that are
+        Pareto-optimal in that and in the extra seconds of each stage.
+        """
         step_s = self.ways.step_s
         quicker = np.flatnonzero(self.fits & (step_s < step_s[self.place]))
         if len(quicker) > 1:
@@ -69,13 +73,15 @@ class RankChoice:
         return [self.at(place) for place in quicker.tolist()]
 
     def spread(self) -> np.ndarray:
-        """Indices of ways that recompute more in total, but less in some stage."""
+        """Indices of the ways that fit and recompute less than this one in at least one stage."""
         of_stages_s = self.ways.of_stages_s
         return np.flatnonzero(self.fits & (of_stages_s < of_stages_s[self.place]).any(axis=1))
 
 
 def _ways(row: UnitRow, runs: Sequence[tuple[int, int]], parted: tuple[bool, ...]) -> RankWays:
-    """The ways of the stages `runs`. Ranks with equal stages share them."""
+    """The ways to recompute in a rank whose stages are `runs`, cached: ranks with equal stages
+    share them. `parted`: by stage, whether its backward is split.
+    """
     ends = (
         (end == len(row), row.sent(first) if first else 0, row.sent(end)) for first, end in runs
     )
@@ -125,14 +131,14 @@ def fitting(
     lines_s: np.ndarray,
     upper_bound_s: float,
 ) -> tuple[list[RankChoice], np.ndarray] | None:
-    """The least recomputation with which each rank of a pipeline fits, and lower bounds on seconds.
+    """(for each rank the least recomputation that fits, by rank a lower bound in seconds). None if
+    no way fits on some rank.
 
-    `runs` are the pipeline's stages. A bound holds for the seconds of a micro-batch on one rank,
-    over all ways that fit, and includes the share of seconds once a step. None if no way fits on
-    some rank.
+    `runs` has the (first, end) units of each stage of the pipeline. A bound holds for a micro-batch
+    on one rank, over all ways that fit, and includes the share of seconds once a step.
 
-    With the lower bounds `lines_s` of the row, by rank, ways are excluded with which a step takes
-    at least `upper_bound_s`. If all are excluded, the rank's bound is infinite.
+    `lines_s` are lower bounds of the row, by rank and line. With them, ways are excluded with which
+    a step takes at least `upper_bound_s`. If all are excluded, the rank's bound is infinite.
     """
     ranks = schedule.ranks
     alike: dict[
@@ -163,8 +169,8 @@ def fitting(
 def _fullest(
     ways: RankWays, schedule: Schedule, micro_batches: int, mine: list[int], frees: bool
 ) -> np.ndarray:
-    """By rank of `mine` and way: peak bytes, without those that no way changes. `frees`: the rank
-    ends the pipeline, and its last backward is whole.
+    """Peak bytes without `ways.fixed_bytes`, as an array [rank of `mine`, way]. `frees`: the rank
+    has the pipeline's last stage, and the backward of that stage is whole.
     """
     shape = schedule.name, schedule.ranks, schedule.stages_per_rank, micro_batches
     held = _held_stack(*shape)[mine]

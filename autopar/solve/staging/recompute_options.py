@@ -15,13 +15,14 @@ from autopar.solve.costs.pareto import undominated
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Costs of blocks that are equal, by mode.
+    """Costs of one block of a kind; blocks of one kind cost the same. Each field has one entry for
+    each recompute mode; the first mode keeps most.
 
     Attributes:
         more_s: seconds of backward above the first mode.
-        work_s: seconds of forward and backward together.
-        step_s: seconds once a step.
-        lines: for each line, its cost above the mode in which that is least.
+        work_s: seconds of forward and backward together, above the mode in which they are least.
+        step_s: seconds once a step, above the mode in which they are least.
+        lines: for each line (a lower bound with prices for bytes), the same of its cost.
         more_kept: bytes kept by forward, above the first mode.
         transient: peak bytes of a whole backward.
         parted: peak bytes of a split backward.
@@ -40,13 +41,14 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Pareto-optimal ways to run some blocks, in bytes and in seconds: arrays by option, fastest
-    first.
+    """Ways to run some blocks, in bytes and in seconds: arrays by option, fastest first. An option
+    says how many blocks of each kind run in each recompute mode: `amounts`, indexed [option, kind,
+    mode].
 
-    `more_s` is extra seconds of backward; `least_s` includes a share of the seconds once a step;
-    `work_s` is that of forward and backward together. `lines` is indexed [option, line]. `moment`
-    is the peak bytes of a backward, whole or split; if split, `late` is what waits between the
-    parts, otherwise 0. `amounts` is indexed [option, kind, mode].
+    `more_s` is extra seconds of backward; `least_s` adds the share of a micro-batch in seconds once
+    a step. `work_s` is forward and backward together above their minimum, with the same share.
+    `lines` is indexed [option, line]. `moment` is the peak bytes of a backward, whole or split. If
+    split, `late` is what waits between the parts, otherwise 0.
     """
 
     more_s: np.ndarray
@@ -61,8 +63,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Ways to run a stage: extra seconds of backward, seconds once a step above the minimum, and
-    `amounts` as in `Options`. `is_complete`: no other way that fits has less of both.
+    """Ways to run a stage: extra seconds of backward (`more_s`), seconds once a step above the
+    minimum (`step_s`), and `amounts` as in `Options`; arrays by way. `is_complete`: no other way
+    that fits has less of both seconds.
     """
 
     more_s: np.ndarray
@@ -73,9 +76,10 @@ class Ways:
 
 @dataclass(frozen=True, slots=True)
 class AlikeWays:
-    """Ways to run a stage whose rank runs the same number of blocks in each mode in all its stages:
-    arrays by way, least recomputation first. `lines` is indexed [way, line], `modes` [way,
-    unit]. The first blocks recompute most.
+    """Ways to run a stage whose rank runs the same number of blocks in each recompute mode in all
+    its stages. Arrays by way, least recomputation first; the meaning of fields is that of `Kind`,
+    summed (peaks: maximum) over the blocks. `lines` is indexed [way, line], `modes` [way, unit].
+    The first blocks recompute most.
     """
 
     more_s: np.ndarray
@@ -91,10 +95,12 @@ class AlikeWays:
 
 @dataclass(frozen=True, slots=True)
 class RankWays:
-    """The ways to run the stages of any rank with these stages: arrays by way. `of_stages_s` is the
-    extra seconds of backward by stage. `each_s` is seconds of a micro-batch, with its share of
-    seconds once a step. `kept`, `late` and `moments` are bytes by stage; `fixed_bytes` is what
-    no way changes.
+    """The ways to recompute on a rank with several stages. Arrays by way, except `of_stages` (the
+    ways of each stage), `fixed_bytes` (what no way changes), and `kept`, `late` and `moments`,
+    which are bytes by [stage, way].
+
+    `of_stages_s` is the extra seconds of backward by [way, stage], `more_s` their sum. `each_s` is
+    seconds of a micro-batch, with its share of seconds once a step.
     """
 
     of_stages: tuple[AlikeWays, ...]
@@ -115,8 +121,9 @@ _FEW = 20_000
 
 @dataclass
 class RecomputeOptions:
-    """The ways in which blocks of these kinds may run in `modes` modes. Results are cached in
-    fields, since a cached method would form a reference cycle that keeps many large rows alive.
+    """The ways in which blocks of the given kinds may run in `modes` recompute modes. Results are
+    cached in fields, since a cached method would form a reference cycle that keeps many large rows
+    alive.
     """
 
     kinds: Sequence[Kind]
@@ -126,7 +133,10 @@ class RecomputeOptions:
     known_ways: dict[tuple[tuple[int, ...], int], AlikeWays] = field(default_factory=dict)
 
     def options(self, counts: tuple[int, ...], parted: bool) -> Options:
-        """The ways to run `counts[kind]` blocks of each kind, with a split or a whole backward."""
+        """The ways to run `counts[kind]` blocks of each kind, with a split (`parted`) or a whole
+        backward, fastest first. All ways if they are few (`are_few`), otherwise the Pareto-optimal
+        ones. Cached.
+        """
         if (counts, parted) not in self.known_options:
             self.known_options[counts, parted] = (
                 self._all_options(_amounts(counts, self.modes), parted)
@@ -136,12 +146,14 @@ class RecomputeOptions:
         return self.known_options[counts, parted]
 
     def are_few(self, counts: Sequence[int]) -> bool:
-        """Whether all ways to run this many blocks of each kind are considered."""
+        """Whether there are at most `_FEW` ways to run `counts[kind]` blocks of each kind."""
         modes = self.modes
         return prod(comb(count + modes - 1, modes - 1) for count in counts if count) <= _FEW
 
     def _sifted_options(self, counts: tuple[int, ...], parted: bool) -> Options:
-        """Ways built kind by kind, without those that others dominate."""
+        """The ways to run `counts[kind]` blocks of each kind, built kind by kind; dominated ones
+        are dropped at each step. `work_s` and `lines` are 0, since they are not known.
+        """
         none, zero = np.zeros(1, dtype=int), np.zeros(1)
         no_lines = len(self.kinds[0].lines)  # by which ways are not sifted
         found = Options(
@@ -172,7 +184,7 @@ class RecomputeOptions:
         return found
 
     def _all_options(self, amounts: np.ndarray, parted: bool) -> Options:
-        """All ways, fastest first."""
+        """The ways with these `amounts` ([way, kind, mode] numbers of blocks), fastest first."""
         by_kind = amounts.reshape(len(amounts), -1)
         took_s, joint_s, once_s, kept, late, *lines = (
             by_kind @ self._of_kinds
@@ -195,8 +207,9 @@ class RecomputeOptions:
 
     @cached_property
     def _of_kinds(self) -> np.ndarray:
-        """For one block of each (kind, mode), as rows: its extra seconds and bytes, and its cost by
-        line.
+        """One row for each (kind, mode), with the numbers of one block. Columns: extra seconds,
+        seconds of forward and backward, seconds once a step, bytes kept, late bytes, and the cost
+        by line.
         """
         parts = [
             [getattr(kind, part) for kind in self.kinds]
@@ -206,8 +219,8 @@ class RecomputeOptions:
         return np.array(parts, dtype=float).reshape(len(parts), -1).T.copy()
 
     def alike_ways(self, kinds: tuple[int, ...], longest: int) -> AlikeWays:
-        """Ways to run a stage whose units have blocks of these kinds. The longest stage of its rank
-        has `longest` units.
+        """Ways to run a stage whose units have blocks of the kinds with these indices. `longest` is
+        the number of units of the longest stage of its rank. Cached.
         """
         if (kinds, longest) not in self.known_ways:
             self.known_ways[kinds, longest] = self._all_alike_ways(kinds, longest)
@@ -217,7 +230,9 @@ class RecomputeOptions:
         modes = _modes_of_alike(longest, self.modes)[:, : len(kinds)]
 
         def each(part: str) -> np.ndarray:
-            """The values of field `part` for each unit in its mode."""
+            """An array [way, unit]: the value of field `part` of the unit's kind, in the unit's
+            mode.
+            """
             return np.array([getattr(self.kinds[kind], part) for kind in kinds])[
                 np.arange(len(kinds)), modes
             ]
@@ -240,8 +255,9 @@ class RecomputeOptions:
 
 @lru_cache(maxsize=4096)
 def _modes_of_alike(longest: int, modes: int) -> np.ndarray:
-    """The mode of a block by way and place in a stage. A way is a number of blocks for each mode
-    but the first.
+    """The index of the recompute mode of each block, as an array [way, place in a stage of
+    `longest` blocks]. A way is a number of blocks for each of the `modes` modes; blocks that
+    recompute most come first. Ways with fewer recomputing blocks come first.
     """
     ways = [
         amounts
@@ -257,13 +273,17 @@ def _modes_of_alike(longest: int, modes: int) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _amounts(counts: tuple[int, ...], modes: int) -> np.ndarray:
-    """The number of blocks of each kind in each mode, indexed [option, kind, mode]."""
+    """Every way to run `counts[kind]` blocks of each kind: how many run in each of `modes` modes,
+    as an array [option, kind, mode].
+    """
     return np.array(list(product(*(_splits(int(count), modes) for count in counts))))
 
 
 @lru_cache(maxsize=4096)
 def _splits(count: int, parts: int) -> tuple[tuple[int, ...], ...]:
-    """All ways to write `count` as an ordered sum of `parts` numbers."""
+    """All tuples of `parts` numbers, at least 0, that sum to `count`; those with a larger first
+    number come first.
+    """
     if parts == 1:
         return ((count,),)
     return tuple(
@@ -274,7 +294,9 @@ def _splits(count: int, parts: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _joined(a: Options, b: Options) -> Options:
-    """All combinations of an option of `a` and one of `b`."""
+    """All combinations of an option of `a` and one of `b`: costs add up, peaks are the larger one.
+    The kinds of `a` come before those of `b` in `amounts`.
+    """
     left, right = np.divmod(np.arange(len(a.more_s) * len(b.more_s)), len(b.more_s))
     return Options(
         more_s=a.more_s[left] + b.more_s[right],
@@ -289,7 +311,9 @@ def _joined(a: Options, b: Options) -> Options:
 
 
 def _sifted(options: Options) -> Options:
-    """The options that are Pareto-optimal in bytes and either measure of seconds, fastest first."""
+    """The options that are Pareto-optimal in bytes (kept, peak, late) and in `more_s`, or in these
+    bytes and `least_s`. Fastest first.
+    """
     needs = [options.more_kept, options.moment, options.late]
     chosen = {
         number

@@ -18,7 +18,9 @@ from autopar.solve.staging.unit_row import BytePrice, LastSegment, Line, Sums, U
 
 
 def row_of_placement(models: Models, choices: Choices) -> UnitRow:
-    """The row of a model, annotated for each recompute mode, under one placement."""
+    """The units of a model (blocks, and what a pipeline cuts between) with their costs under the
+    placement `choices`. `models` has the model for each recompute mode.
+    """
     base = next(iter(models.values()))
     costs = [segment_costs(model, choices) for model in models.values()]
     ties = []
@@ -45,17 +47,17 @@ def row_of_costs(
     lines: Sequence[tuple[BytePrice, Sequence[Sequence[float]]]] = (),
     most_freed: int = 0,
 ) -> UnitRow:
-    """A row of units from segment costs, indexed costs[mode][segment].
+    """A row of units whose costs are lower bounds, from `costs[mode][segment]`.
 
     Args:
         models: the model for each recompute mode.
-        costs: the costs of segments.
+        costs: the costs of segments, indexed [mode][segment].
         arriving: bytes of the message into each segment; default 0.
         ties: (bytes, seconds once a step) of each shared parameter of the model; default none.
         freed: bytes that the last segment frees; default what it keeps.
         work_s: seconds of forward and backward together, by mode and segment, if they exceed the
             sum of both minima.
-        lines: prices of a byte, with lower bounds by mode and segment.
+        lines: prices of a byte, each with lower bounds in seconds by mode and segment.
         most_freed: an upper bound on what the last segment keeps in these placements.
     """
     segments = _Segments(models, costs, work_s or (), [by_mode for _, by_mode in lines])
@@ -71,8 +73,9 @@ def row_of_costs(
 
 
 def in_first(costs: Sequence[Sequence[SegmentCost]], modes: int) -> list[list[SegmentCost]]:
-    """Lower bounds on segment costs, costs[mode][segment], in the first `modes` modes. Seconds once
-    a step are the minimum over all modes, since segments may recompute to hide them.
+    """`costs[mode][segment]` of the first `modes` recompute modes only. With fewer than all,
+    seconds once a step become the minimum over all modes, since segments may recompute to hide
+    them. The result is a lower bound on the costs in all modes.
     """
     if modes == len(costs):
         return list(map(list, costs))
@@ -85,8 +88,8 @@ def in_first(costs: Sequence[Sequence[SegmentCost]], modes: int) -> list[list[Se
 
 @dataclass(frozen=True)
 class _Segments:
-    """Costs of segments: `costs`, `work_s` (forward and backward together) and each of `lines`, by
-    mode and segment.
+    """Costs of segments before they are summed by unit. `costs`, `work_s` (forward and backward
+    together) and each of `lines` are indexed [mode][segment].
     """
 
     models: Models
@@ -104,12 +107,14 @@ class _Segments:
 
     @cached_property
     def firsts(self) -> list[int]:
-        """The first segment of each unit."""
+        """The first segment of each unit, which is a block and the segments up to the next
+        block.
+        """
         return [0, *self.blocks[1:]]
 
     @cached_property
     def last(self) -> int:
-        """The model's last segment if no other has its class, otherwise -1."""
+        """The index of the model's last segment if no other segment has its class, otherwise -1."""
         base = self.base
         is_alone = base.last is not None and base.segments[-1] == base.last
         return len(base.segments) - 1 if is_alone else -1
@@ -122,8 +127,8 @@ class _Segments:
 
     @cached_property
     def sort_of(self) -> list[tuple]:
-        """For each segment, a key that is equal for segments with equal costs. Most segments share
-        one.
+        """For each segment, a key that is equal for segments with equal costs, work and lines in
+        all modes. Most segments share one.
         """
         values = np.array([of for by_mode in (self.work_s, *self.lines) for of in by_mode]).T.copy()
         return [
@@ -133,21 +138,23 @@ class _Segments:
 
     @cached_property
     def numbers(self) -> tuple[np.ndarray, list[int]]:
-        """(index of the sort of each segment, a segment of each sort). Segments of one sort have
-        equal costs.
+        """(an array with the number of each segment's sort, the index of one segment of each sort).
+        Segments of one sort have equal costs.
         """
         number_of: dict[tuple, int] = {}
         numbers = np.array([number_of.setdefault(sort, len(number_of)) for sort in self.sort_of])
         return numbers, [self.sort_of.index(sort) for sort in number_of]
 
     def least(self, part: str, modes: int = 1) -> np.ndarray:
-        """For each segment, the minimum over the first modes of one part of its cost."""
+        """For each segment, the minimum over the first `modes` recompute modes of field `part` of
+        its `SegmentCost`.
+        """
         numbers, one_of = self.numbers
         of = self.costs[:modes]
         return np.array([min(getattr(c[s], part) for c in of) for s in one_of])[numbers]
 
     def by_unit(self, of_segments: np.ndarray) -> np.ndarray:
-        """The sums over the segments of each unit."""
+        """The sums over the segments of each unit, one for each unit."""
         return np.add.reduceat(of_segments, self.firsts)
 
 
@@ -160,7 +167,10 @@ def _row(
     lines: Sequence[tuple[BytePrice, np.ndarray]] = (),
     is_bound: bool = False,
 ) -> UnitRow:
-    """A row from segment costs. `lines` has prices, with lower bounds by unit."""
+    """A row of units from segment costs. `arriving` has the bytes of the message into each segment.
+    `ties` has (bytes, seconds once a step) of each shared parameter. `lines` has prices, each with
+    lower bounds by unit.
+    """
     kinds, kind = _kinds(of)
     parts = _parts(of)
     return UnitRow(
@@ -181,7 +191,7 @@ def _row(
 
 
 def _parts(of: _Segments) -> list[np.ndarray]:
-    """The costs of each unit, in the order of `Sums`."""
+    """The costs of each unit: one array by unit for each field of `Sums`, in their order."""
     modes = len(of.costs)
     is_beside = np.ones(len(of.base.segments), dtype=int)
     is_beside[of.blocks] = 0
@@ -205,13 +215,13 @@ def _parts(of: _Segments) -> list[np.ndarray]:
 
 
 def _before(of_units: np.ndarray) -> np.ndarray:
-    """Prefix sums over units."""
+    """Prefix sums: entry i is the sum over the first i units."""
     return np.concatenate([[0], np.cumsum(of_units)])
 
 
 def _last_segment(of: _Segments, freed: int | None = None, most_freed: int = 0) -> LastSegment:
-    """The bytes of the model's last segment. `freed` overrides what it frees, by default what it
-    keeps.
+    """The bytes of the model's last segment; all 0 but `most_freed` if its class has other
+    segments. `freed` overrides what it frees, by default what it keeps.
     """
     if of.last < 0:
         return LastSegment(most_freed=most_freed)
@@ -222,7 +232,7 @@ def _last_segment(of: _Segments, freed: int | None = None, most_freed: int = 0) 
 
 
 def _kinds(of: _Segments) -> tuple[list[Kind], list[int]]:
-    """(the kinds of blocks, the index of each unit's kind)."""
+    """(the kinds of blocks, for each unit the index of its block's kind)."""
     kinds: dict[Kind, int] = {}
     known: dict[tuple, int] = {}  # most blocks are the same ones
     found = []
@@ -235,7 +245,9 @@ def _kinds(of: _Segments) -> tuple[list[Kind], list[int]]:
 
 
 def _kind(of: _Segments, block: int) -> Kind:
-    """The kind of one block. The model's last segment runs in the first mode."""
+    """The costs, by recompute mode, of the segment with index `block`. If it is the model's last
+    segment, all modes cost what the first does, and its peak counts as 0.
+    """
     is_last, own, base = block == of.last, of.costs[0][block], of.base
     modes = [own if is_last else by_mode[block] for by_mode in of.costs]
     joint_s, *of_lines = (
@@ -262,8 +274,8 @@ def _kind(of: _Segments, block: int) -> Kind:
 
 
 def _transients(of: _Segments) -> list[int]:
-    """For each unit: peak bytes of the segments beside its block, without the model's last
-    segment.
+    """For each unit, peak bytes of the backward of its segments other than its block and the
+    model's last segment; 0 if there are none.
     """
     own, ends, found = of.costs[0], [*of.blocks[1:], len(of.base.segments)], []
     for first, end, block in zip(of.firsts, ends, of.blocks, strict=True):

@@ -20,11 +20,13 @@ Seconds = float | np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """A candidate stage: units `first` to `end` on a rank, with the least recomputation that fits.
+    """A candidate stage: units `first` to `end` (excluded) on rank `stage`, with the least
+    recomputation that fits.
 
-    `weight_s` is part of `backward_s`; `total_s` is forward and backward. `least_s` is for a
-    micro-batch, with its share of the seconds once a step. `room` is (micro-batches held, bytes of
-    the rank, micro-batches that wait), the arguments of `least`.
+    `weight_s` is part of `backward_s`; `total_s` is forward and backward of a micro-batch. `step_s`
+    is seconds once a step; `least_s` is a lower bound for a micro-batch with its share of these.
+    `amounts` counts blocks by [kind, recompute mode]. `room` is (micro-batches held, bytes of the
+    rank, micro-batches that wait), the arguments of `least`.
     """
 
     stage: int
@@ -42,7 +44,9 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True)
 class StageRuns:
-    """Many runs of one stage, with the numbers of `StageRun` as arrays."""
+    """Many runs of one stage. Fields are those of `StageRun`, as arrays with one entry for each
+    run.
+    """
 
     stage: int
     first: np.ndarray
@@ -56,14 +60,14 @@ class StageRuns:
 
     @staticmethod
     def of(runs: Sequence[StageRun]) -> StageRuns:
-        """The runs of one stage as arrays."""
+        """Runs of one stage, at least one, as arrays in the same order."""
         return StageRuns(
             runs[0].stage,
             **{name: np.array([getattr(run, name) for run in runs]) for name in _NUMBERS},
         )
 
     def picked(self, chosen: np.ndarray) -> StageRuns:
-        """The runs with the indices `chosen`, possibly repeated."""
+        """The runs with the indices `chosen`, in that order and possibly repeated."""
         return StageRuns(self.stage, **{name: getattr(self, name)[chosen] for name in _NUMBERS})
 
 
@@ -72,8 +76,8 @@ _NUMBERS = ("first", "end", "forward_s", "backward_s", "weight_s", "total_s", "s
 
 @dataclass
 class RunFinder:
-    """Finds the runs of ranks, each with its own row of units and bytes of memory. `is_free`:
-    memory excluded no run and required no recomputation.
+    """Finds the runs of ranks, each with its own row of units and bytes of memory. `is_free`
+    becomes False once memory excludes a run or requires recomputation.
     """
 
     rows: Sequence[UnitRow]
@@ -83,7 +87,9 @@ class RunFinder:
 
     @cached_property
     def rooms(self) -> list[tuple[int, float, int]]:
-        """For each rank: micro-batches held, bytes, and micro-batches that wait."""
+        """For each rank: (micro-batches held at the peak, bytes of memory, micro-batches that wait
+        for gradients of parameters). The last is 0 if the backward is not split.
+        """
         name, ranks, micro = self.schedule.name, self.schedule.ranks, self.rows[0].micro_batches
         held, late = [1], [0]
         if ranks > 1:
@@ -95,7 +101,10 @@ class RunFinder:
         ]
 
     def run(self, stage: int, first: int, end: int) -> StageRun | None:
-        """The run of these units with the least recomputation that fits; None if none does."""
+        """Units `first` to `end` as stage `stage`, with the least recomputation that fits; None if
+        no recomputation makes them fit. Clears `is_free` if they do not fit, or fit only with
+        recomputation.
+        """
         row, room = self.rows[stage], self.rooms[stage]
         if (found := least(row, first, end, *room)) is None:
             self.is_free = False

@@ -18,9 +18,11 @@ def staged_step_s(
     more_s: Sequence[float],
     more_once_s: Sequence[float] = (),
 ) -> float:
-    """Step seconds of stages with `more_s` seconds of recomputation each, as
-    `pipeline_cost.pipelined` prices them, without the constant part. It is a lower bound if the
-    rows are. `more_once_s`: by rank, extra seconds once a step.
+    """Step seconds of the stages `runs`, as `pipeline_cost.pipelined` prices them, without the
+    constant part. It is a lower bound if the rows are.
+
+    `runs` has the (first, end) units of each stage. `more_s`: by stage, seconds that recomputation
+    adds to backward. `more_once_s`: by rank, extra seconds once a step.
     """
     ranks, micro = schedule.ranks, rows[0].micro_batches
     times: list[StageTimes] = []
@@ -50,13 +52,13 @@ def staged_step_s(
 
 
 def is_monotone(row: UnitRow, schedule: Schedule) -> bool:
-    """Whether the step time of stages of a row is a lower bound for all its placements. Under zero
-    bubble it is not: a step may become longer if more of the same backward is gradients of
-    parameters. Only paths are then bounds.
+    """Whether the step time of stages of a row is a lower bound for all placements that the row
+    stands for. It is not if the row is a bound and the schedule is zero bubble. A step may then
+    become longer if more of the same backward is gradients of parameters, so only paths are bounds.
     """
     return not schedule.splits_backward or not row.is_bound
 
 
 def kinds_of(rows: Sequence[UnitRow]) -> list[UnitRow]:
-    """The distinct rows."""
+    """The distinct rows (by identity), in order of first occurrence."""
     return list({id(row): row for row in rows}.values())

@@ -14,9 +14,10 @@ from autopar.ir.annotated import AnnotatedModel
 
 @dataclass(frozen=True, slots=True)
 class TiedParameter:
-    """A shared parameter. A rank that reads it without a segment that pays for it has
-    `static_bytes`, and `step_s` once a step. `paid` and `read` are prefix sums over units:
-    segments that pay for it, and others that read it.
+    """A parameter that several segments share, or several such parameters with the same readers
+    together. A rank that reads it without a segment that pays for it is charged `static_bytes`, and
+    `step_s` once a step. `paid` and `read` are prefix sums over units: the number of segments that
+    pay for it, and of others that read it.
     """
 
     static_bytes: int
@@ -27,13 +28,13 @@ class TiedParameter:
 
 @dataclass(frozen=True)
 class TiedParameters:
-    """The shared parameters of a row."""
+    """The shared parameters of a row of units: `every` lists them."""
 
     every: Sequence[TiedParameter] = ()
 
     def borrowed(self, runs: Sequence[tuple[int, int]]) -> list[TiedParameter]:
-        """The parameters that a rank with these runs reads without a segment that pays for them
-        (`pipeline_cost.borrowed`).
+        """The shared parameters that a rank reads but none of its segments pays for (as
+        `pipeline_cost.borrowed`). `runs` has the (first, end) units of the rank's stages.
         """
         if not self.every:
             return []
@@ -46,9 +47,7 @@ class TiedParameters:
 
     @cached_property
     def _before(self) -> tuple[np.ndarray, np.ndarray]:
-        """Prefix sums over units, by tie: (segments that pay for it, other segments that read
-        it).
-        """
+        """`paid` and `read` of all parameters, as two arrays [parameter, unit] of prefix sums."""
         return np.array([tie.paid for tie in self.every]), np.array(
             [tie.read for tie in self.every]
         )
@@ -58,8 +57,8 @@ def tied_parameters(
     model: AnnotatedModel, costs: Sequence[tuple[int, float]], firsts: Sequence[int]
 ) -> TiedParameters:
     """The shared parameters of a row whose units begin with segments `firsts`. Those with the same
-    readers are combined. `costs` has (bytes, seconds once a step) of each shared parameter of
-    the model.
+    paying and reading segments are combined into one. `costs` has (bytes, seconds once a step) of
+    each shared parameter of the model.
     """
     together: dict[tuple[tuple[int, ...], ...], list[tuple[int, float]]] = {}
     for cost, shared in zip(costs, model.shared, strict=True):

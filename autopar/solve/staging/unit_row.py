@@ -38,9 +38,9 @@ class BytePrice:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A lower bound: a run takes at least the sum of `least_s` over its units (prefix sums), minus
-    the `price` of its kept and static bytes. The seconds are those of a micro-batch, with its
-    share of seconds once a step.
+    """A lower bound: a run of units takes at least the sum of `least_s` over them, minus the
+    `price` of its kept and static bytes. `least_s` are prefix sums over units. The seconds are
+    those of a micro-batch, with its share of seconds once a step.
     """
 
     price: BytePrice
@@ -85,12 +85,15 @@ class LastSegment:
 
 @dataclass(eq=False)
 class UnitRow:
-    """The units of a model under one placement. Units i..j cost `before.x[j] - before.x[i]`.
+    """The units of a model under one placement. Units i to j (excluded) cost `before.x[j] -
+    before.x[i]`.
 
-    `blocks` are segment indices. By unit: `kind`, `transient` (peak bytes of segments beside the
-    block), and `arriving` (bytes of the message into a stage that begins with the unit). `parts`
-    are all costs, each by unit. `is_bound`: the costs are lower bounds over many placements;
-    `lines` then bound the runs of these (`family_bounds.py`).
+    `blocks` are the segment indices of the units' blocks. By unit: `kind` (index of the block's
+    kind), `transient` (peak bytes of segments beside the block), and `arriving` (bytes of the
+    message into a stage that begins with the unit). `parts` has one array by unit for each cost.
+
+    `is_bound`: the costs are lower bounds over many placements; `lines` then bound the runs of
+    these (`family_bounds.py`). `known_least` and `known_stages` are caches.
     """
 
     model: AnnotatedModel
@@ -119,7 +122,7 @@ class UnitRow:
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all blocks have one class."""
+        """Whether the blocks of all units have one class."""
         return len({self.model.segments[number] for number in self.blocks}) == 1
 
     @cached_property
@@ -133,24 +136,30 @@ class UnitRow:
 
     @cached_property
     def counts(self) -> list[list[int]]:
-        """Prefix sums over units: number of blocks of each kind."""
+        """Prefix sums over units, indexed [unit][kind]: the number of blocks of each kind before
+        the unit.
+        """
         return _counted(self.kind, len(self.recompute.kinds))
 
     @cached_property
     def sorts(self) -> list[int]:
-        """The sort of each unit: units of one sort have equal costs."""
+        """For each unit, the number of its sort: units of one sort have equal costs, and numbers
+        count up from 0.
+        """
         sorts: dict[tuple, int] = {}
         units = zip(self.kind, self.transient, *(part.tolist() for part in self.parts), strict=True)
         return [sorts.setdefault(unit, len(sorts)) for unit in units]
 
     @cached_property
     def sorts_before(self) -> list[list[int]]:
-        """Prefix sums over units: number of units of each sort."""
+        """Prefix sums over units, indexed [unit][sort]: the number of units of each sort before the
+        unit.
+        """
         return _counted(self.sorts, max(self.sorts) + 1)
 
     @cached_property
     def hop_s(self) -> float:
-        """Seconds of the shortest message between stages."""
+        """Seconds of the shortest message into any unit but the first; 0 without a pipeline."""
         setting = self.model.pipeline
         if setting is None:
             return 0.0
@@ -162,7 +171,9 @@ class UnitRow:
 
     @cached_property
     def least_moments(self) -> np.ndarray:
-        """For each unit, a lower bound on the peak bytes of a whole backward."""
+        """For each unit, a lower bound on the peak bytes of a whole backward: its block in the mode
+        that needs least, or the segments beside it.
+        """
         return np.array(
             [
                 max(min(self.recompute.kinds[kind].transient), beside)
@@ -172,28 +183,34 @@ class UnitRow:
 
     @cached_property
     def lines_least_s(self) -> np.ndarray:
-        """Prefix sums over units of the lines, by line."""
+        """The prefix sums of all lines, as an array [line, unit]."""
         return np.array([line.least_s for line in self.lines])
 
     def total_s(self, first: int, end: int) -> float:
-        """A lower bound on the seconds of forward and backward of a run for a micro-batch."""
+        """A lower bound on the seconds of forward and backward of units `first` to `end` for a
+        micro-batch: each in the recompute mode that is fastest.
+        """
         return self.at.work_s[end] - self.at.work_s[first]
 
     def once_s(self, runs: Sequence[tuple[int, int]]) -> float:
-        """Seconds once a step of a rank with these runs."""
+        """Seconds once a step of a rank whose stages are `runs`, each (first, end) units: the
+        minimum over recompute modes, and shared parameters that it reads without paying.
+        """
         own_s = sum(self.at.step_s[end] - self.at.step_s[first] for first, end in runs)
         return own_s + sum(tie.step_s for tie in self.ties.borrowed(runs))
 
     def memory(self, runs: Sequence[tuple[int, int]]) -> int:
-        """Bytes of a rank with these runs, without what blocks keep and without transients: static
-        and fixed bytes.
+        """Static and fixed bytes of a rank whose stages are `runs`, each (first, end) units. What
+        blocks keep and transient bytes are not included.
         """
         own = sum(self.at.static[end] - self.at.static[first] for first, end in runs)
         ties = sum(tie.static_bytes for tie in self.ties.borrowed(runs))
         return own + ties + self.model.fixed_bytes
 
     def sent(self, end: int) -> int:
-        """Bytes that a stage has sent and that stay until its backward."""
+        """Bytes that a stage that ends before unit `end` has sent and that stay until its backward.
+        0 for the last stage, or if the pipeline does not keep outputs.
+        """
         keeps = self.model.pipeline is not None and self.model.pipeline.keeps_outputs
         return self.arriving[end] if keeps and end < len(self.kind) else 0
 
@@ -209,8 +226,9 @@ class UnitRow:
     def moment(
         self, first: int, end: int, transient: np.ndarray, late: np.ndarray, parted: bool
     ) -> np.ndarray:
-        """Peak bytes of backward, split or whole, of a run whose blocks need `transient` and that
-        holds `late` more bytes at the end.
+        """By option, peak bytes of the backward of units `first` to `end`, above what is held
+        afterwards. `transient` is the peak of the blocks, `late` the bytes held at the end, both by
+        option. `parted`: the backward is split.
         """
         ends, last = end == len(self.kind), self.last
         freed = (last.freed_parted if parted else last.freed) * ends
@@ -222,10 +240,12 @@ class UnitRow:
     def with_more_s(
         self, runs: Sequence[tuple[int, int]], more_s: np.ndarray, work_s: np.ndarray
     ) -> np.ndarray:
-        """A lower bound on the seconds of a micro-batch of a rank's runs, with its share of seconds
-        once a step. Backward takes `more_s` above its minimum, and forward and backward together
-        `work_s` above theirs. The minima of forward and of backward may come from two
-        placements.
+        """By way to recompute, a lower bound on the seconds of a micro-batch on a rank whose stages
+        are `runs`, with its share of seconds once a step.
+
+        Backward takes `more_s` above its minimum, and forward and backward together `work_s` above
+        theirs. The minima of forward and of backward may come from two placements, so the larger
+        sum counts.
         """
         parts_s = sum(
             of[end] - of[first]
@@ -238,5 +258,7 @@ class UnitRow:
 
 
 def _counted(numbers: Sequence[int], count: int) -> list[list[int]]:
-    """Prefix sums over units: how many have each of `count` numbers."""
+    """Prefix sums, indexed [unit][number]: how many earlier units have each number below
+    `count`.
+    """
     return [[0] * count, *np.cumsum(np.eye(count, dtype=int)[numbers], axis=0).tolist()]
