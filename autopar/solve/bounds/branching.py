@@ -19,15 +19,20 @@ from autopar.solve.elimination.bucket_elimination import Question
 
 @dataclass(frozen=True)
 class Branching:
-    """Splits families of one candidate."""
+    """Splits families of one candidate. A family is a set of placements, given by the strategies
+    that each op may use. `more_s` is a cache.
+    """
 
     facts: CandidateFacts
     minima: SegmentMinima
     more_s: dict[tuple, dict[int, np.ndarray]] = field(default_factory=dict)
 
     def split(self, family: Family) -> list[Family]:
-        """Two families that together contain the family's placements; strategies that no placement
-        uses are dropped. [] if the family has a single placement.
+        """Two families that together contain the family's placements, split by the strategies of
+        one op. [] if every op has one strategy left.
+
+        Strategies that no placement uses are dropped; if one is left, the result is that family
+        alone.
         """
         found = max(
             (
@@ -56,7 +61,9 @@ class Branching:
         ]
 
     def only(self, family: Family) -> Choices:
-        """The only placement of a family that has one."""
+        """The placement of a family that leaves each op one strategy: for each class, op name ->
+        strategy name.
+        """
         return tuple(
             {op.name: op.strategies[allowed.get(o, (0,))[0]].name for o, op in enumerate(block.ops)}
             for block, allowed in zip(self.facts.first.classes, family.allowed, strict=True)
@@ -93,9 +100,9 @@ class Branching:
             )
 
     def _more_s(self, family: Family, c: int) -> dict[int, np.ndarray]:
-        """For each op with a choice: the seconds by which the minimum rises with each strategy, by
-        strategy and question. Blocks are considered alone, other segments together with their
-        unit.
+        """For each op of class `c` with a choice: an array [strategy, question] of the seconds by
+        which a minimum rises if the op uses that strategy. Blocks are considered alone, other
+        segments together with their unit (their block and its neighbours). Cached.
         """
         beside = next(
             (
@@ -129,8 +136,9 @@ class Branching:
         return self.more_s[key]
 
     def _sent_s(self, c: int, op: int) -> list[np.ndarray]:
-        """By strategy of an input: seconds of the message with its value, and of the message with
-        its gradient, if a stage begins there.
+        """A list with one array, by strategy of an op: seconds of the message with its value, and
+        of the message with its gradient, if a stage begins there. [] if the op is no input of its
+        class, or without a pipeline.
         """
         block, setting = self.facts.first.classes[c], self.facts.first.pipeline
         if setting is None or (name := block.ops[op].name) not in block.inputs:
@@ -142,7 +150,9 @@ class Branching:
         ]
 
     def _in_seconds(self, question: Question) -> Question:
-        """A question scaled to seconds per micro-batch."""
+        """The question with weights such that the sum is in seconds per micro-batch: bytes at the
+        candidate's price, and a share of the seconds once a step.
+        """
         price, often = self.facts.price, median_high(self.facts.held)
         return replace(
             question,
@@ -155,8 +165,8 @@ class Branching:
 
 
 def _halves(left: tuple[int, ...], more_s: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The remaining strategies in two groups: below and above the middle of the quantity in which
-    they differ most.
+    """The strategies `left` in two groups: below and above the middle of the column of `more_s` in
+    which they differ most. Neither group is empty if there are two strategies.
     """
     of_left = more_s[list(left)]
     values = of_left[:, int(np.ptp(of_left, axis=0).argmax())]

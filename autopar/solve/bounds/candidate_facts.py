@@ -30,8 +30,8 @@ FREE = BytePrice(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class OwnTables:
-    """Cost tables of some segments, the costs of their parameters, and these segments as separate
-    models.
+    """Cost tables of some segments (`tables`, shared by a cell), those of their parameters in one
+    candidate, and these segments as a separate model for each recompute mode.
     """
 
     tables: Tables
@@ -41,12 +41,12 @@ class OwnTables:
 
 @dataclass(frozen=True)
 class CandidateFacts:
-    """Data of one candidate.
+    """What bounds of one candidate are computed from. The `known_` fields are caches.
 
-    `models` has its model for each recompute mode; `cell` is shared with other candidates. `held`
-    is the number of micro-batches whose kept bytes a rank holds, by rank. `price` is the estimated
-    value of a kept byte in seconds. `parts_backward`: whether some schedule runs backward in two
-    parts (`is_parted`).
+    `models` has its model for each recompute mode. `cell` is what it shares with candidates that
+    differ only in dp, pp and ZeRO. `held` is the number of micro-batches whose kept bytes a rank
+    holds, by rank. `price` is the estimated value of a kept byte in seconds. `parts_backward`:
+    whether some schedule runs backward in two parts (`is_parted`).
     """
 
     models: Models
@@ -64,18 +64,20 @@ class CandidateFacts:
 
     @cached_property
     def hides(self) -> bool:
-        """Whether recomputation can speed up a pipeline even if memory does not require it."""
+        """Whether recomputation can speed up a pipeline even if memory does not require it (see
+        `recompute_mix.hides`).
+        """
         return hides(self.models)
 
     @cached_property
     def layers(self) -> set[int]:
-        """The classes of blocks."""
+        """The indices of the classes that blocks have."""
         return {self.first.segments[number] for number in blocks_of(self.first)}
 
     @cached_property
     def repeated(self) -> tuple[int, bool] | None:
-        """The key (class, True) of a block that reads another block of its class, if all blocks
-        have one class; otherwise None.
+        """If all blocks have one class: (that class, True), provided one of them reads another
+        block. Otherwise None.
         """
         if len(self.layers) > 1:
             return None
@@ -83,7 +85,9 @@ class CandidateFacts:
 
     @cached_property
     def units(self) -> list[tuple[int, ...]]:
-        """The segments of each unit with several segments, all of different classes."""
+        """For each unit (a block and its neighbours) with several segments, all of different
+        classes: the indices of these segments.
+        """
         return [
             tuple(of)
             for of in units_of(self.first)
@@ -92,8 +96,9 @@ class CandidateFacts:
 
     @cached_property
     def prices(self) -> list[BytePrice]:
-        """The prices of a byte at which bounds are evaluated: for ranks that hold kept bytes for
-        many micro-batches and for few, then for ranks with waiting micro-batches.
+        """The prices of a byte at which bounds are evaluated: 0, then several multiples of `price`
+        for ranks that hold kept bytes for many micro-batches and for few. If a backward runs in two
+        parts, also prices for ranks with waiting micro-batches. Only 0 if `price` is 0.
         """
         often, price = sorted({max(self.held), min(self.held)}), self.price
         if not price:
@@ -112,7 +117,9 @@ class CandidateFacts:
         ]
 
     def unit(self, numbers: tuple[int, ...]) -> OwnTables:
-        """The tables of the segments of a unit together."""
+        """The tables of the segments with these indices together, including conversions between
+        them. Cached.
+        """
         if numbers not in self.known_units:
             tables = self.cell.unit(numbers)
             models = {mode: together(model, numbers) for mode, model in self.models.items()}
@@ -120,7 +127,9 @@ class CandidateFacts:
         return self.known_units[numbers]
 
     def single(self, c: int, closed: bool) -> OwnTables:
-        """The tables of one segment of a class."""
+        """The tables of one segment of class `c`. `closed`: it reads another segment of its class.
+        Cached.
+        """
         if (c, closed) not in self.known_singles:
             tables = self.cell.single(c, closed)
             models = {mode: alone(model, c, closed) for mode, model in self.models.items()}

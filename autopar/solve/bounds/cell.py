@@ -26,9 +26,9 @@ evaluates. Recomputing everything costs a third.
 
 @dataclass
 class Cell:
-    """Data shared by candidates whose ops cost the same; they differ only in dp, pp and ZeRO.
-    `model_of(mode)` is the annotated model of one of them. `modes` are the allowed recompute
-    modes, the one that keeps most first.
+    """What candidates share whose ops cost the same; they differ only in dp, pp and ZeRO.
+    `model_of(mode)` is the annotated model of one of them. `modes` are the allowed recompute modes,
+    the one that keeps most first. The other fields are caches.
     """
 
     model_of: Callable[[str], AnnotatedModel]
@@ -39,7 +39,7 @@ class Cell:
 
     @staticmethod
     def of(models: Models) -> Cell:
-        """The cell of models by recompute mode."""
+        """The cell of models that are given by recompute mode."""
         return Cell(models.__getitem__, tuple(models))
 
     @cached_property
@@ -59,12 +59,14 @@ class Cell:
 
     @cached_property
     def tables(self) -> Tables:
-        """The cost tables of the model in all modes."""
+        """The cost tables of the whole model, in all recompute modes."""
         return Tables(self.models)
 
     @cached_property
     def prices(self) -> tuple[float, ...]:
-        """The prices of a byte, in seconds, at which bounds are evaluated."""
+        """The prices of a kept byte, in seconds, at which bounds are evaluated: 0 first,
+        ascending.
+        """
         work_s = sum(
             block.count * sum(pair)
             for block, pair in zip(self.first.classes, cheapest_s(self.first), strict=True)
@@ -81,8 +83,8 @@ class Cell:
 
     @cached_property
     def moment_bytes(self) -> int:
-        """A lower bound on the bytes that one block keeps and needs for its backward, in any
-        mode.
+        """A lower bound on the bytes that one block keeps and needs for its backward, over all
+        blocks and recompute modes.
         """
         blocks = {self.first.segments[number] for number in blocks_of(self.first)}
         return min(
@@ -92,7 +94,9 @@ class Cell:
         )
 
     def single(self, index: int, closed: bool) -> Tables:
-        """The tables, in all modes, of one segment of a class as a separate model (`alone`)."""
+        """The cost tables, in all recompute modes, of one segment of class `index` as a separate
+        model (`alone`). Cached.
+        """
         if (index, closed) not in self.singles:
             self.singles[index, closed] = Tables(
                 {mode: alone(model, index, closed) for mode, model in self.models.items()}, True
@@ -100,7 +104,9 @@ class Cell:
         return self.singles[index, closed]
 
     def unit(self, numbers: tuple[int, ...]) -> Tables:
-        """The tables, in all modes, of some segments as a separate model (`together`)."""
+        """The cost tables, in all recompute modes, of the segments with these indices as a separate
+        model (`together`). Cached.
+        """
         if numbers not in self.units:
             self.units[numbers] = Tables(
                 {mode: together(model, numbers) for mode, model in self.models.items()}, True
@@ -109,9 +115,7 @@ class Cell:
 
     @cached_property
     def keys(self) -> list[tuple[int, bool]]:
-        """For each segment: its class, and whether it reads another segment of that class
-        (`is_closed`).
-        """
+        """For each segment: (its class, whether it reads another segment of that class)."""
         return [
             (index, is_closed(self.first, number))
             for number, index in enumerate(self.first.segments)
@@ -119,22 +123,22 @@ class Cell:
 
     @cached_property
     def minima(self) -> list[tuple[float, float]]:
-        """For each segment: lower bounds on its seconds of forward and of backward, without
-        parameters.
+        """For each segment: lower bounds on its seconds of (forward, backward) in the first
+        recompute mode, without parameters.
         """
         return [self._at_once[key][:2] for key in self.keys]
 
     @cached_property
     def glance(self) -> Sketch:
-        """The sketch in which each unit takes its lower bound in the first mode, with unlimited
-        memory.
+        """The cheapest sketch: each unit takes its lower bound in seconds in the first recompute
+        mode. Memory is unlimited.
         """
         forward_s, _, work_s = zip(*(self._at_once[key] for key in self.keys), strict=True)
         return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s))
 
     def glance_s(self, schedule: Schedule, micro_batches: int) -> float:
-        """A lower bound on the step seconds with unlimited memory. Schedules without split backward
-        share one result.
+        """A lower bound on the step seconds with unlimited memory. Cached by schedule; a schedule
+        that does not alternate (GPipe) takes the result of 1F1B.
         """
         key = (
             replace(schedule, name="1f1b") if not schedule.alternates else schedule,
@@ -146,8 +150,8 @@ class Cell:
 
     @cached_property
     def sketch(self) -> Sketch:
-        """`glance` plus lower bounds that charge for the bytes that blocks keep, in the best mode,
-        at each price.
+        """`glance` plus, for each price above 0, lower bounds of the units that charge for the
+        bytes that blocks keep. Each block has its best recompute mode.
         """
         prices = self.prices[1:]
         lines_s = [
@@ -161,8 +165,8 @@ class Cell:
 
     @cached_property
     def _at_once(self) -> dict[tuple[int, bool], tuple[float, float, float]]:
-        """Lower bounds on the seconds of a segment in the first mode: (forward, backward, both
-        together), by key.
+        """For each key (class, closed): lower bounds on the seconds of a segment in the first
+        recompute mode, as (forward, backward, both together).
         """
         found: dict[tuple[int, bool], tuple[float, float, float]] = {}
         for index, closed in dict.fromkeys(self.keys):
@@ -180,8 +184,11 @@ class Cell:
 
     @cached_property
     def _priced(self) -> dict[tuple[int, bool], tuple[float, ...]]:
-        """For each price above 0: a lower bound on a segment's seconds plus the price of its kept
-        bytes, by key. Only segments of blocks are charged for bytes.
+        """By key (class, closed): for each price above 0, a lower bound on a segment's seconds plus
+        price times kept bytes.
+
+        Segments outside blocks, of the last class, or that open a chain of one class are charged no
+        bytes.
         """
         layers, prices, found = (
             {self.first.segments[number] for number in blocks_of(self.first)} - {self.first.last},
@@ -203,13 +210,14 @@ class Cell:
         return (inf,) * len(asked) if least is None else tuple(least.cost_s.tolist())
 
     def by_unit(self, of_segments: Sequence[float]) -> list[float]:
-        """The sum of the segments' values in each unit."""
+        """The sum of the segments' values in each unit, one for each unit."""
         return [sum(of_segments[unit.start : unit.stop]) for unit in units_of(self.first)]
 
 
 def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
-    """One segment of a class as a separate model. If `closed`, its input is its own output,
-    wherever every segment that reads another one of its class does so.
+    """One segment of a class as a separate model. If `closed`, its input is its own output. This
+    holds for each input at which every segment of the class that reads another one of its class
+    does so.
     """
     own = tuple(
         replace(edge, source=0, target=0, count=1)
@@ -222,8 +230,9 @@ def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
 
 
 def together(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
-    """A block and segments of other classes as one separate model, including the conversions
-    between them.
+    """The segments with the indices `numbers`, of different classes, as one separate model,
+    including the conversions between them. The block among them is listed twice, so that it counts
+    as a block here too.
     """
     own = [model.segments[number] for number in numbers]
     parts, edges = (
@@ -259,8 +268,8 @@ def together(model: AnnotatedModel, numbers: Sequence[int]) -> AnnotatedModel:
 
 
 def _always_read(model: AnnotatedModel, index: int) -> set[tuple[int, int]]:
-    """The (output, input) pairs over which every segment that reads another one of its class reads
-    it.
+    """The (output, input) pairs that connect segments of class `index` everywhere: each segment
+    that reads another one of its class reads it over all of them.
     """
     found: set[tuple[int, int]] | None = None
     for number, own in enumerate(model.segments):
@@ -275,7 +284,7 @@ def _always_read(model: AnnotatedModel, index: int) -> set[tuple[int, int]]:
 
 
 def is_closed(model: AnnotatedModel, number: int) -> bool:
-    """Whether a segment reads another segment of its class."""
+    """Whether segment number `number` reads another segment of its class."""
     return any(
         source >= 0 and model.segments[source] == model.segments[number]
         for source, _ in model.reads[number]
@@ -283,8 +292,8 @@ def is_closed(model: AnnotatedModel, number: int) -> bool:
 
 
 def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
-    """For each mode and segment, lower bounds on seconds and bytes over all placements (for the
-    weight part, an upper bound).
+    """Lower bounds on the costs of each segment over all placements, indexed [recompute
+    mode][segment]. For `weight_s` it is an upper bound.
     """
     found = []
     for model in models.values():
@@ -307,10 +316,11 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
 
 
 def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> SegmentCost:
-    """Lower bounds on the costs of a segment, without calls that do not depend on dp.
+    """Lower bounds on the costs of a segment of class `index`, without the seconds of calls that do
+    not depend on dp.
 
     They are seconds of parameters and of calls that depend on dp, seconds of recomputation beyond
-    the `first` mode, and bytes.
+    the `first` mode, and bytes. `weight_s` is an upper bound.
     """
     block = model.classes[index]
     pairs = [
@@ -341,8 +351,8 @@ def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> Se
 
 
 def cheapest_s(model: AnnotatedModel) -> list[tuple[float, float]]:
-    """Seconds (forward, backward) of a segment of each class with every op at its cheapest
-    strategy, without ops that depend on dp.
+    """For each class, the seconds (forward, backward) of a segment with every op at its cheapest
+    strategy. Ops that depend on dp and recomputation are left out.
     """
     found = []
     for block in model.classes:
@@ -357,8 +367,8 @@ def cheapest_s(model: AnnotatedModel) -> list[tuple[float, float]]:
 
 
 def _least_moment(block: AnnotatedBlock) -> int:
-    """A lower bound on the bytes that one segment keeps and needs for its backward, without
-    workspace, which depends on ZeRO and pipelines.
+    """A lower bound on the bytes that one segment keeps and needs for its backward. Workspace,
+    which depends on ZeRO and pipelines, is not included.
     """
     inputs = (
         sum(min(block.input_bytes[name].values()) for name in block.inputs)

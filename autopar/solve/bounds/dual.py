@@ -11,20 +11,20 @@ _CLOSE = 1e-5
 
 @dataclass(slots=True)
 class Dual:
-    """The maximum of a concave function over prices u >= 0, by cutting planes. `known` has its
-    points as (price, value, slope).
+    """Searches for the maximum of a concave function over prices u >= 0, by cutting planes. `known`
+    has the evaluated points as (price, value, slope); callers append to it.
     """
 
     known: list[tuple[float, float, float]] = field(default_factory=list)  # price, value, slope
 
     @property
     def best_s(self) -> float:
-        """The largest known value of the function."""
+        """The largest known value of the function; 0 if none is known."""
         return max((value for _, value, _ in self.known), default=0.0)
 
     @property
     def best_price(self) -> float:
-        """The price with the largest known value."""
+        """The price with the largest known value; 0 if none is known."""
         return max(self.known, key=lambda point: point[1])[0] if self.known else 0.0
 
     @property

@@ -21,8 +21,8 @@ strategies.
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A set of placements by the costs of the repeated block: ranges of its forward seconds, and of
-    its seconds once a step, both in the first mode.
+    """A set of placements by the costs of the repeated block: (least, most) of its forward seconds,
+    and of its seconds once a step, both in the first recompute mode.
     """
 
     forward_s: tuple[float, float] = (0.0, inf)
@@ -31,8 +31,9 @@ class Part:
     def halves(
         self, least_s: tuple[float, float], slack_s: tuple[float, float]
     ) -> tuple[Part, Part] | None:
-        """This part divided in two where it is widest; None if it is too narrow. No placement takes
-        less than `least_s` in either cost, and beyond `slack_s` more, nothing is gained.
+        """This part divided in two where it is widest; None if it is too narrow. `least_s` and
+        `slack_s` are (forward seconds, seconds once a step). No placement takes less than
+        `least_s`; beyond `slack_s` more, nothing is gained.
         """
         ends = self.forward_s, self.once_s
         inside = [
@@ -56,12 +57,13 @@ EVERY = Part()
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A set of placements. `allowed` restricts the strategies of ops, by class.
+    """A set of placements, by the strategies that ops may use: `allowed` restricts some ops of each
+    class.
 
-    `bounds_s` has a lower bound for each schedule. `limited` are the schedules under which memory
-    requires recomputation (None: unknown). `parts` has, by schedule, the parts with their bounds
-    that might contain a faster placement than the best known when this family, or one that contains
-    it, was bounded.
+    `bounds_s` has a lower bound in seconds for each schedule. `limited` are the schedules under
+    which memory requires recomputation (None: unknown). `parts` has, by schedule, (bound, part) of
+    the parts that might contain a faster placement than the best known. They were found when this
+    family, or one that contains it, was bounded.
     """
 
     allowed: tuple[Allowed, ...]
@@ -70,15 +72,17 @@ class Family:
     parts: Mapping[Schedule, tuple[tuple[float, Part], ...]] = field(default_factory=dict)
 
     def by_op(self, classes: Sequence[int] | None = None) -> dict[tuple[int, int], tuple[int, ...]]:
-        """The remaining strategies by (index in `classes`, op), for these classes or for all."""
+        """The remaining strategies of restricted ops, by (place in `classes`, op index). `classes`
+        are class indices; by default all.
+        """
         own = range(len(self.allowed)) if classes is None else classes
         return {
             (place, op): left for place, c in enumerate(own) for op, left in self.allowed[c].items()
         }
 
     def within(self, other: Family) -> Family | None:
-        """The intersection with another family: this family itself if nothing changes, None if it
-        is empty.
+        """The intersection with another family. Bounds are those of this family, which is returned
+        itself if nothing changes. None if the intersection is empty.
         """
         allowed = []
         for own, of in zip(self.allowed, other.allowed, strict=True):
@@ -89,12 +93,14 @@ class Family:
         return self if tuple(allowed) == self.allowed else replace(self, allowed=tuple(allowed))
 
     def key(self, classes: Sequence[int]) -> tuple:
-        """A key that distinguishes families by the strategies that they leave for these classes."""
+        """A key that is equal for families that leave the same strategies to the ops of these
+        classes.
+        """
         return tuple(tuple(sorted(self.allowed[c].items())) for c in classes)
 
 
 def narrowed(block: AnnotatedBlock, allowed: Allowed) -> AnnotatedBlock:
-    """A class whose ops have only the remaining strategies."""
+    """The class `block` with only the strategies that `allowed` leaves to its ops."""
     return replace(
         block,
         ops=tuple(
@@ -107,5 +113,7 @@ def narrowed(block: AnnotatedBlock, allowed: Allowed) -> AnnotatedBlock:
 
 
 def left_of(model: AnnotatedModel, family: Family, c: int, op: int) -> tuple[int, ...]:
-    """The strategies that a family leaves for an op of class `c`."""
+    """The indices of the strategies that a family leaves for op number `op` of class `c`; all if it
+    is not restricted.
+    """
     return family.allowed[c].get(op, tuple(range(len(model.classes[c].ops[op].strategies))))

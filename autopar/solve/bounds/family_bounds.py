@@ -35,8 +35,8 @@ ByMode = list[list[float]]
 
 @dataclass(slots=True)
 class _Costs:
-    """Minimal costs of segments, each indexed by mode and segment. `work_s` is forward and backward
-    together; `lines` charge for bytes at a price.
+    """Minimal costs of segments, each indexed [recompute mode][segment]. `work_s` is forward and
+    backward together. `lines` has, for each price of a byte, seconds plus bytes at that price.
     """
 
     costs: list[list[SegmentCost]]
@@ -44,8 +44,9 @@ class _Costs:
     lines: list[tuple[BytePrice, ByMode]]
 
     def join(self, numbers: tuple[int, ...], block: int, least: UnitMinimum) -> None:
-        """Raise the costs of a unit's block so that the unit reaches its joint minimum `least`. Any
-        extra backward may be gradients of parameters, for which no other rank waits.
+        """Raises the costs of `block`, a segment of the unit `numbers`, so that the unit reaches
+        its joint minimum `least`. Any extra backward may be gradients of parameters, for which no
+        other rank waits.
         """
         others = [number for number in numbers if number != block]
         for own, backward_s in zip(self.costs, least.backward_s, strict=True):
@@ -64,8 +65,8 @@ class _Costs:
                 of_mode[block] = max(of_mode[block], in_mode_s - sum(of_mode[n] for n in others))
 
     def limit(self, modes: int) -> None:
-        """Keep only the first `modes` modes. Seconds become the minimum over all modes, since a
-        placement may have to recompute.
+        """Keeps only the first `modes` recompute modes. Work, lines and seconds once a step become
+        the minimum over all modes, since a placement may have to recompute.
         """
         self.costs = in_first(self.costs, modes)
         self.work_s = _least_of_modes(self.work_s, modes)
@@ -86,7 +87,9 @@ class _Beside:
 
 
 class Families:
-    """Computes bounds of families of one candidate."""
+    """Computes lower bounds of families of one candidate, and splits families (`branching`). A
+    family is a set of placements.
+    """
 
     def __init__(self, facts: CandidateFacts) -> None:
         self.facts = facts
@@ -124,8 +127,8 @@ class Families:
     def row(
         self, family: Family, several: bool, modes: int, closely: bool = True, part: Part = EVERY
     ) -> UnitRow | None:
-        """A row of segments whose costs are lower bounds over the family, in the first `modes`
-        modes; None if the family is empty.
+        """A row of units (blocks with their neighbours) whose costs are lower bounds over the
+        family, in the first `modes` recompute modes. None if the family is empty.
 
         `closely`: raise the costs of blocks to the joint minimum of their unit. `part` restricts
         the bound to the placements in a part. There, the repeated block's backward takes at least
@@ -153,7 +156,9 @@ class Families:
         )
 
     def _costs(self, family: Family, several: bool, part: Part) -> _Costs | None:
-        """Costs of segments, each minimized separately."""
+        """Lower bounds on the costs of segments in the family, each cost minimized separately. None
+        if some segment has no placement in the family, or none in `part`.
+        """
         facts, keys = self.facts, self.facts.cell.keys
         found: dict[tuple[int, bool], SegmentMinimum] = {}
         for key in set(keys):
@@ -185,8 +190,9 @@ class Families:
     def _lines(
         self, found: dict[tuple[int, bool], SegmentMinimum], several: bool
     ) -> list[tuple[BytePrice, ByMode]]:
-        """Lower bounds on segment seconds plus byte prices. With `several` stages per rank,
-        segments outside of blocks are not charged for kept bytes.
+        """For each price of a byte: (price, lower bounds [recompute mode][segment] on seconds plus
+        bytes at that price). With `several` stages per rank, segments outside of blocks are not
+        charged for kept bytes, and prices for waiting micro-batches are left out.
         """
         facts, lines = self.facts, []
         for price in facts.prices:
@@ -205,8 +211,8 @@ class Families:
         return lines
 
     def _join_units(self, costs: _Costs, family: Family, several: bool) -> bool:
-        """Raise the costs of blocks to the joint minimum of their unit. Returns False if some unit
-        has no placement.
+        """Raises, in `costs`, the costs of each unit's block so that the unit reaches its joint
+        minimum. Returns False if some unit has no placement, otherwise True.
         """
         facts = self.facts
         for numbers in facts.units:
@@ -220,8 +226,9 @@ class Families:
         return True
 
     def _beside(self, family: Family) -> _Beside:
-        """The parts of a row besides segment costs. The result for the latest family is cached,
-        since it is usually requested several times.
+        """Lower bounds on messages and shared parameters of a family, and what its last segment
+        keeps at most. The result for the latest family is cached, since it is usually requested
+        several times.
         """
         if self._last_beside is None or self._last_beside[0] is not family:
             base = self.facts.first
@@ -245,7 +252,9 @@ class Families:
         return self._last_beside[1]
 
     def _least_of_payer(self, family: Family, c: int, name: str) -> tuple[int, float]:
-        """Lower bounds for a parameter of a class: (bytes, seconds once a step in any mode)."""
+        """Lower bounds for the parameter `name` of class `c` in the family: (bytes in the first
+        recompute mode, seconds once a step in any mode).
+        """
         models = list(self.facts.models.values())
         number = [op.name for op in models[0].classes[c].ops].index(name)
         left = left_of(models[0], family, c, number)
@@ -258,7 +267,9 @@ def _least_of_modes(by_mode: ByMode, modes: int) -> ByMode:
 
 
 def _most_kept(block: AnnotatedBlock) -> int:
-    """An upper bound on the bytes that a segment keeps."""
+    """An upper bound on the bytes that a segment of a class keeps for its backward: its inputs if
+    it recomputes, otherwise its saved tensors.
+    """
     if block.recompute:
         return sum(
             max(input_bytes(block, op.name, s.outputs[0]) for s in op.strategies)

@@ -41,9 +41,9 @@ _ROUNDS = 5
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A schedule as bounds see it. `each`: a step takes at least this many times the micro-batch
-    seconds of all segments. `held`: lower bounds on how many micro-batches' kept bytes each rank
-    holds. `by_ends`: for segments outside of blocks, the fraction of these micro-batches that
-    hold everything.
+    seconds of all segments. `held`: for each rank, a lower bound on how many micro-batches' kept
+    bytes it holds. `by_ends`: for segments outside of blocks, the fraction of these micro-batches
+    that hold everything.
     """
 
     each: float
@@ -52,16 +52,20 @@ class Shape:
 
     @property
     def room(self) -> float:
-        """The kept bytes that all ranks together can hold, per byte of memory of one rank."""
+        """The kept bytes of one micro-batch that all ranks together can hold, per byte of memory of
+        one rank.
+        """
         return sum(1 / held for held in self.held)
 
 
 @lru_cache(maxsize=4096)
 def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) -> Shape:
-    """The shape of a schedule. `alike`: all blocks have one class. With one stage per rank and
-    whole backwards, a rank starts when the first micro-batch has passed the ranks before it, and
-    ends correspondingly early. Therefore m t + (t of the ranks before) is minimal if all are
-    equal.
+    """The `Shape` of a schedule for a row of `units` units. `alike`: all blocks have one class.
+    Cached.
+
+    With one stage per rank and whole backwards, a rank starts when the first micro-batch has passed
+    the ranks before it, and ends correspondingly early. Therefore m t + (t of the ranks before) is
+    minimal if all are equal.
     """
     ranks, chunks = schedule.ranks, schedule.stages_per_rank
     if ranks == 1:
@@ -87,8 +91,8 @@ def shape_of(schedule: Schedule, micro_batches: int, units: int, alike: bool) ->
 
 @dataclass(slots=True)
 class Total:
-    """The total bound of one schedule of a candidate, and the placements found while searching for
-    the best price.
+    """The bound by totals of one schedule of a candidate: the prices of a byte tried so far
+    (`dual`), and the placements that were optimal at them.
     """
 
     shape: Shape
@@ -96,7 +100,7 @@ class Total:
     placements: list[Choices] = field(default_factory=list)
 
     def question(self, price: float) -> Question:
-        """The question (weights of costs) that the bound minimizes at a price of a byte."""
+        """The weights of costs whose minimum gives the bound at `price` seconds a kept byte."""
         each_step, each_rank = (
             1 / len(self.shape.held) / self.shape.each,
             price / max(self.shape.held),
@@ -106,8 +110,8 @@ class Total:
         )
 
     def bound_s(self, cost_s: float, price: float, room: float) -> float:
-        """A lower bound on step seconds, if the question's minimum is at least `cost_s` and a rank
-        has `room` bytes.
+        """A lower bound on step seconds at `price`, if the question's minimum is at least `cost_s`
+        and a rank has `room` bytes.
         """
         return self.shape.each * (cost_s - price * room * self.shape.room)
 
@@ -120,10 +124,12 @@ def raise_totals(
     capacity_bytes: int | None,
     upper_bound_s: float,
 ) -> None:
-    """Improve the price of a byte for each schedule, until its bound reaches `upper_bound_s` or
-    stops rising.
+    """Improves each total's bound in place by trying prices of a byte, until the bound reaches
+    `upper_bound_s` or stops rising. Also collects the optimal placements, and sets
+    `cell.likely_price`. Bounds become infinite if no placement is consistent.
 
-    `parameters` are cost tables of the parameters of the candidate's own `models`.
+    `parameters` are cost tables of the parameters of the candidate's own `models`. A capacity of
+    None is unlimited.
     """
     is_limited, room = capacity_bytes is not None, 0
     if capacity_bytes is not None:
@@ -168,8 +174,8 @@ def raise_totals(
 
 
 def _consistent(models: Models, choices: Choices, is_exact: bool) -> Choices | None:
-    """The placement, or None if its layouts are inconsistent, which can happen if tables were
-    split.
+    """`choices`, or None if their layouts are inconsistent. That can happen only if tables were
+    split (not `is_exact`), so only then it is checked.
     """
     if not is_exact:
         try:
@@ -180,8 +186,8 @@ def _consistent(models: Models, choices: Choices, is_exact: bool) -> Choices | N
 
 
 def leanest(tables: Tables, parameters: Sequence[Stack]) -> Choices | None:
-    """The placement that keeps and holds the fewest bytes, at any time cost; None if none is
-    consistent.
+    """The placement with the fewest bytes, kept for one micro-batch plus static, at any time cost.
+    None if none is consistent.
     """
     found = tables.least(
         [Question(forward=0.0, backward=0.0, kept=1.0, kept_by_ends=1.0, static=1.0)], parameters
@@ -193,8 +199,8 @@ def leanest(tables: Tables, parameters: Sequence[Stack]) -> Choices | None:
 
 
 def parameters_s(models: Models) -> list[tuple[float, float, float]]:
-    """By class: lower bounds in any mode on the seconds of ops that depend on dp: (forward, forward
-    and backward, once a step).
+    """For each class, lower bounds in any recompute mode on the seconds of (forward, forward and
+    backward, once a step). The first two count only ops that depend on dp.
     """
     found = []
     for blocks in zip(*(model.classes for model in models.values()), strict=True):

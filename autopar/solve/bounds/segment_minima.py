@@ -24,10 +24,10 @@ _SLACK_S = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class SegmentMinimum:
-    """Minimal costs of a segment, by mode. `work_s` is forward and backward together. `lines` has,
-    by price of a byte and mode, seconds of a micro-batch with its share of seconds once a step,
-    plus the price of bytes. `differs_s`: the smallest and largest difference in seconds once a
-    step between a mode and the first mode.
+    """Minimal costs of a segment, by recompute mode; each minimum may come from another placement.
+    `work_s` is forward and backward together. `lines` has, by price of a byte and mode, seconds of
+    a micro-batch with its share of seconds once a step, plus bytes at that price. `differs_s`: by
+    mode, the smallest and largest difference in seconds once a step from the first mode.
     """
 
     costs: tuple[SegmentCost, ...]
@@ -38,10 +38,10 @@ class SegmentMinimum:
 
 @dataclass(frozen=True, slots=True)
 class UnitMinimum:
-    """Minimal joint costs of the segments of a unit.
+    """Minimal joint costs of the segments of a unit (a block and its neighbours).
 
-    They are forward seconds, backward seconds by mode, and by mode the seconds of both
-    (`together_s[0]`) and with bytes at each price (the others).
+    They are forward seconds, and backward seconds by recompute mode. `together_s[0]` is the seconds
+    of both by mode; the other entries are the same plus bytes, at one price each.
     """
 
     forward_s: float
@@ -51,14 +51,18 @@ class UnitMinimum:
 
 @dataclass(frozen=True)
 class SegmentMinima:
-    """Computes and caches the minimal costs for one candidate, by elimination."""
+    """Computes minimal costs for one candidate by elimination, and caches them in `known` and
+    `known_units`.
+    """
 
     facts: CandidateFacts
     known: dict[tuple, SegmentMinimum | None] = field(default_factory=dict)
     known_units: dict[tuple, UnitMinimum | None] = field(default_factory=dict)
 
     def least(self, family: Family, c: int, closed: bool) -> SegmentMinimum | None:
-        """The minimal costs of a segment of a class; None if the family has no placement for it."""
+        """The minimal costs, over the family, of one segment of class `c`; None if the family has
+        no placement for it. `closed`: it reads another segment of its class. Cached.
+        """
         key = c, closed, family.key([c])
         if key not in self.known:
             self.known[key] = self._eliminated(c, closed, family)
@@ -67,8 +71,9 @@ class SegmentMinima:
     def together(
         self, family: Family, numbers: tuple[int, ...], several: bool
     ) -> UnitMinimum | None:
-        """The minimal joint costs of the segments of a unit; None if no placement is consistent.
-        `several`: for ranks with several stages.
+        """The minimal joint costs, over the family, of the unit with the segments `numbers`; None
+        if no placement is consistent. `several`: for ranks with several stages, where segments
+        outside blocks are not charged for kept bytes. Cached.
         """
         facts = self.facts
         own = [facts.first.segments[number] for number in numbers]
@@ -93,7 +98,9 @@ class SegmentMinima:
 
     @cached_property
     def questions(self) -> list[Question]:
-        """The questions whose minima are computed for a segment, each separately."""
+        """The weightings of costs (questions) whose minima `_costs` needs. Each minimum is computed
+        separately.
+        """
         modes = tuple(self.facts.models)
         asked = [
             Question(backward=0.0),
@@ -144,8 +151,8 @@ class SegmentMinima:
     def _costs(
         self, answers: Sequence[float], blocks: Sequence[AnnotatedBlock]
     ) -> tuple[SegmentCost, ...]:
-        """The minimal costs of a segment by mode, from the answers to `questions`. `blocks` has its
-        class in each mode.
+        """The minimal costs of a segment, one entry for each recompute mode, from the answers to
+        `questions`. `blocks` has its class in each mode.
         """
         forward_s, static, input_s, *rest = answers
         rest += [0.0] * (0 if self.facts.parts_backward else len(blocks))  # nothing waits
@@ -167,14 +174,14 @@ class SegmentMinima:
         )
 
     def _by_mode(self, questions: Iterable[Question]) -> list[Question]:
-        """The questions, each in every mode."""
+        """Each question once for every recompute mode, modes fastest."""
         return [
             replace(question, mode=mode) for question in questions for mode in self.facts.models
         ]
 
     def _priced(self, prices: Sequence[BytePrice]) -> list[Question]:
-        """Questions that sum a segment's micro-batch seconds, its share of seconds once a step, and
-        its kept and static bytes at each price.
+        """For each price, a question that sums a segment's micro-batch seconds, its share of
+        seconds once a step, and its kept and static bytes at that price.
         """
         return [
             Question(
@@ -192,8 +199,9 @@ class SegmentMinima:
 def above(
     least: SegmentMinimum, part: Part, micro_batches: int
 ) -> tuple[tuple[SegmentCost, ...], tuple[float, ...]]:
-    """(minimal costs by mode, forward and backward seconds together) of the placements in a part.
-    Any extra backward may be gradients of parameters, for which no other rank waits.
+    """(minimal costs by recompute mode, forward and backward seconds together by mode) of the
+    placements of `least` that are in `part`. Any extra backward may be gradients of parameters, for
+    which no other rank waits.
     """
     found, works_s, (once_least_s, once_most_s) = [], [], part.once_s
     once_least_s = max(once_least_s, least.costs[0].step_s)
@@ -217,8 +225,8 @@ def above(
 
 
 def _differs_s(first: AnnotatedBlock, block: AnnotatedBlock) -> tuple[float, float]:
-    """The smallest and largest difference in seconds once a step between `block` and `first`, over
-    all placements.
+    """The (smallest, largest) difference in seconds once a step of `block` above `first`, over all
+    placements, with a slack for rounding. Both are one class, in two recompute modes.
     """
     pairs = [
         (op.strategies, other.strategies) for op, other in zip(block.ops, first.ops, strict=True)
@@ -232,5 +240,7 @@ def _differs_s(first: AnnotatedBlock, block: AnnotatedBlock) -> tuple[float, flo
 
 
 def _again(block: AnnotatedBlock) -> int:
-    """A lower bound on the bytes that backward recomputes."""
+    """A lower bound on the bytes that backward of a segment of the class recomputes; 0 if it does
+    not recompute.
+    """
     return least_saved(block, block.inputs) if block.recompute else 0

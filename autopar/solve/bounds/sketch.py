@@ -34,9 +34,10 @@ about equal length.
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """Prefix sums over the units (one entry more than units). `forward_s` and `work_s` are lower
-    bounds on seconds per micro-batch. `lines_s` has, by price, those plus the price of what
-    blocks keep. `prices` are in seconds per kept byte. `once_s` is seconds once a step.
+    """Lower bounds over the units of a model (blocks with their neighbours), as prefix sums: one
+    entry more than units. `forward_s` and `work_s` (forward and backward) are seconds per
+    micro-batch. `lines_s` has a row for each of `prices`: `work_s` plus what blocks keep, at that
+    price in seconds per byte. `once_s` is seconds once a step.
     """
 
     forward_s: np.ndarray
@@ -47,14 +48,16 @@ class Sketch:
 
     @staticmethod
     def of_units(forward_s: Sequence[float], work_s: Sequence[float]) -> Sketch:
-        """A sketch of units with these seconds, without prices and parameters."""
+        """A sketch of units with these seconds per micro-batch, without prices and parameters."""
         none = np.zeros((0, len(work_s) + 1))
         return Sketch(sums(forward_s), sums(work_s), none.sum(axis=0), none, np.zeros(0))
 
     def with_parameters(
         self, forward_s: Sequence[float], work_s: Sequence[float], once_s: Sequence[float]
     ) -> Sketch:
-        """This sketch with lower bounds on the seconds of each unit's parameters added."""
+        """This sketch with lower bounds for the parameters of each unit: `forward_s` and `work_s`
+        are added, `once_s` replaces seconds once a step.
+        """
         more_s = sums(work_s)
         return replace(
             self,
@@ -97,8 +100,9 @@ class Sketch:
     def _taken_s(
         self, line_s: np.ndarray, work_s: np.ndarray, room: np.ndarray, held: np.ndarray | float
     ) -> np.ndarray:
-        """Lower bounds on ranks' seconds per micro-batch, from `line_s` (first axis: price) and
-        `work_s` of their units, with `room` bytes.
+        """Lower bounds on ranks' seconds per micro-batch. `line_s` (first axis: price) and `work_s`
+        are sums over the units of each rank, which has `room` bytes and holds `held` times what
+        they keep. Infinite where the room is negative.
         """
         prices = self.prices.reshape(-1, *(1 for _ in work_s.shape))
         took_s = np.maximum(work_s, (line_s - prices * (room / held)).max(axis=0, initial=0.0))
@@ -113,8 +117,9 @@ class Sketch:
         static: np.ndarray,
         waits_s: np.ndarray,
     ) -> float:
-        """The bound over all cuts, with one stage per rank. Dynamic programming over ranks and the
-        number of units so far minimizes the longest time of a rank including its waiting.
+        """The bound in seconds over all cuts, with one stage per rank. Dynamic programming over
+        ranks and the number of units so far minimizes the longest time of a rank including its
+        waiting. Infinite if no cut fits.
         """
         work_s, once_s = _between(self.work_s), _between(self.once_s)
         limits = (
@@ -143,7 +148,9 @@ class Sketch:
         static: np.ndarray,
         waits_s: np.ndarray,
     ) -> float:
-        """The bound over all deals, with several stages per rank."""
+        """The bound in seconds over all deals (`dealt_sizes`), with several stages per rank.
+        Infinite if no deal fits or there are too few units.
+        """
         ends = ends_of(self.units, schedule.ranks * schedule.stages_per_rank)
         if not len(ends):
             return np.inf
@@ -165,7 +172,8 @@ class Sketch:
         static_bytes: int,
     ) -> float:
         """An estimate, not a bound, of step seconds if all ranks have equal work: the time of the
-        rank that can keep least. `static_bytes` is over all ranks.
+        rank that can keep least. `held` is by rank, `room_bytes` of one rank, `static_bytes` over
+        all ranks.
         """
         ranks, held_most = schedule.ranks, max(held)
         room, each_s = (
@@ -184,10 +192,12 @@ class Sketch:
 
 
 def sums(of_units: Sequence[float]) -> np.ndarray:
-    """Prefix sums: the values of the units before each, and the total."""
+    """Prefix sums: entry i is the sum of the first i values; one entry more than values."""
     return np.array([0.0, *np.cumsum(of_units)])
 
 
 def _between(sums: np.ndarray) -> np.ndarray:
-    """The sums of the units from i to j, on the last two axes."""
+    """From prefix sums, an array whose last two axes are [i, j]: the sum of units i to j
+    (excluded).
+    """
     return sums[..., None, :] - sums[..., :, None]

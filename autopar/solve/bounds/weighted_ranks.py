@@ -22,7 +22,9 @@ from autopar.solve.integer_program.lp_relaxation import least_static_by_class
 
 @dataclass(slots=True)
 class Weighted:
-    """Computes `weighted_bound_s` of candidates. The arguments are those of `search_groups`."""
+    """Computes `weighted_bound_s` of candidates on devices of several kinds. The arguments are
+    those of `search_groups`; `memory` and `works` are caches.
+    """
 
     annotate: Callable[[Candidate, int], AnnotatedModel]
     capacities: Sequence[int | None]
@@ -32,7 +34,10 @@ class Weighted:
     def least_s(
         self, candidate: Candidate, alike: Candidate, cells: Sequence[Cell], schedule: Schedule
     ) -> float:
-        """The best `weighted_bound_s` over several prices of a kept byte."""
+        """The largest `weighted_bound_s` over several prices of a kept byte, in seconds; infinite
+        if a segment has no consistent placement. `cells` has the cell of the candidate on each
+        group of devices.
+        """
         micro, deal, blocks = (
             candidate.num_microbatches,
             candidate.mesh.groups,
@@ -59,8 +64,8 @@ class Weighted:
         return max(found)
 
     def _memory(self, alike: Candidate, group: int) -> tuple[np.ndarray, float]:
-        """On a group: (lower bounds on the static bytes of each segment, bytes of a device without
-        the fixed ones).
+        """On a group of devices: (lower bounds on the static bytes of each segment, bytes of a
+        device without the fixed ones). The second is infinite without a capacity. Cached.
         """
         kind = alike.holds, group
         if kind not in self.memory:
@@ -97,7 +102,7 @@ def weighted_bound_s(
     worth_s: Sequence[float] = (),
 ) -> float:
     """A lower bound on the seconds of a step whose segments take at least `work_s[rank][segment]`
-    for a micro-batch.
+    for a micro-batch. `blocks` are segment indices.
 
     Rank r computes m micro-batches and waits for the ranks before it. With t[r] the seconds of a
     micro-batch on rank r, m t[r] + (t of the ranks before) <= step; under zero bubble there is no
@@ -106,8 +111,8 @@ def weighted_bound_s(
     over the ranks that may have it. Segments before the first block are on the first rank, segments
     after the last block on the last rank. The weights make a block cost the same on every rank.
 
-    `work_s` may include kept bytes at a price; `worth_s` is then the value of the bytes that each
-    rank can keep.
+    `work_s` may include kept bytes at a price; `worth_s` is then the value in seconds of the bytes
+    that each rank can keep.
     """
     waits = not schedule.splits_backward
     later, shares = 0.0, []

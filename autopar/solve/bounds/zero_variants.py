@@ -31,7 +31,8 @@ _SAME = ("name", "inputs", "outputs", "saved", "late")
 
 def least_of(models: Sequence[AnnotatedModel]) -> AnnotatedModel:
     """A model in which each strategy has the minimum of each cost over `models`, which have the
-    same classes and strategies.
+    same classes and strategies. Communication seconds become 0. Raises ValueError if strategies
+    differ in more than their costs.
     """
     if len(models) == 1:
         return models[0]
@@ -76,8 +77,9 @@ def _least_strategy(of: Sequence[Strategy]) -> Strategy:
 
 
 def undominated_variants(of: Sequence[Models]) -> list[int]:
-    """Indices of the variants that no other variant dominates in time and memory under every
-    placement. Of equal ones, the first.
+    """Indices, ascending, of the ZeRO variants that no other variant dominates in time and memory
+    under every placement. Of equal ones, the first stays. Each variant has its models by recompute
+    mode.
     """
     return sorted(undominated(np.array([_numbers(models) for models in of])))
 

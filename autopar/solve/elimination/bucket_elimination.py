@@ -50,7 +50,8 @@ Allowed = Mapping[tuple[int, int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The weights of an objective to minimize.
+    """The weights of a sum of costs that is to be minimized over all placements (and recompute
+    modes).
 
     Attributes:
         forward: weight of forward seconds of a micro-batch.
@@ -84,8 +85,8 @@ _counted = attrgetter(*_COUNTS)
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """The minima of several questions. `cost_s` is a lower bound for each question. `is_exact`:
-    some placement reaches it.
+    """The minima of several questions. `cost_s` has a lower bound for each question. `is_exact`:
+    for each, some placement reaches it. `decode` and `counted` describe these placements.
     """
 
     cost_s: np.ndarray
@@ -102,9 +103,9 @@ class Least:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One elimination: the tables `parts` are summed, and minimizing over the first choice of
-    `scope` gives the next table. A part is (table number, order of its axes, how they align with
-    `scope`).
+    """One elimination: the tables `parts` are summed over the choices of `scope`, and minimizing
+    over the first of these gives the next table. A part is (table number, order of its axes, how
+    they align with `scope`).
     """
 
     scope: Scope
@@ -116,12 +117,12 @@ class _Step:
 
     @property
     def left(self) -> Scope:
-        """The choices of the resulting table."""
+        """The choices that the resulting table depends on: `scope` without its first."""
         return self.scope[1:]
 
     def at(self, asked: Sequence[np.ndarray], places: Mapping[int, np.ndarray]) -> np.ndarray:
-        """The cost of each value of the eliminated choice, with the other choices at `places`,
-        indexed by value and question.
+        """The cost of each value of the eliminated choice, as an array [value, question]. `asked`
+        are all tables; `places` gives the values of the other choices, by question.
         """
         total = np.zeros((1, 1))
         for number, order, axes in self.parts:
@@ -136,8 +137,8 @@ class _Step:
     def added(
         self, asked: Sequence[np.ndarray], without: int = -1, besides: Sequence[np.ndarray] = ()
     ) -> np.ndarray:
-        """The sum of the parts without the table number `without`, plus `besides`. In-place
-        addition is used only on arrays created here.
+        """The sum of the step's tables in `asked`, without table number `without`, plus the arrays
+        `besides`. Axes are the choices of `scope`, then questions.
         """
         parts = [
             asked[number].transpose(order)[axes]
@@ -157,7 +158,9 @@ class _Step:
 
 @lru_cache(maxsize=64)
 def _plan(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> tuple[_Step, ...]:
-    """The eliminations in order; the same for all models with the same structure."""
+    """The eliminations in order, for tables over the choices `scopes`; choice v has `sizes[v]`
+    values. A choice has several steps if its tables were too large together (`_split`). Cached.
+    """
     # choice -> tables that it is in
     of: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
     known = list(scopes)
@@ -175,9 +178,11 @@ def _plan(scopes: tuple[Scope, ...], sizes: tuple[int, ...]) -> tuple[_Step, ...
 
 
 def _step(variable: int, parts: Sequence[int], known: Sequence[Scope]) -> _Step:
-    """The elimination of `variable` from the tables `parts`, largest first. The eliminated choice
-    is the first axis, so that the minimum runs over whole blocks of memory. The choices in most
-    parts are last, so that sums run over many entries at once.
+    """The elimination of the choice `variable` from the tables with the numbers `parts`, largest
+    first. `known` has the choices of each table.
+
+    The eliminated choice is the first axis, so that the minimum runs over whole blocks of memory.
+    The choices in most parts are last, so that sums run over many entries at once.
     """
     shared = Counter(v for number in parts for v in known[number])
     scope = (variable, *sorted(shared.keys() - {variable}, key=lambda v: (shared[v], v)))
@@ -202,10 +207,11 @@ sets that occur together. An order that keeps tables small does so for nearly an
 
 
 def _order(scopes: Sequence[Scope], sizes: tuple[int, ...]) -> list[int]:
-    """An order of choices that keeps tables small.
+    """An order in which to eliminate all choices, which keeps tables small. Choice v has `sizes[v]`
+    values.
 
-    Models with the same structure differ in few tables, so an order is usually good for all of
-    them. It is computed again if it makes tables larger than it did before.
+    Models with the same structure differ in few tables, so a cached order is usually good for all
+    of them. A new one is computed if the cached ones make tables over 6/5 times as large as before.
     """
     known: list[set[int]] = []
     for scope in sorted(set(scopes), key=lambda scope: (-len(scope), scope)):
@@ -228,9 +234,9 @@ def _order(scopes: Sequence[Scope], sizes: tuple[int, ...]) -> list[int]:
 
 
 def _found_order(scopes: Sequence[Scope], sizes: Sequence[int]) -> tuple[list[int], float]:
-    """(an order, the total entries of its tables). Each step takes the choice that newly joins the
-    fewest pairs of values (weighted min-fill). Of several such orders with random tie-breaking,
-    the one with the smallest tables is returned.
+    """(an order of all choices, the total entries of its tables). Each step takes the choice that
+    newly joins the fewest pairs of values (weighted min-fill). Of `_ATTEMPTS` orders with random
+    tie-breaking, the one with the fewest entries is returned.
     """
     found: tuple[list[int], float] = [], inf
     for attempt in range(_ATTEMPTS):
@@ -248,8 +254,8 @@ def _beside(scopes: Sequence[Scope], count: int) -> dict[int, set[int]]:
 
 
 def _join(beside: dict[int, set[int]], v: int) -> set[int]:
-    """Eliminate a choice from the graph of co-occurring choices. Returns its neighbours, which
-    become connected.
+    """Eliminates choice `v` from `beside`, the graph of choices that occur together, in place.
+    Returns its neighbours, which are now connected to each other.
     """
     own = beside.pop(v)
     for u in own:
@@ -258,7 +264,9 @@ def _join(beside: dict[int, set[int]], v: int) -> set[int]:
 
 
 def _entries_of(order: Sequence[int], scopes: Sequence[Scope], sizes: Sequence[int]) -> int:
-    """Total entries of all tables of an order."""
+    """Total entries of all tables that arise if choices are eliminated in `order`. Choice v has
+    `sizes[v]` values.
+    """
     beside = _beside(scopes, len(sizes))
     return sum(sizes[v] * prod([sizes[u] for u in _join(beside, v)]) for v in order)
 
@@ -266,7 +274,9 @@ def _entries_of(order: Sequence[int], scopes: Sequence[Scope], sizes: Sequence[i
 def _one_order(
     scopes: Sequence[Scope], sizes: Sequence[int], random: Random, noise: float, most: float
 ) -> tuple[list[int], float] | None:
-    """(an order, total entries of its tables); None unless they are fewer than `most`."""
+    """(an order by weighted min-fill, total entries of its tables); None unless they are fewer than
+    `most`. `noise` 1 multiplies each score by a random factor from 1 to 2; 0 adds nothing.
+    """
     beside = _beside(scopes, len(sizes))
 
     def score(v: int) -> float:
@@ -295,7 +305,9 @@ def _one_order(
 
 
 def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int]) -> list[list[int]]:
-    """The tables in groups, each of whose sum is not too large."""
+    """The table `numbers` in groups, so that the sum of each group has at most `LARGEST` entries. A
+    table that is larger alone is a group by itself.
+    """
     groups: list[tuple[list[int], set[int]]] = []
     for number in sorted(numbers, key=lambda n: -len(known[n])):
         for group, scope in groups:
@@ -317,7 +329,8 @@ class Tables(CostTables):
         parameters: Sequence[Stack] = (),
         allowed: Allowed | None = None,
     ) -> Least | None:
-        """The minimal costs of placements for these questions; None if no placement is consistent.
+        """The minimal costs of placements for these questions, with functions that name the
+        placements. None if no placement is consistent.
 
         `parameters` are cost tables of the parameters of a model with the same classes (see
         `CostTables.parameters`). `allowed` restricts the strategies of some ops.
@@ -343,8 +356,9 @@ class Tables(CostTables):
     def _least_apart(
         self, questions: Sequence[Question], parameters: Sequence[Stack], allowed: Allowed | None
     ) -> Least | None:
-        """`least` for each question separately. If a table is split, only one part knows which
-        modes a question excludes.
+        """`least` for each question separately, joined into one result; None if one of them has no
+        consistent placement. It is used if a table is split: only one part then knows which modes a
+        question excludes.
         """
         apart = [self.least([question], parameters, allowed) for question in questions]
         found = [least for least in apart if least is not None]
@@ -365,8 +379,9 @@ class Tables(CostTables):
         parameters: Sequence[Stack] = (),
         allowed: Allowed | None = None,
     ) -> dict[tuple[int, int], np.ndarray]:
-        """For each (class, op) with a choice: the minimal cost over placements in which the op uses
-        each strategy, by question and strategy. {} if tables were split.
+        """For each (class, op) with a choice: an array [question, strategy] of the minimal cost
+        over placements in which the op uses the strategy. Strategies that are not `allowed` cost
+        infinity. {} if tables were split.
         """
         eliminated = self._eliminated(questions, parameters, allowed or {})
         if eliminated.is_split:
@@ -418,7 +433,9 @@ class Tables(CostTables):
         return _eliminated(scopes, asked, self.sizes, left)
 
     def _named(self, chosen: Mapping[int, int]) -> tuple[Choices, tuple[str, ...]]:
-        """The names of strategies and modes."""
+        """(for each class, op name -> strategy name; for each class, its recompute mode). `chosen`
+        maps a choice to its value; others have their first value.
+        """
         choices = tuple(
             {
                 op.name: op.strategies[chosen.get(self.op_of[c, o], 0)].name
@@ -433,10 +450,10 @@ class Tables(CostTables):
 
 @dataclass(frozen=True, slots=True)
 class _Eliminated:
-    """The state after eliminating all choices. `asked` has the tables over the choices of `scopes`,
-    followed by the result of each step. Their last axis is questions (length 1 if equal for
-    all). `left` has the values of restricted choices; `sizes` has how many values each choice
-    has.
+    """The tables after eliminating all choices. `asked` has the tables over the choices of
+    `scopes`, followed by the result of each step. Their last axis is questions (length 1 if equal
+    for all). `left` has the allowed values of restricted choices; `sizes` has how many values each
+    choice has.
     """
 
     steps: tuple[_Step, ...]
@@ -447,11 +464,15 @@ class _Eliminated:
 
     @property
     def is_split(self) -> bool:
-        """Whether a table was split."""
+        """Whether some choice was eliminated in several parts, because its tables were too large
+        together. The minimum is then only a lower bound.
+        """
         return len({step.variable for step in self.steps}) < len(self.steps)
 
     def whole(self, without: int = -1) -> np.ndarray:
-        """The final minimum, by question, without the table number `without`."""
+        """The final minimum by question, or one number for all: the sum of the tables that no step
+        has read. Table number `without` is left out.
+        """
         gone = {without, *(number for step in self.steps for number, *_ in step.parts)}
         return sum(
             (found.reshape(-1) for number, found in enumerate(self.asked) if number not in gone),
@@ -459,7 +480,7 @@ class _Eliminated:
         )
 
     def chosen(self, questions: int) -> dict[int, np.ndarray]:
-        """The value of each choice in the optimal placement, by question."""
+        """For each choice, an array of its value in the optimal placement of each question."""
         places: dict[int, np.ndarray] = {}
         # of a table that was split, all parts
         for _, steps in groupby(reversed(self.steps), key=attrgetter("variable")):
@@ -476,9 +497,9 @@ class _Eliminated:
         }
 
     def least_with(self, wanted: Iterable[int]) -> dict[int, np.ndarray]:
-        """For each choice in `wanted`: the minimal total with each of its values, by value and
-        question. The forward pass is in the steps' tables; a backward pass from last to first
-        adds the rest.
+        """For each choice in `wanted`: the minimal total with each of its values, as an array
+        [value, question]. The forward pass is in the steps' tables; a backward pass from last to
+        first adds the rest.
         """
         first, found = len(self.asked) - len(self.steps), {}
         reader = {
@@ -505,8 +526,9 @@ class _Eliminated:
 
 
 def _least_over(total: np.ndarray, scope: Scope, left: Scope) -> np.ndarray:
-    """The minimum over all choices of `scope` except `left`, with axes in the order of `left`. One
-    axis at a time is faster.
+    """The minimum of `total` over all choices of `scope` except `left`, with axes in the order of
+    `left` and questions last. `total` has an axis for each choice of `scope`, then one for
+    questions.
     """
     axes = list(scope)
     while gone := [v for v in axes if v not in left]:
@@ -521,8 +543,9 @@ def _eliminated(
     all_sizes: Sequence[int],
     left: Mapping[int, list[int]],
 ) -> _Eliminated:
-    """Eliminate all choices. `all_sizes` has the number of values of each choice; `left` restricts
-    some.
+    """Eliminates all choices from the tables `asked`, which depend on the choices `scopes`, and
+    appends each result to `asked`. `all_sizes` has the number of values of each choice. `left` has
+    the allowed values of some.
     """
     steps, sizes = _plan(tuple(scopes), tuple(all_sizes)), list(all_sizes)
     for variable, values in left.items():

@@ -48,7 +48,7 @@ _parts_of = attrgetter("forward_s", "backward_s", "backward_weight_s", "step_s",
 @dataclass(frozen=True)
 class Table:
     """A cost table. `entries` has an axis of parts, then one for each choice of `scope`. `counts`
-    names the question fields that weight the parts.
+    names the fields of `Question` that weight the parts.
     """
 
     scope: Scope
@@ -57,8 +57,8 @@ class Table:
 
 
 class Stack:
-    """Tables of one kind with their entries concatenated, so that they are weighted together.
-    Forbidden combinations are infinite in the tables of `WAYS`, for any weights.
+    """Tables whose parts have the same `counts`, with their entries concatenated, so that they are
+    weighted together. Entries that are infinite (forbidden) stay so under any weights.
     """
 
     def __init__(self, tables: Sequence[Table]) -> None:
@@ -74,8 +74,8 @@ class Stack:
         self._entries[barred] = 0.0
 
     def asked(self, weights: np.ndarray) -> Iterator[np.ndarray]:
-        """The entries of each table, weighted by `weights` (question, part). The last axis is
-        questions.
+        """The entries of each table, one array after the other, weighted by `weights` [question,
+        part]. Axes are the table's choices, then questions.
         """
         found = self._entries @ weights.T
         found[self._barred] = np.inf
@@ -85,8 +85,8 @@ class Stack:
             start = end
 
     def counted(self, name: str, places: Mapping[int, np.ndarray]) -> np.ndarray:
-        """The total of one part, by question, if the choices are at `places` (choice -> values by
-        question).
+        """The total of part `name` over all tables, by question. `places` maps a choice to its
+        values by question; others have value 0.
         """
         own, start, total = self._entries[:, self.counts.index(name)], 0, np.zeros(1)
         for scope, end, shape in zip(self.scopes, self._ends, self._shapes, strict=True):
@@ -99,7 +99,7 @@ class Stack:
 
 
 def stacked(tables: Sequence[Table]) -> list[Stack]:
-    """The tables as one stack for each kind."""
+    """The tables grouped by `counts`, one stack for each group."""
     kinds: dict[tuple[str, ...], list[Table]] = defaultdict(list)
     for table in tables:
         kinds[table.counts].append(table)
@@ -108,8 +108,8 @@ def stacked(tables: Sequence[Table]) -> list[Stack]:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A choice, and for each of its values a strategy of an op that looks the same to others (-1:
-    no choice).
+    """A choice that stands for an op's strategy as others see it. `strategies` has, for each value
+    of the choice, one strategy that looks so. `variable` is -1 if there is only one value.
     """
 
     variable: int
@@ -121,10 +121,12 @@ class CostTables:
     keeps most first.
 
     `sizes` has the number of values of each choice. `op_of` and `mode_of` give the choice of an
-    op's strategy and of a class's mode (-1: only one value). `seen` maps a choice that represents
-    an op's strategy to what is seen, by strategy. `is_exact`: no table was split. `with_late`: also
-    count bytes that stay between two parts of a backward. `ways_alone`: count only seconds of
-    forward and backward.
+    op's strategy and of a class's mode (-1: only one value). `seen` maps a choice that stands for
+    an op's strategy to (the op's choice, what is seen of each strategy). `is_exact`: no table was
+    split.
+
+    `with_late`: also count bytes that stay between two parts of a backward. `ways_alone`: count
+    only seconds of forward and backward.
     """
 
     def __init__(self, models: Models, with_late: bool = False, ways_alone: bool = False) -> None:
@@ -160,8 +162,9 @@ class CostTables:
         self.stacks = stacked(self.tables)
 
     def parameters(self, models: Models) -> list[Stack]:
-        """Cost tables of the parameters, and of calls that depend on dp, in models with the same
-        classes.
+        """Cost tables of the parameters, and of calls whose cost depends on dp, in `models` (by
+        recompute mode). These must have the same classes as this one's models; its own tables leave
+        these costs out.
         """
         found, base = [], next(iter(models.values()))
         for c, block in enumerate(base.classes):
@@ -173,14 +176,18 @@ class CostTables:
         return stacked(found)
 
     def _choice(self, size: int) -> int:
-        """The number of a new choice with `size` values; -1 if there is only one value."""
+        """Adds a choice with `size` values and returns its number. Returns -1, and adds none, if
+        there is only one value.
+        """
         if size == 1:
             return -1
         self.sizes.append(size)
         return len(self.sizes) - 1
 
     def _blocks(self, c: int) -> list[AnnotatedBlock]:
-        """A class in each of its modes."""
+        """Class `c` in each of its recompute modes; only in the first if it has no choice of
+        modes.
+        """
         return [
             model.classes[c] for model in (self.models if c in self.mode_of else self.models[:1])
         ]
@@ -188,8 +195,9 @@ class CostTables:
     def _table(
         self, variables: Sequence[int], entries: np.ndarray, counts: tuple[str, ...]
     ) -> Table:
-        """A table over `variables` in any order (-1: no choice). `entries` has an axis of parts
-        before them.
+        """A table over the choices `variables`, in any order; its scope is sorted. `entries` has an
+        axis of parts, then one for each of them. A variable -1 is no choice and its axis is
+        dropped; a repeated one becomes one axis.
         """
         places = sorted(range(len(variables)), key=lambda place: variables[place])
         entries = entries.transpose(0, *(place + 1 for place in places))
@@ -206,8 +214,9 @@ class CostTables:
     def _by_mode(
         self, c: int, entries: np.ndarray, variables: list[int], counts: tuple[str, ...]
     ) -> list[Table]:
-        """The table of a class, as a list, with its mode as an additional first choice; [] if all
-        entries are zero. `entries` is indexed by part, mode, and variables.
+        """A list with the table of class `c`, with its recompute mode as an additional choice; []
+        if all entries are zero. `entries` is indexed [part, mode, variables...]. If they are equal
+        for all modes, the mode is left out.
         """
         if not entries.any():
             return []
@@ -268,8 +277,10 @@ class CostTables:
         readers: dict[str, list[tuple[int, int]]],
         kept: list[dict[str, dict[int, np.ndarray]]],
     ) -> dict[tuple[int, str], _View]:
-        """Smaller choices for what others see of an op's strategy, through a value that several ops
-        read or save.
+        """For each (op, value) of class `c` that others read or save: a smaller choice for what
+        they see of the op's strategy. Left out where all strategies look different.
+
+        Adds these choices, with tables that tie them to the op's own choice.
         """
         found = {}
         for (o, value), parts in _seen_by_others(base, readers, kept).items():
@@ -288,7 +299,9 @@ class CostTables:
         return found
 
     def _add_ops(self, c: int, blocks: list[AnnotatedBlock]) -> None:
-        """Add the costs of each op by itself."""
+        """Adds tables of the costs that each op of class `c` has by itself. Ops that follow dp are
+        left out (see `parameters`).
+        """
         for o, op in enumerate(blocks[0].ops):
             if not op.follows_dp:
                 entries = blocks[0].count * _entries([block.ops[o].strategies for block in blocks])
@@ -306,7 +319,10 @@ class CostTables:
         views: dict[tuple[int, str], _View],
         counted: str,
     ) -> None:
-        """Add the bytes that a class keeps, by mode; each tensor counts once."""
+        """Adds tables of the bytes in `kept` (by mode: tensor -> op -> bytes by strategy) for
+        `count` segments. A tensor counts once, at its largest size among the chosen strategies.
+        `counted` is the field of `Question` that weights them.
+        """
         by_scope: dict[tuple[int, ...], np.ndarray] = {}
         for mode, of_mode in enumerate(kept):
             for key, by_op in of_mode.items():
@@ -340,7 +356,7 @@ class CostTables:
             )
 
     def _add_edge(self, edge: BoundaryEdge) -> None:
-        """Add the conversions between segments of an edge."""
+        """Adds the seconds of layout changes along an edge between two classes."""
         source, target = self.base.classes[edge.source], self.base.classes[edge.target]
         o = _place(source, source.outputs[edge.source_output])
         r = _place(target, target.inputs[edge.target_input])
@@ -364,8 +380,13 @@ class CostTables:
         conversions: list[dict[tuple[Layout, Layout], Conversion]],
         variables: list[int],
     ) -> None:
-        """Add the conversions of a value from its producer's layout to those that its readers
-        need.
+        """Adds the seconds of converting a value from its producer's layout to those that its
+        readers need; each needed layout is paid once. Nothing is added if no strategy needs a
+        conversion.
+
+        `have` are layouts by strategy of the producer, `needs` by reader and its strategy.
+        `conversions` are by recompute mode of class `c`. `variables` are the choices of the
+        producer and each reader.
         """
         link = _link_of(tuple(have), tuple(map(tuple, needs)))
         if link.is_free:
@@ -404,7 +425,9 @@ class CostTables:
             self.tables.append(self._table([mode, *variables], total, WAYS))
 
     def _add_tie(self, group: tuple[tuple[int, str], ...]) -> None:
-        """Require the same placement for tied parameters."""
+        """Adds tables that forbid different placements of the parameters in `group`, which are one
+        tensor.
+        """
         (c, name), *others = group
         first = _place(self.base.classes[c], name)
         placed = [s.outputs[0].value for s in self.base.classes[c].ops[first].strategies]
@@ -422,8 +445,8 @@ def _seen_by_others(
     readers: dict[str, list[tuple[int, int]]],
     kept: list[dict[str, dict[int, np.ndarray]]],
 ) -> dict[tuple[int, str], list[list]]:
-    """For each (op, value) that several ops read or save: what each of these sees of the op's
-    strategies, by strategy.
+    """For each (op, value) that several ops read or save: lists with one entry for each strategy of
+    the op. Each list is what is seen of them, a layout or bytes.
     """
     seen: dict[tuple[int, str], list[list]] = defaultdict(list)
     sizes_of = [
@@ -450,14 +473,16 @@ def _seen_by_others(
 
 
 def _entries(of_modes: Sequence[Sequence[Strategy]]) -> np.ndarray:
-    """The costs named in `_HELD`, by part, mode and strategy."""
+    """The costs named in `_HELD`, as an array [part, mode, strategy]. `of_modes` has the strategies
+    of an op in each recompute mode.
+    """
     by_mode = np.array([list(map(_parts_of, strategies)) for strategies in of_modes], dtype=float)
     return by_mode.transpose(2, 0, 1)
 
 
 def _kept(block: AnnotatedBlock) -> dict[str, dict[int, np.ndarray]]:
-    """For each tensor that a segment keeps until its backward: op -> bytes by strategy. For a
-    recomputed class, these are its inputs.
+    """For each tensor that a segment keeps until its backward: op index -> array of bytes by
+    strategy. For a recomputed class, the tensors are its inputs.
     """
     found: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     if block.recompute:
@@ -471,8 +496,8 @@ def _kept(block: AnnotatedBlock) -> dict[str, dict[int, np.ndarray]]:
 
 
 def _late(block: AnnotatedBlock) -> dict[str, dict[int, np.ndarray]]:
-    """For each tensor that a segment holds between two parts of a backward: op -> bytes by
-    strategy.
+    """For each tensor that a segment holds between two parts of a backward: op index -> array of
+    bytes by strategy.
     """
     return _by_key([[strategy.late for strategy in op.strategies] for op in block.ops])
 
@@ -489,17 +514,18 @@ def _by_key(of_ops: Sequence[Sequence[Sequence[Saved]]]) -> dict[str, dict[int, 
 
 
 def _where(allowed: np.ndarray) -> np.ndarray:
-    """Entries (forward, backward seconds) that forbid everything not `allowed`."""
+    """An array of (forward, backward) seconds: 0 where `allowed`, infinite elsewhere."""
     return np.repeat(np.where(allowed, 0.0, np.inf)[None], 2, axis=0)
 
 
 @dataclass(frozen=True)
 class _Link:
-    """How produced and needed layouts meet. It is shared by all values whose producer and readers
-    have the same strategies.
+    """Which layouts a value's producer makes and its readers need. It is shared by all values whose
+    producer and readers have the same strategies.
 
-    `pairs` lists all (made, wanted) pairs of distinct layouts, by made, then by wanted. `rows` and
-    `places` give the index of the layout for each strategy, of the producer and of each reader.
+    `made` and `wanted` are the distinct layouts. `rows` and `places` give the index of the layout
+    for each strategy, of the producer and of each reader. `pairs` lists all (made, wanted)
+    combinations.
     """
 
     made: tuple[Layout, ...]
@@ -513,8 +539,8 @@ class _Link:
 
     @cached_property
     def needed(self) -> list[np.ndarray]:
-        """For each wanted layout, a boolean array over the readers' strategies: whether some reader
-        needs it.
+        """For each wanted layout, a boolean array with one axis for each reader's strategies:
+        whether some reader needs that layout.
         """
         return [
             np.logical_or.reduce(np.meshgrid(*(at == n for at in self.places), indexing="ij"))
@@ -531,7 +557,9 @@ class _Link:
     def prices(
         self, conversions: dict[tuple[Layout, Layout], Conversion]
     ) -> list[tuple[float, float]]:
-        """Seconds (forward, backward) of each of `pairs`; infinite if impossible."""
+        """Seconds (forward, backward) of each of `pairs`: 0 for equal layouts, infinite for an
+        impossible conversion.
+        """
         found = []
         for pair in self.pairs:
             conversion = conversions.get(pair)
@@ -548,8 +576,8 @@ class _Link:
 
 @lru_cache(maxsize=4096)
 def _link_of(have: tuple[Layout, ...], needs: tuple[tuple[Layout, ...], ...]) -> _Link:
-    """The link between `have` (layouts by strategy of the producer) and `needs` (layouts by reader
-    and its strategy).
+    """The `_Link` between `have` (the producer's layout by strategy) and `needs` (by reader, its
+    layout by strategy). Cached.
     """
     made, wanted = tuple(dict.fromkeys(have)), tuple(dict.fromkeys(chain.from_iterable(needs)))
     places = tuple(np.array([wanted.index(layout) for layout in need]) for need in needs)

@@ -57,8 +57,8 @@ Moment = tuple[dict[int, int], int]
 
 @dataclass(slots=True)
 class Program:
-    """A 0/1 program. Variables are numbered. The only integer variable is `transient` (bytes, at
-    most `transient_max`); -1 means there is none.
+    """A 0/1 program. Variables are numbered from 0, and `add` appends one. The only integer
+    variable is `transient` (bytes, at most `transient_max`); -1 means there is none.
     """
 
     model: AnnotatedModel
@@ -76,14 +76,14 @@ class Program:
     has_memory: bool = True  # whether size_bytes is complete; False where no capacity can bind
 
     def add(self, cost_s: float = 0.0, size_bytes: int = 0) -> int:
-        """Add a variable with these costs, and return its number."""
+        """Adds a 0/1 variable with these costs, and returns its number."""
         self.cost_s.append(cost_s)
         self.size_bytes.append(size_bytes)
         return len(self.cost_s) - 1
 
     @property
     def constant_s(self) -> float:
-        """Seconds that do not depend on choices."""
+        """Seconds of a step that do not depend on choices."""
         return self.model.fixed_s
 
     @property
@@ -92,13 +92,17 @@ class Program:
         return self.model.fixed_bytes
 
     def room_bytes(self, capacity_bytes: int | None) -> int:
-        """Bytes available to choices. Raises ValueError if there is no capacity."""
+        """Bytes of the capacity that are left for choices: without the constant bytes. Raises
+        ValueError if there is no capacity.
+        """
         if capacity_bytes is None:
             raise ValueError("capacity_bytes is None: memory has no limit")
         return capacity_bytes - self.constant_bytes
 
     def choices(self, chosen: list[int]) -> Choices:
-        """The placement given by the variables at 1, as strategy names."""
+        """The placement given by `chosen`, the variables at 1: for each class, op name -> strategy
+        name.
+        """
         names: Choices = tuple({} for _ in self.model.classes)
         for variable in chosen:
             if variable in self.strategy_of:
@@ -109,8 +113,8 @@ class Program:
 
 
 def formulate(model: AnnotatedModel, capacity_bytes: int | None) -> Program | OpRef:
-    """The program of `model`. If no consistent choice of layouts exists, an op that is left without
-    a strategy.
+    """The program of `model`. If no consistent choice of layouts exists, (class index, op index) of
+    an op that is left without a strategy.
 
     The memory constraint is left out (`has_memory` is False) if `capacity_bytes` is None or no
     choice can exceed it.
@@ -133,8 +137,8 @@ def formulate(model: AnnotatedModel, capacity_bytes: int | None) -> Program | Op
 
 
 def formulate_between(model: AnnotatedModel, domains: Domains) -> Program:
-    """A program of how segments of `model` depend on each other: edges, ties, and strategies, which
-    cost nothing here.
+    """A program of how segments of `model` depend on each other: edges, with their conversion
+    costs, and ties. Strategies are variables too, but cost nothing here.
     """
     program = Program(model)
     x = _add_strategies(program, domains)
@@ -148,8 +152,9 @@ def formulate_between(model: AnnotatedModel, domains: Domains) -> Program:
 def formulate_segment(
     model: AnnotatedModel, index: int, domains: Domains
 ) -> tuple[Program, dict[int, int], Moment]:
-    """For one segment of class `index`: (its program, with its static and kept bytes as
-    `size_bytes`; the bytes that it keeps, by variable; what its backward needs besides).
+    """The program of one segment of class `index`, whose `size_bytes` are static and kept bytes.
+    Returns (the program, the bytes that the segment keeps by variable, the bytes that its backward
+    needs besides).
     """
     classes = tuple(replace(block, count=1) for block in model.classes)
     program, domains = (
@@ -190,7 +195,9 @@ def _add_strategies(program: Program, domains: Domains) -> dict[tuple[OpRef, int
 def _indicators(
     x: dict, domain: tuple[int, ...], ref: OpRef, labels: tuple
 ) -> dict[Layout, Indicator]:
-    """For each label, the indicator of the strategies of `ref` that have it."""
+    """For each label, the variables of the strategies of `ref` that have it. `labels` has the label
+    (a layout) of each strategy; `x` has the variable of each (op, strategy).
+    """
     found: dict = defaultdict(tuple)
     for s in domain:
         found[labels[s]] += (x[ref, s],)
@@ -198,8 +205,8 @@ def _indicators(
 
 
 def _add_group(program: Program, x: dict, domains: Domains, links: list[Link]) -> None:
-    """Add links that read one value: a joint choice for each link, and one payment per distinct
-    conversion.
+    """Adds links that read one value. Each gets variables for the joint choice of its ends, and
+    each distinct conversion is paid once.
     """
     price_s = links[0].price_s
     readers: dict[tuple[Layout, Layout], list[Indicator]] = defaultdict(list)
@@ -224,7 +231,10 @@ def _add_group(program: Program, x: dict, domains: Domains, links: list[Link]) -
 def _add_link(
     program: Program, x: dict, domains: Domains, link: Link, need: dict[Layout, Indicator]
 ) -> dict[tuple, Indicator]:
-    """For each (layout delivered, layout needed), the indicator of this joint choice."""
+    """Adds variables for the joint choice of a link's ends, unless one end has no choice. Returns,
+    for each possible (layout delivered, layout needed), its indicator. {} if all combinations are
+    possible and free.
+    """
     have = _indicators(x, domains[link.source], link.source, link.source_layouts)
     if len(have) == 1:
         return {(a, d): indicator for a in have for d, indicator in need.items()}
@@ -253,7 +263,9 @@ def _add_ties(program: Program, x: dict, domains: Domains, tie: Tie) -> None:
 
 
 def _add_memory(program: Program, x: dict, domains: Domains) -> None:
-    """Add the bytes of every class, and the transient of backward."""
+    """Adds the bytes that every class keeps, and the variable `transient`, the peak of backward;
+    fills `program.segments`.
+    """
     model, freed = program.model, {}
     kept, moments = zip(
         *(_add_bytes(program, x, domains, c) for c in range(len(model.classes))), strict=True
@@ -272,8 +284,8 @@ def _add_memory(program: Program, x: dict, domains: Domains) -> None:
 def _add_bytes(
     program: Program, x: dict, domains: Domains, c: int
 ) -> tuple[dict[int, int], Moment]:
-    """Add the bytes that the segments of class `c` keep. Returns, for one segment by variable,
-    (what it keeps, what its backward needs besides).
+    """Adds the bytes that all segments of class `c` keep to `program.size_bytes`. Returns, for one
+    segment, (bytes kept, by variable; what its backward needs besides).
     """
     block = program.model.classes[c]
     saved = _add_saved(program, x, domains, c, block.inputs if block.recompute else ())
@@ -284,7 +296,9 @@ def _add_bytes(
 
 
 def _input_sizes(program: Program, x: dict, domains: Domains, c: int) -> dict[int, int]:
-    """Bytes of the inputs of one segment of class `c`, by variable."""
+    """Bytes of the inputs that one segment of class `c` keeps, by the variable of their
+    strategy.
+    """
     block = program.model.classes[c]
     refs = [((c, number), op) for number, op in enumerate(block.ops) if op.name in block.inputs]
     return {
@@ -297,8 +311,9 @@ def _input_sizes(program: Program, x: dict, domains: Domains, c: int) -> dict[in
 def _add_saved(
     program: Program, x: dict, domains: Domains, c: int, without: Sequence[str]
 ) -> dict[int, int]:
-    """Bytes by variable that sum to what one segment of class `c` saves, except the values in
-    `without`.
+    """Bytes by variable whose sum, over variables at 1, is what one segment of class `c` saves.
+    Values in `without` are left out. A tensor that several ops save gets variables of its own,
+    which are added.
     """
     sizes = _saved_sizes(program.model, domains, c, without)
     bytes_of: dict[int, int] = defaultdict(int)
@@ -325,7 +340,9 @@ def _add_saved(
 def _saved_sizes(
     model: AnnotatedModel, domains: Domains, c: int, without: Sequence[str]
 ) -> dict[str, dict[OpRef, dict[int, int]]]:
-    """For class `c`: saved key -> op -> strategy -> bytes."""
+    """For class `c`: key of a saved tensor -> op -> strategy -> bytes. Values in `without` are left
+    out; so are strategies that do not save it.
+    """
     sizes: dict[str, dict[OpRef, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for o, op in enumerate(model.classes[c].ops):
         for s in domains[c, o]:
@@ -351,7 +368,7 @@ def _largest_saved(
 
 
 def _largest_memory(model: AnnotatedModel, domains: Domains) -> int:
-    """An upper bound on the memory of any choice."""
+    """An upper bound on the bytes that any choice needs."""
     total, transient = model.fixed_bytes, 0
     for c, block in enumerate(model.classes):
         total += block.count * sum(

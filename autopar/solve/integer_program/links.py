@@ -25,8 +25,8 @@ Domains = dict[OpRef, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A connection from `source` to `target`. The layout lists give the layout that each strategy
-    delivers or needs.
+    """One read of a value: op `target` reads what op `source` makes. The layout lists give the
+    layout that each strategy delivers or needs.
 
     Links of one `group` read one value and share the price of a conversion. `price_s` maps a pair
     of different layouts to seconds per step, over all segments and micro-batches. A missing pair is
@@ -41,14 +41,16 @@ class Link:
     price_s: dict[tuple[Layout, Layout], float]
 
     def allows(self, have: Layout | Placement, need: Layout | Placement) -> bool:
-        """Whether this combination of layouts is possible."""
+        """Whether a value in layout `have` can be read in layout `need`: they are equal, or a
+        conversion exists.
+        """
         return have == need or (have, need) in self.price_s
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Two parameter ops that store one tensor. The layout lists give the placement that each
-    strategy stores.
+    """Two parameter ops that store one tensor, which must have one placement. The layout lists give
+    the placement that each strategy stores.
     """
 
     source: OpRef
@@ -57,13 +59,13 @@ class Tie:
     target_layouts: tuple[Placement, ...]
 
     def allows(self, have: Layout | Placement, need: Layout | Placement) -> bool:
-        """Whether this combination of placements is possible."""
+        """Whether the two placements are equal."""
         return have == need
 
 
 def find_links(model: AnnotatedModel) -> list[Link]:
-    """All links of `model`. Raises ValueError for a value that is read but not produced, and for an
-    invalid cost.
+    """All links of `model`: those inside each class, then those between segments. Raises ValueError
+    for a value that is read but not produced, and for an invalid cost.
     """
     return [
         *(link for index in range(len(model.classes)) for link in block_links(model, index)),
@@ -72,7 +74,7 @@ def find_links(model: AnnotatedModel) -> list[Link]:
 
 
 def edge_links(model: AnnotatedModel) -> Iterator[Link]:
-    """The links between segments."""
+    """One link for each edge between classes, in the order of `model.edges`."""
     for number, edge in enumerate(model.edges):
         source, output = _op_named(
             model, edge.source, model.classes[edge.source].outputs[edge.source_output]
@@ -92,7 +94,9 @@ def edge_links(model: AnnotatedModel) -> Iterator[Link]:
 
 
 def find_ties(model: AnnotatedModel) -> list[Tie]:
-    """Ties from the first member of each group to the others."""
+    """For each group of parameters that are one tensor: a tie from the first member to each other
+    one.
+    """
     ties = []
     for group in model.ties:
         (first, first_op), *others = [_op_named(model, index, name) for index, name in group]
@@ -105,7 +109,9 @@ def find_ties(model: AnnotatedModel) -> list[Tie]:
 
 
 def block_links(model: AnnotatedModel, index: int) -> Iterator[Link]:
-    """The links inside a class."""
+    """One link for each value that an op of class `index` reads. Raises ValueError for a value
+    without a producer.
+    """
     block = model.classes[index]
     producer = {
         value: (number, slot)
@@ -144,7 +150,9 @@ def _prices(
 
 
 def check_cost(cost_s: float, where: str) -> None:
-    """Raise ValueError unless a cost is finite and not negative."""
+    """Raises ValueError unless a cost in seconds is finite and not negative. `where` names it in
+    the message.
+    """
     if not (isfinite(cost_s) and cost_s >= 0):
         raise ValueError(
             f"{where} costs {cost_s} s; a cost is finite and not negative (leave impossible choices out)"
@@ -164,8 +172,8 @@ def reduce_domains(
     ties: list[Tie],
     allowed: Domains | None = None,
 ) -> Domains | OpRef:
-    """The strategies that may occur in an optimum, for time or for memory. If layouts cannot be
-    made consistent, an op that has none.
+    """For each op, the strategies that may occur in an optimum, for time or for memory. If layouts
+    cannot be made consistent, (class, op) of an op that has none left.
 
     `models` differ only in the costs of strategies. `allowed` restricts the strategies of some ops.
     Two kinds of strategies are removed: those dominated in all models by one with the same layouts,
@@ -207,8 +215,8 @@ def reduce_domains(
 def _undominated(
     strategies: Sequence[Sequence[Strategy]], allowed: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The strategies of an op that no other one can replace, among those `allowed` (None: all).
-    `strategies` is indexed by model, then strategy.
+    """Indices of the strategies of an op that no other one dominates in all models, among those
+    `allowed` (None: all). Of equal ones the first stays. `strategies` is indexed [model][strategy].
     """
     numbers = range(len(strategies[0])) if allowed is None else allowed
 
@@ -230,7 +238,9 @@ def _undominated(
 
 
 def _dominates(a: Strategy, b: Strategy) -> bool:
-    """Whether `a` can replace `b` in any choice without costing more time or memory."""
+    """Whether `a` has the same layouts as `b` and costs no more time, static bytes or saved bytes.
+    It can then replace `b` in any choice.
+    """
     if (
         (a.inputs, a.outputs) != (b.inputs, b.outputs)
         or a.step_s > b.step_s

@@ -33,9 +33,9 @@ side).
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """Lower bounds: `bound_s` on the time of every placement that fits, `bound_bytes` on the memory
-    of every placement (0 if not computed, because the LP has a solution). `chosen` lists the
-    variables at 1 if the LP's solution is integral, otherwise None.
+    """Lower bounds from a linear program. `bound_s` holds for the time of every placement that
+    fits. `bound_bytes` holds for the memory of every placement; it is 0 where it was not needed.
+    `chosen` lists the variables at 1 if the solution is integral, otherwise None.
     """
 
     bound_s: float
@@ -44,8 +44,8 @@ class Relaxation:
 
 
 def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
-    """Rigorous lower bounds of `program` by linear programming. If nothing is left to choose, the
-    only placement.
+    """Rigorous lower bounds of `program` by linear programming. If each op has one strategy left,
+    the only placement with its exact cost.
     """
     if all(len(indicator) == 1 for indicator in program.exactly_one):
         return _decided(program)
@@ -82,7 +82,9 @@ def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
 
 
 def _decided(program: Program) -> Relaxation:
-    """The only placement of a program whose ops have one strategy each."""
+    """The cost of the only placement of a program whose ops have one strategy each, as a
+    `Relaxation`.
+    """
     chosen = {variable for (variable,) in program.exactly_one}
     chosen |= {
         implied for indicator, implied in program.implied if not chosen.isdisjoint(indicator)
@@ -99,7 +101,9 @@ def _decided(program: Program) -> Relaxation:
 
 
 def _rows(program: Program, scale: float) -> list[Row]:
-    """All constraints except the capacity."""
+    """All constraints of `program` except the capacity. Byte coefficients are divided by
+    `scale`.
+    """
     rows = [([(v, 1.0) for v in indicator], True, 1.0) for indicator in program.exactly_one]
     rows += [
         ([*((v, 1.0) for v in indicator), (implied, -1.0)], False, 0.0)
@@ -118,7 +122,7 @@ def _rows(program: Program, scale: float) -> list[Row]:
 
 def _solve(cost: np.ndarray, rows: list[Row], upper: np.ndarray) -> tuple[float, np.ndarray | None]:
     """(a rigorous lower bound of min cost @ v subject to `rows` and 0 <= v <= upper; the LP's
-    solution, or None if GLOP found none).
+    solution by variable). If GLOP finds no solution: (0, None).
     """
     scale = max(float(cost.max(initial=0.0)), 1e-300)
     # filled row by row, which is half the time of pywraplp's own calls
@@ -164,7 +168,9 @@ def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: np.
 
 
 def quick_time_bound(model: AnnotatedModel) -> float:
-    """A lower bound on seconds: every op with its cheapest strategy, and free conversions."""
+    """A lower bound on the step seconds of any placement: every op with its cheapest strategy, and
+    free conversions.
+    """
     total = [model.fixed_s]
     for block in model.classes:
         for op in block.ops:
@@ -179,8 +185,8 @@ def quick_time_bound(model: AnnotatedModel) -> float:
 
 
 def quick_memory_bound(model: AnnotatedModel) -> int:
-    """A lower bound on bytes: every op with its smallest static bytes, and every tensor saved by
-    only one op with its smallest size.
+    """A lower bound on the bytes of any placement: every op with its smallest static bytes, and
+    saved tensors as in `least_saved`.
 
     What the last segment keeps plus the transient is at least what either peak of backward needs.
     """
@@ -202,7 +208,7 @@ def quick_memory_bound(model: AnnotatedModel) -> int:
 
 
 def least_static(model: AnnotatedModel) -> int:
-    """A lower bound on the static bytes of all segments."""
+    """A lower bound on the static bytes of all segments together."""
     return sum(
         block.count * size
         for block, size in zip(model.classes, least_static_by_class(model), strict=True)
@@ -210,7 +216,7 @@ def least_static(model: AnnotatedModel) -> int:
 
 
 def least_static_by_class(model: AnnotatedModel) -> list[int]:
-    """Lower bounds on the static bytes of a segment of each class."""
+    """For each class, a lower bound on the static bytes of one of its segments."""
     return [
         sum(min(s.static_bytes for s in op.strategies) for op in block.ops)
         for block in model.classes
@@ -218,8 +224,9 @@ def least_static_by_class(model: AnnotatedModel) -> list[int]:
 
 
 def least_saved(block: AnnotatedBlock, without: Sequence[str] = ()) -> int:
-    """A lower bound on saved bytes. A key that some op saves under every strategy is always saved,
-    with at least the largest of those ops' smallest sizes.
+    """A lower bound on the bytes that one segment saves, without the values in `without`. A key
+    that some op saves under every strategy is always saved, with at least the largest of those ops'
+    smallest sizes.
     """
     least: dict[str, int] = {}
     for op in block.ops:

@@ -43,18 +43,19 @@ own LP, represent such integers exactly.
 
 
 class SolverAuditError(RuntimeError):
-    """The solver's result and its independent price disagree. This is a bug in autopar, never an
-    error in the input.
+    """Raised if the solver's result and its independent price disagree. This is a bug in autopar,
+    never an error in the input.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A placement, its exact price, and a proved lower bound on the time of every placement that
-    fits.
+    """A placement (`choices`: for each class, op name -> strategy name), its exact price, and
+    `bound_s`, a proved lower bound on the time of every placement that fits.
 
-    In a pipeline, `priced` and `bound_s` cover all stages together, and `pipelined` has the time of
-    a step.
+    `status` is 'optimal' if price and bound agree, otherwise 'feasible'. In a pipeline, `priced`
+    and `bound_s` cover all stages together, and `pipelined` has the time of a step; otherwise it is
+    None.
     """
 
     status: str  # 'optimal' | 'feasible'
@@ -67,12 +68,12 @@ class Solution:
 
     @property
     def time_s(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a step, in the pipeline if there is one."""
         return self.pipelined.time_s if self.pipelined else self.priced.time_s
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the fullest device."""
+        """Peak bytes of the fullest device."""
         return max(self.pipelined.memory_bytes) if self.pipelined else self.priced.memory_bytes
 
     @property
@@ -87,7 +88,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(time - bound) / time."""
+        """(time - bound) / time of a step; 0 if the time is 0."""
         return (self.time_s - self.bound_s) / self.time_s if self.time_s > 0 else 0.0
 
 
@@ -118,8 +119,8 @@ class Infeasible:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model's program and its relaxation: a lower bound, computed before deciding whether to
-    solve.
+    """A model's 0/1 program and its LP relaxation, which is a lower bound. It is computed before
+    the decision whether to solve.
     """
 
     model: AnnotatedModel
@@ -129,7 +130,7 @@ class Prepared:
 
     @property
     def fits_not(self) -> bool:
-        """Whether the relaxation already proves that nothing fits."""
+        """Whether the relaxation already proves that no placement fits into the capacity."""
         return self.capacity_bytes is not None and self.relaxed.bound_bytes > self.capacity_bytes
 
 
@@ -162,7 +163,9 @@ def solve_placement(
 
 
 def prepare(model: AnnotatedModel, capacity_bytes: int | None) -> Prepared | Infeasible:
-    """The program and relaxation of `model`."""
+    """The program of `model` and its LP relaxation. An `Infeasible` with reason 'layouts' if no
+    choice of layouts is consistent.
+    """
     start = time.perf_counter()
     program = formulate(model, capacity_bytes)
     if isinstance(program, tuple):
@@ -178,7 +181,9 @@ def solve_prepared(
     upper_bound_s: float | None = None,
     workers: int = 1,
 ) -> Solution | Infeasible:
-    """Like `solve_placement`, but if nothing fits, the least memory is not computed."""
+    """Like `solve_placement`, for a program that is already made. If nothing fits, the result has
+    reason 'memory' without the least memory.
+    """
     start = time.perf_counter()
     program, relaxed, capacity_bytes = prepared.program, prepared.relaxed, prepared.capacity_bytes
     if prepared.fits_not:
@@ -223,8 +228,11 @@ def solve_prepared(
 def smallest_memory(
     model: AnnotatedModel, capacity_bytes: int, time_limit_s: float = 30.0, workers: int = 1
 ) -> Infeasible:
-    """The least memory of any placement, as the result for a model that does not fit into
-    `capacity_bytes`.
+    """An `Infeasible` that tells how little memory a placement can need: reason 'memory' with that
+    placement and its bytes. Reason 'layouts' if there is no placement, 'time limit' if none was
+    found in time.
+
+    It minimizes memory even if the model would fit. `capacity_bytes` is only named in the message.
     """
     start = time.perf_counter()
     program = formulate(model, capacity_bytes=-1)
@@ -281,8 +289,9 @@ def _minimise_time(
     upper_bound_s: float | None,
     workers: int,
 ) -> _Result:
-    """Run CP-SAT on quantized costs. It runs again with a finer quantum if one huge cost made the
-    first too coarse.
+    """Runs CP-SAT on costs that are rounded down to whole quanta. It runs again with a finer
+    quantum if one huge cost made the first too coarse, and returns the second result if that is
+    finished.
     """
     first = _minimise_quantised(
         program, capacity_bytes, deadline, upper_bound_s, upper_bound_s, workers
@@ -362,7 +371,9 @@ def quantise(
 
 
 def _cp_model(program: Program) -> tuple[cp_sat.CpModel, list]:
-    """The variables and constraints of `program`, without capacity and objective."""
+    """(a CP-SAT model with the constraints of `program`, without capacity and objective; its
+    variables, by number).
+    """
     built = cp_sat.CpModel()
     variables = [built.new_bool_var("") for _ in program.cost_s]
     if program.transient >= 0:
@@ -379,8 +390,9 @@ def _cp_model(program: Program) -> tuple[cp_sat.CpModel, list]:
 def constrain(
     built: cp_sat.CpModel, program: Program, variables: list, number: cp_sat.LinearExprT = 1
 ) -> None:
-    """Add the constraints on the 0/1 variables of `number` copies of `program`. `variables` has,
-    for each variable, how many copies set it to 1.
+    """Adds to `built` the constraints on the 0/1 variables of `number` copies of `program`.
+    `variables` has, for each variable, how many copies set it to 1. Moments of backward are not
+    added.
     """
     is_one = isinstance(number, int)
     for indicator in program.exactly_one:
@@ -398,7 +410,9 @@ def constrain(
 
 
 def cp_solver(time_limit_s: float, workers: int) -> cp_sat.CpSolver:
-    """A CP-SAT solver with reproducible results."""
+    """A CP-SAT solver with this time limit and number of threads. Results are reproducible unless
+    the time limit is reached.
+    """
     solver = cp_sat.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.random_seed = 0
@@ -416,7 +430,9 @@ def cp_solver(time_limit_s: float, workers: int) -> cp_sat.CpSolver:
 
 
 def chosen_of(program: Program, solver: cp_sat.CpSolver, variables: list) -> list[int]:
-    """The variables at 1, without the transient."""
+    """The numbers of the variables that are 1 in the solver's solution, without
+    `program.transient`.
+    """
     return [
         v
         for v, variable in enumerate(variables)
@@ -435,8 +451,8 @@ def _solution(
 
 
 def _audit(found: Solution, capacity_bytes: int | None, result: _Result) -> None:
-    """Raise SolverAuditError if a solution exceeds the capacity, costs more than CP-SAT's
-    objective plus its rounding error, or costs less than CP-SAT's bound.
+    """Raises SolverAuditError in three cases. The solution exceeds the capacity, costs more than
+    CP-SAT's objective plus its rounding error, or costs less than CP-SAT's bound.
     """
     slack_s = 1e-12 * found.time_s
     if capacity_bytes is not None and found.memory_bytes > capacity_bytes:

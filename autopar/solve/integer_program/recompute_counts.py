@@ -47,9 +47,10 @@ from autopar.solve.integer_program.placement_solver import chosen_of, constrain,
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The best placement found (`choices`; None: none) with an upper bound on its time, and a lower
-    bound on all placements that fit and take less than requested. `counts` has, for each class,
-    the number of segments in each mode.
+    """The result of `solve_together`. `choices` is the best placement found (None: none), `time_s`
+    an upper bound on its seconds. `bound_s` is a lower bound on all placements that fit and take at
+    most what was requested. `counts` has, for each class, the number of segments in each recompute
+    mode.
     """
 
     choices: Choices | None
@@ -60,8 +61,9 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class _ModePart:
-    """The segments of a class in one mode: `number` times `factor` of them. `variables` are copies
-    of those of `program`, `number` times.
+    """The segments of class `index` in one recompute mode: `number` (at most `most`) times `factor`
+    of them. `variables` has, for each variable of `program`, how many of the `number` copies set it
+    to 1.
     """
 
     index: int
@@ -88,7 +90,8 @@ def solve_together(
     allowed: Domains | None = None,
 ) -> Together:
     """The fastest placement that fits into `capacity_bytes` and takes at most `upper_bound_s`, with
-    its best modes.
+    the number of segments of each class in each recompute mode. Its `choices` are None if there is
+    none or none was found in time.
 
     `models` has the model annotated for each recompute mode, the one that keeps most first. Layers
     may use any mode, other segments only the first. `allowed` restricts the strategies of some ops.
@@ -143,7 +146,10 @@ def _add_classes(
     domains: Domains,
     strategies: Mapping[tuple[OpRef, int], cp_sat.IntVar],
 ) -> list[_ModePart]:
-    """Add the segments of each class in each mode, with one strategy for all of them."""
+    """Adds to `built` the segments of each class in each recompute mode, with one strategy for all
+    segments of a class. Returns the parts, by class and then mode. `strategies` has the variable of
+    each (op, strategy).
+    """
     base = next(iter(models.values()))
     layers, parts = {base.segments[number] for number in blocks_of(base)}, []
     for index, block in enumerate(base.classes):
@@ -184,7 +190,10 @@ def _add_classes(
 def _add_memory(
     built: cp_sat.CpModel, parts: list[_ModePart], room_bytes: int, last: int | None
 ) -> None:
-    """Add the constraint that static and kept bytes and the peak of backward fit together."""
+    """Adds the constraint that static bytes, kept bytes and the peak of backward together are at
+    most `room_bytes`. `last` is the class of the model's last segment, which frees what it keeps
+    before others reach their peak.
+    """
     largest = max(
         sum(sizes.values()) + constant for sizes, constant in (part.moment for part in parts)
     )
@@ -209,8 +218,8 @@ def _add_memory(
 def _add_there(
     built: cp_sat.CpModel, part: _ModePart
 ) -> tuple[cp_sat.IntVar, dict[int, cp_sat.IntVar]]:
-    """(whether the part has any segments, the variables for one of them that its peak depends
-    on).
+    """Adds 0/1 variables for one segment of a part. Returns (whether the part has any segments, by
+    variable of `program` that its peak depends on: whether some segment sets it).
     """
     there = built.new_bool_var("")
     built.add(part.number <= part.most * there)

@@ -18,12 +18,13 @@ NOBODY = -1
 
 
 class Board:
-    """Numbers that all processes of a search can read and write. `is_shared`: whether there will be
-    several processes.
+    """Numbers that all processes of a search can read and write. They lie in shared memory if
+    `is_shared`, that is, if there will be several processes.
 
     By candidate: `owner` (the process that refines it), `bound_s` and `estimate_s` (once it is
-    opened). By cell: `opener`. By kind of candidates: `too_much`, the smallest micro-batch for
-    which nothing fits. It also has the process ids of the working processes.
+    opened). By cell (candidates whose ops cost the same): `opener`. By kind of candidates:
+    `too_much`, the smallest micro-batch for which nothing fits. By process: `busy`, 1 while it
+    opens candidates. Also the ids of the working processes.
     """
 
     def __init__(self, candidates: int, cells: int, kinds: int, is_shared: bool) -> None:
@@ -64,25 +65,27 @@ class Board:
 
     @property
     def best_s(self) -> float:
-        """Seconds of the best placement that any process has found."""
+        """Step seconds of the fastest placement that any process has found; infinite if none."""
         return float(self._best[0])
 
     def found(self, time_s: float) -> None:
-        """Record the time of a placement that was found."""
+        """Records a placement that takes `time_s`: lowers `best_s` to it if that is larger."""
         with self._alone():
             self._best[0] = min(self._best[0], time_s)
 
     def lose(self, best_s: float) -> None:
-        """Reset the best time to `best_s` after a process died with its plan."""
+        """Sets the best time to `best_s`, after a process died with its plan."""
         with self._alone():
             self._best[0] = best_s
 
     def is_free(self, most: int) -> bool:
-        """Whether another process may work, if `most` may work at once."""
+        """Whether fewer than `most` living processes work, so that another one may."""
         return sum(map(_is_alive, self._working.astype(int).tolist())) < most
 
     def enter(self, process: int | None = None) -> None:
-        """Record that a process works; by default this one."""
+        """Records that a process works, by its id; by default this process. Does nothing if all
+        places are taken.
+        """
         process = process or os.getpid()
         with self._alone():
             free = (
@@ -94,16 +97,16 @@ class Board:
                 self._working[place] = process
 
     def leave(self, process: int | None = None) -> None:
-        """Record that a process no longer works; by default this one. A dead process does not count
-        in any case.
+        """Records that a process no longer works, by its id; by default this process. A dead
+        process does not count in any case.
         """
         process = process or os.getpid()
         with self._alone():
             self._working[self._working == process] = 0
 
     def take(self, numbers: np.ndarray, place: int, who: int) -> bool:
-        """Claim entry `place` of `numbers` (`owner` or `opener`) for `who`, if it is free. Returns
-        whether `who` has it.
+        """Claims entry `place` of `numbers` (`owner` or `opener`) for the process `who`, if it is
+        free. Returns whether `who` has it now.
         """
         if numbers[place] == NOBODY:
             with self._alone():
@@ -112,8 +115,8 @@ class Board:
         return bool(numbers[place] == who)
 
     def waiting(self, below_s: float) -> int | None:
-        """The most promising opened candidate that no process refines; None if none can be faster
-        than `below_s`.
+        """The index of the opened candidate with the lowest estimate among those that no process
+        refines. None if none has a bound below `below_s`.
         """
         estimate_s = np.where(
             (self.owner == NOBODY) & (self.bound_s < below_s), self.estimate_s, inf
@@ -122,8 +125,8 @@ class Board:
         return number if len(estimate_s) and estimate_s[number] < inf else None
 
     def give_up(self, who: int, best_s: float) -> None:
-        """Free everything that a process had, and reset the best time to `best_s`, since its plan
-        is lost.
+        """Frees all candidates and cells of the process `who`, which died, and sets the best time
+        to `best_s`, since its plan is lost.
         """
         with self._alone():
             self.busy[who] = 0
@@ -133,8 +136,8 @@ class Board:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """A context in which no other process writes. The lock of a process that dies is
-        released.
+        """A context in which no other process writes to the board. The lock of a process that dies
+        is released.
         """
         if self._file is None:
             yield

@@ -95,7 +95,8 @@ def search(
     progress: Callable[[str], None] | None = None,
     cell_of: Callable[[Candidate], Hashable] = lambda candidate: candidate,
 ) -> SearchResult:
-    """The fastest placement over all candidates.
+    """The fastest placement over all candidates, with a lower bound on all of them. Devices are of
+    one kind.
 
     Args:
         candidates: the candidates to search.
@@ -118,7 +119,9 @@ def driver_of(
     progress: Callable[[str], None],
     cell_of: Callable[[Candidate], Hashable],
 ) -> Driver:
-    """A search that has not started. The arguments are those of `search`."""
+    """A search over candidates that has not started; `run()` starts it. The arguments are those of
+    `search`.
+    """
     members = _solved_together(candidates)
     entries = [
         Entry(candidates[first], tuple(candidates[n] for n in others)) for first, *others in members
@@ -151,9 +154,9 @@ def driver_of(
 
 
 def _solved_together(candidates: Sequence[Candidate]) -> list[list[int]]:
-    """Indices of candidates, grouped by which are solved together.
-
-    In a pipeline, ZeRO stages that shard differ little, so they are solved together.
+    """Lists of candidate indices, one list for each group that is solved together. In a pipeline,
+    joint candidates that differ only in a ZeRO stage above 0 form a group, since they differ
+    little. All others are alone.
     """
     together: dict[Hashable, list[int]] = {}
     for number, c in enumerate(candidates):
@@ -163,8 +166,8 @@ def _solved_together(candidates: Sequence[Candidate]) -> list[list[int]]:
 
 
 def _order(entries: Sequence[Entry]) -> list[int]:
-    """Indices of candidates in the order of opening: small micro-batches first, with all meshes
-    mixed, so that all kinds of meshes are opened if time runs out.
+    """Indices of entries in the order of opening: small micro-batches first, with all meshes mixed
+    at random (a fixed seed). All kinds of meshes are then opened if time runs out.
     """
     random = Random(0)
     meshes = dict.fromkeys(entry.candidate.mesh for entry in entries)
@@ -177,10 +180,10 @@ def _order(entries: Sequence[Entry]) -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class UniformRefiner:
-    """The `Refiner` for devices of one kind.
+    """The `Refiner` for devices of one kind: opens, bounds and solves candidates.
 
-    `cells` has the cell index of each entry. `kinds` has its kind: entries of one kind hold the
-    same bytes of parameters.
+    `cells` has the cell index of each entry (ops of one cell cost the same). `kinds` has its kind:
+    entries of one kind hold the same bytes of parameters. `known_cells` and `held` are caches.
     """
 
     opening_share = 0.5
@@ -201,7 +204,10 @@ class UniformRefiner:
     due: int = _TURNS  # after this many raised bounds, the next candidate is solved out of turn
 
     def open(self, number: int) -> None:
-        """Find the first bound of a candidate."""
+        """Finds the first lower bound of entry `number`, ignoring memory or by the cheapest
+        strategies. Closes it as infeasible if a smaller micro-batch of its kind is known not to
+        fit.
+        """
         entry = self.state.entries[number]
         candidate, most = entry.candidate, self.state.board.too_much[self.kinds[number]]
         if candidate.is_joint and candidate.micro_batch > most:
@@ -218,7 +224,9 @@ class UniformRefiner:
             bound_quickly(entry, model, self.capacity_bytes)
 
     def _solver(self, entry: Entry, number: int) -> UniformSolver:
-        """The solver of a candidate, with the data that it shares with others of its cell."""
+        """A new solver of a joint candidate. It shares the cell with index `number` with other
+        candidates; the cell is made if it is new.
+        """
         candidate, cells, annotate = entry.candidate, self.known_cells, self.annotate
 
         def model_of(
@@ -237,7 +245,8 @@ class UniformRefiner:
         )
 
     def advance(self, number: int, at_once: bool) -> None:
-        """Raise the bound of a candidate, or solve it. Both are done if `at_once`, and for the
+        """One step of entry `number`: raises its bound, solves it, or splits its families. Steps
+        are repeated until it is solved or cannot be the best if `at_once`. The same holds for the
         first promising candidate of each mesh, since a plan prunes others.
         """
         entry, state = self.state.entries[number], self.state
@@ -282,8 +291,9 @@ class UniformRefiner:
             self._narrow(entry, solver)
 
     def _sketch(self, entry: Entry, solver: UniformSolver, kind: int) -> None:
-        """Bound a candidate by its cell's sketch, and by the bytes of parameters that candidates of
-        its kind hold.
+        """Raises the bound of an entry by its cell's sketch, with the bytes of parameters that its
+        `kind` holds. Closes it as infeasible if these bytes, or those of a smaller micro-batch, do
+        not fit.
         """
         candidate, cell, too_much = entry.candidate, solver.bounds.cell, self.state.board.too_much
         entry.bounds_left -= 1
@@ -306,7 +316,9 @@ class UniformRefiner:
         )
 
     def _narrow(self, entry: Entry, solver: UniformSolver) -> None:
-        """Split some families of a candidate."""
+        """Splits some families of placements of an entry. Closes it instead if enough were split in
+        the search and its bound is within 0.1 % of the best time.
+        """
         splits = sum(one.splits for one in self.state.entries)
         is_close = entry.bound_s >= (1 - _CLOSE) * self.state.best_s
         if is_close and splits >= max(_MOST_SPLITS, self.raised // _BOUNDS):
@@ -318,8 +330,9 @@ class UniformRefiner:
         self._lengthen(entry)
 
     def _lengthen(self, entry: Entry) -> None:
-        """Set a candidate's priority: unsolved ones that may contain a good plan go first, then
-        those that were not often split in vain.
+        """Sets how much longer than its bound the candidate's step is expected to be
+        (`lengthened`), which orders the queue. It is a larger part of the distance to the best
+        time, the more families were split in vain.
         """
         entry.lengthened, best_s = 0.0, self.state.best_s
         if best_s < inf and entry.bound_s > 0:
@@ -327,8 +340,8 @@ class UniformRefiner:
             entry.lengthened = max(best_s / entry.bound_s - 1, 0.0) * part
 
     def _count_solved(self, entry: Entry) -> None:
-        """Count a solved candidate. While no plan is known, the next one is due soon; otherwise
-        later.
+        """Counts a solved candidate, and notes that its mesh was tried. While no plan is known, the
+        next one is solved soon; otherwise later.
         """
         self.dived.add(shape_of(entry.candidate))
         self._set_in_vain(self.in_vain + (self.state.best_s < inf))
@@ -366,8 +379,9 @@ class UniformRefiner:
         return found
 
     def _least_memory(self, candidate: Candidate, bound_bytes: int, limit_s: float) -> Infeasible:
-        """The memory of the leanest placement of a candidate; in a pipeline at least
-        `bound_bytes`.
+        """An `Infeasible` with the bytes of the leanest placement of a candidate, in the recompute
+        mode that keeps least. In a pipeline, it has the bytes of the fullest rank with even stages,
+        and `bound_bytes` as its bound.
         """
         model = self.annotate(replace(candidate, recompute=candidate.modes[-1]))
         threads = self.state.limits.threads

@@ -28,8 +28,8 @@ from autopar.solve.search.candidate_models import CandidateModels
 
 @dataclass
 class CandidateBounds:
-    """Bounds on one candidate. `by_schedule` has a lower bound on step seconds for each
-    schedule.
+    """Lower bounds on one candidate. `by_schedule` has the step seconds for each schedule; methods
+    raise it. `cell` is shared by candidates whose ops cost the same.
     """
 
     models: CandidateModels
@@ -48,19 +48,23 @@ class CandidateBounds:
         self.by_schedule[schedule] = max(self.by_schedule[schedule], bound_s)
 
     def below(self, upper_bound_s: float) -> dict[Schedule, float]:
-        """The schedules, with bounds, whose bound is below `upper_bound_s`."""
+        """The schedules whose bound is below `upper_bound_s`, with their bounds."""
         return {s: known_s for s, known_s in self.by_schedule.items() if known_s < upper_bound_s}
 
     @cached_property
     def totals(self) -> dict[Schedule, Total]:
-        """The bound by totals for each schedule; `raise_by_totals` improves it."""
+        """For each schedule, its bound by totals over all ranks, not evaluated yet;
+        `raise_by_totals` improves it.
+        """
         first = self.models.first
         micro, units = first.num_microbatches, len(blocks_of(first))
         return {s: Total(shape_of(s, micro, units, self.cell.alike)) for s in self.schedules}
 
     @cached_property
     def families(self) -> Families:
-        """The bounds of families of placements."""
+        """The object that bounds and splits families (sets) of placements of this candidate. It
+        uses the best prices of a byte of `totals`.
+        """
         held = [held for total in self.totals.values() for held in total.shape.held if held]
         price = max(total.dual.best_price for total in self.totals.values())
         # a rank may be short of memory where all together are not
@@ -77,12 +81,14 @@ class CandidateBounds:
 
     @cached_property
     def parameters(self) -> list[Stack]:
-        """Tables of lower bounds on the costs of parameters, by class."""
+        """Cost tables of the parameters, with the minimum over ZeRO stages (see
+        `CostTables.parameters`).
+        """
         return self.cell.tables.parameters(self.models.least)
 
     def glance(self, micro_batches: int) -> float:
-        """A lower bound without a memory limit, from the cell alone. Only the cell is annotated for
-        it.
+        """Sets `by_schedule` to bounds from the cell alone, without a memory limit, and returns the
+        lowest one in seconds. Only the cell is annotated for it.
         """
         self.by_schedule = {s: self.cell.glance_s(s, micro_batches) for s in self.schedules}
         return self.least_s
@@ -94,7 +100,8 @@ class CandidateBounds:
         micro_batches: int,
         upper_bound_s: float,
     ) -> tuple[float, float]:
-        """(a lower bound from the cell's sketch, an estimate of step seconds).
+        """Raises `by_schedule` by the cell's sketch, for schedules below `upper_bound_s`. Returns
+        (the lowest bound, an estimate of step seconds).
 
         `static_bytes` has, for each class, a lower bound on the static bytes of a segment.
         """
@@ -123,8 +130,8 @@ class CandidateBounds:
         return self.least_s, likely_s
 
     def raise_by_totals(self, upper_bound_s: float) -> tuple[float, float]:
-        """(a lower bound by a sketch with parameters and by totals, an estimate of step
-        seconds).
+        """Raises `by_schedule` by a sketch with parameters and by totals, for schedules below
+        `upper_bound_s`. Returns (the lowest bound, an estimate of step seconds).
         """
         least, first, cell = self.models.least, self.models.first, self.cell
         of_class = parameters_s(least)
@@ -144,7 +151,7 @@ class CandidateBounds:
 
     def possible(self, upper_bound_s: float) -> Family:
         """The family of all placements, without strategies for which totals prove that no placement
-        with them is faster than `upper_bound_s`.
+        with them takes less than `upper_bound_s`.
         """
         root = self.families.root()
         totals = [self.totals[schedule] for schedule in self.below(upper_bound_s)]
@@ -168,8 +175,8 @@ class CandidateBounds:
         return root
 
     def likely(self, family: Family) -> Choices | None:
-        """The optimal placement of a family at the best known price of a byte, under its best
-        schedule; None if none is consistent.
+        """The placement of a family that is optimal at the best known price of a byte, under the
+        schedule with the family's lowest bound. None if none is consistent.
         """
         total = self.totals[min(family.bounds_s, key=family.bounds_s.__getitem__)]
         question = total.question(total.dual.best_price)
@@ -177,5 +184,7 @@ class CandidateBounds:
         return None if found is None else found.decode(0)[0]
 
     def is_consistent(self, family: Family) -> bool:
-        """Whether some placement of a family is consistent between segments."""
+        """Whether some placement of a family has layouts that can be converted everywhere, also
+        between segments.
+        """
         return self.cell.tables.least([Question()], self.parameters, family.by_op()) is not None

@@ -16,39 +16,43 @@ ModelOf = Callable[[str], AnnotatedModel]
 
 @dataclass(frozen=True)
 class CandidateModels:
-    """The models of a candidate, each annotated on first use.
+    """The annotated models of a candidate, each made on first use.
 
-    `variants_of` has a function for each ZeRO stage. `modes` are the allowed recompute modes, the
-    one that keeps most first.
+    `variants_of` has one function for each ZeRO stage, from a recompute mode to a model. `modes`
+    are the allowed recompute modes, the one that keeps most first.
     """
 
     variants_of: tuple[ModelOf, ...]
     modes: tuple[str, ...]
 
     def least_of(self, mode: str) -> AnnotatedModel:
-        """A model with the minimum of each cost over all ZeRO stages, in a recompute mode."""
+        """The model in recompute mode `mode`, with the minimum of each cost over all ZeRO
+        stages.
+        """
         return least_of([model_of(mode) for model_of in self.variants_of])
 
     @cached_property
     def least(self) -> Models:
-        """`least_of` for each mode."""
+        """For each recompute mode, the model of `least_of`."""
         return {mode: self.least_of(mode) for mode in self.modes}
 
     @property
     def first(self) -> AnnotatedModel:
-        """`least_of` for the mode that keeps most."""
+        """The model of `least_of` in the recompute mode that keeps most."""
         return self.least[self.modes[0]]
 
     @cached_property
     def variants(self) -> dict[int, Models]:
-        """The models of each ZeRO stage that is not dominated, by its index."""
+        """For each ZeRO stage that no other one dominates, by its index: its models by recompute
+        mode.
+        """
         found = [{mode: model_of(mode) for mode in self.modes} for model_of in self.variants_of]
         return {number: found[number] for number in undominated_variants(found)}
 
     @cached_property
     def hiding(self) -> dict[int, bool]:
-        """For each ZeRO stage by index: whether recomputation hides communication
-        (`recompute_mix.hides`).
+        """For each ZeRO stage of `variants`, by index: whether recomputation can hide communication
+        of parameters (`recompute_mix.hides`).
         """
         return {number: hides(models) for number, models in self.variants.items()}
 

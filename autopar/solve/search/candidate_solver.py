@@ -9,7 +9,8 @@ from autopar.solve.search.staged_placement import Staged
 
 
 class CandidateSolver(Protocol):
-    """Bounds and solves one candidate: placement, schedule, stages and recompute modes together.
+    """Bounds and solves one candidate: placement, schedule, stages and recompute modes together. A
+    protocol, without code.
 
     Bounds are lower bounds on step seconds of all placements. Only plans that take less than
     `upper_bound_s` are searched.
@@ -18,14 +19,17 @@ class CandidateSolver(Protocol):
     frontier: Frontier | None  # the families that are left, once the root is bounded
 
     def raise_bounds(self, upper_bound_s: float) -> tuple[float, float]:
-        """(a lower bound, an estimate of step seconds)."""
+        """Raises the bound by a formula. Returns (a lower bound, an estimate of step seconds)."""
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
-        """(the best of some plans, a lower bound)."""
+        """Stages some placements. Returns (the best plan below `upper_bound_s`, or None; a lower
+        bound on all placements).
+        """
 
     def narrow(
         self, upper_bound_s: float, splits: int, time_limit_s: float
     ) -> tuple[Staged | None, float]:
-        """(the best plan found, a lower bound) after at most `splits` splits of families. The next
-        call continues from there.
+        """Splits families of placements, at most `splits` times. Returns (the best plan found below
+        `upper_bound_s`, or None; a lower bound on all placements). The next call continues from
+        there.
         """

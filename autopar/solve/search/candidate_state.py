@@ -19,8 +19,8 @@ NONE_LENT = (inf, "", "")
 
 @dataclass(slots=True)
 class FixedSolver:
-    """A candidate with fixed stages and recompute modes: its model, and its relaxation once
-    computed.
+    """What is known of a candidate with fixed stages and recompute modes: its model, and its
+    program with the LP relaxation (`prepared`) once computed.
     """
 
     model: AnnotatedModel
@@ -29,7 +29,9 @@ class FixedSolver:
 
 @dataclass(slots=True)
 class Entry:
-    """A candidate and the results for it so far."""
+    """A candidate with its state and results in a search. `outcome` is 'open' while it is in work,
+    otherwise as in `SearchResult.outcomes`; `bound_s` is a lower bound on step seconds.
+    """
 
     candidate: Candidate
     others: tuple[Candidate, ...] = ()  # that differ in ZeRO alone and are solved together with it
@@ -54,31 +56,34 @@ class Entry:
 
     @property
     def frontier(self) -> Frontier | None:
-        """The remaining families of the candidate, if this process splits it."""
+        """The remaining families of placements of the candidate. None if it is not split in this
+        process.
+        """
         return None if isinstance(self.solver, FixedSolver | None) else self.solver.frontier
 
     @property
     def estimate_s(self) -> float:
-        """The estimated step seconds."""
+        """The expected step seconds of its best plan: the bound, lengthened by a share."""
         return self.bound_s * (1 + self.lengthened)
 
     @property
     def turn(self) -> tuple[bool, float]:
-        """The sort key of the queue: promising candidates first, since a plan prunes others;
-        families are split after all are known.
+        """The sort key of the queue: (whether it is split into families, estimated seconds).
+        Promising candidates come first, since a plan prunes others; families are split after all
+        are known.
         """
         return self.is_split, self.estimate_s
 
     @property
     def ranks(self) -> int:
-        """The pipeline ranks. What all stages need together is at most this many times what the
-        fullest or slowest rank needs.
+        """The number of pipeline ranks. What all stages need together is at most this many times
+        what the fullest or slowest rank needs.
         """
         return self.candidate.mesh.pp
 
     def expect(self, bound_s: float, likely_s: float = 0.0) -> None:
-        """Raise the lower bound to `bound_s`, and set the estimate of the best step time to
-        `likely_s`.
+        """Raises the lower bound to `bound_s`, and sets `lengthened` so that the estimate is
+        `likely_s`; it is never below the bound.
         """
         self.bound_s = max(self.bound_s, bound_s)
         self.lengthened = (
@@ -88,28 +93,38 @@ class Entry:
         )
 
     def close(self, outcome: str, reason: str, bound_s: float) -> None:
-        """Finish the candidate with an outcome, as in `SearchResult.outcomes`."""
+        """Ends the candidate with an outcome, as in `SearchResult.outcomes`, a reason in words and
+        a final bound. A program that was prepared is dropped.
+        """
         self.outcome, self.reason, self.bound_s = outcome, reason, bound_s
         if isinstance(self.solver, FixedSolver):
             self.solver.prepared = None
 
     def have_lent(self) -> None:
-        """Merge what other processes left of the families that were lent to them."""
+        """Takes over outcome and bound of the families that were lent to other processes, if their
+        bound is lower than its own.
+        """
         bound_s, outcome, reason = self.lent
         if bound_s < self.bound_s:
             self.close("solved" if self.solution else outcome, reason, bound_s)
 
     def alone(self) -> Entry:
-        """A copy to send to another process."""
+        """A copy without solver and stages, small enough to send to another process. Its `found`
+        names the choices.
+        """
         return replace(self, found=self.chosen(), solver=None, staged=None)
 
     def with_plan(self) -> Entry:
-        """A copy of the entry of the best plan, to send to another process."""
+        """A copy with its plan, to send to another process. Only a `FixedSolver` is kept, for its
+        model.
+        """
         fixed = isinstance(self.solver, FixedSolver)
         return replace(self, solver=self.solver if fixed else None)
 
     def chosen(self) -> Candidate:
-        """The candidate with the choices that were found."""
+        """The candidate with the schedule, stages per rank, recompute mode and ZeRO stage of the
+        plan that was found. The candidate itself if there is none.
+        """
         if self.staged is None:
             return self.found or self.candidate
         schedule, candidate = (
@@ -126,8 +141,9 @@ class Entry:
         )
 
     def outcomes(self) -> list[dict]:
-        """The outcomes of the candidate, and of the others that were solved with it, as in
-        `SearchResult.outcomes`.
+        """One dict for the candidate and for each of the others solved with it, as in
+        `SearchResult.outcomes`. If there is a plan, only the ZeRO stage that it uses is solved;
+        others are 'pruned'.
         """
         found, chosen = [], self.chosen()
         for candidate in (self.candidate, *self.others):

@@ -38,28 +38,34 @@ _NAP_S = 0.02
 
 
 class Refiner(Protocol):
-    """Opens and refines candidates on one type of cluster."""
+    """Opens and refines the candidates of a search by their index. A protocol: `UniformRefiner` is
+    for devices of one kind, `MixedRefiner` for several.
+    """
 
     opening_share: float  # of the time limit, after which no more candidates are opened in advance
     most_beside: int  # candidates of the best mesh that are solved in vain before others have turns
     without_plan: str  # status of a search that found no plan where none is proven not to exist
 
     def open(self, number: int) -> None:
-        """Find the first bound of a candidate."""
+        """Finds the first lower bound of candidate `number` and marks it as opened, or closes
+        it.
+        """
 
     def advance(self, number: int, at_once: bool) -> None:
-        """Raise the bound of an open candidate, solve it, or split it. `at_once`: repeat until it
-        is solved.
+        """Takes one step with the open candidate `number`: raises its bound, solves it, or splits
+        it. `at_once`: repeat until it is solved.
         """
 
     def smallest(self) -> tuple[Candidate, Infeasible] | None:
-        """The least memory over all candidates; None if no candidate has a consistent placement."""
+        """The candidate that needs least memory, with an `Infeasible` that says how much. None if
+        no candidate has a consistent placement.
+        """
 
 
 @dataclass(slots=True, kw_only=True)
 class Driver:
-    """A search. `members` has the candidate indices of each entry; `order` is the order in which
-    entries are opened.
+    """A search by branch and bound, in one process or several. `members` has the candidate indices
+    of each entry; `order` is the order in which entries are opened.
     """
 
     state: SearchState
@@ -69,13 +75,13 @@ class Driver:
     order: Sequence[int] = field(default=())
 
     def run(self) -> SearchResult:
-        """Search all candidates, and return the result."""
+        """Searches all candidates, waits for other processes, and returns the merged result."""
         self._complete(self._work)
         return self._result()
 
     def _complete(self, work: Callable[[], None]) -> None:
-        """Run `work`, wait for helpers, repeat the work of helpers that died, and merge all
-        results.
+        """Runs `work`, waits for helper processes, runs `work` again for helpers that died, and
+        merges all results. Helpers are stopped in any case.
         """
         try:
             work()
@@ -86,7 +92,9 @@ class Driver:
         self.sharing.merge()
 
     def _work(self) -> None:
-        """Open and refine candidates until every remaining one is refined by another process."""
+        """Opens and refines candidates until each remaining one is refined by another process, or
+        no time is left.
+        """
         self._open_all()
         while (number := self._next()) is not None:
             best = self.state.best
@@ -97,7 +105,9 @@ class Driver:
         self._end()
 
     def _work_off(self) -> None:
-        """Refine only the candidates that this process has."""
+        """Refines only the candidates in this process's queue, until none or no time is left. It is
+        the work of a helper with a loan.
+        """
         while self.state.queue and self.state.time_left_s:
             *_, number = heapq.heappop(self.state.queue)
             if self.state.entries[number].outcome == "open":  # else it was there twice
@@ -107,7 +117,7 @@ class Driver:
         self._end()
 
     def _end(self) -> None:
-        """Finish the remaining candidates at the end of the time."""
+        """Closes the candidates that are still in the queue, and empties it."""
         for *_, number in self.state.queue:
             self.state.close_in_time(self.state.entries[number])
         self.state.queue.clear()
@@ -115,7 +125,9 @@ class Driver:
     # ------------------------------------------------------------------------------------------------------ candidates
 
     def _open_all(self) -> None:
-        """Open all candidates that no process has opened."""
+        """Opens all candidates that no process has opened, in `order`. Stops once the refiner's
+        share of the time is spent.
+        """
         state, sharing = self.state, self.sharing
         state.board.busy[sharing.me] = 1
         for place, number in enumerate(self.order):
@@ -140,15 +152,17 @@ class Driver:
         state.board.busy[sharing.me] = 0
 
     def _open(self, number: int) -> None:
-        """Find the first bound of a candidate, and publish it to other processes."""
+        """Finds the first bound of candidate `number`, and writes it to the board for other
+        processes.
+        """
         self.refiner.open(number)
         entry, board = self.state.entries[number], self.state.board
         if entry.is_opened:
             board.bound_s[number], board.estimate_s[number] = entry.bound_s, entry.estimate_s
 
     def _refine(self, number: int, at_once: bool = False) -> None:
-        """Raise the bound of a candidate that this process owns, or solve it, and put it back in
-        the queue. `at_once`: do both.
+        """Takes one step with candidate `number`, unless it can be pruned, and puts it back in the
+        queue if it is still open. `at_once`: steps until it is solved.
         """
         entry = self.state.entries[number]
         if not self.state.prune(entry):
@@ -157,8 +171,9 @@ class Driver:
             self.state.put_back(number)
 
     def _refine_beside(self) -> None:
-        """Solve the most promising candidates with the best plan's mesh, such as the next
-        micro-batch, which is often better.
+        """Solves the most promising unsolved candidates with the best plan's mesh, such as the next
+        micro-batch, which is often better. Stops after the refiner's `most_beside` in a row without
+        a better plan.
         """
         state, missed = self.state, 0
         if state.best is None:
@@ -179,14 +194,16 @@ class Driver:
                 missed = 0 if state.best is not best else missed + state.entries[number].is_solved
 
     def _likely_s(self, number: int) -> float:
-        """The estimated step seconds of a candidate, from this process or the one that opened
-        it.
+        """The estimated step seconds of candidate `number`, from this process or the one that
+        opened it; infinite if none did.
         """
         entry = self.state.entries[number]
         return entry.estimate_s if entry.is_opened else float(self.state.board.estimate_s[number])
 
     def _next(self) -> int | None:
-        """The index of the next candidate for this process; None if none or no time is left."""
+        """The index of the next candidate to refine, which this process now owns. None if none or
+        no time is left. Waits while other processes open candidates.
+        """
         state, board, me = self.state, self.state.board, self.sharing.me
         while state.time_left_s:
             while state.queue and board.owner[state.queue[0][-1]] not in (me, NOBODY):
@@ -208,8 +225,9 @@ class Driver:
         return None
 
     def _is_better(self, other: int) -> bool:
-        """Whether a candidate that no process refines is so promising, compared with the next one
-        here, that it is opened again.
+        """Whether candidate `other`, which no process refines, is to be opened here again. It must
+        not be open here, and its estimate must be below 0.9 of the next one's in the queue (or that
+        is split).
         """
         is_split, estimate_s, _ = self.state.queue[0]
         return self.state.entries[other].outcome == "unexplored" and (
@@ -217,7 +235,9 @@ class Driver:
         )
 
     def _take(self, number: int) -> bool:
-        """Claim a remaining candidate for this process. Returns whether this process has it."""
+        """Claims candidate `number` for this process and opens it if necessary. Returns whether
+        this process has it and it is open.
+        """
         entry, board = self.state.entries[number], self.state.board
         if number in self.sharing.away or not board.take(board.owner, number, self.sharing.me):
             return False
@@ -228,14 +248,18 @@ class Driver:
     # --------------------------------------------------------------------------------------------------------- helpers
 
     def _share_out(self) -> None:
-        """Start helpers if there is enough work, receive their results, and lend work."""
+        """Starts helper processes if there is enough work, receives results, and lends work to a
+        new helper if one may start.
+        """
         self.sharing.call_helpers(self._help)
         if self.sharing.hear():
             self._open_all()
         self.sharing.lend(self._borrow)
 
     def _help(self, me: int, tell: Callable[[str], None]) -> Told:
-        """The work of a helper. Returns its results."""
+        """What a helper process runs, as process number `me`: the same search. Returns its results;
+        `tell` sends a line of progress.
+        """
         self.sharing.begin_to_help(tell)
         self.sharing.me = me
         try:
@@ -248,7 +272,9 @@ class Driver:
         return self.sharing.told_of(closed)
 
     def _borrow(self, loan: Loan, _: int, tell: Callable[[str], None]) -> Told:
-        """The work of a helper with a loan. Returns its results."""
+        """What a helper process with a loan runs: only the lent work. Returns the results for it;
+        `tell` sends a line of progress.
+        """
         self.sharing.begin_to_help(tell)
         self.sharing.begin_loan(loan)
         self._complete(self._work_off)
@@ -292,14 +318,18 @@ class Driver:
 
 
 def shape_of(candidate: Candidate) -> MeshShape:
-    """The mesh without the order of its ranks."""
+    """The candidate's mesh without the order of its ranks and their assignment to groups of
+    devices.
+    """
     return replace(candidate.mesh, order="", deal="")
 
 
 def _models_of(
     best: Entry,
 ) -> tuple[AnnotatedModel, tuple[tuple[int, str], ...] | None, tuple[AnnotatedModel, ...]]:
-    """`SearchResult.model`, `.origin` and `.groups` of the best candidate."""
+    """(model, origin, groups) of the best entry, for the fields of `SearchResult` of the same
+    names.
+    """
     if best.staged is not None:
         first, *others = best.staged.models
         groups = tuple(own.model for own in (first, *others)) if others else ()

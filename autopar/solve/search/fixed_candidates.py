@@ -20,7 +20,9 @@ from autopar.solve.search.search_state import SearchState, time_of
 
 
 def bound_quickly(entry: Entry, model: AnnotatedModel, capacity_bytes: int | None) -> None:
-    """Bound a candidate by the cheapest strategy of every op."""
+    """Sets solver, bound and least bytes of a candidate, by the cheapest strategy of every op.
+    Closes it as infeasible if it needs more than the capacity.
+    """
     entry.solver = FixedSolver(model)
     entry.bound_s = quick_time_bound(model) / entry.ranks
     entry.least_bytes = quick_memory_bound(model) // entry.ranks
@@ -29,7 +31,9 @@ def bound_quickly(entry: Entry, model: AnnotatedModel, capacity_bytes: int | Non
 
 
 def relax(entry: Entry, solver: FixedSolver, capacity_bytes: int | None) -> None:
-    """Bound a candidate by its LP relaxation, with the memory of all pipeline ranks together."""
+    """Raises the bound of a candidate by its LP relaxation, with the memory of all pipeline ranks
+    together. Closes it as infeasible if the relaxation proves that nothing fits.
+    """
     total_bytes = None if capacity_bytes is None else capacity_bytes * entry.ranks
     prepared = prepare(solver.model, total_bytes)
     if isinstance(prepared, Infeasible):
@@ -44,8 +48,8 @@ def relax(entry: Entry, solver: FixedSolver, capacity_bytes: int | None) -> None
 def solve_fixed(
     state: SearchState, entry: Entry, prepared: Prepared, capacity_bytes: int | None
 ) -> bool:
-    """Solve the placement of a candidate, and check that each rank fits. Returns whether it is the
-    new best plan.
+    """Solves the placement of a candidate, checks that each rank fits, and closes the candidate. If
+    it is the new best plan, keeps it in `state`. Returns whether it is.
     """
     model, upper_bound_s = prepared.model, None
     if state.best_s < inf:

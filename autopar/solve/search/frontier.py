@@ -12,7 +12,9 @@ from autopar.solve.bounds.family import Family
 
 @dataclass(frozen=True, slots=True, order=True)
 class Waiting:
-    """A family that may contain a better plan, sorted by its bound."""
+    """A family of placements in the queue, with its lower bound. Sorted by bound, then by order of
+    arrival.
+    """
 
     bound_s: float
     number: int
@@ -20,8 +22,8 @@ class Waiting:
 
 
 class Frontier:
-    """A priority queue of families that together contain every placement that may still be optimal.
-    The lowest bound is first.
+    """A priority queue of families (sets of placements), the lowest bound first. Together they
+    contain every placement of a candidate that may still be optimal.
     """
 
     def __init__(self) -> None:
@@ -29,12 +31,12 @@ class Frontier:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all families."""
+        """Removes all families, and forgets settled ones."""
         self.waiting: list[Waiting] = []
         self.settled_s = inf  # the least bound of families that were not split further
 
     def push(self, family: Family, bound_s: float) -> None:
-        """Add a family with its bound."""
+        """Adds a family with its lower bound in seconds."""
         heapq.heappush(self.waiting, Waiting(bound_s, self.pushed, family))
         self.pushed += 1
 
@@ -44,11 +46,15 @@ class Frontier:
         return heapq.heappop(self.waiting).family
 
     def settle(self, bound_s: float) -> None:
-        """Record the bound of a family that is not split further."""
+        """Records the bound of a family that is done and leaves the queue; `bound_s` takes it into
+        account.
+        """
         self.settled_s = min(self.settled_s, bound_s)
 
     def part(self) -> list[Waiting]:
-        """Remove and return every other family, so that both halves have families of all bounds."""
+        """Removes and returns every second family in the order of bounds, so that both halves have
+        families of all bounds.
+        """
         self.waiting.sort()
         given, self.waiting = self.waiting[1::2], self.waiting[::2]
         return given
@@ -60,5 +66,7 @@ class Frontier:
 
     @property
     def bound_s(self) -> float:
-        """A lower bound on all placements of the remaining and settled families."""
+        """A lower bound in seconds on all placements of the remaining and settled families;
+        infinite if there are none.
+        """
         return min(self.settled_s, self.waiting[0].bound_s if self.waiting else inf)

@@ -78,11 +78,11 @@ def search_groups(
     cell_of: Callable[[Candidate, int], Hashable] = lambda candidate, group: (candidate, group),
 ) -> SearchResult:
     """The fastest plan over all candidates within the time limit, with a lower bound on all of
-    them. It runs in one process.
+    them, on devices of several kinds. It runs in one process.
 
-    `annotate(candidate, group)` returns the model at the prices of a group; the models of all
-    groups have the same classes, strategies and bytes. `capacities` has the bytes of a device of
-    each group. `cell_of` is as in `search`, for each group.
+    `annotate(candidate, group)` returns the model at the prices of a group of devices; the models
+    of all groups have the same classes, strategies and bytes. `capacities` has the bytes of a
+    device of each group. `cell_of` is as in `search`, for each group.
     """
     entries = [Entry(candidate) for candidate in candidates]
     numbers = range(len(entries))
@@ -112,10 +112,11 @@ def search_groups(
 
 @dataclass(slots=True, kw_only=True)
 class MixedRefiner:
-    """The `Refiner` for devices of several kinds.
+    """The `Refiner` for devices of several kinds: opens, bounds and stages candidates.
 
-    `models_of` returns a candidate at the prices of a group, by recompute mode. It holds no
-    reference to the search, so that no reference cycle arises.
+    `models_of(candidate, group)` returns the models at the prices of a group, by recompute mode. It
+    holds no reference to the search, so that no reference cycle arises. `raised` and `staged` count
+    steps; `dived` has the meshes that were staged early.
     """
 
     opening_share = 1.0
@@ -133,7 +134,9 @@ class MixedRefiner:
     staged: int = 0
 
     def open(self, number: int) -> None:
-        """Bound a candidate by weights of its ranks."""
+        """Makes the solver of candidate `number`, and bounds it by weights of its ranks
+        (`weighted_ranks.py`).
+        """
         entry, cells, models_of = self.state.entries[number], [], self.models_of
         candidate, groups = entry.candidate, range(len(self.capacities))
         # what each group takes does not depend on where its ranks are
@@ -158,7 +161,10 @@ class MixedRefiner:
         entry.bound_s = solver.bound_s
 
     def advance(self, number: int, at_once: bool) -> None:
-        """Raise the bound of a candidate, or find its best stages."""
+        """One step of candidate `number`: finds the best stages of some placements, raises its
+        bound, or splits its families. Early candidates are staged before their bound is raised.
+        `at_once` is ignored.
+        """
         entry = self.state.entries[number]
         solver, mesh = _solver_of(entry), shape_of(entry.candidate)
         early = (
@@ -181,8 +187,8 @@ class MixedRefiner:
             entry.close("infeasible", reason, inf)
 
     def _narrow(self, entry: Entry, solver: MixedSolver) -> None:
-        """Bound the family of all placements of a candidate, or split some of the remaining
-        families.
+        """Bounds the family of all placements of a candidate, or splits some of the remaining
+        families. Closes it once `_MOST_SPLITS` families were split in the search.
         """
         splits = 0
         if entry.is_solved and solver.frontier is not None:
@@ -193,8 +199,9 @@ class MixedRefiner:
             entry.close("solved", f"{_MOST_SPLITS} families were split", entry.bound_s)
 
     def smallest(self) -> tuple[Candidate, Infeasible] | None:
-        """The leanest placement of the candidates, recomputing most and cut as is fastest: the one
-        that exceeds its devices' memory least.
+        """Of the leanest placement of each candidate, the one that exceeds its devices' memory by
+        the smallest factor, with the bytes of its fullest rank. It recomputes most and is cut as is
+        fastest. None if none is consistent.
         """
         least, found = inf, None
         for entry in self.state.entries:

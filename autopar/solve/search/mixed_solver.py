@@ -41,7 +41,7 @@ no placement is consistent.
 @dataclass(kw_only=True)
 class MixedSolver:
     """A `CandidateSolver` for devices of several kinds. `models_of()`, `cells` and `capacities` are
-    by group; `bounds_s` is by schedule.
+    by group of devices. `bounds_s` has a lower bound on step seconds by schedule.
     """
 
     candidate: Candidate
@@ -55,29 +55,29 @@ class MixedSolver:
 
     @property
     def models(self) -> list[Models]:
-        """The models of each group, by recompute mode."""
+        """For each group of devices, the models by recompute mode."""
         return self.models_of()
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """The group of each rank."""
+        """The index of the device group of each pipeline rank."""
         return self.candidate.mesh.groups
 
     @property
     def bound_s(self) -> float:
-        """A lower bound on step seconds."""
+        """A lower bound on step seconds under any schedule; infinite without schedules."""
         return min(self.bounds_s.values(), default=inf)
 
     @cached_property
     def hides(self) -> bool:
-        """Whether recomputation can speed up the pipeline even if memory does not require it
-        (`recompute_mix.hides`).
+        """Whether recomputation can speed up the pipeline on some group even if memory does not
+        require it (`recompute_mix.hides`).
         """
         return any(map(hides, self.models))
 
     @cached_property
     def of_groups(self) -> list[CandidateBounds]:
-        """The bounds of a pipeline on each group alone, as if all ranks were on it."""
+        """For each group of devices, the bounds of a pipeline as if all ranks were on it."""
         found = []
         for models, cell, capacity in zip(self.models, self.cells, self.capacities, strict=True):
             own = CandidateModels((models.__getitem__,), self.candidate.modes)
@@ -86,7 +86,9 @@ class MixedSolver:
         return found
 
     def raise_bounds(self, upper_bound_s: float) -> tuple[float, float]:
-        """(a lower bound by rows of minimal costs, 0)."""
+        """Raises `bounds_s` by the best staging of the minimal costs of each segment. Returns (the
+        lowest bound, 0: no estimate).
+        """
         self.is_raised, all_models = True, self.models
         pairs = [
             (models, least_costs(models, cell))
@@ -108,8 +110,9 @@ class MixedSolver:
     def _staging(
         self, rows_of: RowsOf, schedule: Schedule, upper_bound_s: float
     ) -> Staging | float:
-        """The best staging with a row for each group, or a lower bound. It uses only the first mode
-        if memory excludes no staging, otherwise all modes.
+        """The best staging with a row for each group, or a lower bound in seconds if none takes
+        less than `upper_bound_s`. It uses only the first recompute mode if memory excludes no
+        staging, otherwise all modes.
         """
         capacities = [self.capacities[group] for group in self.groups]
         found: Staging | float = inf
@@ -125,8 +128,8 @@ class MixedSolver:
         return found
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
-        """(the best plan of some placements, if it takes less than `upper_bound_s`; a lower bound
-        on all).
+        """(the best plan of some placements below `upper_bound_s`, or None; a lower bound on all).
+        If none of them fits or is faster, the leanest placement is tried.
         """
         best = None
         for choices in self._placements():
@@ -141,7 +144,9 @@ class MixedSolver:
         return best, self.bound_s
 
     def _placements(self) -> Iterator[Choices]:
-        """Placements that are optimal on one of the groups at some price of a byte."""
+        """Placements that are optimal on one of the groups at some price of a byte, each once; at
+        most `_MOST_PLACEMENTS` of a group.
+        """
         seen: list[Choices] = []
         for bounds in self.of_groups:
             of_group: list[Choices] = []
@@ -153,15 +158,15 @@ class MixedSolver:
                     yield choices
 
     def leanest(self) -> Choices | None:
-        """The placement that keeps least; None if none is consistent."""
+        """The placement with the fewest kept and static bytes; None if none is consistent."""
         tables = self.cells[0].tables
         return leanest(tables, tables.parameters(self.models[0]))
 
     def _try(
         self, choices: Choices, schedules: Iterable[Schedule], upper_bound_s: float
     ) -> tuple[Staged | None, float]:
-        """(a placement with its best stages, if it takes less than `upper_bound_s`; a lower bound
-        on it under these schedules).
+        """(the placement with its best stages if it takes less than `upper_bound_s`, otherwise
+        None; a lower bound on its step seconds under these schedules).
         """
         best, bounds_s, models = None, [], self.models
         rows = cache(
@@ -184,8 +189,9 @@ class MixedSolver:
     def narrow(
         self, upper_bound_s: float, splits: int, time_limit_s: float
     ) -> tuple[Staged | None, float]:
-        """(the best plan found, if it takes less than `upper_bound_s`; a lower bound, up to
-        `upper_bound_s`) after at most `splits` splits.
+        """Splits families of placements, at most `splits` times. Returns (the best plan found below
+        `upper_bound_s`, or None; a lower bound on all, at most `upper_bound_s`). The first call
+        bounds the family of all placements.
         """
         deadline, best = time.perf_counter() + time_limit_s, None
         if self.frontier is None:
@@ -209,8 +215,8 @@ class MixedSolver:
         return best, self.bound_s
 
     def _split(self, frontier: Frontier, family: Family, upper_bound_s: float) -> Staged | None:
-        """Stage a placement of a family, using the prices of each group in turn, and put back the
-        halves of the family.
+        """Stages a placement of a family, using the prices of each group in turn, and puts back the
+        halves of the family. Returns a plan below `upper_bound_s`, or None.
         """
         bounds, best = self.of_groups[frontier.popped % len(self.of_groups)], None
         choices = bounds.likely(family)
@@ -229,11 +235,9 @@ class MixedSolver:
         return best
 
     def _push(self, frontier: Frontier, family: Family, upper_bound_s: float) -> None:
-        """Bound a family, and put it back unless none of its placements is faster than
-        `upper_bound_s`.
+        """Bounds a family, and puts it into the frontier unless its bound reaches `upper_bound_s`.
 
-        Segments are bounded separately first. If that is not enough, they are bounded together with
-        their neighbours.
+        Segments are bounded separately first, then together with their neighbours.
         """
         bounds_s = dict(family.bounds_s)
         for closely in (False, True):

@@ -57,7 +57,9 @@ class SearchResult:
 def outcome_data(
     c: Candidate, found: Solution | None, outcome: str, bound_s: float, reason: str
 ) -> dict:
-    """The outcome of a candidate as a dict, as in `SearchResult.outcomes`."""
+    """One candidate as a dict: its choices, `outcome`, `reason`, and the plan's `time_s` and
+    `memory_bytes` (None without a plan). `bound_s` is None if it is infinite.
+    """
     return {
         "mesh": c.mesh.as_dict(),
         "micro_batch": c.micro_batch,

@@ -25,7 +25,8 @@ PartBounds = tuple[tuple[float, Part], ...]
 
 @dataclass(slots=True, kw_only=True)
 class RowBound:
-    """A family under one schedule. `row_of` is `Families.row` for the family.
+    """A family (set of placements) under one schedule, of which `raised` computes a lower bound.
+    `row_of` is `Families.row` for the family.
 
     `is_limited`: whether memory requires recomputation. If not, only the first recompute mode is
     used for the bound, otherwise all modes.
@@ -40,8 +41,8 @@ class RowBound:
     is_limited: bool
 
     def raised(self) -> tuple[float, PartBounds]:
-        """(a lower bound on the family, up to `upper_bound_s`; the remaining parts, if the family
-        was divided).
+        """(a lower bound on the family's step seconds, at most about `upper_bound_s`; the remaining
+        parts with their bounds, () if the family was not divided). May set `is_limited`.
         """
         left = [
             (known_s, False, part) for known_s, part in self.family.parts.get(self.schedule, ())
@@ -54,7 +55,7 @@ class RowBound:
         return self._parted(left)
 
     def _of_all(self) -> float:
-        """The bound of all placements of the family.
+        """The bound in seconds of all placements of the family, without dividing it.
 
         Segments are bounded separately first. If that is not enough, they are bounded together with
         their neighbours. If it was not enough for a larger family, bounding them separately is
@@ -87,8 +88,8 @@ class RowBound:
         return max(found_s, free_s)
 
     def _gains_by_parts(self, known_s: float) -> bool:
-        """Whether dividing the family into parts can raise the bound `known_s`. The narrowest part
-        is tried.
+        """Whether dividing the family into parts can raise the bound `known_s` by more than a
+        fraction of 1e-4. The narrowest part is bounded to find out.
         """
         least_s, slack_s = self.families.least_and_slack_s(self.family)
         if self.schedule.ranks == 1 or self.upper_bound_s == float("inf") or not any(slack_s):
@@ -99,7 +100,8 @@ class RowBound:
         return bound_s > known_s * (1 + _CLOSE)
 
     def _parted(self, left: Iterable[tuple[float, bool, Part]]) -> tuple[float, PartBounds]:
-        """(a lower bound on the family from its parts; the remaining parts with their bounds).
+        """(a lower bound on the family from its parts; the parts whose bound is below
+        `upper_bound_s`, with their bounds).
 
         `left` has, for each part, its bound and whether this was computed for this family. Within a
         part, the total time of a block limits how little its backward can take. The part with the

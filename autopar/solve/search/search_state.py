@@ -24,8 +24,8 @@ def time_to_beat_s(time_s: float) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class SearchState:
-    """The candidates, the best plan and the time. `queue` has the waiting open candidates as
-    (`Entry.turn`, index), the lowest first.
+    """What one process knows of a search: its candidates, the best plan and the time. `queue` has
+    the waiting open candidates as (`Entry.turn`, index), the lowest first.
     """
 
     entries: list[Entry]
@@ -41,18 +41,18 @@ class SearchState:
 
     @property
     def wanted_s(self) -> float:
-        """The time that a plan must stay below to be faster than the best one."""
+        """The time in seconds that a plan must stay below to be faster than the best one."""
         return time_to_beat_s(self.best_s)
 
     @property
     def best_s(self) -> float:
-        """The time of the best plan that any process has found."""
+        """Step seconds of the best plan that any process has found; infinite if none."""
         return min(self.held_s, self.board.best_s)
 
     @property
     def held_s(self) -> float:
-        """The time of the best plan known to this process: its own, or one reported by the process
-        that started it or by its helpers.
+        """Step seconds of the best plan known to this process: its own, or one reported by the
+        process that started it or by its helpers. Infinite if none.
         """
         return self.others_s if self.best is None else min(self.others_s, time_of(self.best))
 
@@ -73,26 +73,26 @@ class SearchState:
 
     @property
     def time_left_s(self) -> float:
-        """Seconds until the limit, or 0. The limit is doubled while no plan is known."""
+        """Seconds until the limit, at least 0. The limit is doubled while no plan is known."""
         limit_s = self.limits.time_s * (1 if self.best_s < inf else 2)
         return max(limit_s - self.elapsed_s, 0.0)
 
     # ----------------------------------------------------------------------------------------------------------- queue
 
     def put_back(self, number: int) -> None:
-        """Put a candidate back into the queue."""
+        """Puts candidate `number` into the queue, at the place of its `turn`."""
         heapq.heappush(self.queue, (*self.entries[number].turn, number))
 
     def take_out(self, numbers: Collection[int]) -> None:
-        """Remove candidates from the queue."""
+        """Removes the candidates with these indices from the queue."""
         self.queue = [turn for turn in self.queue if turn[-1] not in numbers]
         heapq.heapify(self.queue)
 
     # ------------------------------------------------------------------------------------------------------------- ends
 
     def prune(self, entry: Entry) -> bool:
-        """Close a candidate if it cannot be faster than the best plan. Returns whether it was
-        closed.
+        """Closes a candidate if its bound proves that it cannot be faster than the best plan.
+        Returns whether it was closed.
         """
         if entry.bound_s < self.wanted_s:
             return False
@@ -104,14 +104,16 @@ class SearchState:
         return True
 
     def close_in_time(self, entry: Entry) -> None:
-        """Close a candidate that is still open at the end of the time."""
+        """Closes a candidate that is still open at the end of the time: pruned if possible,
+        'solved' if it has a plan, otherwise 'unexplored'. Leaves others as they are.
+        """
         if entry.outcome == "open" and (entry.solution is not None or not self.prune(entry)):
             outcome = "solved" if entry.solution else "unexplored"
             entry.close(outcome, "the time limit came first", entry.bound_s)
 
 
 def time_of(entry: Entry) -> float:
-    """Step seconds of a candidate's plan. Raises ValueError if it has none."""
+    """Step seconds of the plan in `entry`. Raises ValueError if it has none."""
     if entry.solution is None:
         raise ValueError(f"{entry.candidate} has no plan")
     return entry.solution.time_s

@@ -20,10 +20,11 @@ from autopar.solve.staging.unit_row import UnitRow
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A complete way to run a candidate.
+    """A complete way to run a candidate: placement, schedule and stages, with their price in
+    `solution`.
 
     `models` has one model for each kind of devices. `recompute` is the mode of all blocks, or
-    'mixed'. `variant` is the index of the ZeRO stage.
+    'mixed'. `variant` is the index of the ZeRO stage among those solved together.
     """
 
     solution: Solution
@@ -40,7 +41,8 @@ def staged_placement(
     staging: Staging,
     schedule: Schedule,
 ) -> Staged:
-    """A placement with a staging, priced like any placement.
+    """The placement `choices` with the stages and recompute modes of `staging`, priced by the
+    definition of costs.
 
     `models` has those of each kind of devices, by recompute mode; `groups` has the kind of each
     rank.
@@ -83,7 +85,9 @@ def _scheduled(found: Mixed, schedule: Schedule) -> Mixed:
 
 @dataclass(slots=True)
 class Stager:
-    """Finds the best stages of placements of one candidate, on devices of one kind."""
+    """Finds the best stages of placements of one candidate, on devices of one kind. `rows` is a
+    cache.
+    """
 
     models: CandidateModels
     capacity_bytes: int | None
@@ -92,8 +96,8 @@ class Stager:
     rows: dict[tuple[int, int, int], UnitRow] = field(default_factory=dict)
 
     def staged(self, choices: Choices, schedule: Schedule, upper_bound_s: float) -> Staged | float:
-        """A placement with its best stages under the best ZeRO stage; only a lower bound if that
-        takes at least `upper_bound_s`.
+        """A placement with its best stages, under the ZeRO stage for which it is fastest. If no
+        staging fits and takes less than `upper_bound_s`: a lower bound on its step seconds.
         """
         best, bound_s = None, inf
         for variant in self.models.variants:
@@ -110,7 +114,7 @@ class Stager:
     def _staged_as(
         self, variant: int, choices: Choices, schedule: Schedule, upper_bound_s: float
     ) -> Staged | float:
-        """Like `staged`, under one ZeRO stage."""
+        """Like `staged`, under the ZeRO stage with index `variant`."""
         number, bound_s = self._number(choices), inf
         all_modes = len(self.models.modes)
         for count in dict.fromkeys((1, all_modes)):
@@ -131,7 +135,9 @@ class Stager:
         return bound_s
 
     def _may_hide(self, variant: int, schedule: Schedule) -> bool:
-        """Whether recomputation can speed up a pipeline even if memory does not require it."""
+        """Whether recomputation can speed up a pipeline even if memory does not require it.
+        `variant` is the ZeRO stage. Always False without a pipeline.
+        """
         return schedule.ranks > 1 and self.models.hiding[variant]
 
     def _number(self, choices: Choices) -> int:
@@ -141,5 +147,5 @@ class Stager:
 
 
 def bound_of(found: Staged | float) -> float:
-    """The lower bound in a result of `Stager.staged`."""
+    """The lower bound in seconds in a result of `Stager.staged`."""
     return found if isinstance(found, float) else found.solution.bound_s

@@ -10,8 +10,8 @@ from autopar.solve.search.search_state import SearchState
 
 
 def raise_bound(state: SearchState, entry: Entry, solver: CandidateSolver) -> None:
-    """Raise the bound of a candidate: first by a formula, then by the family of all its
-    placements.
+    """Raises the bound of a candidate: by a formula at first, and the last time (`bounds_left` is
+    then 0) by the family of all its placements.
     """
     entry.bounds_left -= 1
     if entry.bounds_left:
@@ -21,7 +21,10 @@ def raise_bound(state: SearchState, entry: Entry, solver: CandidateSolver) -> No
 
 
 def solve(state: SearchState, entry: Entry, solver: CandidateSolver) -> bool:
-    """Stage some placements of a candidate. Returns whether one is the new best plan."""
+    """Stages some placements of a candidate, and keeps a plan that is the new best one. Marks the
+    candidate as solved; closes it as infeasible if no staging fits. Returns whether there is a new
+    best plan.
+    """
     staged, bound_s = solver.solve(state.wanted_s, max(state.time_left_s, 0.5))
     entry.bound_s, entry.is_solved = max(entry.bound_s, bound_s), True
     if staged is not None:
@@ -32,7 +35,9 @@ def solve(state: SearchState, entry: Entry, solver: CandidateSolver) -> bool:
 
 
 def narrow(state: SearchState, entry: Entry, solver: CandidateSolver, splits: int) -> bool:
-    """Split some families of a candidate. Returns whether a new best plan was found."""
+    """Splits up to `splits` families of a candidate, and keeps a plan that is the new best one.
+    Closes the candidate if no family is left. Returns whether there is a new best plan.
+    """
     staged, bound_s = solver.narrow(state.wanted_s, splits, state.time_left_s)
     entry.bound_s, entry.is_split = max(entry.bound_s, bound_s), True
     entry.splits += splits

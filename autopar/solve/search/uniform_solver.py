@@ -73,8 +73,8 @@ class UniformSolver:
         return self.bounds.raise_by_totals(upper_bound_s)
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
-        """(the best plan of some placements, if it takes less than `upper_bound_s`; a lower bound
-        on all). `raise_bounds` must be called first.
+        """(the best plan of some placements below `upper_bound_s`, or None; a lower bound on all).
+        `raise_bounds` must be called first.
 
         With an infinite `upper_bound_s`, the plan is the leanest placement if none of the others
         fits.
@@ -99,7 +99,9 @@ class UniformSolver:
         return best, self.bounds.least_s
 
     def _leanest(self) -> Staged | None:
-        """The placement that keeps least, under its best schedule; None if it does not fit."""
+        """The placement with the fewest kept and static bytes, staged under its best schedule. None
+        if it does not fit or none is consistent.
+        """
         choices = leanest(self.bounds.cell.tables, self.bounds.parameters)
         if choices is None:
             return None
@@ -109,7 +111,8 @@ class UniformSolver:
 
     def _together(self, capacity_bytes: int, upper_bound_s: float, limit_s: float) -> Staged | None:
         """Without a pipeline: the best plan that fits and takes less than `upper_bound_s`, by one
-        integer program, which also bounds the others. It may be optimal at no price of a byte.
+        integer program; None if there is none. Raises the bound on all placements too. The plan may
+        be optimal at no price of a byte.
         """
         allowed = self.bounds.possible(upper_bound_s).by_op()
         found = solve_together(self.models.least, capacity_bytes, limit_s, upper_bound_s, allowed)
@@ -127,8 +130,8 @@ class UniformSolver:
     def narrow(
         self, upper_bound_s: float, splits: int, time_limit_s: float
     ) -> tuple[Staged | None, float]:
-        """(a plan that takes less than `upper_bound_s`, if one was found; a lower bound, up to
-        `upper_bound_s`) after at most `splits` splits of families.
+        """Splits families of placements, at most `splits` times. Returns (a plan below
+        `upper_bound_s`, or None; a lower bound on all, at most `upper_bound_s`).
 
         The next call continues with the remaining families. Without a pipeline, one integer program
         is solved first.
@@ -166,7 +169,9 @@ class UniformSolver:
         return best, min(self._left_s(frontier), self._dropped_s)
 
     def _root(self, possible: Family, upper_bound_s: float) -> Frontier:
-        """A frontier with all placements that may be faster than `upper_bound_s`."""
+        """A frontier with the family `possible`, if it may contain a placement that takes less than
+        `upper_bound_s`. Raises the bounds by schedule.
+        """
         frontier, open_s = Frontier(), self.bounds.below(upper_bound_s)
         self._push(frontier, replace(possible, bounds_s=open_s), upper_bound_s)
         left_s = frontier.waiting[0].family.bounds_s if frontier.waiting else {}
@@ -185,14 +190,16 @@ class UniformSolver:
         )
 
     def _left_s(self, frontier: Frontier) -> float:
-        """A lower bound on all placements of the frontier."""
+        """A lower bound in seconds on all placements of the frontier, by its families or by the
+        integer program if that was solved.
+        """
         if not self._asked_program:
             return frontier.bound_s
         return max(frontier.bound_s, self.bounds.by_schedule[ALONE])
 
     def _split(self, frontier: Frontier, family: Family, upper_bound_s: float) -> Staged | None:
-        """Stage a promising placement of a family, and put back the halves of the family. Returns
-        the plan if it takes less than `upper_bound_s`.
+        """Stages a promising placement of a family, and puts back the halves of the family. Returns
+        a plan below `upper_bound_s`, or None.
         """
         best = self._met(family, upper_bound_s)
         upper_bound_s = upper_bound_s if best is None else best.solution.time_s
@@ -204,8 +211,8 @@ class UniformSolver:
         return best
 
     def _settle(self, frontier: Frontier, family: Family, upper_bound_s: float) -> Staged | None:
-        """Stage the only placement of a family, if it is consistent. Returns the plan if it takes
-        less than `upper_bound_s`.
+        """Stages the only placement of a family, if it is consistent, and records its bound in the
+        frontier. Returns the plan if it takes less than `upper_bound_s`, otherwise None.
         """
         if not self.bounds.is_consistent(family):
             return None
@@ -218,7 +225,7 @@ class UniformSolver:
         return best
 
     def _push(self, frontier: Frontier, family: Family, upper_bound_s: float) -> None:
-        """Bound a family, and put it back unless none of its placements is faster than
+        """Bounds a family, and puts it into the frontier unless its bound reaches
         `upper_bound_s`.
         """
         bounds_s: dict[Schedule, float] = {}
@@ -247,8 +254,8 @@ class UniformSolver:
             frontier.push(family, min(bounds_s.values()))
 
     def _met(self, family: Family, upper_bound_s: float) -> Staged | None:
-        """A plan from the placement of a family that is optimal at the best known price of a byte,
-        if it takes less than `upper_bound_s`.
+        """A plan from the placement of a family that is optimal at the best known price of a byte.
+        None if it was staged before, or does not take less than `upper_bound_s`.
         """
         choices = self.bounds.likely(family)
         if not choices or choices in self.stager.known:
@@ -260,8 +267,8 @@ class UniformSolver:
         return None
 
     def _placements(self, schedule: Schedule) -> Sequence[Choices]:
-        """The placements to stage for a schedule: first those found last for it, which are nearest
-        to the best price, then those of other schedules.
+        """The placements to stage for a schedule, at most `_MOST_PLACEMENTS`. First those found
+        last for it, which are nearest to the best price, then those of other schedules.
         """
         totals = self.bounds.totals
         found = list(reversed(totals[schedule].placements))

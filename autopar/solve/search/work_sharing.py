@@ -38,7 +38,9 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """What a helper was lent: candidates by index, or these families of the only candidate."""
+    """What a helper process was lent: the candidates with these indices, or `families` of the only
+    one.
+    """
 
     numbers: Sequence[int]
     families: Sequence[Waiting] | None = None
@@ -46,8 +48,8 @@ class Loan:
 
 @dataclass(slots=True, kw_only=True)
 class Sharing:
-    """What one process shares with others. `cells` has the cell of each candidate by index; ops of
-    one cell cost the same.
+    """What one process shares with others: its helper processes, its loans and what helpers
+    reported. `cells` has the cell of each candidate by index; ops of one cell cost the same.
     """
 
     state: SearchState
@@ -62,13 +64,15 @@ class Sharing:
 
     @property
     def processes(self) -> int:
-        """The allowed number of processes."""
+        """The number of processes that may work at once; 1 once forking has failed."""
         return self.state.limits.processes if self.may_fork else 1
 
     # ------------------------------------------------------------------------------------------------- helpers and loans
 
     def call_helpers(self, work: Callable[[int, Tell], Told]) -> None:
-        """Start helpers, once, if there is more work than one process does in a moment."""
+        """Starts all allowed helpers, each of which runs `work`. This happens once, as soon as the
+        search has many candidates or has taken longer than `SearchLimits.alone_s`.
+        """
         state, limits = self.state, self.state.limits
         takes_long = (
             len(state.entries) >= limits.alone_candidates or state.elapsed_s > limits.alone_s
@@ -82,8 +86,8 @@ class Sharing:
                     break
 
     def _call(self, number: int, work: Callable[[int, Tell], Told]) -> int | None:
-        """Start one more helper. Returns its process id; None if it cannot be started, and then no
-        more are tried.
+        """Starts one more helper as process `number`. Returns its process id; None if it cannot be
+        started, and then no more are tried.
         """
         process = self.team.call(number, work)
         if process is None:
@@ -93,8 +97,8 @@ class Sharing:
         return process
 
     def wait(self) -> bool:
-        """Wait until helpers are done. Returns whether one died. Another process may work
-        meanwhile.
+        """Waits until all helpers are done or one died. Returns whether one died. Another process
+        may work meanwhile.
         """
         if not self.team.helpers:
             return False
@@ -104,8 +108,9 @@ class Sharing:
         return died
 
     def lend(self, borrow: Callable[[Loan, int, Tell], Told]) -> None:
-        """Lend a new helper, which runs `borrow`, a part of the remaining work, if one more process
-        may work.
+        """Starts a helper with a part of the remaining work, if one more process may work. The part
+        is every second candidate of this process, or every second family of the one that it splits.
+        Does nothing if both are few.
         """
         state = self.state
         if self.is_alone or not state.queue or not state.board.is_free(self.processes):
@@ -125,8 +130,8 @@ class Sharing:
                 self._lend_to_one(Loan([number], frontier.part()), borrow)
 
     def _lend_to_one(self, loan: Loan, borrow: Callable[[Loan, int, Tell], Told]) -> None:
-        """Start a helper for a loan. The loan no longer belongs to this process, unless no helper
-        can be started.
+        """Starts a helper that runs `borrow` with a loan, and takes lent candidates out of the
+        queue. If no helper can be started, lent families go back to the frontier.
         """
         process = self._call(NOBODY, partial(borrow, loan))
         if process is None:
@@ -147,12 +152,16 @@ class Sharing:
     # -------------------------------------------------------------------------------------------------- in a helper
 
     def begin_to_help(self, tell: Tell) -> None:
-        """Drop the state inherited from the parent process, except the time of its best plan."""
+        """Drops the state inherited from the parent process, except the time of its best plan.
+        `tell` becomes the way to report progress.
+        """
         self.state.others_s, self.state.best = self.state.held_s, None
         self.state.progress, self.team, self.told, self.lent = tell, Team(tell), [], {}
 
     def begin_loan(self, loan: Loan) -> None:
-        """Set the loan as the only work of this process."""
+        """Makes the loan the only work of this process: its queue, and its families if it has
+        some.
+        """
         state = self.state
         state.queue = [(*state.entries[number].turn, number) for number in loan.numbers]
         heapq.heapify(state.queue)
@@ -176,15 +185,18 @@ class Sharing:
         return {number: entries[number].alone() for number in numbers}, best
 
     def known_to(self) -> np.ndarray:
-        """For each candidate, the process that knows its result."""
+        """For each candidate, the number of the process that has its result: its owner, or else the
+        one that opened its cell. -1 if neither exists.
+        """
         board = self.state.board
         return np.where(board.owner == NOBODY, board.opener[self.cells], board.owner)
 
     # --------------------------------------------------------------------------------------------------- what is told
 
     def hear(self, until: float | None = None) -> bool:
-        """Receive the results of helpers that are done. With `until` (a time), wait for all helpers
-        up to the first that died. Returns whether one died.
+        """Receives the results of helpers that are done, and takes back the work of those that
+        died. With `until` (a time), waits for all helpers up to the first that died. Returns
+        whether one died.
         """
         died = False
         for number, process, told in list(self.team.results(until)):
@@ -206,7 +218,9 @@ class Sharing:
             self.state.others_s = min(self.state.others_s, time_of(entry))
 
     def _redo(self, number: int) -> None:
-        """Reset the candidates whose results were lost with a dead helper."""
+        """Resets the candidates of the dead helper `number`, so that others refine them again.
+        Their bounds stay.
+        """
         state = self.state
         for place in np.flatnonzero(self.known_to() == number).tolist():
             bound_s, entry = float(state.board.bound_s[place]), state.entries[place]
@@ -216,7 +230,9 @@ class Sharing:
         state.board.give_up(number, state.held_s)
 
     def _end_loan(self, loan: Loan, told: Told | None) -> None:
-        """Take over what a helper found in its loan. If it died, take the loan back."""
+        """Keeps what a helper found in its loan. If it died (`told` is None), takes the loan
+        back.
+        """
         if told is None:
             self.state.board.lose(self.state.held_s)
             self.away.difference_update(loan.numbers)
@@ -235,7 +251,9 @@ class Sharing:
             self._keep(told)
 
     def _take_back(self, number: int, families: Sequence[Waiting]) -> None:
-        """Take back families of a candidate that were lent."""
+        """Puts lent families of candidate `number` back into its frontier, lowers its bound to
+        theirs, and opens it again if it was closed.
+        """
         entry = self.state.entries[number]
         self._take_families(number, families)
         entry.bound_s = min([entry.bound_s, *(waiting.bound_s for waiting in families)])
@@ -244,7 +262,9 @@ class Sharing:
             self.state.put_back(number)
 
     def merge(self) -> None:
-        """Merge the results of all helpers."""
+        """Merges the results of all helpers into the entries of this process. The fastest plan of
+        all becomes the best.
+        """
         state = self.state
         for entry in state.entries:
             entry.have_lent()
@@ -262,7 +282,9 @@ class Sharing:
                     state.best = state.entries[number]
 
     def _have(self, number: int, entry: Entry) -> None:
-        """Replace an entry by another one for the same candidate."""
+        """Replaces entry `number` by `entry`, which is for the same candidate; also as the best
+        one, if it was that.
+        """
         if self.state.best is self.state.entries[number]:
             self.state.best = entry
         self.state.entries[number] = entry

@@ -30,8 +30,8 @@ _STUCK_S = 60.0
 
 
 def processes_for_search() -> int:
-    """The number of processes that a search may use: one for each core available to this
-    process.
+    """The number of processes that a search may use: one for each core available to this process,
+    at most 8. 1 where processes cannot be forked.
     """
     can_fork = (
         "fork" in get_all_start_methods()
@@ -50,7 +50,7 @@ class _Helper:
 
 @dataclass(slots=True)
 class Team:
-    """The helpers of one process. `progress` is called with their progress messages."""
+    """The helper processes of one process. `progress` is called with their progress messages."""
 
     progress: Callable[[str], None]
     helpers: list[_Helper] = field(default_factory=list)
@@ -81,9 +81,12 @@ class Team:
         return process.pid
 
     def results(self, until: float | None) -> Iterator[tuple[int, int, Any]]:
-        """(number, process id, result) of helpers that are done. The result is None for one that
-        died; then waiting stops. `until` is the time (`perf_counter`) by which helpers should be
-        done, for which this waits; None does not wait.
+        """Yields (number, process id, result) of helpers that are done, and removes them. The
+        result is None for one that died; then no more are waited for. An exception in a helper is
+        raised here.
+
+        `until` is the time (`perf_counter`) by which helpers should be done. Up to a minute more is
+        waited, and the rest count as dead. None does not wait.
         """
         died = False
         while self.helpers and not died:
@@ -120,7 +123,7 @@ class Team:
         self.helpers.remove(helper)
 
     def dismiss(self) -> None:
-        """Stop all helpers."""
+        """Kills all helpers and waits for their end."""
         for helper in list(self.helpers):
             self._dismiss(helper)
 
