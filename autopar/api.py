@@ -63,10 +63,20 @@ def trace(
     kept_buffers: Collection[str] | None = None,
     batch_dims: BatchDims | None = None,
 ) -> TracedModel:
-    """Capture the model and its loss, in the dtype of `precision` where the engine runs it, normalize the graph, cut it into segments.
+    """Capture the model and its loss, in the dtype of `precision` where the engine runs it,
+    normalize the graph, and cut it into segments.
 
-    `deeper`: of the model with more layers.  `kept_buffers`: those that half precision may leave as they are (None: any that is cast back).
-    `batch_dims`: as for `plan`.
+    Args:
+        model: the model; it is not changed.
+        example_inputs: the tensors of one batch; only shapes count.
+        loss_fn: `loss_fn(output, target)`, for a model that returns no loss.
+        precision: a key of `PRECISIONS`. By default the model's dtypes stay.
+        deeper: adds layers that are like the captured ones, so that a deep model is captured quickly.
+        kept_buffers: buffers that half precision may leave in their dtype. By default any that the
+            model casts back.
+        batch_dims: as for `plan`.
+
+    Raises AutoparError if the model cannot be captured.
     """
     from autopar.models.hf_delta_rule import triangular_solves
 
@@ -88,8 +98,8 @@ def trace(
 
 
 def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> TracedModel:
-    """`trace` of the model of a spec, on batches of `seq` tokens a row. If its layers are known to
-    be alike, a model with fewer layers is captured and then deepened.
+    """`trace` of the model that `spec` builds, on a batch of 2 rows of `seq` tokens. If its layers
+    are known to be alike, a model with fewer layers is captured and then deepened.
     """
     shallow = spec.shallow()
     more, period, path = spec.num_layers - shallow.num_layers, spec.period, spec.layers_path
@@ -180,7 +190,7 @@ def _best_plan(
     time_limit_s: float,
     progress: Callable[[str], None] | None,
 ) -> Plan:
-    """The best plan for the goal. Raises NoPlanFits if no plan fits; the message says what
+    """The best plan for the goal. If no plan fits, raises NoPlanFits with a message that says what
     would.
     """
 
@@ -300,7 +310,9 @@ def parallelize(
 
 
 def _agreed(decide: Callable[[], Plan], traced: TracedModel, cluster: Cluster, note: str) -> Plan:
-    """Rank 0's decision on every rank, checked.  Rank 0 prints the note, and what is to be known of micro-batches."""
+    """The plan that rank 0 decides, checked against model and cluster, on every rank. `note`
+    becomes its first note. Rank 0 prints `note`, and what the plan does with micro-batches.
+    """
     from autopar.runtime.engine import agree_on_plan
 
     def checked() -> Plan:
@@ -344,7 +356,9 @@ def _traced_alike(
     precision: str,
     batch_dims: BatchDims | None,
 ) -> list[TracedModel]:
-    """`trace` of a model on batches of several lengths, which store the same tensors in the same dtypes."""
+    """`trace` of a model on each of `inputs`, batches of several lengths. A buffer keeps its dtype
+    in all of them or in none, so that all store the same tensors.
+    """
     traced_on = partial(trace, model, loss_fn=loss_fn, precision=precision, batch_dims=batch_dims)
     found = [traced_on(each) for each in inputs]
     kept = [
@@ -369,15 +383,17 @@ def prepared(model: nn.Module) -> nn.Module:
 
 
 def _example(model: nn.Module, example_inputs: ExampleInputs | None) -> ExampleInputs:
-    """What is given as an example, or the default.  AutoparError if it is no batch."""
+    """The example batch that was passed, or the default of a Hugging Face model. Raises
+    AutoparError if it is no batch.
+    """
     found = example_inputs if example_inputs is not None else default_inputs(model)
     check_example(found)
     return found
 
 
 def default_inputs(model: nn.Module) -> ExampleInputs:
-    """Example inputs for a Hugging Face model, from its config. Raises AutoparError for any other
-    model.
+    """Example inputs of 2 rows for a Hugging Face model, from its config, with at most 512 tokens.
+    Raises AutoparError for any other model.
     """
     if hasattr(model, "config") and hasattr(model, "_init_weights"):
         from autopar.models.hf import hf_example_inputs, is_hf_model

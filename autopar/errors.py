@@ -8,7 +8,9 @@ __all__ = ["AutoparError", "NoPlanFits", "one_line", "shown"]
 
 
 def one_line(error: BaseException) -> str:
-    """The first 300 characters of another error's message, on one line."""
+    """The first 300 characters of an error's message, with line breaks and runs of blanks as single
+    blanks.
+    """
     return " ".join(str(error).split())[:300]
 
 
@@ -28,7 +30,7 @@ class NoPlanFits(AutoparError):
 
     Attributes:
         least_bytes: bytes of the smallest plan on its fullest device, or None if they are not known.
-        proven: whether the whole space was searched, so that no plan fits.
+        proven: whether it is proved that no plan fits.
     """
 
     def __init__(self, message: str, least_bytes: int | None = None, proven: bool = True) -> None:

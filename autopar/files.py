@@ -20,7 +20,9 @@ the wrong file.
 
 
 def path_of(path: Any, what: str) -> Path:
-    """`path` as a Path. Raises AutoparError, with `what` (such as 'plan'), if it is not a path."""
+    """`path` as a Path; the file need not exist. Raises AutoparError, which calls it `what` (such
+    as 'plan'), if it is not a path.
+    """
     if not isinstance(path, str | os.PathLike):
         raise AutoparError(f"the path of the {what} is {shown(path)}, not a text or pathlib.Path")
     text = os.fspath(path)
@@ -33,15 +35,18 @@ def path_of(path: Any, what: str) -> Path:
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason why a file could not be read or written, as text."""
+    """The reason, as text, why a file could not be read or written: the system's words where there
+    are some.
+    """
     if isinstance(error, UnicodeDecodeError):
         return f"it is not a UTF-8 text (byte {error.object[error.start]:#04x} at {error.start})"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def read_text(path: Any, what: str, hint: Callable[[], str] = str) -> str:
-    """The text of a UTF-8 file. Raises AutoparError, with `what` and the path, if it cannot be
-    read. `hint()` says what to do if the file is missing.
+    """The text of a UTF-8 file, without a byte order mark. Raises AutoparError, with `what` (such
+    as 'plan') and the path, if it cannot be read or is over 1 GiB. `hint()` is appended to the
+    message if the file is missing.
     """
     found = path_of(path, what)
     try:
@@ -79,7 +84,9 @@ def write_text(path: Any, text: str, what: str) -> None:
 
 
 def _replace(target: Path, text: str) -> None:
-    """Replace the file `target` by one with `text`."""
+    """Replaces the file `target` by one with `text`, atomically, with the same permissions. If that
+    fails, raises the error and leaves `target` unchanged.
+    """
     partial = target.with_name(f".autopar-{os.urandom(6).hex()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:

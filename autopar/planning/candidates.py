@@ -52,8 +52,9 @@ def schedules_for(
     blocks: int,
     split_backward: bool = True,
 ) -> tuple[tuple[str, int], ...]:
-    """(schedule, stages per rank) for every pipeline that the pins allow and torch can run.
-    `split_backward`: whether schedules with a split backward are allowed.
+    """Every (schedule, stages per rank) that the pins allow and torch can run on the pipeline of
+    `mesh`, for a model of `blocks` layers. `split_backward`: whether schedules with a split
+    backward are allowed.
     """
     most = blocks // mesh.pp
     several = (pin.vpp,) if pin.vpp else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
@@ -71,14 +72,18 @@ def schedules_for(
 
 
 def tp_limit(cluster: Cluster) -> int:
-    """The largest tensor-parallel degree searched: four NVLink domains."""
+    """The largest tensor-parallel degree that is searched: the devices of four nodes, or all
+    devices if there are fewer. With several kinds of devices, the smallest of these.
+    """
     return min(
         min(group.num_devices, 4 * group.topology.devices_per_node) for group in cluster.groups
     )
 
 
 def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
-    """Every mesh that the pins allow and that can split the global batch."""
+    """Every mesh to search: those that the pins allow and whose dp divides the global batch. Unless
+    pinned, tp divides all attention heads, and cp above 1 is only for long sequences.
+    """
     pin, found = request.pin, list[MeshShape]()
     positions, experts = tokens_per_row(traced), num_experts(traced)
     most = 1 if request.runnable and shared_updates(traced) else len(traced.layers)
@@ -109,7 +114,9 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 
 
 def _ranks_for(request: PlanRequest, most: int) -> list[int]:
-    """The numbers of pipeline ranks to search."""
+    """The numbers of pipeline ranks to search, at most `most` unless pinned. With several kinds of
+    devices, each rank must lie within one group.
+    """
     # a pipeline has those of its stages on the device for all of a step
     if request.pin.offload == "parameters":
         return [1]
@@ -125,7 +132,9 @@ def _ranks_for(request: PlanRequest, most: int) -> list[int]:
 
 
 def _placed(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
-    """The mesh with every searched placement of its ranks."""
+    """The mesh with each order of axes to search, or, with several kinds of devices, each
+    assignment of ranks to groups.
+    """
     if request.is_mixed:
         return deals_of(request, mesh)
     # both orders of every mesh would double the search
@@ -135,8 +144,8 @@ def _placed(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
 
 
 def deals_of(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
-    """A pipeline over all groups of devices, one after the other: every order of groups, or the
-    pinned one.
+    """The mesh with each `deal`: a pipeline over all groups of devices, one after the other. There
+    is one for each order of groups, or only the pinned one; orders of equal groups count once.
     """
     groups, each = request.cluster.groups, mesh.num_devices // mesh.pp
     found: dict[tuple[tuple[Device, Topology], ...], MeshShape] = {}
@@ -151,7 +160,7 @@ def deals_of(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
 
 
 def placements_of(mesh: MeshShape, topology: Topology) -> list[MeshShape]:
-    """The mesh with each searched placement of its axes, if no pin fixes it.
+    """The mesh with each order of its axes to search, if no pin fixes it: one or two.
 
     The default has tp innermost, then cp and ep, then dp, and pp outermost. The other has pp inside
     dp. It is searched only if it puts more ranks of a pipeline on one node; otherwise it would only
@@ -176,7 +185,9 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
 def _candidates_on(
     mesh: MeshShape, request: PlanRequest, traced: TracedModel
 ) -> Iterator[Candidate]:
-    """The candidates on one mesh."""
+    """The candidates on one mesh: every micro-batch, ZeRO stage, recompute choice and schedule that
+    the pins allow.
+    """
     pin, rows = request.pin, request.global_batch // mesh.dp
     searched = MODES if pin.stages == "even" else (MIXED,)
     recomputes = searched if pin.recompute is None else (pin.recompute,)
@@ -204,14 +215,16 @@ def _candidates_on(
 
 
 def _keeps_batch(request: PlanRequest, traced: TracedModel) -> bool:
-    """Whether a rank must run its sequences as one micro-batch, because losses of several
-    micro-batches do not add up to the batch's loss.
+    """Whether a rank must run its sequences as one micro-batch. It must if losses of micro-batches
+    do not add up to the batch's loss, and the request does not allow their mean.
     """
     return not (traced.split.joins or request.micro_batch_mean)
 
 
 def _none_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[MeshShape]) -> str:
-    """The reason why the pins allow no candidate, even if they allow meshes."""
+    """The reason, as text, why the pins allow no candidate. `meshes` are those that they allow,
+    perhaps none.
+    """
     return (
         (meshes and _unsplit_words(request, traced, meshes))
         or (meshes and _unshared_words(request, meshes))
@@ -220,8 +233,8 @@ def _none_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[Mesh
 
 
 def _unsplit_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[MeshShape]) -> str:
-    """The reason why a rank's sequences cannot be split into micro-batches as pinned; '' if they
-    can.
+    """The reason, as text, why a rank's sequences cannot be split into micro-batches as pinned; ''
+    if they can.
     """
     pin, sequences = request.pin, sorted({request.global_batch // mesh.dp for mesh in meshes})
     if all(each % (pin.micro_batch or 1) for each in sequences):
@@ -236,7 +249,7 @@ def _unsplit_words(request: PlanRequest, traced: TracedModel, meshes: Sequence[M
 
 
 def _unshared_words(request: PlanRequest, meshes: Sequence[MeshShape]) -> str:
-    """The reason why ZeRO cannot shard over any mesh as pinned; '' if it can."""
+    """The reason, as text, why ZeRO cannot shard over any of the meshes as pinned; '' if it can."""
     pin, first = request.pin, meshes[0]
     if not any(_zero_stages(request, mesh) for mesh in meshes):
         return (
@@ -260,8 +273,8 @@ def _unshared_words(request: PlanRequest, meshes: Sequence[MeshShape]) -> str:
 
 
 def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> str:
-    """The reason why no pipeline can run these blocks and this batch, or why no mesh splits the
-    batch.
+    """The reason, as text, why no candidate is left. No pipeline can run these layers and this
+    batch, or (without `has_meshes`) no mesh splits the batch.
     """
     pin, devices = request.pin, request.cluster.num_devices
     pins = ", ".join(f"{key}={value}" for key, value in pin.items())
@@ -285,8 +298,9 @@ def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> s
 def _stagings(
     request: PlanRequest, mesh: MeshShape, number: int, blocks: int
 ) -> list[tuple[int, str, tuple[tuple[str, int], ...]]]:
-    """(stages per rank, schedule, schedules to choose from) with which candidates of a mesh start;
-    [] if no schedule can run.
+    """For candidates of a mesh with `number` micro-batches: (stages per rank, schedule, schedules
+    to choose from). One entry without a pipeline, or if the stages are pinned or left to the
+    solver; [] if no schedule can run.
     """
     pin = request.pin
     if mesh.pp == 1:
@@ -299,8 +313,9 @@ def _stagings(
 
 
 def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
-    """The ZeRO stages to search on a mesh. In a pipeline, ZeRO-2 must be pinned: gradients stay
-    whole until the last micro-batch, so it saves nothing over ZeRO-1.
+    """The ZeRO stages to search on a mesh; () if the pinned one has no ranks to shard over. In a
+    pipeline, ZeRO-2 must be pinned: gradients stay whole until the last micro-batch, so it saves
+    nothing over ZeRO-1.
     """
     pinned = request.pin.zero
     if pinned is not None:
@@ -313,7 +328,8 @@ def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
 
 
 def _sharings(request: PlanRequest, mesh: MeshShape) -> list[tuple[int, int]]:
-    """(ZeRO stage, `Candidate.shard`) pairs to search on a mesh.
+    """The (ZeRO stage, `Candidate.shard`) pairs to search on a mesh; [] if it does not allow what
+    is pinned. A shard of 0 means all data-parallel ranks.
 
     Sharding within groups is searched where parameters are gathered for every pass. What is
     gathered once a step gains little from it, so there `shard` must be pinned.
@@ -329,8 +345,8 @@ def _sharings(request: PlanRequest, mesh: MeshShape) -> list[tuple[int, int]]:
 
 
 def _near_ranks(request: PlanRequest, mesh: MeshShape) -> int:
-    """The data-parallel ranks within one NVLink domain. 0 if these are all data-parallel ranks, or
-    too few to shard over.
+    """The number of data-parallel ranks within one node. 0 if these are all data-parallel ranks,
+    too few to shard over, or devices are of several kinds.
     """
     here = request.cluster.topology.devices_per_node if not request.is_mixed else 0
     shard = here // mesh.stride("dp") * mesh.ep * mesh.cp
@@ -360,7 +376,9 @@ def _can_run(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 
 
 def setting_of(candidate: Candidate, request: PlanRequest, group: int = 0) -> Setting:
-    """The setting for which annotation prices a candidate, on the devices of a group."""
+    """What annotation needs to price a candidate on the devices of group number `group`: mesh,
+    batch, precision, software and so on.
+    """
     return Setting(
         mesh=replace(candidate.mesh, deal=""),
         micro_batch=candidate.micro_batch,

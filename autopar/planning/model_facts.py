@@ -24,8 +24,8 @@ def divisors(number: int) -> list[int]:
 
 
 def as_recomputed(traced: TracedModel, mode: str | None) -> TracedModel:
-    """The model in which every k-th layer is marked, if `mode` is `every-k`; otherwise the model
-    unchanged.
+    """The model with every k-th layer marked for recomputation if `mode` is `every-k`; otherwise
+    the model unchanged.
     """
     if mode is None or not is_recompute(mode) or not is_periodic(mode):
         return traced
@@ -33,14 +33,16 @@ def as_recomputed(traced: TracedModel, mode: str | None) -> TracedModel:
 
 
 def as_planned(traced: TracedModel, plan: Plan) -> TracedModel:
-    """The model as a plan has it: fused, and its layers counted off."""
+    """The traced model as the plan needs it: with the plan's fusion, and with layers marked if it
+    recomputes every k-th.
+    """
     return as_recomputed(fused(traced, plan.fusion.mode), plan.recompute)
 
 
 @per_model(16)
 def shared_updates(traced: TracedModel) -> list[str]:
-    """Buffers that forward modifies and that several segments read. A pipeline would separate these
-    segments.
+    """The names of buffers that forward modifies and that several segments read. A pipeline would
+    separate these segments. Cached for each model.
     """
     return [
         name
@@ -51,21 +53,27 @@ def shared_updates(traced: TracedModel) -> list[str]:
 
 @per_model(16)
 def attention_heads(traced: TracedModel) -> tuple[int, ...]:
-    """The distinct numbers of heads of the model's attention ops."""
+    """The distinct numbers of heads of the model's attention calls, without those that depend on
+    the batch. Cached for each model.
+    """
     queries = [call.tensors[0] for call in calls_of(traced, "aten::scaled_dot_product_attention")]
     heads = dict.fromkeys(query.shape[-3] for query in queries if query.dim() > 2)
     return tuple(int(count) for count in heads if not is_symbolic(count))
 
 
 def calls_of(traced: TracedModel, op: str) -> list[Call]:
-    """All calls of an op, such as 'aten::gelu'; those of a class once."""
+    """All calls of an op, such as 'aten::gelu'. The segments of a class share one graph, so their
+    calls are listed once.
+    """
     nodes = [node for block in traced.classes for node in ops(block.graph)]
     return [Call(node) for node in nodes if op_name(node) == op]
 
 
 @per_model(16)
 def num_experts(traced: TracedModel) -> int:
-    """The smallest number of experts in any of the model's routed ops; 0 if there is none."""
+    """The smallest number of experts in any of the model's routed ops; 0 if there is none. Cached
+    for each model.
+    """
     found = []
     for block in traced.classes:
         for node in ops(block.graph):
@@ -79,5 +87,5 @@ def num_experts(traced: TracedModel) -> int:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """The first twelve of the numbers as text, for a message."""
+    """The numbers as text, for a message: `1, 2, 4`. After twelve of them `, ...` follows."""
     return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")

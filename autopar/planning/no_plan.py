@@ -9,8 +9,9 @@ from autopar.solve.search.result import SearchResult
 
 
 def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
-    """The error for a search without a result, with the smallest memory found. For what would fit,
-    see `planning/remedies.py`.
+    """The error to raise for a search without a plan. It has the least memory that any plan needs,
+    if known, and whether it is proved that none fits. For what would fit, see
+    `planning/remedies.py`.
     """
     if found.status == "time limit":
         devices = request.cluster.num_devices
@@ -48,8 +49,8 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
 
 
 def check_host(prediction: Prediction, request: PlanRequest) -> None:
-    """Raise NoPlanFits if the plan needs more host memory than there is. Other plans would not
-    help, since offloaded bytes hardly depend on the layout.
+    """Raises NoPlanFits if the plan needs more host memory per device than there is. Other plans
+    would not help, since offloaded bytes hardly depend on the layout.
     """
     host = request.cluster.host if prediction.host_bytes else None
     if host is not None and prediction.host_bytes > host.memory_bytes:

@@ -14,8 +14,9 @@ from autopar.planning.model_facts import calls_of
 
 @per_model(16)
 def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
-    """Notes for the user on this model: remarks of the capture, ops without a rule, and what is not
-    exact. `mean`: losses of micro-batches that do not add up are averaged.
+    """Notes for the user on this model, one sentence each: remarks of the capture, ops without a
+    rule, and what is not exact. `mean`: the user allows micro-batches whose losses do not add up.
+    Cached for each model.
     """
     found = list(traced.notes)
     ruleless: dict[str, int] = {}
@@ -72,8 +73,8 @@ def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
 
 
 def split_notes(traced: TracedModel, mean: bool) -> tuple[str, ...]:
-    """Notes on quantities computed per micro-batch instead of over the whole batch, or on why the
-    batch is not split.
+    """Notes on quantities that are computed for each micro-batch instead of the whole batch, or on
+    why the batch is not split. Empty if neither applies. `mean` as in `notes`.
     """
     split, found = traced.split, []
     if not split.joins:

@@ -46,8 +46,9 @@ _SAME = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The user's goal. 'gpus' means the fewest devices with a step of at most `deadline_s` seconds,
-    or with at least `tokens_per_s`.
+    """What a plan is to be best at: one of `OBJECTIVES`. 'gpus' means the fewest devices with a
+    step of at most `deadline_s` seconds, or with at least `tokens_per_s`; it needs one of the two,
+    other objectives neither.
     """
 
     objective: str = "time"
@@ -80,7 +81,9 @@ class Goal:
             )
 
     def limit_s(self, plan: Plan) -> float:
-        """The longest step, in seconds, that meets the goal for the tokens of a plan's step."""
+        """The longest step, in seconds, that meets the goal; infinite without a deadline. A rate is
+        converted with the tokens of the plan's step.
+        """
         if self.tokens_per_s is None:
             return inf if self.deadline_s is None else self.deadline_s
         return plan.predicted.tokens_per_s * plan.predicted.step_time_s / self.tokens_per_s
@@ -95,7 +98,9 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A part of the cluster, or the whole cluster with less memory, and its fastest plan."""
+    """A part of the cluster, or the whole cluster with less memory, and the fastest plan found on
+    it.
+    """
 
     cluster: Cluster
     plan: Plan
@@ -107,26 +112,28 @@ class Fitted:
 
     @property
     def device_hours(self) -> float:
-        """Device-hours per million tokens."""
+        """Device-hours per million tokens of the plan."""
         return device_hours_per_million_tokens(self.plan)
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A part of the cluster, or the whole cluster with less memory, without a plan."""
+    """A part of the cluster, or the whole cluster with less memory, on which planning raised
+    `error`.
+    """
 
     cluster: Cluster
     error: AutoparError
 
     @property
     def settled(self) -> bool:
-        """Whether it is proved that there is no plan."""
+        """Whether it is proved that there is no plan; False if the search ran out of time."""
         return not isinstance(self.error, NoPlanFits) or self.error.proven
 
     @property
     def bound_s(self) -> float:
-        """A lower bound on the step seconds of every plan on this cluster; infinite if it is proved
-        that there is none.
+        """A lower bound on the step seconds of every plan on this cluster: infinite if it is proved
+        that there is none, otherwise 0.
         """
         return inf if self.settled else 0.0
 
@@ -177,10 +184,12 @@ def choose(
     pin: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> Chosen:
-    """The best plan for a goal, on the cluster or on some of its devices. If the goal is not the
-    time, the plan's notes state what is proved.
+    """The best plan for a goal, on the cluster or on some of its devices. `plan_on` plans under
+    pins on a cluster; `tell` gets a line for each attempt. If the goal is not the time, the plan's
+    first note states what is proved.
 
-    Raises AutoparError like the planner, and if no part of the cluster meets a deadline.
+    Raises AutoparError like the planner, for other goals on several kinds of devices, and if no
+    part of the cluster meets a deadline.
     """
 
     def attempt(at: Cluster) -> Tried:
@@ -210,7 +219,7 @@ def choose(
 
 def sizes_of(cluster: Cluster) -> list[int]:
     """The numbers of devices to consider, ascending: powers of two that divide a node, and whole
-    nodes (see `MOST_NODES`).
+    nodes. With more than `MOST_NODES` nodes, only powers of two and all nodes.
     """
     per_node, nodes = cluster.topology.devices_per_node, cluster.topology.nodes
     parts = [2**k for k in range(per_node.bit_length()) if 2**k < per_node and per_node % 2**k == 0]
@@ -235,8 +244,8 @@ def _fastest(goal: Goal, cluster: Cluster, plan: Plan) -> Chosen:
 
 
 def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """The plan with the lowest cost per token. Every size is planned, since the cost need not be
-    monotone in the size.
+    """The plan with the lowest cost per token over all sizes of `sizes_of`. Every size is planned,
+    since the cost need not be monotone in the size.
     """
     tried = tuple(attempt(cluster.with_devices(size)) for size in sizes_of(cluster))
     planned = _planned(tried)
@@ -251,7 +260,9 @@ def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """The plan on the fewest devices that meets the goal. Sizes are tried in ascending order."""
+    """The plan on the fewest devices that meets the goal. Sizes are tried in ascending order.
+    Raises AutoparError if none meets it.
+    """
     tried: list[Tried] = []
     for size in sizes_of(cluster):
         last = attempt(cluster.with_devices(size))
@@ -305,7 +316,7 @@ def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _planned(tried: Sequence[Tried]) -> list[Fitted]:
-    """The attempts that found plans. If there is none, the error of the last attempt is raised."""
+    """The attempts that found plans. If there is none, raises the error of the last attempt."""
     if planned := [one for one in tried if isinstance(one, Fitted)]:
         return planned
     raise next(one.error for one in reversed(tried) if isinstance(one, Failed))
@@ -316,7 +327,9 @@ def _peak_bytes(plan: Plan) -> int:
 
 
 def _device_hours(device_seconds: float, plan: Plan) -> float:
-    """Device-hours per million tokens, if the tokens of a plan's step take `device_seconds`."""
+    """Device-hours per million tokens, if the tokens of one step of `plan` take
+    `device_seconds`.
+    """
     tokens = plan.predicted.tokens_per_s * plan.predicted.step_time_s
     return device_seconds / tokens * 1e6 / 3600
 
@@ -326,13 +339,17 @@ def _listed(tried: Sequence[Tried]) -> str:
 
 
 def _cost_words(device_hours: float, cluster: Cluster) -> str:
-    """A cost as text: `$0.0745`, or `0.0298 device-hours` if the price is unknown."""
+    """A cost per million tokens as text: `$0.0745`, or `0.0298 device-hours` if the cluster has no
+    price.
+    """
     price = cluster.price_per_device_hour
     return f"{device_hours:.4g} device-hours" if price is None else f"${device_hours * price:.4g}"
 
 
 def _unsettled(tried: Sequence[Tried]) -> str:
-    """A clause about sizes for which the search proved nothing, or ''."""
+    """A clause that lists the sizes without a plan for which nothing is proved; '' if there are
+    none.
+    """
     unknown = [one for one in tried if isinstance(one, Failed) and not one.settled]
     return (
         f"; on {_listed(unknown)} no plan was found in time, which proves nothing"
@@ -342,7 +359,9 @@ def _unsettled(tried: Sequence[Tried]) -> str:
 
 
 def _fewer_words(tried: Sequence[Tried], limit_s: float) -> str:
-    """A clause about what is proved for fewer devices."""
+    """A clause about what is proved for the sizes before the last: whether a plan there may meet
+    `limit_s`. '' if there are none.
+    """
     fewer = tried[:-1]
     if not fewer:
         return ""
@@ -395,8 +414,8 @@ _UNITS = {
 
 
 def chosen_data(chosen: Chosen) -> dict[str, Any]:
-    """The objective, its value and bound in `unit`, the claim in words, and the attempts, as plain
-    data.
+    """A dict for JSON: objective, deadline, value and bound in `unit`, whether they prove the plan
+    best, the claim in words, and a dict for each attempt.
     """
     goal = chosen.goal
     return {
@@ -428,7 +447,9 @@ def _tried_data(one: Tried) -> dict[str, Any]:
 
 
 def chosen_table(chosen: Chosen) -> Group:
-    """The objective, the claim and the attempts as a rich renderable."""
+    """A rich renderable: the objective and the claim as a sentence, then a table with a row for
+    each attempt, if there were any.
+    """
     from rich.console import Group
     from rich.text import Text
 

@@ -24,7 +24,9 @@ _DEGREES = ("tp", "pp", "cp", "dp", "ep")
 
 
 def check_pins(request: PlanRequest, traced: TracedModel) -> None:
-    """Raise AutoparError if the pins contradict each other, or are impossible for this model and cluster."""
+    """Raises AutoparError if the pins contradict each other, or are impossible for this model and
+    cluster.
+    """
     _check_sharing(request.pin)
     _check_offload(request)
     _check_degrees(request.pin, request.cluster.num_devices)
@@ -49,7 +51,9 @@ def _check_degrees(pin: Pins, devices: int) -> None:
 
 
 def _check_batch(request: PlanRequest) -> None:
-    """Raise AutoparError if pins do not split the batch evenly."""
+    """Raises AutoparError if pins of dp, micro-batch and ep do not split the batch evenly. Checks
+    nothing if the pins do not determine dp.
+    """
     pin, dp = request.pin, request.pin.dp
     if dp is None and pin.tp is not None and pin.cp is not None:
         dp = request.cluster.num_devices // pin.tp // pin.cp // (pin.pp or 1)
@@ -71,7 +75,9 @@ def _check_batch(request: PlanRequest) -> None:
 
 
 def _check_model(pin: Pins, traced: TracedModel) -> None:
-    """The degrees that positions and experts of the model limit."""
+    """Raises AutoparError if cp exceeds the positions of a sequence, or ep the experts of the
+    model.
+    """
     if pin.cp is not None and pin.cp > 1:
         _check_positions(pin.cp, traced)
     if pin.ep is not None and pin.ep > 1:
@@ -87,8 +93,8 @@ def _check_model(pin: Pins, traced: TracedModel) -> None:
 
 
 def _check_groups(request: PlanRequest) -> None:
-    """Raise AutoparError if pins are impossible on devices of several kinds, where each pipeline
-    rank must lie within one group.
+    """Raises AutoparError if pins are impossible on devices of several kinds, where each pipeline
+    rank must lie within one group and has one stage.
     """
     pin, name = request.pin, request.cluster.name
     sizes = [group.num_devices for group in request.cluster.groups]
@@ -124,7 +130,7 @@ def _check_groups(request: PlanRequest) -> None:
 
 
 def _check_sharing(pin: Pins) -> None:
-    """Raise AutoparError if `shard` is pinned together with zero=0, which shards nothing."""
+    """Raises AutoparError if `shard` is pinned together with zero=0, which shards nothing."""
     if pin.shard and pin.zero == 0:
         raise AutoparError(
             f"shard={pin.shard}: {pin.shard} ranks share out what ZeRO does, and zero=0 shares out nothing; pin zero=1, 2 or 3"
@@ -145,8 +151,8 @@ def _check_offload(request: PlanRequest) -> None:
 
 
 def check_fetched(pp: int, zero: int) -> None:
-    """Raise AutoparError if parameters cannot be fetched from the host for each pass of a
-    segment.
+    """Raises AutoparError if parameters cannot stay in host memory (offload=parameters): in a
+    pipeline, or under ZeRO-1 and ZeRO-2.
     """
     if pp > 1:
         raise AutoparError(
@@ -161,7 +167,9 @@ def check_fetched(pp: int, zero: int) -> None:
 
 
 def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
-    """Raise AutoparError if the pins of a pipeline are impossible."""
+    """Raises AutoparError if the pins of a pipeline are impossible: more stages than layers allow,
+    no schedule, too few micro-batches, or what the engine cannot run.
+    """
     pin = request.pin
     pp, vpp = pin.pp or len(request.cluster.groups), pin.vpp or 1
     parted = shared_updates(traced) if request.runnable and pp > 1 else []
@@ -194,7 +202,7 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
 
 
 def _check_no_pipeline(pin: Pins) -> None:
-    """Raise AutoparError if pp is 1 but another pin needs a pipeline."""
+    """Raises AutoparError if another pin needs a pipeline. It is called if pp is 1."""
     alone = {"vpp": 1, "schedule": "none", "stages": None}
     for name, value in alone.items():
         if name in pin and pin[name] != value:
@@ -204,8 +212,8 @@ def _check_no_pipeline(pin: Pins) -> None:
 
 
 def _micro_batches(request: PlanRequest) -> int | None:
-    """The number of micro-batches that the pins imply; None if they imply none or are not
-    sufficient.
+    """The number of micro-batches of a step that the pins imply. None if dp or the micro-batch is
+    not pinned, or they do not divide the batch.
     """
     pin = request.pin
     if pin.micro_batch is None or pin.dp is None:
@@ -215,7 +223,8 @@ def _micro_batches(request: PlanRequest) -> int | None:
 
 
 def may_split_backward(request: PlanRequest) -> bool:
-    """Whether schedules with a split backward are searched.
+    """Whether schedules with a split backward are searched. Always, unless the plan must be
+    runnable.
 
     To run one, a plan must not keep results of ops (recompute op), since torch provides them only
     once. It must also not use torch.compile, whose functions compute all gradients at once.
@@ -224,15 +233,15 @@ def may_split_backward(request: PlanRequest) -> bool:
 
 
 def schedule_of(pin: Pins) -> str:
-    """The schedule of a pipeline with pinned stages: the pinned one, otherwise 1F1B, or interleaved
-    1F1B if a rank has several stages.
+    """The schedule of a pipeline whose stages are pinned: the pinned one, otherwise 1F1B, or
+    interleaved 1F1B if a rank has several stages.
     """
     return pin.schedule or ("interleaved_1f1b" if (pin.vpp or 1) > 1 else "1f1b")
 
 
 def _check_product(pin: Pins, devices: int) -> None:
-    """Raise AutoparError unless the product of pinned degrees divides the number of devices; if tp
-    and dp are pinned (cp defaults to 1), it must use all devices.
+    """Raises AutoparError unless the product of the pinned degrees divides the number of devices.
+    If tp and dp are pinned, the product must use all devices.
     """
     fixed = {name: pin[name] for name in ("tp", "pp", "cp", "dp") if name in pin}
     taken = prod(fixed.values())

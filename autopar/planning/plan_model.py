@@ -20,7 +20,7 @@ DAMAGED = "it was damaged; plan again"
 
 
 def check_parts(plan: Plan) -> None:
-    """Raise AutoparError, naming the field, if a field of a plan is wrong or contradicts
+    """Raises AutoparError, naming the field, if a field of a plan is wrong or contradicts
     another.
     """
     try:
@@ -30,8 +30,8 @@ def check_parts(plan: Plan) -> None:
 
 
 def check_segments(plan: Plan, traced: TracedModel) -> None:
-    """Raise AutoparError unless the stages hold the model's segments in order, and each block has
-    segments of one structure and a choice for each op.
+    """Raises AutoparError unless the plan covers the model. The stages must hold its segments in
+    order. Each block must have segments of one structure, and a legal choice for each op.
     """
     dealt, own = (
         [name for stage in plan.stages for name in stage],
@@ -84,13 +84,15 @@ def _check_ops(block: BlockPlan, structure: BlockClass, axes: tuple[str, ...]) -
 
 
 def _names(strategy: str, layout: Layout, dims: int) -> bool:
-    """Whether a choice has the name of its layout, on a tensor with `dims` dims."""
+    """Whether `strategy` is the text of `layout`, and this is possible for a tensor with `dims`
+    dims.
+    """
     return strategy == str(layout) and layout.dim < max(dims, 1)
 
 
 def _ends(structure: BlockClass) -> Iterator[tuple[str, int, bool]]:
-    """(name, number of dims, whether it is a result) for the inputs, parameters and results of a
-    block.
+    """(name, number of dims, whether it is a result) of each input, parameter and result of a
+    block, in graph order. Results are called output0, output1, and so on.
     """
     for node in structure.graph.nodes:
         if node.op == "output":
@@ -103,7 +105,9 @@ def _ends(structure: BlockClass) -> Iterator[tuple[str, int, bool]]:
 
 
 def _named(structure: BlockClass) -> Iterator[str]:
-    """The names for which a block must have choices."""
+    """The names for which a plan's block must have choices: all nodes of the graph but getitems,
+    and output0, output1, and so on for results.
+    """
     for node in structure.graph.nodes:
         if node.op == "output":
             yield from (f"output{number}" for number in range(len(node.args[0])))

@@ -61,8 +61,8 @@ GROUP_PIPELINES = (
 def make_plan(
     found: SearchResult, request: PlanRequest, traced: TracedModel, annotator: Annotator
 ) -> Plan:
-    """The best solution of a search as a Plan. Raises ValueError if there is none, and NoPlanFits
-    if the host lacks memory.
+    """The best solution of a search as a Plan, with prediction, certificate and notes. Raises
+    ValueError if there is none, and NoPlanFits if the host lacks memory.
     """
     if found.best is None or found.model is None:
         raise ValueError(f"the search found no plan: its status is {found.status!r}")
@@ -113,8 +113,9 @@ def _blocks(
     traced: TracedModel,
     fixed: AxisChoices,
 ) -> Iterator[BlockPlan]:
-    """The choices of every block of the annotated model. `origin` has each block's class in the
-    traced model and its recompute mode; `fixed` has the choices of propagation.
+    """A `BlockPlan` for each class of the annotated model: its segments, recompute mode, and the
+    choices of each op by axis. `origin` has each class's index in the traced model and its
+    recompute mode. `fixed` has the choices that follow from sharding the batch, by class and op.
     """
     candidate, solution = best
     for number, block in enumerate(model.classes):
@@ -136,7 +137,7 @@ def _blocks(
 
 
 def _space(request: PlanRequest) -> str:
-    """The search space in words."""
+    """The search space of the request in words, for the certificate."""
     pin, ranks = request.pin, request.pin.pp or "any number of"
     short = "GPipe, 1F1B and zero bubble" if may_split_backward(request) else "GPipe and 1F1B"
     if request.is_mixed:
@@ -195,7 +196,7 @@ def _prediction(
 
 
 def _lacking(candidate: Candidate, request: PlanRequest) -> str:
-    """The feature that the engine lacks to run the plan, or ''."""
+    """What the engine lacks to run the plan, as text; '' if it can run it."""
     if splits_backward(candidate.schedule) and candidate.recompute == "op":
         return f"recompute op under {candidate.schedule}"
     if not request.runnable and request.precision in ("bf16", "fp16"):
@@ -204,8 +205,9 @@ def _lacking(candidate: Candidate, request: PlanRequest) -> str:
 
 
 def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]:
-    """Ledger entries: for each block, seconds of a micro-batch and bytes of a segment; for each
-    layout change between two blocks, seconds, with the indices of the blocks.
+    """Ledger entries as dicts. For each block: seconds of a micro-batch and bytes of a segment. For
+    each layout change between two blocks: seconds, with (block index, output or input) of both
+    ends.
     """
     for cost in class_costs(model, choices):
         yield {
@@ -232,7 +234,9 @@ def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]
 def _ledgers(
     model: AnnotatedModel, groups: Sequence[AnnotatedModel], choices: Choices
 ) -> tuple[dict[str, Any], ...]:
-    """The ledger. With several kinds of devices, one for each group, which its entries name."""
+    """The ledger entries at the model's prices. With several kinds of devices, those of each group,
+    with its number as 'group'.
+    """
     if not groups:
         return tuple(_ledger(model, choices))
     return tuple(
@@ -254,8 +258,8 @@ def _devices(mesh: MeshShape, cluster: Cluster) -> tuple[str, ...]:
 
 
 def _start_note(mesh: MeshShape, cluster: Cluster) -> Iterator[str]:
-    """A note on which processes to start on which devices: ranks are numbered along the
-    pipeline.
+    """A note that says which ranks to start on which group of devices, since ranks are numbered
+    along the pipeline. Nothing if devices are of one kind.
     """
     if mesh.deal:
         each = mesh.num_devices // mesh.pp
@@ -271,8 +275,8 @@ def _start_note(mesh: MeshShape, cluster: Cluster) -> Iterator[str]:
 def axis_choices(
     mesh: MeshShape, fixed: dict[str, AxisChoice], strategy: Strategy
 ) -> dict[str, AxisChoice]:
-    """An op's choice on every axis with more than one rank: the propagated ones, and the solver's
-    on tp.
+    """An op's choice on every axis with more than one rank: on tp the solver's strategy, on other
+    axes those of `fixed`.
     """
     choices = dict(fixed)
     if mesh.tp > 1:

@@ -35,7 +35,9 @@ def find_best(
     limits: SearchLimits,
     progress: Callable[[str], None] | None = None,
 ) -> SearchResult:
-    """The search result over all candidates of a request."""
+    """Searches all candidates of a request, and returns the search's result, with or without a
+    plan. BLAS uses one thread meanwhile.
+    """
     if request.is_mixed:
         return search_groups(
             candidates_for(request, traced),
@@ -67,8 +69,8 @@ def plan_traced(
     time_limit_s: float = 60.0,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The best plan of a traced model for a complete request; the part of `api.plan` after
-    tracing.
+    """The best plan of a traced model for a complete request; the part of `api.plan` after tracing.
+    Raises AutoparError for impossible pins, and NoPlanFits if the search finds no plan.
     """
     check_pins(request, traced)
     traced = as_recomputed(fused(traced, request.pin.fuse or "off"), request.pin.recompute)

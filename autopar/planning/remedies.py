@@ -36,7 +36,9 @@ _PIPELINE = ("vpp", "schedule", "stages")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. `seq` is tokens per sequence, None if the model does not support other lengths."""
+    """What is asked of the planner; remedies change it. `seq` is tokens per sequence, None if the
+    model does not support other lengths.
+    """
 
     pin: Mapping[str, Any]
     cluster: Cluster
@@ -52,7 +54,7 @@ like the planner.
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One change, in words that continue `it fits ...`, and the changed request."""
+    """One change of a request, in words that continue `it fits ...`, with the changed request."""
 
     words: str
     ask: Ask
@@ -60,8 +62,8 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """One kind of change. `up`: try the smallest change first, since the greatest is slow to
-    plan.
+    """One kind of change: `rungs` from the smallest change to the greatest. `what` is a short name,
+    such as a pin's. `up`: try the smallest change first, since the greatest is slow to plan.
     """
 
     what: str
@@ -91,10 +93,10 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Remedies:
-    """The answer: the reason why nothing fits, the remedies `found`, kinds of change that are
-    `useless`, and kinds without time to verify.
+    """What would make the request fit: the reason why nothing fits, the remedies `found`, kinds of
+    change that are `useless`, and kinds without time to verify.
 
-    `least` is the plan that needs the least memory, on devices that have enough.
+    `least` is the plan that needs the least memory, on devices that have enough; None if unknown.
     """
 
     ask: Ask
@@ -131,8 +133,9 @@ def remedies(
     clock: Callable[[], float] = time.monotonic,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Remedies:
-    """The smallest changes of `ask` that fit, after planning it raised `error`. The search takes at
-    most `budget_s` seconds of `clock`.
+    """For each kind of change, the smallest change of `ask` with which a plan fits, after planning
+    `ask` raised `error`. The search takes at most about `budget_s` seconds of `clock`. `plan_for`
+    plans a request; `tell` gets a line for each attempt.
     """
     end_s = clock() + budget_s
     found: list[Remedy] = []
@@ -173,8 +176,8 @@ def remedies(
 
 @dataclass(slots=True)
 class Climb:
-    """The search on one ladder, until the clock reaches `end_s`. Rungs that are impossible with any
-    memory are removed.
+    """The search for the first rung of one ladder that fits, until the clock reaches `end_s`. Rungs
+    that are impossible for another reason than memory are removed from the ladder.
     """
 
     ladder: Ladder
@@ -187,7 +190,9 @@ class Climb:
     ruled_out: set[str] = field(default_factory=set)
 
     def first_fit(self) -> Remedy | None:
-        """The first rung that fits, as far as time allows; otherwise None."""
+        """The smallest change that was found to fit; None if none was found. `late` is set if time
+        ran out or a try proved nothing.
+        """
         rungs, failing, fitting = self.ladder.rungs, -1, None
         while (at := self._next(failing, fitting)) is not None and not self._over():
             fits = self._fits(rungs[at])
@@ -205,8 +210,8 @@ class Climb:
         return Remedy(self.ladder.what, rung.words, rung.ask, self.plans[rung.words], smallest)
 
     def _next(self, failing: int, fitting: int | None) -> int | None:
-        """The next rung to try, after rung `failing` failed (-1: none) and rung `fitting` fitted;
-        None if the first fitting rung is known.
+        """The index of the next rung to try. `failing` is the last rung that failed (-1: none),
+        `fitting` the first that fitted. None if nothing is left to try.
         """
         last = len(self.ladder.rungs) - 1
         if fitting is not None:
@@ -221,8 +226,8 @@ class Climb:
         return over
 
     def _fits(self, rung: Rung) -> bool | None:
-        """Whether a plan fits on this rung; None if it is impossible for a reason other than
-        memory.
+        """Whether a plan fits on this rung, found by planning it. None if it is impossible for a
+        reason other than memory. Stores the plan, or that it is ruled out.
         """
         self.tell(f"planning {rung.words}")
         try:
@@ -240,7 +245,9 @@ class Climb:
 
 
 def ladders_of(ask: Ask) -> Iterator[Ladder]:
-    """Every kind of change, the quickest to verify first."""
+    """Every kind of change, the quickest to verify first: other values or removal of each pin, no
+    pins, offloading, smaller batches, more devices, shorter sequences. A ladder may have no rungs.
+    """
     for name, value in ask.pin.items():
         if name != "offload":
             yield Ladder(name, f"without {pin_text({name: value})}", list(_pin_rungs(ask, name)))
@@ -292,7 +299,9 @@ def ladders_of(ask: Ask) -> Iterator[Ladder]:
 
 
 def _pin_rungs(ask: Ask, name: str) -> Iterator[Rung]:
-    """Rungs that change a pin to other values, the smallest change first, and finally remove it."""
+    """Rungs that change the pin `name` to other values, the smallest change first, and finally
+    remove it. With pp, other pins of a pipeline are removed too.
+    """
     value = ask.pin[name]
     for other in _relaxed(name, value):
         yield Rung(
@@ -308,7 +317,9 @@ def _pin_rungs(ask: Ask, name: str) -> Iterator[Rung]:
 
 
 def _relaxed(name: str, value: Any) -> list[Any]:
-    """Values of a pin that need less memory, the nearest first."""
+    """Other values of the pin `name` that need less memory, the nearest first; [] for pins without
+    an order.
+    """
     if name == "zero":
         return [stage for stage in (1, 2, 3) if stage > value]
     if name == "shard":
@@ -322,7 +333,7 @@ def _relaxed(name: str, value: Any) -> list[Any]:
 
 
 def larger_clusters(cluster: Cluster) -> list[Cluster]:
-    """Clusters with more devices of the same kind, ascending.
+    """Clusters with more devices of the same kind, ascending; [] with several kinds of devices.
 
     A part of a known node doubles until the node is full. Then come whole nodes: every number up to
     twice as many, and further doublings up to `MOST_TIMES`.
@@ -347,7 +358,7 @@ def larger_clusters(cluster: Cluster) -> list[Cluster]:
 
 
 def _is_part(cluster: Cluster) -> bool:
-    """Whether the cluster is some devices of one node, as in `h100:4`."""
+    """Whether the cluster is some devices of one node of a known kind, as in `h100:4`."""
     preset = home_of(cluster.device.name)
     if (
         cluster.device.name not in DEVICES
@@ -367,8 +378,8 @@ def _more_nodes(here: int) -> list[int]:
 
 
 def remedies_data(answer: Remedies) -> dict[str, Any]:
-    """The answer as plain data, in seconds and bytes. Plans are reduced to their choices and
-    predictions.
+    """The answer as a dict for JSON, in seconds and bytes: reason, least memory, and a dict for
+    each remedy with its changed request and the plan's predictions and choices.
     """
     least = answer.least
     return {

@@ -14,7 +14,9 @@ from autopar.trace.fusion.fused import fused
 
 
 def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
-    """Raise AutoparError if `plan` was made for another model or cluster, or contradicts itself."""
+    """Raises AutoparError if `plan` was made for another model or cluster, does not cover the
+    model, or contradicts itself.
+    """
     check_parts(plan)
     if plan.offload == "parameters":
         check_fetched(plan.mesh.pp, plan.zero)

@@ -21,7 +21,9 @@ Check = Callable[[str, Any], None]
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """AutoparError for the first of a call's arguments, by name, that `CHECKS` refuses."""
+    """Checks a call's arguments, by name, with `CHECKS`; others are ignored. Raises AutoparError
+    for the first that is refused.
+    """
     for name, value in given.items():
         if name in CHECKS:
             CHECKS[name](name, value)
@@ -47,7 +49,9 @@ def _model(name: str, model: Any) -> None:
 
 
 def parsed_cluster(cluster: Any) -> Cluster:
-    """The cluster, parsed if it is a text. Raises AutoparError for any other type."""
+    """The cluster itself, or a text parsed as one, such as 'dgx-h100:8'. Raises AutoparError for
+    any other type.
+    """
     if isinstance(cluster, str):
         return ClusterSpec.parse(cluster)
     if not isinstance(cluster, Cluster):
@@ -63,7 +67,9 @@ def check_beside_plan(
     global_batch: int | None,
     precision: str | None,
 ) -> None:
-    """Raise AutoparError if an argument contradicts the plan that was passed with it."""
+    """Raises AutoparError if pins are passed together with a plan, or if batch or precision differ
+    from the plan's. None means not passed.
+    """
     if plan is None:
         return
     if pin:
@@ -107,7 +113,9 @@ def _function(name: str, value: Any) -> None:
 
 
 def _of(kind: type, words: str) -> Check:
-    """Takes None and values of `kind`; `words` say what that is."""
+    """A check that accepts None and values of type `kind`; `words` say in its error what is
+    expected.
+    """
 
     def check(name: str, value: Any) -> None:
         if value is not None and not isinstance(value, kind):

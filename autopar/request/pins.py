@@ -39,7 +39,9 @@ CONTEXT_METHODS = ("gather", "ring", "ulysses")
 
 
 def is_recompute(value: Any) -> bool:
-    """Whether a value of the pin `recompute` is a valid mode."""
+    """Whether the pin `recompute` may have this value: 'none', 'full', a selective mode, or
+    'every-k' with a whole number k.
+    """
     return value in (*RECOMPUTE, *SELECTIVE_MODES) or (
         isinstance(value, str) and re.fullmatch(r"every-[1-9][0-9]{0,8}", value) is not None
     )
@@ -47,7 +49,7 @@ def is_recompute(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PinSpec:
-    """A row of the table of pins.
+    """A row of the table of pins. A pin is a choice that a user fixes.
 
     `check(value)` returns what is wrong with a value, or ''. It raises AutoparError for a value
     that is invalid in any request. `of_plan(plan)` is the plan's value, or None if plans do not
@@ -190,14 +192,16 @@ class Pins(Mapping[str, Any]):
 
     @classmethod
     def of(cls, pin: Mapping[str, Any]) -> Pins:
-        """The pins of a mapping. Raises AutoparError for an unknown name or an invalid value."""
+        """The pins in a mapping from names to values; a `Pins` is returned as it is. Raises
+        AutoparError for an unknown name or an invalid value.
+        """
         if isinstance(pin, Pins):
             return pin
         check_pin_names(pin)
         return cls(**pin, given=tuple(pin))
 
     def leave(self, **choices: PinValue) -> bool:
-        """Whether the pins allow all of these choices."""
+        """Whether each of these choices is either not pinned or has its pinned value."""
         return all(self.get(name, value) == value for name, value in choices.items())
 
     def __getitem__(self, name: str) -> Any:
@@ -216,8 +220,9 @@ class Pins(Mapping[str, Any]):
 
 
 def parse_pins(text: str) -> dict[str, PinValue]:
-    """Pins from text: `tp=8,zero=1` -> {'tp': 8, 'zero': 1}. Raises AutoparError for anything that
-    is not key=value.
+    """Pins from text: `tp=8,zero=1` -> {'tp': 8, 'zero': 1}. `true` and `false` become booleans.
+    Raises AutoparError for anything that is not key=value, and for a repeated key. Names and values
+    are not checked.
     """
     pins: dict[str, PinValue] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -241,15 +246,15 @@ def parse_pins(text: str) -> dict[str, PinValue]:
 
 
 def choices_of(plan: Plan) -> dict[str, PinValue]:
-    """The plan's choices, by pin name. `sequence_parallel` and `context_method` are missing, since
-    a plan records them only as layouts of ops.
+    """The plan's choices, by pin name. Pins that the plan does not record are missing, such as
+    `sequence_parallel` and `context_method`, which appear only in layouts of ops.
     """
     chosen = {name: pin.of_plan(plan) for name, pin in PINS.items()}
     return {name: value for name, value in chosen.items() if value is not None}
 
 
 def pins_of(plan: Plan) -> dict[str, PinValue]:
-    """Pins that reproduce the plan up to the layouts of ops, and up to recomputation if layers
+    """Pins that reproduce the plan, except for the layouts of ops. `recompute` is missing if layers
     differ in it.
     """
     return {
@@ -260,14 +265,14 @@ def pins_of(plan: Plan) -> dict[str, PinValue]:
 
 
 def first_difference(pin: Mapping[str, Any], plan: Plan) -> str:
-    """The first pin that the plan does not follow, or ''. A pin that plans do not record counts as
-    not followed.
+    """The name of the first pin that the plan does not follow; '' if it follows all. A pin that
+    plans do not record counts as not followed.
     """
     return next((key for key, value in pin.items() if not PINS[key].is_choice_of(plan, value)), "")
 
 
 def check_pin_names(pin: Mapping[str, Any]) -> None:
-    """Raise AutoparError for an unknown pin name. A misspelt pin is a mistake; an impossible one
+    """Raises AutoparError for an unknown pin name. A misspelt pin is a mistake; an impossible one
     gets an answer instead.
     """
     for name in pin:

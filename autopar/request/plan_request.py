@@ -16,8 +16,11 @@ from autopar.request.software import Software
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A request for a plan. `global_batch` is in sequences per step; `micro_batch_mean` allows
-    micro-batches if the mean of their losses is not the loss of the batch.
+    """A complete request for a plan. `global_batch` is in sequences per step. `runnable`: only
+    plans that the engine can run. `micro_batch_mean`: micro-batches are allowed even if the mean of
+    their losses is not the loss of the batch.
+
+    Raises AutoparError for a batch, precision or software that is not possible.
     """
 
     cluster: Cluster

@@ -129,8 +129,8 @@ class Software:
 
     @property
     def joins(self) -> Joins:
-        """What joins neighbouring element-wise operations into kernels, if `fuses`: a compiler, or
-        hand-written kernels.
+        """What joins neighbouring element-wise operations into kernels: a compiler, or hand-written
+        kernels, with or without the softmax. It applies only if `fuses`.
         """
         if self.compiled:
             return "compiler"

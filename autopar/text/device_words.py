@@ -10,13 +10,13 @@ from autopar.ir.plan import Plan
 
 
 def groups_by_rank(plan: Plan, cluster: Cluster) -> tuple[ClusterSpec, ...]:
-    """The group of devices of each pipeline rank."""
+    """For each pipeline rank of the plan, the group of devices that it is on."""
     return tuple(cluster.groups[group] for group in plan.mesh.groups)
 
 
 def fullest_rank(plan: Plan, cluster: Cluster) -> tuple[int, int]:
-    """(bytes used, bytes of device memory) of the pipeline rank with the highest share of memory
-    used.
+    """(peak bytes, bytes of device memory) of the pipeline rank that uses the largest fraction of
+    its memory.
     """
     if len(cluster.groups) == 1:
         return max(plan.predicted.peak_memory_bytes, default=0), cluster.device.memory_bytes
@@ -28,5 +28,5 @@ def fullest_rank(plan: Plan, cluster: Cluster) -> tuple[int, int]:
 
 
 def kinds(names: Sequence[str]) -> str:
-    """Runs of equal names with counts: `2 h100, 3 a100-80g`."""
+    """Runs of equal names with their counts, as text: `2 h100, 3 a100-80g`."""
     return ", ".join(f"{len(list(run))} {name}" for name, run in groupby(names))

@@ -18,18 +18,18 @@ _HEADS = ("head", "lm_head", "embed_out")
 
 
 def is_attention(op: str) -> bool:
-    """Whether an op name is that of attention."""
+    """Whether an op name in a plan is that of attention."""
     return "scaled_dot_product_attention" in op
 
 
 def is_experts(op: str) -> bool:
-    """Whether an op name is that of routed experts."""
+    """Whether an op name in a plan is that of routed experts."""
     return "routed_experts" in op
 
 
 def interesting(block: BlockPlan) -> list[str]:
-    """The names of ops worth showing, in program order: those with weights, attention, experts and
-    the loss.
+    """The names of the block's ops that are worth showing, in program order: those with weights,
+    matrix products, attention, experts and the loss.
     """
     reading = {name for name, axes in block.ops.items() if any(c.inputs for c in axes.values())}
     making = {name for name, axes in block.ops.items() if any(c.outputs for c in axes.values())}
@@ -69,8 +69,8 @@ _OTHER_OPS = {
 
 
 def describe(op: str, choice: AxisChoice) -> str:
-    """How `op` runs over one axis, in words, followed by its pattern of indices if that is not
-    contiguous.
+    """How `op` runs over one axis, in words such as `column-parallel`. If its indices are not
+    contiguous, their pattern follows in parentheses.
     """
     letter, _, pattern = choice.strategy.partition(" ")
     return _words(op, letter) + (f" ({pattern})" if pattern else "")
@@ -91,13 +91,13 @@ def _words(op: str, letter: str) -> str:
 
 
 def layouts(choice: AxisChoice) -> str:
-    """Layouts as text: `S(1), R/P -> S(1)`."""
+    """The layouts of operands and results as text: `S(1), R/P -> S(1)`."""
     return f"{', '.join(map(str, choice.inputs))} -> {', '.join(map(str, choice.outputs))}"
 
 
 def collectives(counts: dict[str, int]) -> str:
     """Counts of collectives as text: `2 all-reduce, 1 all-gather over tp; 1 all-reduce over dp`, or
-    `none`.
+    `none`. Keys are such as `all_reduce over tp`.
     """
     axes: dict[str, list[str]] = {}
     for name, count in sorted(counts.items()):

@@ -23,7 +23,9 @@ PlanOn = Callable[[Mapping[str, Any], Cluster], Plan]
 
 
 def layout_words(plan: Plan) -> str:
-    """One line that identifies a plan: `dp=16 tp=8, 8 x 4 sequences, ZeRO-1, recompute full`."""
+    """One line that identifies a plan by mesh, batch, schedule, ZeRO, recomputation and offload:
+    `dp=16 tp=8, 8 x 4 sequences, ZeRO-1, recompute full`. What is off is left out.
+    """
     batch = f"{plan.num_microbatches} x {plan.micro_batch} sequences"
     words = [str(plan.mesh), batch, *_schedule_words(plan)]
     words += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
@@ -45,8 +47,8 @@ def sharing_words(zero: int, shard: int) -> str:
 
 
 def _schedule_words(plan: Plan) -> list[str]:
-    """Words for the schedule, with the number of stages of a rank if above 1, and for the ZeRO
-    stage.
+    """Up to two words: the schedule with the number of stages of a rank if above 1 (only in a
+    pipeline), and the ZeRO stage (unless 0).
     """
     per_rank = len(plan.stages) // plan.mesh.pp
     schedule = plan.schedule + (f" x{per_rank}" if per_rank > 1 else "")
@@ -55,8 +57,8 @@ def _schedule_words(plan: Plan) -> list[str]:
 
 
 def staleness(plan: Plan) -> str:
-    """A text that says the plan was predicted by another cost model version, or ''. Such a plan
-    still runs; only its predictions are outdated.
+    """A warning text if the plan was predicted by another version of the cost model, otherwise ''.
+    Such a plan still runs; only its predictions are outdated.
     """
     if plan.cost_model_version == COST_MODEL_VERSION:
         return ""
@@ -67,7 +69,7 @@ def staleness(plan: Plan) -> str:
 
 
 def dollars_per_million_tokens(plan: Plan, cluster: Cluster | None) -> float | None:
-    """Dollars per million tokens, or None if the price is unknown."""
+    """Dollars per million tokens of the plan. None without a cluster or if its price is unknown."""
     price = None if cluster is None else cluster.price_per_device_hour
     return None if price is None else device_hours_per_million_tokens(plan) * price
 
@@ -99,7 +101,9 @@ MEMORY_WORDS = {
 
 
 def named_cluster(plan: Plan) -> Cluster | None:
-    """The plan's cluster if its name parses to the same cluster, otherwise None."""
+    """The plan's cluster, parsed from its name. None if the name does not parse to a cluster with
+    the plan's hash, as for a cluster file.
+    """
     try:
         cluster = ClusterSpec.parse(plan.cluster_name)
     except AutoparError:
@@ -108,8 +112,8 @@ def named_cluster(plan: Plan) -> Cluster | None:
 
 
 def placement_words(mesh: MeshShape, topology: Topology) -> str:
-    """Where the ranks of each axis lie: `tp inside nodes, dp 2 of 8 ranks to a node, pp across
-    nodes`.
+    """Where the ranks of each axis with several ranks lie, as text: `tp inside nodes, dp 2 of 8
+    ranks to a node, pp across nodes`.
     """
     where: dict[str, list[str]] = {}
     for axis in reversed([axis for axis in mesh.placed if mesh.size(axis) > 1]):

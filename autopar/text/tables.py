@@ -16,7 +16,9 @@ def grid(
     rows: Iterable[Sequence[str | Text]],
     right: Sequence[int] = (),
 ) -> Table:
-    """A table without lines. `right` has the indices of right-aligned columns."""
+    """A rich table without lines, with a header unless all `columns` are ''. `right` has the
+    indices of right-aligned columns.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
