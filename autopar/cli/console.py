@@ -19,8 +19,8 @@ LOST_OUTPUT = 74
 
 
 def main() -> None:
-    """Run the console script. Ctrl-C and a closed pipe end it without a message; output that cannot
-    be written ends it with one line.
+    """Runs the console script and ends the process. Ctrl-C ends it with the word "Interrupted", a
+    closed pipe without a message, and output that cannot be written with one line.
     """
     if sys.stderr is None:  # closed by the process that started this
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
@@ -29,7 +29,9 @@ def main() -> None:
 
 
 def _run() -> int:
-    """Run the command that the arguments name, write its output, and return its exit code."""
+    """Runs the command that the arguments name, writes its output, and returns its exit code: 141
+    for a closed pipe, `LOST_OUTPUT` for output that cannot be written.
+    """
     if sys.stdout is None:
         click.echo(
             "Error: standard output is closed, so that the answer would be lost; give it a file or a terminal",
@@ -67,13 +69,14 @@ def _command() -> int:
 
 
 def _drop_output() -> None:
-    """Redirect the rest of the output to the null device."""
+    """Redirects standard output to the null device, for the rest of the process."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(code: int) -> NoReturn:
-    """End the process like `sys.exit`, but without destroying the objects of torch and of a search,
-    which would take more than a second.
+    """Ends the process with exit code `code`, like `sys.exit`: exit functions run and streams are
+    flushed. The objects of torch and of a search are not destroyed, which would take more than a
+    second.
     """
     atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):

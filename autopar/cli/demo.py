@@ -40,7 +40,8 @@ Progress = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """The results of training under a plan and on one device.
+    """The results of training under a plan (`losses`, one a step) and on one device
+    (`reference_losses`).
 
     `worst_error` is the largest update-relative difference of a parameter, in the parameter
     `worst_tensor`. `replanned`: tp=2 was pinned because the search alone chose a mesh of one axis.
@@ -64,7 +65,7 @@ class TrainResult:
 
     @property
     def agrees(self) -> bool:
-        """Whether losses and parameters equal those of one device, within the tolerance."""
+        """Whether each loss and all parameters are within the tolerance of those of one device."""
         close = all(
             abs(a - b) <= self.tolerance * abs(b)
             for a, b in zip(self.losses, self.reference_losses, strict=True)
@@ -73,7 +74,9 @@ class TrainResult:
 
 
 def run(show: Callable[[Any], None], progress: Progress) -> bool:
-    """Run the whole demo. Returns True if the parallel run agrees with one device."""
+    """Runs the whole demo and shows its parts with `show`: a plan for 64 GPUs, then a small
+    training on CPU processes. Returns whether the parallel run agrees with one device.
+    """
     show(
         "1. Llama-3-8B on 8 nodes of 8 H100 (global batch 512, sequences of 8192).  No GPU is needed: the model is on the meta device.\n"
     )
@@ -103,8 +106,9 @@ def train_both(
     rows: int = 8,
     tell: Callable[[str], None] = lambda text: None,
 ) -> TrainResult:
-    """Train `model` on one device and under a plan for cpu:nproc, with `rows` sequences of `seq`
-    bytes a step. The text is bytes, so the model needs a vocabulary of at least 256.
+    """Trains the model named `model` on one device, and under a plan on `nproc` CPU processes, with
+    `rows` sequences of `seq` bytes a step. Returns both results. The text is bytes, so the model
+    needs a vocabulary of at least 256.
     """
     spec = parse_model(model)
     batches = text_batches(steps, rows, seq)
@@ -132,8 +136,9 @@ def train_both(
 
 
 def _plan(spec: ModelSpec, nproc: int, rows: int, seq: int) -> tuple[Plan, bool]:
-    """(plan, whether tp=2 was pinned). The plan is autopar's choice; if that uses one axis only,
-    tp=2 is pinned to show two axes.
+    """(a plan for `nproc` CPU processes, whether tp=2 was pinned). It is autopar's choice. If that
+    does not use both tp and dp, tp=2 is pinned to show two axes, where the number of processes
+    allows it.
     """
     inputs = spec.example_inputs(rows, seq)
     model = spec.build("meta")
@@ -170,8 +175,8 @@ def text_batches(steps: int, rows: int, seq: int) -> list[dict[str, Tensor]]:
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """SGD with momentum. Its update is proportional to the gradient, unlike Adam's, so it shows a
-    wrong gradient in full.
+    """torch's SGD with momentum over `parameters`. Its update is proportional to the gradient,
+    unlike Adam's, so it shows a wrong gradient in full.
     """
     return torch.optim.SGD(parameters, LEARNING_RATE, momentum=MOMENTUM)
 
@@ -184,8 +189,8 @@ def _build(spec: ModelSpec) -> torch.nn.Module:
 def train_alone(
     spec: ModelSpec, batches: list[dict[str, Tensor]]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    """(initial parameters, trained parameters, losses) of plain PyTorch on one device and one
-    thread.
+    """(initial parameters, trained parameters, loss of each step) of plain PyTorch on one device
+    and one thread. Parameters are by name.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -207,8 +212,8 @@ def train_alone(
 def _rank(
     rank: int, spec: ModelSpec, plan_text: str, batches: list[dict[str, Tensor]]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Train as one process of the parallel run. Returns the losses and the whole parameters after
-    training.
+    """Trains as one process of the parallel run. Returns (loss of each step, whole parameters by
+    name after training).
     """
     plan = Plan.from_json(plan_text)
     engine = parallelize(
@@ -219,7 +224,9 @@ def _rank(
 
 
 def demo_table(result: TrainResult) -> Group:
-    """A table of the losses of the parallel run and of one device, and whether they agree."""
+    """A rich renderable: the plan, a table of the losses of the parallel run and of one device by
+    step, times, and whether they agree.
+    """
     from rich.console import Group
     from rich.text import Text
 

@@ -15,10 +15,14 @@ from autopar.ir.plan_checks import PRECISIONS
 
 
 class Command(click.Command):
-    """A command that refuses an option given twice; click would silently use the last value."""
+    """A click command that refuses an option given twice; click would silently use the last value.
+    Its help ends with examples and exit codes.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """The parsed arguments. Fails if an option is given twice."""
+        """Parses the arguments as click does, into `ctx`. Raises a usage error if an option that
+        takes one value is given twice.
+        """
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option, count in Counter(given).items():
             if (
@@ -38,7 +42,7 @@ class Command(click.Command):
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples and the exit codes below the options."""
+        """Writes the command's examples and exit codes below the options of its help."""
         super().format_epilog(ctx, formatter)
         name = self.name or ""
         if examples := EXAMPLES.get(name):
@@ -50,7 +54,9 @@ class Command(click.Command):
 
 
 class Numbers(click.ParamType):
-    """A parameter type: positive numbers separated by commas, without duplicates."""
+    """A click parameter type: positive numbers of type `kind` separated by commas, without
+    duplicates.
+    """
 
     name = "N,N,..."
 
@@ -60,7 +66,9 @@ class Numbers(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple:
-        """The numbers in a text, as a tuple."""
+        """The numbers in a text as a tuple, duplicates once; a tuple is returned as it is. Fails
+        with a usage error for any other text.
+        """
         if isinstance(value, tuple):
             return value
         try:
@@ -86,7 +94,7 @@ class _Positive(click.FloatRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """The number in a text. Infinity is accepted, NaN is not."""
+        """The number in a text. Infinity is accepted; NaN and numbers up to 0 are usage errors."""
         found = super().convert(value, param, ctx)
         return found if found == found else self.fail(f"{shown(value)} is no number", param, ctx)
 
@@ -112,7 +120,9 @@ runnable = click.option("--runnable", is_flag=True, help="Only what the engine r
 
 
 def search(command: Callable) -> Callable:
-    """Add the options that every plan-searching command has."""
+    """A decorator that adds the options of every command that searches for plans: precision, time
+    limit, runnable, and the mean of micro-batch losses.
+    """
     for option in (micro_batch_mean, runnable, limit, precision):
         command = option(command)
     return command

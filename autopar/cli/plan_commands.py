@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 class _Mistake(click.ClickException):
-    """An AutoparError in the form that click prints, with exit code 2."""
+    """An AutoparError in the form that click prints as one message, with exit code 2."""
 
     exit_code = 2
 
 
 class _Commands(click.Group):
-    """A command group that turns an AutoparError into one message and shortens long values in
-    click's own messages.
+    """A click group that turns an AutoparError of a command into one message, with exit code 2.
+    Long values in click's own messages are shortened.
     """
 
     command_class = options.Command
@@ -62,7 +62,7 @@ class _Commands(click.Group):
 
 @contextmanager
 def _brief() -> Iterator[None]:
-    """A context in which messages of click's exceptions are shortened."""
+    """A context in which the message of any click exception that passes through is shortened."""
     try:
         yield
     except click.ClickException as error:
@@ -196,8 +196,8 @@ def explain(
 
 
 def _refuse(error: NoPlanFits, planned: Planner, pins: dict[str, Any], as_json: bool) -> NoReturn:
-    """Raise AutoparError with the changes that would make a plan fit; with `as_json`, also print
-    them.
+    """Raises AutoparError with the changes that would make a plan fit; with `as_json`, also prints
+    them to stdout. If the least memory is unknown, raises the error as it is.
     """
     from autopar.planning.remedies import remedies_data
 
@@ -227,7 +227,7 @@ _NOT_WITH_A_PLAN = {
 
 
 def _show_fusion(plan: Plan, asked: bool) -> None:
-    """What of a plan's model is fused, if that is asked for."""
+    """Prints what of a plan's model is fused, if `asked`; otherwise nothing."""
     from autopar.explaining.fusion_report import fusion_table
 
     if asked:
@@ -235,7 +235,9 @@ def _show_fusion(plan: Plan, asked: bool) -> None:
 
 
 def _explain_saved(path: str, wanted: Mapping[str, Any], as_json: bool) -> Plan:
-    """Show a saved plan, and return it."""
+    """Prints the report on the plan file `path`, and returns the plan. Raises AutoparError if
+    options are given (`wanted`) that the plan already decides.
+    """
     if unused := [name for option, name in _NOT_WITH_A_PLAN.items() if wanted[option]]:
         raise AutoparError(
             f"explain --plan {path} explains a saved plan, which says what it is for: leave out {', '.join(unused)}"
@@ -266,8 +268,9 @@ def _show_plan(
     chosen: Any = None,
     checks: Sequence[Any] = (),
 ) -> None:
-    """Print a plan. `findings` are its lints; `chosen` says what objective it was chosen for, if it
-    was made now; `checks` are its replay and audit.
+    """Prints a plan, as JSON or as a report. `findings` are its lints, `counts` its collectives by
+    block. `chosen` says what objective it was chosen for, if it was made now; `checks` are its
+    replay and audit.
     """
     from autopar.explaining.plan_report import plan_data, plan_table
     from autopar.planning.objectives import chosen_data, chosen_table
@@ -287,8 +290,8 @@ def _show_plan(
 
 
 def _saved_plan(command: Any) -> Any:
-    """A decorator that gives a command the arguments and options of a saved plan of MODEL on
-    CLUSTER.
+    """A decorator that gives a click command a saved plan, MODEL, CLUSTER and options that belong
+    to them, and passes the click context.
     """
     for option in (
         options.as_json,
@@ -544,8 +547,8 @@ def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
 
 
 def _note_stale(path: str, plan: Any) -> None:
-    """Print a note on stderr if a saved plan's predictions come from another cost model. JSON
-    output has no place for it.
+    """Prints a note on stderr if the predictions of the saved plan come from another version of the
+    cost model. JSON output has no place for it.
     """
     from autopar.text.plan_words import staleness
 

@@ -136,7 +136,9 @@ def _none_predicted(path: str, problems: Sequence[Problem]) -> str:
 
 
 def _complete_runs(path: str) -> list[Run]:
-    """The runs of a CSV file that count in scores. Raises AutoparError if there is none."""
+    """The runs of a CSV file that count in scores (`complete`). Raises AutoparError if there is
+    none.
+    """
     from autopar.predict.runs import read_runs
 
     runs, problems = read_runs(path)

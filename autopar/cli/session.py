@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The request of a command. `seq=None` means the sequence length of the model's own design;
-    `price` is in dollars per device-hour.
+    """What a command was asked for: its arguments and options as text and numbers. `seq=None` means
+    the sequence length of the model's own design; `price` is in dollars per device-hour.
     """
 
     model: str
@@ -43,8 +43,9 @@ class Asked:
 
 
 class Planner:
-    """Plans for a request, of which single calls may override fields. `tell(text)` is called with
-    progress messages.
+    """Makes and checks plans of one model for the request of a command; its methods may override
+    parts of the request. `tell(text)` is called with progress messages. Making one parses model and
+    cluster.
     """
 
     def __init__(self, asked: Asked, tell: Callable[[str], None]) -> None:
@@ -67,7 +68,9 @@ class Planner:
         self._traced: dict[int, TracedModel] = {}
 
     def traced(self, seq: int | None = None) -> TracedModel:
-        """The traced model on sequences of `seq` tokens. Default: the length of the request."""
+        """The traced model on sequences of `seq` tokens (default: the length of the request). Each
+        length is traced once.
+        """
         seq = seq or self.seq
         if seq not in self._traced:
             from autopar import api
@@ -87,7 +90,9 @@ class Planner:
         seq: int | None = None,
         time_limit_s: float | None = None,
     ) -> Plan:
-        """The best plan under pins. Raises AutoparError like `api.plan_traced`."""
+        """The best plan under the pins `pin`. Other arguments override the request where they are
+        not None. Raises AutoparError like `api.plan_traced`.
+        """
         from autopar import api
 
         request = replace(
@@ -101,13 +106,17 @@ class Planner:
         )
 
     def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
-        """A plan for the request `ask`, found in at most `time_limit_s` seconds."""
+        """A plan for the request `ask`, searched for at most `time_limit_s` seconds or the
+        command's limit, if that is less.
+        """
         return self.plan(
             ask.pin, ask.cluster, ask.global_batch, ask.seq, min(time_limit_s, self.time_limit_s)
         )
 
     def remedies(self, error: NoPlanFits, pin: Mapping[str, Any]) -> Remedies:
-        """The nearest requests that fit, after planning under the pins `pin` raised `error`."""
+        """The smallest changes of the request with which a plan fits, after planning under the pins
+        `pin` raised `error`.
+        """
         from autopar.planning.remedies import Ask, remedies
 
         return remedies(
@@ -118,29 +127,35 @@ class Planner:
         )
 
     def collectives(self, plan: Plan) -> dict:
-        """The collectives of each block of a plan, with counts."""
+        """By block name: counts of its collectives for a micro-batch, forward and backward
+        (`block_collectives`).
+        """
         from autopar.explaining.collective_counts import block_collectives
         from autopar.planning.model_facts import as_planned
 
         return block_collectives(as_planned(self.traced(), plan), plan)
 
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
-        """The replay of a plan that was made under the pins `pin`."""
+        """The result of simulating a plan that was made under the pins `pin`. Raises AutoparError
+        if it is for another model or cluster.
+        """
         from autopar.recheck.replay import replay
 
         self.tell("replaying")
         return replay(plan, self.traced(), self._made_for(plan, pin, cluster))
 
     def audit(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Audit:
-        """The audit of a plan that was made under the pins `pin`."""
+        """The result of pricing again every block and edge of a plan that was made under the pins
+        `pin`. Raises AutoparError if it is for another model or cluster.
+        """
         from autopar.recheck.audit import audit
 
         self.tell("auditing")
         return audit(plan, self.traced(), self._made_for(plan, pin, cluster))
 
     def check(self, plan: Plan) -> Plan:
-        """`plan` itself. Raises AutoparError if the saved plan belongs to another request than this
-        one.
+        """Returns `plan` itself. Raises AutoparError if this saved plan is for another batch,
+        precision, model or cluster than the request.
         """
         if plan.global_batch != self.request.global_batch:
             raise AutoparError(
@@ -161,8 +176,8 @@ class Planner:
         return plan
 
     def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None) -> PlanRequest:
-        """The request for which a plan was made. Raises AutoparError if it is for another model or
-        cluster.
+        """The request for which a plan was made: this one with pins and cluster replaced. Raises
+        AutoparError if the plan is for another model or cluster.
         """
         from autopar import api
         from autopar.planning.model_facts import as_planned
@@ -172,7 +187,7 @@ class Planner:
         return replace(self.request, pin=Pins.of(pin), cluster=at)
 
     def lints(self, plan: Plan, cluster: Cluster | None = None) -> list[Finding]:
-        """The lint findings on a plan for a cluster."""
+        """The warnings (`lints.lint`) on a plan for a cluster; by default that of the request."""
         from autopar.explaining.lints import lint
         from autopar.planning.model_facts import as_planned
 
@@ -180,8 +195,8 @@ class Planner:
 
 
 def priced_cluster(text: str, price: float | None) -> Cluster:
-    """The cluster that a text names, with `price` in dollars per device-hour unless that is
-    None.
+    """The cluster that a text names, such as 'dgx-h100:8' or a YAML file. `price`, in dollars per
+    device-hour, replaces its own unless it is None.
     """
     spec = ClusterSpec.parse(text)
     return spec if price is None else spec.with_price(price)

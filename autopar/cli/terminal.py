@@ -13,8 +13,8 @@ PROGRESS_AFTER_S = 2.0
 
 
 def show(renderable: Any, width: int | None = None) -> None:
-    """Print a rich renderable or text to stdout. If stdout is not a terminal, lines are `width`
-    columns wide.
+    """Prints a rich renderable or text to stdout. If stdout is not a terminal, lines are `width`
+    columns wide; by default $COLUMNS, or else 120.
     """
     from rich.console import Console
 

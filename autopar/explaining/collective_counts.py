@@ -28,20 +28,24 @@ _PRIMITIVE = {function: name for name, function in NODE_FUNCTIONS.items()}
 
 
 def _of_loss(node: Node) -> tuple[dict[str, int], dict[str, int]]:
-    """The collectives (forward, backward) inside vocabulary-parallel cross-entropy: all-reduces of
-    the largest logit, the sum of exponentials and the target's logit.
+    """(forward, backward) counts, by name and axis, of the collectives inside vocabulary-parallel
+    cross-entropy. Forward: all-reduces of the largest logit, the sum of exponentials and the
+    target's logit. Backward: none.
     """
     return {f"all_reduce over {node.args[2]}": 3}, {}
 
 
 def _of_statistics(node: Node) -> tuple[dict[str, int], dict[str, int]]:
-    """The statistics of each rank's logits."""
+    """(forward, backward) counts, by name and axis, of the collectives for the statistics of each
+    rank's logits: one all-gather in forward.
+    """
     return {f"all_gather over {node.args[2]}": 1}, {}
 
 
 def _of_attention(node: Node) -> tuple[dict[str, int], dict[str, int]]:
-    """The collectives (forward, backward) inside context-parallel attention: a ring pass of keys
-    and values, or all-to-alls of queries, keys, values and result.
+    """(forward, backward) counts, by name and axis, of the collectives inside context-parallel
+    attention: one ring pass of keys and values, or four all-to-alls (queries, keys, values,
+    result). Empty for other methods.
     """
     axis, method = node.args[3:5]
     known = {"ring": {f"ring over {axis}": 1}, "ulysses": {f"all_to_all over {axis}": 4}}
@@ -50,8 +54,9 @@ def _of_attention(node: Node) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _of_experts(node: Node) -> tuple[dict[str, int], dict[str, int]]:
-    """The collectives (forward, backward) inside expert parallelism: all-to-alls of row counts,
-    rows and results, and of the gradients of the latter two.
+    """(forward, backward) counts, by name and axis, of the collectives inside expert parallelism.
+    Forward: all-to-alls of row counts, rows and results. Backward: two, for the gradients of rows
+    and results.
     """
     axis = node.args[-2]
     return {f"all_to_all over {axis}": 3}, {f"all_to_all over {axis}": 2}
@@ -69,8 +74,8 @@ _INSIDE = {
 
 
 def block_collectives(traced: TracedModel, plan: Plan) -> dict[str, Counts]:
-    """Collectives of one segment of each block class per micro-batch, by block name. If the block
-    is recomputed, the forward ones run twice.
+    """For each block class by name: the counts of collectives that one of its segments runs for a
+    micro-batch. If the block is recomputed, the forward ones run twice; they are counted once.
     """
     program, found = assemble(traced, plan, 0, torch.device("meta"), whole=True), {}
     for segment in traced.segments:
@@ -81,8 +86,8 @@ def block_collectives(traced: TracedModel, plan: Plan) -> dict[str, Counts]:
 
 
 def program_collectives(traced: TracedModel, plan: Plan) -> dict[str, int]:
-    """Collectives of the whole program per micro-batch, forward and backward, by kind. Gradient
-    reduction is not included.
+    """Counts of the collectives of the whole program for a micro-batch, forward and backward
+    together. Keys are such as `all_reduce over tp`. Gradient reduction is not included.
     """
     program = assemble(traced, plan, 0, torch.device("meta"), whole=True)
     total: Counter[str] = Counter()
@@ -103,8 +108,9 @@ def _of_segment(program: Program, segment: str, block: BlockClass) -> Counts:
 
 
 def _count(graph: Graph, grads: dict[str, bool]) -> Counts:
-    """The layout changes of a graph, counted. `grads` says by name which values have a gradient
-    (default: yes); without one, a change runs in forward only.
+    """Counts the layout changes in a graph that communicate, and the collectives inside its ops.
+    `grads` says by name which values have a gradient (default: yes); without one, a change runs in
+    forward only.
     """
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()

@@ -31,7 +31,7 @@ _LABEL_WIDTH, _PLAN_WIDTH, _EDGES = 24, 16, 2
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A named plan. `note` is a reason why it is not quite comparable, or ''."""
+    """A named plan in a comparison. `note` is a reason why it is not quite comparable, or ''."""
 
     name: str
     plan: Plan
@@ -40,15 +40,17 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Impossible:
-    """A named choice of pins that has no plan, with the reason."""
+    """A name in a comparison for which there is no plan: pins that none satisfies, or a saved plan
+    for another request. `reason` says why.
+    """
 
     name: str
     reason: str
 
 
 def check_compared(pins: Sequence[Mapping[str, Any]], saved: Sequence[str]) -> None:
-    """Raise AutoparError if there is nothing to compare, if a pin is unknown, or if a plan is named
-    twice.
+    """Raises AutoparError if there is nothing to compare, if a pin is unknown, or if pins or a
+    saved plan are named twice.
     """
     if not pins and not saved:
         raise AutoparError(
@@ -69,10 +71,11 @@ def compare(
     pins: Sequence[Mapping[str, Any]],
     saved: Sequence[tuple[str, Plan]],
 ) -> list[Entry | Impossible]:
-    """The best plan, the best plan under each of `pins`, and the `saved` plans by name.
+    """The best plan, the best plan under each of `pins`, and the `saved` plans (name, plan), as
+    entries in this order. `plan_on` plans under pins on a cluster.
 
-    Impossible pins give an entry with the reason. Raises AutoparError if no plan fits even without
-    pins.
+    Impossible pins give an `Impossible` with the reason. Raises AutoparError if no plan fits even
+    without pins.
     """
     best = plan_on({}, cluster)
     entries: list[Entry | Impossible] = [Entry("best", best)]
@@ -89,8 +92,8 @@ def compare(
 
 
 def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry | Impossible:
-    """The entry of a saved plan; `Impossible` if it is for another model or batch than the best
-    plan.
+    """The entry of a saved plan; `Impossible` if it is for another model, cluster or batch than the
+    best plan.
     """
     if plan.model_hash != best.model_hash:
         reason = (
@@ -109,8 +112,8 @@ def _saved_entry(name: str, plan: Plan, best: Plan) -> Entry | Impossible:
 
 
 def compare_data(entries: Sequence[Entry | Impossible], cluster: Cluster) -> list[dict[str, Any]]:
-    """One dict for each entry: name, reason, note, plan (as in plan files), dollars per million
-    tokens, step time relative to the first plan. If impossible, the last three are None, and
+    """One dict for each entry: name, reason, note, ratio (step time relative to the first plan's),
+    dollars per million tokens, plan (as in plan files). If impossible, the last three are None, and
     `reason` says why.
     """
     best_s = next(e.plan.predicted.step_time_s for e in entries if isinstance(e, Entry))
@@ -132,8 +135,8 @@ def compare_data(entries: Sequence[Entry | Impossible], cluster: Cluster) -> lis
 
 @dataclass(frozen=True, slots=True)
 class CompareTable:
-    """The comparison as a rich renderable: a column for each plan, as many side by side as fit the
-    terminal.
+    """A comparison that rich prints as tables: a column for each plan, as many side by side as fit
+    the terminal. Impossible entries and notes follow as lines.
     """
 
     entries: Sequence[Entry | Impossible]
@@ -171,8 +174,8 @@ class CompareTable:
                 yield Text(f"{entry.name} is to be read with care: {entry.note}.", style="yellow")
 
     def _rows(self, plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
-        """Table rows as (name, value for each plan). Rows that are empty for every plan are left
-        out.
+        """Table rows as (name, value for each plan as text). Schedule, stages, offload and cost are
+        left out where they say nothing.
         """
         alike = len(self.cluster.groups) == 1
         best_s = plans[0].predicted.step_time_s
@@ -214,8 +217,8 @@ class CompareTable:
 
 
 def _part_rows(plans: Sequence[Plan]) -> Iterator[tuple[str, list[str]]]:
-    """(part of a step, its time in each plan). A pipeline has other parts than a plan without
-    one.
+    """(part of a step in words, its time in each plan as text). A plan without the part has '-',
+    since a pipeline has other parts than a plan without one.
     """
     order = {part: place for place, part in enumerate(TIME_WORDS)}
     breakdowns = [plan.predicted.breakdown for plan in plans]

@@ -30,6 +30,8 @@ def _with_stages(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def memory_parts(one: Plan, other: Plan) -> list[tuple[str, int, int]]:
-    """(part, bytes of `one`, bytes of `other`), each on the plan's fullest device."""
+    """(part, bytes of `one`, bytes of `other`) for the parts of either, each on the plan's fullest
+    device. A part that a plan lacks is 0.
+    """
     first, second = one.predicted.memory, other.predicted.memory
     return [(part, first.get(part, 0), second.get(part, 0)) for part in {**first, **second}]

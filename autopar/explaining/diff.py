@@ -33,8 +33,9 @@ _WORDS["host_bytes"] = "host memory"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One field in which two plans differ. `part` groups fields; the name `what` ends in the unit
-    of the values, if they have one (_s, _bytes).
+    """One field in which two plans differ. `part` is a group of fields, such as 'choices'. `what`
+    is the field's name, which ends in the unit of the values if they have one (_s, _bytes). `ours`
+    and `theirs` are the values in the first and the second plan.
     """
 
     part: str
@@ -47,14 +48,16 @@ class Difference:
 
     @property
     def words(self) -> str:
-        """The name of the field in words."""
+        """The name of the field in words, without its unit; names of pins and ops stay as they
+        are.
+        """
         bare = self.what.removesuffix("_s").removesuffix("_bytes")
         return _WORDS.get(self.what) or (
             self.what if self.part in ("choices", "ops") else bare.replace("_", " ")
         )
 
     def value(self, value: Any) -> str:
-        """A value as text, in a readable unit."""
+        """A value of this field as text, in a readable unit; '-' if it is None or empty."""
         if value is None or value in ("", ()):
             return "-"
         if isinstance(value, tuple):
@@ -75,8 +78,8 @@ class Difference:
 
     @property
     def change(self) -> str:
-        """The relative change of a predicted number as text, such as ` (+7.3 %)`; '' if it is below
-        0.05 %.
+        """The relative change from the first to the second plan as text, such as ` (+7.3 %)`. '' if
+        the field is no prediction or was 0, or the change is below 0.05 %.
         """
         if self.part != "prediction" or not self.ours or abs(self.theirs / self.ours - 1) < 5e-4:
             return ""
@@ -123,7 +126,9 @@ def _choices(one: Plan, other: Plan) -> Iterator[Difference]:
 
 
 def _fusion(one: Plan, other: Plan) -> Iterator[Difference]:
-    """What is fused; the mode is among the choices."""
+    """Differences in how many subgraphs are fused, or nearly are. Nothing if the fusion modes
+    differ, which is a difference of choices.
+    """
     if one.fusion.mode == other.fusion.mode:
         for name in ("fused", "missed"):
             ours, theirs = getattr(one.fusion, name), getattr(other.fusion, name)
@@ -147,8 +152,8 @@ _Pair = tuple[str, BlockPlan | None, BlockPlan | None]
 
 
 def _blocks(one: Plan, other: Plan) -> Iterator[Difference]:
-    """Differences of blocks, matched by name; by name and recompute mode if layers of one structure
-    recompute differently.
+    """Differences of blocks in their segments, recompute mode and ops. Blocks are matched by name;
+    by name and recompute mode if a plan has several blocks of one name.
     """
     ours, theirs = _by_name(one), _by_name(other)
     for name in {**ours, **theirs}:
@@ -188,8 +193,8 @@ def _segments_words(segments: Sequence[str]) -> str:
 
 
 def _ops(one: BlockPlan, other: BlockPlan) -> Iterator[Difference]:
-    """Ops of a block whose strategies differ, over axes that both plans have. An axis of only one
-    plan already differs in the mesh.
+    """One difference for each op and axis of a block on which strategies differ, in words. An axis
+    of only one plan is left out, since the meshes already differ.
     """
     for op, axes in one.ops.items():
         for axis, ours in axes.items():
@@ -226,8 +231,8 @@ def _prediction(one: Plan, other: Plan) -> Iterator[Difference]:
 
 
 def diff_table(names: tuple[str, str], plans: tuple[Plan, Plan]) -> Group:
-    """A table of the differences of two named plans. Of the ops, only those worth showing are
-    listed.
+    """A rich renderable: the two plans by name and choices, then a table of differences for each
+    part. Of the ops, only those worth showing are listed; the others are counted.
     """
     from rich.console import Group
     from rich.text import Text

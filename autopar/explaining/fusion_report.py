@@ -15,7 +15,9 @@ _SHOWN = 4
 
 
 def fusion_table(fusion: Fusion) -> Group:
-    """The report as a rich renderable: what is fused, then what nearly is and why not."""
+    """A rich renderable: a table of the subgraphs that are fused into one op, then one of those
+    that nearly are, with the reason. One sentence if fusion is off.
+    """
     from rich.console import Group
     from rich.text import Text
 

@@ -45,7 +45,9 @@ _LARGE_TOKENS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A warning about a plan: text, numbers in SI units, and a change that would remove it."""
+    """A warning about a plan: the name of the lint, a text, a change that would remove it, and the
+    numbers of the text in SI units.
+    """
 
     lint: str
     text: str
@@ -57,7 +59,9 @@ class Finding:
 
 
 def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> list[Finding]:
-    """All findings.  `traced` is the model after `model_facts.as_planned`; without it, those that the plan alone shows."""
+    """All findings on a plan for a cluster. `traced` is the model after `model_facts.as_planned`.
+    Without it, only findings that need no model are returned.
+    """
     groups = tuple(dict.fromkeys(groups_by_rank(plan, cluster)))
     found = [
         finding for group in groups for finding in _named(_across_nodes(plan, group), group, groups)
@@ -77,7 +81,9 @@ def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> lis
 def _named(
     findings: Iterable[Finding], group: ClusterSpec, groups: Sequence[ClusterSpec]
 ) -> Iterator[Finding]:
-    """The findings on a group of devices. If there are several groups, the text names the group."""
+    """The findings on a group of devices. If there are several groups, each text begins with the
+    group's device.
+    """
     yield from (
         findings
         if len(groups) == 1
@@ -86,7 +92,9 @@ def _named(
 
 
 def _across_nodes(plan: Plan, group: ClusterSpec) -> Iterator[Finding]:
-    """A finding if tensor-parallel groups span nodes, on the devices of a group."""
+    """A finding if tensor-parallel ranks lie on several nodes of a group of devices; otherwise
+    nothing.
+    """
     tp, topology = plan.mesh.tp, group.topology
     here, nodes = group_shape(tp, plan.mesh.stride("tp"), topology)
     if nodes == 1:
@@ -119,8 +127,9 @@ def _across_nodes(plan: Plan, group: ClusterSpec) -> Iterator[Finding]:
 
 
 def _bubble(plan: Plan) -> Iterator[Finding]:
-    """A finding if a pipeline idles too long. The bubble's seconds hardly depend on the number of
-    micro-batches; all other time is proportional to it.
+    """A finding if a pipeline idles more than `BUBBLE` of a step; otherwise nothing. Its remedy has
+    the number of micro-batches that would suffice. The bubble's seconds hardly depend on that
+    number; all other time is proportional to it.
     """
     bubble_s, step_s = plan.predicted.breakdown.get("bubble", 0.0), plan.predicted.step_time_s
     if bubble_s <= BUBBLE * step_s:
@@ -142,7 +151,9 @@ def _bubble(plan: Plan) -> Iterator[Finding]:
 
 
 def _headroom(plan: Plan, cluster: Cluster) -> Iterator[Finding]:
-    """A finding if memory is almost full."""
+    """A finding if at most the fraction `HEADROOM` of the fullest device's memory is predicted to
+    stay free; otherwise nothing.
+    """
     peak, capacity = fullest_rank(plan, cluster)
     if peak < (1 - HEADROOM) * capacity:
         return
@@ -164,8 +175,8 @@ def _planned(plan: Plan, traced: TracedModel) -> Iterator[tuple[BlockPlan, Block
 
 
 def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
-    """Findings on dims whose size an axis does not divide. Every rank then takes as long as the
-    rank with the largest shard.
+    """One finding for each (size, axis) where the axis does not divide a sharded dim of that size.
+    Every rank then takes as long as the rank with the largest shard.
     """
     found: dict[tuple[int, str], dict[str, None]] = {}
     for own, block, _ in _planned(plan, traced):
@@ -195,7 +206,9 @@ def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
 
 
 def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
-    """Findings on attention that is not sharded by heads, because tp does not divide them."""
+    """One finding for each attention op whose heads tp does not divide, so that it is sharded
+    otherwise.
+    """
     tp = plan.mesh.tp
     for own, block, count in _planned(plan, traced):
         tensors = value_tensors(block.graph)
@@ -216,8 +229,8 @@ def _whole_heads(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
 
 
 def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
-    """Findings on parameters that several pipeline ranks hold, because layers of different stages
-    share them.
+    """One finding for each parameter that several pipeline ranks hold, because layers of different
+    stages share it.
     """
     rank_of = {
         name: number % plan.mesh.pp for number, stage in enumerate(plan.stages) for name in stage
@@ -240,8 +253,9 @@ def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
 
 
 def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> Iterator[Finding]:
-    """A finding if the micro-batch is too small for its matrix products to fill the device, by the
-    rates of the cost model.
+    """A finding if the matrix products of a forward reach less than `FILLED` of the rate of a very
+    large micro-batch, by the cost model; otherwise nothing. Its remedy names a micro-batch that is
+    large enough.
     """
     large = max(_LARGE_TOKENS // tokens_per_row(traced), plan.micro_batch)
     rate, best = _rate(plan, cluster, traced, plan.micro_batch), _rate(plan, cluster, traced, large)
@@ -270,8 +284,8 @@ def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> It
 def _host_bound(
     plan: Plan, cluster: Cluster, group: ClusterSpec, traced: TracedModel
 ) -> Iterator[Finding]:
-    """A finding if the host takes longer to issue the kernels of a step than the devices of a group
-    are predicted to compute.
+    """A finding if the host takes longer to issue the kernels of a step on a rank of this group
+    than the step is predicted to take; otherwise nothing. Nothing on CPUs.
     """
     device = group.device
     if device.generation == "cpu":  # an operation there waits for itself, which is priced
@@ -315,8 +329,8 @@ def _host_bound(
 
 
 def _rate(plan: Plan, cluster: ClusterSpec, traced: TracedModel, micro_batch: int) -> float:
-    """FLOP/s of a device in the products by parameters of a forward, with `micro_batch` sequences
-    per rank.
+    """FLOP/s of a device in the products with parameters of a forward, by the cost model, with
+    `micro_batch` sequences per rank. 0 if there are none.
     """
     kernels = kernels_of(cluster.device, plan.precision, Software())
     flops, seconds = 0.0, 0.0
@@ -328,8 +342,8 @@ def _rate(plan: Plan, cluster: ClusterSpec, traced: TracedModel, micro_batch: in
 
 
 def _products(plan: Plan, own: BlockPlan, block: BlockClass, rows: int) -> Iterator[Product]:
-    """The products by parameters that one rank computes in one segment. `rows` is the batch of all
-    ranks.
+    """The matrix products with parameters that one rank computes in a forward of one segment, with
+    their sharded sizes. `rows` is the batch of all ranks.
     """
     tensors, grads = value_tensors(block.graph), value_grads(block.graph)
     weights = {node.name for node in block.graph.nodes if node.op == "get_attr"}

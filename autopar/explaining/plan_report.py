@@ -42,12 +42,16 @@ BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data; `Plan.from_json(json.dumps(plan_data(plan)))` gives an equal plan."""
+    """The plan as plain data for JSON, as in a plan file;
+    `Plan.from_json(json.dumps(plan_data(plan)))` gives an equal plan.
+    """
     return json.loads(plan.to_json())
 
 
 def explain(plan: Plan, counts: BlockCounts | None = None) -> str:
-    """The report as plain text. For the arguments see `plan_table`."""
+    """The report on a plan as plain text: choices, predicted time and memory, certificate,
+    runners-up, and the layouts of blocks. `counts` as in `plan_table`.
+    """
     from rich.console import Console
 
     out = io.StringIO()
@@ -63,10 +67,11 @@ def plan_table(
     cluster: Cluster | None = None,
     findings: Sequence[Finding] = (),
 ) -> Group:
-    """The report as a rich renderable.
+    """The report on a plan as a rich renderable.
 
-    `counts` are the collectives of each block (`collective_counts.block_collectives`). `cluster` is
-    the plan's cluster (None: what its name parses to). `findings` are lint findings.
+    `counts` are the collectives of each block (`collective_counts.block_collectives`); without them
+    none are shown. `cluster` is the plan's cluster (None: what its name parses to). `findings` are
+    the warnings of `lints.lint` to show.
     """
     from rich.console import Group
     from rich.text import Text
@@ -117,7 +122,10 @@ def _share_words(cluster: Cluster | None, predicted: Prediction) -> str:
 
 
 def summary_rows(plan: Plan, cluster: Cluster | None = None) -> list[tuple[str, str]]:
-    """Table rows (name, value) of the choices and predictions that identify a plan."""
+    """Rows (name, value as text) of the choices and predictions that identify a plan. `cluster`
+    adds placement, memory capacity and cost. None stands for the cluster that the plan's cluster
+    name parses to, if any.
+    """
     cluster = cluster or named_cluster(plan)
     return [*_choice_rows(plan, cluster), *_prediction_rows(plan, cluster)]
 
@@ -168,8 +176,8 @@ def _summary(plan: Plan, cluster: Cluster | None) -> Table:
 
 
 def _ranks(plan: Plan, cluster: Cluster | None) -> Table:
-    """A table of the pipeline ranks with their devices, for a cluster with several kinds of
-    devices.
+    """A table of the pipeline ranks with their devices, segments and memory, for a cluster with
+    several kinds of devices.
     """
     each, rows = plan.mesh.num_devices // plan.mesh.pp, []
     groups = groups_by_rank(plan, cluster) if cluster else [None] * plan.mesh.pp
@@ -214,7 +222,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def outcome_counts(certificate: Certificate) -> dict[str, int]:
-    """The number of candidates for each outcome of the search."""
+    """The number of candidates of the search by outcome, such as 'pruned'."""
     counts: dict[str, int] = {}
     for entry in certificate.meshes:
         counts[entry["outcome"]] = counts.get(entry["outcome"], 0) + 1
@@ -238,8 +246,9 @@ def _certificate(certificate: Certificate) -> Table:
 
 
 def _runners_up(plan: Plan) -> list[Table]:
-    """Tables of the next-best candidates, one for each mesh: solved ones with their time, pruned
-    ones with the bound that excluded them.
+    """A list with one table of the `RUNNERS_UP` next-best candidates; [] if there are none. Solved
+    ones are listed with their time, pruned ones with the bound that excluded them. Each mesh with
+    its ZeRO and recomputation is listed once.
     """
     known: dict[tuple, tuple[float, str, dict]] = {}
     for entry in plan.certificate.meshes:

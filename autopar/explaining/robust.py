@@ -40,8 +40,8 @@ _NOTHING = 5e-4
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """True values as multiples of what the cost model assumes, by the name of a factor: a key of
-    `FACTORS`, or 'memory need'.
+    """An assumption on how wrong the cost model is: true values as multiples of what it assumes.
+    Keys of `factors` are those of `FACTORS`, or 'memory need'.
     """
 
     factors: Mapping[str, float]
@@ -53,12 +53,14 @@ class Scenario:
 
     @property
     def need(self) -> float:
-        """The factor by which plans need more memory than predicted."""
+        """The factor by which plans need more memory than predicted; 1 if the scenario does not
+        change it.
+        """
         return self.factors.get("memory need", 1.0)
 
     def cluster(self, cluster: ClusterSpec) -> ClusterSpec:
-        """A cluster on which the cost model's predictions equal the true values. If plans need more
-        memory, its devices have less.
+        """A changed copy of a cluster, on which the cost model's predictions equal the true values.
+        If plans need more memory, its devices have less.
         """
         for name, factor in self.factors.items():
             cluster = FACTORS[name](cluster, factor) if name in FACTORS else cluster
@@ -71,7 +73,9 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A plan, with its choices priced under each scenario: a plan, or None if they do not fit."""
+    """A plan, and for each scenario a plan with its choices priced there, or None if they do not
+    fit.
+    """
 
     plan: Plan
     there: tuple[Plan | None, ...]
@@ -82,8 +86,8 @@ class Priced:
         return inf if there is None else there.predicted.step_time_s
 
     def adapts(self, number: int) -> bool:
-        """Whether layouts of ops, recomputation or stages were optimized again under scenario
-        `number`.
+        """Whether layouts of ops, recomputation or stages under scenario `number` differ from the
+        plan's, since they were optimized again. False if it does not fit.
         """
         there = self.there[number]
         return there is not None and (there.blocks, there.stages) != (
@@ -116,12 +120,16 @@ class Robustness:
         return self.priced[0]
 
     def best_s(self, number: int) -> float:
-        """Seconds of the fastest step known under scenario `number`, from `best` and `priced`."""
+        """Seconds of the fastest step known under scenario `number`, from `best` and `priced`;
+        infinite if nothing fits there.
+        """
         known = [plan.predicted.step_time_s for plan in (self.best[number],) if plan is not None]
         return min([*known, *(one.time_s(number) for one in self.priced)])
 
     def regret(self, one: Priced, number: int) -> float:
-        """The regret of a plan under scenario `number`; infinite if it does not fit there."""
+        """The regret of a plan under scenario `number`: how much slower it is than the best known
+        there, as a fraction. Infinite if it does not fit there.
+        """
         time_s = one.time_s(number)
         return time_s / self.best_s(number) - 1 if isfinite(time_s) else inf
 
@@ -134,7 +142,7 @@ class Robustness:
         return self.regret(one, number), self.scenarios[number]
 
     def misfits(self, one: Priced) -> list[int]:
-        """Indices of the scenarios under which a plan does not fit."""
+        """Indices of the scenarios under which the plan does not fit."""
         return [number for number, there in enumerate(one.there) if there is None]
 
     @property
@@ -155,10 +163,11 @@ class Robustness:
 def scenarios_of(
     cluster: Cluster, off: float = OFF, together: bool = False
 ) -> tuple[Scenario, ...]:
-    """Scenarios: each factor alone lowered and raised by `off`. With `together`, also every
-    combination of all factors.
+    """Scenarios in which one factor is lowered by the fraction `off`, or raised by it, for each
+    factor in turn. With `together`, also every combination of all rates lowered or raised.
 
-    Factors of links that the cluster lacks are left out.
+    Factors of links that the cluster lacks are left out. Raises AutoparError unless `off` is
+    between 0 and 1, or for devices of several kinds.
     """
     if not 0 < off < 1:
         raise AutoparError(
@@ -186,11 +195,11 @@ def robustness(
     near: float | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Robustness:
-    """The robustness of the best plan under `pin`: it is planned as predicted and priced under
-    every scenario.
+    """The robustness of the best plan under `pin`. It is planned as predicted and priced under
+    every scenario, for each of which the best plan is found too.
 
     With `near` (a fraction), plans of its certificate that are at most that much slower are priced
-    too. Raises AutoparError if no plan fits as predicted.
+    too. `tell` gets a line for each step. Raises AutoparError if no plan fits as predicted.
     """
     tell("planning")
     chosen = plan_on(pin, cluster)
@@ -214,7 +223,9 @@ def robustness(
 
 @dataclass(frozen=True, slots=True)
 class _Pricing:
-    """Prices plans under scenarios."""
+    """Plans on the cluster and on those of the scenarios, under the user's pins. It holds what all
+    calls share.
+    """
 
     plan_on: PlanOn
     cluster: ClusterSpec
@@ -222,8 +233,8 @@ class _Pricing:
     scenarios: Sequence[Scenario]
 
     def plan(self, pin: Mapping[str, Any], cluster: ClusterSpec) -> Plan | None:
-        """The best plan, or None if none fits. Raises NoPlanFits if the time limit ended the search
-        before any plan was found.
+        """The best plan under `pin` on a cluster, or None if none fits. Raises NoPlanFits if the
+        time limit ended the search before any plan was found.
         """
         try:
             return self.plan_on(pin, cluster)
@@ -237,7 +248,8 @@ class _Pricing:
 
     def _there(self, plan: Plan, scenario: Scenario) -> Plan | None:
         """The plan priced under a scenario, or None if it does not fit. Memory is checked for the
-        unchanged plan; its choices are pinned under other rates.
+        unchanged plan. Its choices are pinned under other rates; if only the memory need differs,
+        the plan itself is returned.
         """
         if scenario.need * max(plan.predicted.peak_memory_bytes) > self.cluster.device.memory_bytes:
             return None
@@ -251,8 +263,9 @@ class _Pricing:
     def near(
         self, chosen: Plan, share: float, tell: Callable[[str], None]
     ) -> tuple[list[Plan], int]:
-        """(candidates of the certificate at most `share` slower than the chosen plan, fastest
-        first; number of candidates not priced).
+        """(plans, number of promising candidates that were too many to price). The plans are
+        candidates of the certificate that are at most the fraction `share` slower than the chosen
+        plan, fastest first.
         """
         limit_s = (1 + share) * chosen.predicted.step_time_s
         entries = sorted(
@@ -268,8 +281,8 @@ class _Pricing:
 
 
 def _hopeful(chosen: Plan, limit_s: float) -> Iterator[dict]:
-    """Entries of the certificate, without the chosen plan, whose time or lower bound is at most
-    `limit_s`.
+    """Entries of the certificate, without the chosen plan, whose time (or, if unsolved, lower
+    bound) is at most `limit_s`.
     """
     for entry in chosen.certificate.meshes:
         least_s = entry["time_s"] if entry["time_s"] is not None else entry["bound_s"]
@@ -282,8 +295,8 @@ def _hopeful(chosen: Plan, limit_s: float) -> Iterator[dict]:
 
 
 def _pins_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The pins of a candidate in a certificate. The schedule of a pipeline that was not solved is
-    unknown and stays free.
+    """The pins that reproduce a candidate in a certificate. The schedule of a pipeline that was not
+    solved is unknown and stays free. `recompute` is missing if layers differ.
     """
     pins = (
         entry["mesh"]
@@ -304,7 +317,9 @@ def _has(cluster: ClusterSpec, name: str) -> bool:
 
 
 def _faster(curves: Mapping[Any, Any], factor: float) -> dict:
-    """Measured curves of something `factor` times as fast. Curves may be nested in mappings."""
+    """Measured curves, (size, seconds) points by key, of something `factor` times as fast. Curves
+    may be nested in mappings.
+    """
     return {
         key: _faster(value, factor) if isinstance(value, Mapping) else _faster_curve(value, factor)
         for key, value in curves.items()
@@ -373,8 +388,9 @@ with that quantity scaled.
 
 
 def robust_data(found: Robustness) -> dict[str, Any]:
-    """The result as plain data. Regrets are fractions, None if a plan does not fit. Plans have the
-    format of plan files.
+    """The result as a dict for JSON. Regrets are fractions, None if a plan does not fit. Plans have
+    the format of plan files. Candidates and the most robust plan are present only if `near` was
+    asked for.
     """
     return {
         "off": found.off,
@@ -416,7 +432,9 @@ def _scenario_data(found: Robustness, number: int) -> dict[str, Any]:
 
 
 def robust_table(found: Robustness) -> Group:
-    """The result as a rich renderable."""
+    """The result as a rich renderable: the chosen plan, a verdict in words, a table of scenarios,
+    and, if `near` was asked for, a table of plans nearly as good.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -490,7 +508,9 @@ def _verdict(found: Robustness, one: Priced) -> str:
 
 
 def _near_parts(found: Robustness) -> Iterator[Any]:
-    """The part of the report on plans nearly as good, and on the most robust of them."""
+    """The part of the report on plans nearly as good: a table of them, and a sentence on the most
+    robust one.
+    """
     from rich.text import Text
 
     rows = []

@@ -48,7 +48,7 @@ class Point:
         return ", ".join(self.words(axis) for axis in _HEADS if getattr(self, axis) is not None)
 
     def words(self, axis: str) -> str:
-        """One field as text with its unit: `64 GPUs`, `25 GB/s`."""
+        """The field `axis` as text with its unit: `64 GPUs`, `25 GB/s`."""
         return (
             f"{self.value(axis)} {_HEADS[axis]}"
             if axis in ("devices", "inter_Bps")
@@ -56,7 +56,7 @@ class Point:
         )
 
     def value(self, axis: str) -> str:
-        """One field as text, in the unit of its column heading."""
+        """The field `axis` as text, without the unit of its column heading."""
         value = getattr(self, axis)
         return f"{value / 1e9:.4g}" if axis == "inter_Bps" else str(value)
 
@@ -70,7 +70,7 @@ own), global batch, pins.
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A point with its plan."""
+    """A point of a sweep with its cluster and its plan."""
 
     point: Point
     cluster: Cluster
@@ -78,35 +78,37 @@ class Row:
 
     @property
     def device_hours(self) -> float:
-        """Device-hours per million tokens."""
+        """Device-hours per million tokens of the plan."""
         return device_hours_per_million_tokens(self.plan)
 
     @property
     def cost(self) -> float:
-        """Dollars per million tokens; device-hours if the price is unknown, which is
+        """Dollars per million tokens; device-hours if the cluster has no price, which are
         proportional.
         """
         return self.device_hours * (self.cluster.price_per_device_hour or 1.0)
 
     @property
     def rate(self) -> float:
-        """Tokens per second per device."""
+        """Predicted tokens per second per device."""
         return self.plan.predicted.tokens_per_s / self.plan.mesh.num_devices
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the fullest device."""
+        """Predicted bytes of the fullest device."""
         return max(self.plan.predicted.peak_memory_bytes, default=0)
 
     @property
     def merits(self) -> tuple[float, float, float]:
-        """The objectives of the Pareto front, all minimized: step time, cost, memory."""
+        """(step seconds, cost, bytes of the fullest device): the objectives of the Pareto front,
+        all minimized.
+        """
         return self.plan.predicted.step_time_s, self.cost, self.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Unplanned:
-    """A point that has no plan, with the reason."""
+    """A point of a sweep that has no plan, with the reason."""
 
     point: Point
     cluster: Cluster
@@ -126,7 +128,9 @@ class BreakEven:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The result of a sweep. `axes` are the fields of a point that the user varied."""
+    """The result of a sweep. `axes` are the fields of a point that have several values. `rows` are
+    in the order of the points.
+    """
 
     axes: tuple[str, ...]
     rows: tuple[Row | Unplanned, ...]
@@ -138,7 +142,7 @@ class Sweep:
         return [row for row in self.rows if isinstance(row, Row)]
 
     def efficiency(self, row: Row) -> float:
-        """The tokens per second per device of a row, relative to the first row that has a plan."""
+        """The tokens per second per device of `row`, relative to the first row that has a plan."""
         return row.rate / next(first.rate for first in self.rows if isinstance(first, Row))
 
 
@@ -149,9 +153,11 @@ def points_of(
     batches: Sequence[int],
     inter_Bps: Sequence[float],
 ) -> list[Point]:
-    """Every combination of the values, bandwidths fastest and ascending. Empty `devices`, `seqs`
-    or `inter_Bps`: the value of the cluster or model. `batches` must not be empty. Raises
-    AutoparError for devices that do not fill nodes, or a bandwidth between nodes with one
+    """Every combination of the values, bandwidths fastest and ascending. Empty `devices`, `seqs` or
+    `inter_Bps`: the value of the cluster or model. `batches` must not be empty, or there are no
+    points.
+
+    Raises AutoparError for devices that do not fill nodes, or a bandwidth between nodes with one
     node.
     """
     wanted = (
@@ -167,7 +173,9 @@ def points_of(
 
 
 def cluster_at(cluster: Cluster, point: Point) -> Cluster:
-    """The cluster with the devices and bandwidth of a point."""
+    """`cluster` with the number of devices of `point`, and with its bandwidth between nodes if it
+    has one.
+    """
     sized = cluster.with_devices(point.devices)
     return sized if point.inter_Bps is None else sized.with_inter_bandwidth(point.inter_Bps)
 
@@ -175,8 +183,9 @@ def cluster_at(cluster: Cluster, point: Point) -> Cluster:
 def sweep(
     plan_at: PlanAt, cluster: Cluster, points: Sequence[Point], tell: Callable[[str], None]
 ) -> Sweep:
-    """The plans at every point, and the bandwidths at which the plan changes. A point without a
-    plan has the reason.
+    """Plans at every point, and finds the bandwidths at which the plan changes. `plan_at` makes a
+    plan; `tell` gets a line for each point. A point whose planning raises AutoparError becomes an
+    `Unplanned` with the reason.
     """
 
     def planned(point: Point) -> Row | Unplanned:
@@ -188,7 +197,9 @@ def sweep(
             return Unplanned(point, at, str(error))
 
     def as_good(plan: Plan, row: Row) -> bool:
-        """Whether a plan, priced at the point of `row`, is within `TIE` of the best plan there."""
+        """Whether a plan, priced with its choices at the point of `row`, is at most the fraction
+        `TIE` slower than the best plan there. False if it is not possible there.
+        """
         if choices_of(plan) == choices_of(row.plan):
             return True
         try:
@@ -244,7 +255,9 @@ def _break_evens(
 
 
 def pareto(rows: Sequence[Row | Unplanned]) -> list[bool]:
-    """For each row, whether it is Pareto-optimal in step time, cost and memory."""
+    """For each row, whether it is Pareto-optimal in step time, cost and memory. False for points
+    without a plan.
+    """
     known = [row.merits for row in rows if isinstance(row, Row)]
 
     def dominated(own: tuple[float, float, float]) -> bool:
@@ -256,8 +269,9 @@ def pareto(rows: Sequence[Row | Unplanned]) -> list[bool]:
 
 
 def sweep_data(found: Sweep) -> dict[str, Any]:
-    """The sweep as plain data. Plans have the format of plan files, but without the long list of
-    candidates in their certificates.
+    """The sweep as a dict for JSON: varied fields, a dict for each point, and the changes of plan.
+    Plans have the format of plan files, but without the long list of candidates in their
+    certificates.
     """
     rows = [
         _point_data(row.point)
@@ -301,7 +315,9 @@ def _point_data(point: Point) -> dict[str, Any]:
 
 
 def sweep_table(found: Sweep, model: str, cluster: Cluster) -> Group:
-    """The sweep as a rich renderable."""
+    """The sweep as a rich renderable: a title, a table with a row for each point, and lines. The
+    lines explain units, and tell points without a plan, changes of plan and what is not proved.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -359,7 +375,7 @@ def _point_table(found: Sweep, varied: Sequence[str], unit: str) -> Table:
 
 
 def _caveats(found: Sweep, varied: Sequence[str]) -> Iterator[str]:
-    """Sentences about what the search did not prove."""
+    """Sentences about what the search did not prove, and one if no bandwidth changes the plan."""
     open_ = [row for row in found.planned if row.plan.certificate.gap > PROVEN]
     if open_:
         gaps = (f"{_where(row, varied)}: {gap_words(row.plan.certificate.gap)}" for row in open_)

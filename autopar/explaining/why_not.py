@@ -63,21 +63,25 @@ class WhyNot:
 
     @property
     def difference_s(self) -> float | None:
-        """Seconds by which a step is longer under the pins; None if there is no plan under them."""
+        """Seconds by which a step is longer under the pins, negative if it is shorter. None if
+        there is no plan under them.
+        """
         if self.pinned is None:
             return None
         return self.pinned.predicted.step_time_s - self.chosen.predicted.step_time_s
 
     @property
     def verdict(self) -> str:
-        """The answer in a few words: chosen, slower, faster, does not fit, or impossible."""
+        """The answer in a few words: 'chosen', 'slower', 'faster', 'does not fit', or
+        'impossible'.
+        """
         if self.difference_s is None:
             return "does not fit" if self.capacity_bytes else "impossible"
         return "chosen" if self.same else "faster" if self.difference_s < 0 else "slower"
 
 
 def check_asked(pin: Mapping[str, Any]) -> None:
-    """Raise AutoparError if there is no pin, or an unknown one."""
+    """Raises AutoparError if there is no pin, or an unknown one."""
     if not pin:
         raise AutoparError("why-not needs the choice to ask about: for example --pin tp=8")
     check_pin_names(pin)
@@ -86,7 +90,8 @@ def check_asked(pin: Mapping[str, Any]) -> None:
 def why_not(
     plan_on: PlanOn, cluster: Cluster, pin: Mapping[str, Any], chosen: Plan | None = None
 ) -> WhyNot:
-    """The answer for `pin`: plans without the pins (unless `chosen` is passed) and with them.
+    """What the choice `pin` would cost: plans without the pins (unless `chosen` is passed) and with
+    them. `plan_on` plans under pins on a cluster.
 
     An impossible choice is an answer. Raises AutoparError if no plan fits even without pins.
     """
@@ -112,7 +117,10 @@ def why_not(
 
 
 def why_not_data(answer: WhyNot) -> dict[str, Any]:
-    """The answer as plain data, in seconds and bytes. Plans have the format of plan files."""
+    """The answer as a dict for JSON, in seconds and bytes. Plans have the format of plan files;
+    None where there is none. Times and memory by part are present if there is a plan under the
+    pins.
+    """
     data = {
         "pin": answer.pin,
         "answer": answer.verdict,
@@ -144,7 +152,9 @@ def why_not_data(answer: WhyNot) -> dict[str, Any]:
 
 
 def why_not_table(answer: WhyNot) -> Group:
-    """The answer as a rich renderable."""
+    """The answer as a rich renderable: the chosen plan, then the pinned one beside it with
+    differences by part, or what forbids it. One sentence if both are the same.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -163,8 +173,8 @@ def why_not_table(answer: WhyNot) -> Group:
 
 
 def _compared(answer: WhyNot, pinned: Plan) -> Iterator[Any]:
-    """The report on the pinned plan next to the chosen one: in words, time by part, and memory by
-    part.
+    """The report on the pinned plan next to the chosen one: sentences, then a table of time by part
+    and one of memory by part.
     """
     from rich.text import Text
 
@@ -188,7 +198,9 @@ def _compared(answer: WhyNot, pinned: Plan) -> Iterator[Any]:
 
 
 def _unproven_words(answer: WhyNot, pinned: Plan) -> str:
-    """A sentence that the pinned plan is not proved best under the pins; '' if it is."""
+    """A sentence that the search under the pins did not prove the pinned plan best; '' if it
+    did.
+    """
     certificate = pinned.certificate
     if certificate.gap < _UNPROVEN:
         return ""
@@ -200,7 +212,9 @@ def _unproven_words(answer: WhyNot, pinned: Plan) -> str:
 
 
 def _forbidden(answer: WhyNot) -> list[Any]:
-    """The report on the constraint that forbids the choice, with the least memory by part."""
+    """The report on what forbids the choice. If memory does, also the plan that needs least, with a
+    table of its memory by part.
+    """
     from rich.text import Text
 
     name, first = pin_text(answer.pin), _first_words(answer)
@@ -238,8 +252,8 @@ def _memory_words(plan: Plan) -> str:
 
 
 def _difference_words(answer: WhyNot, pinned: Plan) -> str:
-    """A sentence on how much slower the pinned plan is, naming the parts that account for most of
-    the change.
+    """A sentence on how much longer or shorter the pinned plan's step is, naming the parts that
+    account for most of the change.
     """
     before_s, after_s = answer.chosen.predicted.step_time_s, pinned.predicted.step_time_s
     total_s, ratio = after_s - before_s, after_s / before_s
@@ -273,7 +287,7 @@ def _first_words(answer: WhyNot) -> str:
 
 
 def _others_words(answer: WhyNot, pinned: Plan) -> str:
-    """A sentence on the choices that changed besides the pins."""
+    """A sentence on the choices that changed besides the pins; '' if none did."""
     before, after = choices_of(answer.chosen), choices_of(pinned)
     changed = [
         f"{key} {before[key]} -> {after[key]}"
