@@ -63,15 +63,17 @@ def trace(
     kept_buffers: Collection[str] | None = None,
     batch_dims: BatchDims | None = None,
 ) -> TracedModel:
-    """Capture the model and its loss, in the dtype of `precision` where the engine runs it,
-    normalize the graph, and cut it into segments.
+    """Capture the model and its loss as one graph, in the dtype of `precision` where the engine
+    runs it, normalize it, and cut it into segments, such as layers. Returns the segments with the
+    graph of each structure.
 
     Args:
         model: the model; it is not changed.
         example_inputs: the tensors of one batch; only shapes count.
         loss_fn: `loss_fn(output, target)`, for a model that returns no loss.
         precision: a key of `PRECISIONS`. By default the model's dtypes stay.
-        deeper: adds layers that are like the captured ones, so that a deep model is captured quickly.
+        deeper: how many more layers the result has than `model`, each like a captured one. By default
+            none.
         kept_buffers: buffers that half precision may leave in their dtype. By default any that the
             model casts back.
         batch_dims: as for `plan`.

@@ -62,9 +62,11 @@ def read_text(path: Any, what: str, hint: Callable[[], str] = str) -> str:
 
 
 def write_text(path: Any, text: str, what: str) -> None:
-    """Write a UTF-8 file atomically: to a temporary file in the same folder that then replaces it.
+    """Writes a UTF-8 file atomically: to a temporary file in the same folder that then replaces it.
+    A device or pipe is written directly.
 
-    Raises AutoparError if that fails; the previous file is then unchanged.
+    Raises AutoparError, which calls the file `what`, if that fails; the previous file is then
+    unchanged.
     """
     given = path_of(path, what)
     try:

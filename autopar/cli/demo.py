@@ -136,9 +136,9 @@ def train_both(
 
 
 def _plan(spec: ModelSpec, nproc: int, rows: int, seq: int) -> tuple[Plan, bool]:
-    """(a plan for `nproc` CPU processes, whether tp=2 was pinned). It is autopar's choice. If that
-    does not use both tp and dp, tp=2 is pinned to show two axes, where the number of processes
-    allows it.
+    """(a plan for `nproc` CPU processes, whether tp=2 was pinned). It is autopar's own choice if
+    that has both tp and dp above 1, or if `nproc` is odd or 2. Otherwise tp=2 is pinned, so that
+    the demo shows two axes.
     """
     inputs = spec.example_inputs(rows, seq)
     model = spec.build("meta")

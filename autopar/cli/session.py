@@ -154,7 +154,7 @@ class Planner:
         return audit(plan, self.traced(), self._made_for(plan, pin, cluster))
 
     def check(self, plan: Plan) -> Plan:
-        """Returns `plan` itself. Raises AutoparError if this saved plan is for another batch,
+        """Returns `plan` itself, a saved plan. Raises AutoparError if it is for another batch,
         precision, model or cluster than the request.
         """
         if plan.global_batch != self.request.global_batch:

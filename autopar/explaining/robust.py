@@ -116,7 +116,9 @@ class Robustness:
 
     @property
     def chosen(self) -> Priced:
-        """The best plan if predictions are right."""
+        """The plan that is best if predictions are right, with its prices in the scenarios: the
+        first of `priced`.
+        """
         return self.priced[0]
 
     def best_s(self, number: int) -> float:
@@ -147,8 +149,8 @@ class Robustness:
 
     @property
     def most_robust(self) -> Priced:
-        """The plan that fails to fit under the fewest scenarios and, among those, has the least
-        worst regret.
+        """Of `priced`, the plan that does not fit under the fewest scenarios and, among those, has
+        the smallest worst regret.
         """
         return min(
             self.priced,

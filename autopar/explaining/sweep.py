@@ -35,8 +35,9 @@ not reported for less.
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One combination to plan for. `seq=None` is the model's designed length. `inter_Bps` is the
-    line rate between nodes per device; None is the cluster's own.
+    """One combination of devices, sequence length, batch and bandwidth to plan for. `seq=None` is
+    the model's designed length. `inter_Bps` is the line rate between nodes per device; None is the
+    cluster's own.
     """
 
     devices: int
@@ -183,9 +184,9 @@ def cluster_at(cluster: Cluster, point: Point) -> Cluster:
 def sweep(
     plan_at: PlanAt, cluster: Cluster, points: Sequence[Point], tell: Callable[[str], None]
 ) -> Sweep:
-    """Plans at every point, and finds the bandwidths at which the plan changes. `plan_at` makes a
-    plan; `tell` gets a line for each point. A point whose planning raises AutoparError becomes an
-    `Unplanned` with the reason.
+    """Plans at every point, and finds the bandwidths between nodes at which the best plan changes.
+    `plan_at` makes a plan; `tell` gets a line for each point. A point whose planning raises
+    AutoparError becomes an `Unplanned` with the reason.
     """
 
     def planned(point: Point) -> Row | Unplanned:

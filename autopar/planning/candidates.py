@@ -273,8 +273,9 @@ def _unshared_words(request: PlanRequest, meshes: Sequence[MeshShape]) -> str:
 
 
 def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> str:
-    """The reason, as text, why no candidate is left. No pipeline can run these layers and this
-    batch, or (without `has_meshes`) no mesh splits the batch.
+    """The error text if pins allow no candidate and there is no more specific reason. It says that
+    no pipeline can run these layers and this batch, if devices are of several kinds, or if pp is
+    pinned above 1 and `has_meshes`. Otherwise it says that no mesh splits the batch.
     """
     pin, devices = request.pin, request.cluster.num_devices
     pins = ", ".join(f"{key}={value}" for key, value in pin.items())
@@ -360,8 +361,9 @@ def _near_ranks(request: PlanRequest, mesh: MeshShape) -> int:
 def _schedules(
     request: PlanRequest, mesh: MeshShape, number: int, blocks: int
 ) -> tuple[tuple[str, int], ...]:
-    """`schedules_for`. With several kinds of devices, only schedules with one stage per rank, whose
-    stage sizes are free.
+    """(schedule, stages per rank) of every pipeline that candidates of a mesh may have, with
+    `number` micro-batches and `blocks` layers: those of `schedules_for`. With several kinds of
+    devices, only those with one stage per rank, whose stage sizes are free.
     """
     found = schedules_for(request.pin, mesh, number, blocks, may_split_backward(request))
     return tuple((name, count) for name, count in found if count == 1 or not request.is_mixed)

@@ -277,7 +277,8 @@ def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """The plan with the least memory of the fullest device.
+    """The plan with the least memory of the fullest device, to within `TOLERANCE`. Raises the
+    planner's error if none fits the cluster.
 
     Devices get less memory until nothing fits. The first try is slightly above the planner's own
     minimum. Then steps downwards grow until nothing fits, and shrink from there, until the interval

@@ -234,8 +234,8 @@ def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]
 def _ledgers(
     model: AnnotatedModel, groups: Sequence[AnnotatedModel], choices: Choices
 ) -> tuple[dict[str, Any], ...]:
-    """The ledger entries at the model's prices. With several kinds of devices, those of each group,
-    with its number as 'group'.
+    """The ledger entries, one dict each, at the prices of `model`. With several kinds of devices,
+    those at the prices of each of `groups`, with its number as 'group'.
     """
     if not groups:
         return tuple(_ledger(model, choices))
@@ -247,7 +247,9 @@ def _ledgers(
 
 
 def _peak(precision: str, group: ClusterSpec) -> float:
-    """Datasheet FLOP/s of all devices of a group together."""
+    """Datasheet FLOP/s of all devices of a group together, in the precision (in fp32 if that is not
+    listed).
+    """
     flops = group.device.flops
     return group.num_devices * flops[precision if precision in flops else "fp32"]
 

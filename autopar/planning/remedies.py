@@ -74,8 +74,9 @@ class Ladder:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change with which `plan` fits. `smallest`: whether it is proved that the next smaller
-    change of the ladder does not fit.
+    """A change with which a plan fits: `words` that continue `it fits ...`, the changed request
+    `ask`, and its plan. `smallest`: whether it is proved that the next smaller change of its kind
+    does not fit.
     """
 
     what: str

@@ -54,7 +54,7 @@ class Cell:
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all blocks have one class."""
+        """Whether the blocks of the model all have one class."""
         return len({self.first.segments[number] for number in blocks_of(self.first)}) == 1
 
     @cached_property
@@ -83,8 +83,8 @@ class Cell:
 
     @cached_property
     def moment_bytes(self) -> int:
-        """A lower bound on the bytes that one block keeps and needs for its backward, over all
-        blocks and recompute modes.
+        """A lower bound on the bytes that one block keeps and needs for its backward, without
+        workspace, over all blocks and recompute modes.
         """
         blocks = {self.first.segments[number] for number in blocks_of(self.first)}
         return min(

@@ -40,9 +40,9 @@ class Dual:
         )
 
     def next_prices(self, likely: float, most: float) -> tuple[float, ...]:
-        """The prices to evaluate next. First these are 0 and `likely`; while the function still
-        rises, `most` or beyond. () if the maximum cannot be much larger than the best known
-        value.
+        """The prices to evaluate next: first 0 and `likely`; while the function still rises, `most`
+        or beyond; then one between a rising and a falling point. () if the maximum cannot be much
+        larger than the best known value.
         """
         if not self.known:
             return (0.0, likely) if likely else (0.0,)

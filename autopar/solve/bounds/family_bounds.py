@@ -75,10 +75,10 @@ class _Costs:
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """The parts of a row besides segment costs.
+    """What a row of units needs besides segment costs: lower bounds over a family.
 
-    They are the bytes that enter each segment, (bytes, seconds once a step) of each tie, and an
-    upper bound on the bytes that the last segment keeps.
+    They are the bytes of the message into each segment, and (bytes, seconds once a step) of each
+    shared parameter. `most_freed` is an upper bound on the bytes that the last segment keeps.
     """
 
     crossing: list[int]
@@ -98,14 +98,16 @@ class Families:
         self._last_beside: tuple[Family, _Beside] | None = None
 
     def root(self) -> Family:
-        """The family of all placements."""
+        """The family of all placements of the candidate: nothing is restricted."""
         return Family(tuple({} for _ in self.facts.first.classes))
 
     def least_and_slack_s(self, family: Family) -> tuple[tuple[float, float], tuple[float, float]]:
-        """(least, slack), each as (forward seconds of a block, seconds that it takes once a step).
+        """(least, slack) for dividing a family into parts, each as (forward seconds of a block, its
+        seconds once a step).
 
-        Beyond least + slack, either cost no longer restricts the backward seconds, in the mode in
-        which it restricts them longest. All zeros if blocks have several classes.
+        No placement of the family takes less than `least`. Beyond least + slack, neither cost
+        restricts how short a backward can be, in any recompute mode. All zeros if blocks have
+        several classes, or the family is empty.
         """
         least = self.minima.least(family, *self.facts.repeated) if self.facts.repeated else None
         if least is None:

@@ -69,7 +69,7 @@ class Sketch:
 
     @property
     def units(self) -> int:
-        """Number of units."""
+        """Number of units: blocks with their neighbours."""
         return len(self.work_s) - 1
 
     def bound_s(

@@ -85,8 +85,9 @@ def undominated_variants(of: Sequence[Models]) -> list[int]:
 
 
 def _numbers(models: Models) -> list[float]:
-    """All numbers in which ZeRO stages differ; smaller is better. They include the part of backward
-    that is not gradients of parameters, since other ranks wait only for that.
+    """All costs in which ZeRO stages of one candidate differ, as one list; smaller is better.
+    Gradients of parameters count with both signs, since other ranks wait for the rest of a backward
+    only.
     """
     found: list[float] = []
     for model in models.values():

@@ -34,8 +34,8 @@ Choices = tuple[dict[str, str], ...]
 
 
 class InconsistentPlacement(ValueError):
-    """Choices that no program can run: an op without a choice, an impossible conversion, or tied
-    parameters with different placements.
+    """Raised for choices that no program can run: an op without a choice, an impossible conversion,
+    or tied parameters with different placements.
     """
 
 

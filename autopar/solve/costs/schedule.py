@@ -31,7 +31,7 @@ class Schedule:
 
     @property
     def has_one_stage(self) -> bool:
-        """Whether the schedule allows only one stage per rank."""
+        """Whether the schedule allows only one stage per rank, as GPipe and 1F1B do."""
         return SCHEDULES[self.name].max_stages_per_rank == 1
 
 
@@ -49,11 +49,12 @@ class Staging:
 
 
 def ramp(part: float, ranks: int, micro_batches: int) -> float:
-    """Seconds of a step per second that a micro-batch takes on all ranks together, at least. A rank
-    waits for the fraction `part` of the time of each earlier rank.
+    """The smallest seconds of a step, per second that one micro-batch takes on all ranks together,
+    over all divisions of work among ranks. A rank waits for the fraction `part` of the time of each
+    earlier rank, then computes all micro-batches.
 
-    With t seconds on a rank, it ends after m t + part x (t of the ranks before). The largest of
-    these is smallest if all are equal.
+    With t seconds on a rank, it ends after m t + part x (t of the ranks before). The latest end is
+    earliest if all ends are equal.
     """
     part = min(max(part, 1e-9), 1.0)
     return part / (1 - (1 - part / micro_batches) ** ranks)

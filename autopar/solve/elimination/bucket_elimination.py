@@ -275,7 +275,8 @@ def _one_order(
     scopes: Sequence[Scope], sizes: Sequence[int], random: Random, noise: float, most: float
 ) -> tuple[list[int], float] | None:
     """(an order by weighted min-fill, total entries of its tables); None unless they are fewer than
-    `most`. `noise` 1 multiplies each score by a random factor from 1 to 2; 0 adds nothing.
+    `most`. With `noise` 1, each score is multiplied by a random factor from 1 to 2; with 0 it
+    stays.
     """
     beside = _beside(scopes, len(sizes))
 
@@ -321,7 +322,7 @@ def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int]) -> list
 
 
 class Tables(CostTables):
-    """The cost tables of a model, with their minimization."""
+    """The cost tables of a model, with functions that minimize weighted sums of them."""
 
     def least(
         self,

@@ -576,8 +576,8 @@ class _Link:
 
 @lru_cache(maxsize=4096)
 def _link_of(have: tuple[Layout, ...], needs: tuple[tuple[Layout, ...], ...]) -> _Link:
-    """The `_Link` between `have` (the producer's layout by strategy) and `needs` (by reader, its
-    layout by strategy). Cached.
+    """The `_Link` that says which layouts meet: `have` (the producer's layout by strategy) and
+    `needs` (for each reader, its layout by strategy). Cached.
     """
     made, wanted = tuple(dict.fromkeys(have)), tuple(dict.fromkeys(chain.from_iterable(needs)))
     places = tuple(np.array([wanted.index(layout) for layout in need]) for need in needs)

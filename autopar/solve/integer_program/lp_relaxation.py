@@ -148,8 +148,9 @@ def _solve(cost: np.ndarray, rows: list[Row], upper: np.ndarray) -> tuple[float,
 
 
 def _lagrangian(cost: np.ndarray, rows: list[Row], upper: np.ndarray, duals: np.ndarray) -> float:
-    """The minimum over the box of cost + duals * (right-hand side - rows). It is a lower bound for
-    any duals that are <= 0 on <= rows.
+    """The minimum, over 0 <= v <= upper, of cost @ v plus duals times (right-hand side - left-hand
+    side) of the rows, less a slack for rounding. It is a lower bound on the program for any duals;
+    those of <= rows are first lowered to at most 0.
     """
     limits = np.array([limit for _, _, limit in rows])
     duals = np.where([equal for _, equal, _ in rows], duals, np.minimum(duals, 0.0))

@@ -264,8 +264,8 @@ class UniformRefiner:
                 return
 
     def _step(self, entry: Entry, row_waits: bool) -> None:
-        """One step of a candidate. `row_waits`: the bound by the row is raised only after the
-        candidate is solved.
+        """One step of an open candidate: raises its bound, solves it, or splits its families,
+        whichever is next. `row_waits`: its last bound is raised only after it is solved.
         """
         solver = entry.solver
         if isinstance(solver, FixedSolver):

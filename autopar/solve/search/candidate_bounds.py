@@ -44,7 +44,7 @@ class CandidateBounds:
         return min(self.by_schedule.values())
 
     def raise_to(self, schedule: Schedule, bound_s: float) -> None:
-        """Raise the bound of a schedule to `bound_s`, if it is lower."""
+        """Sets the bound of a schedule to `bound_s` seconds if it is lower than that."""
         self.by_schedule[schedule] = max(self.by_schedule[schedule], bound_s)
 
     def below(self, upper_bound_s: float) -> dict[Schedule, float]:

@@ -11,7 +11,8 @@ from autopar.solve.integer_program.placement_solver import Infeasible, Solution
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The result of a search.
+    """The result of a search. `best` is (candidate, solution) or None; `bound_s` is a lower bound
+    on all candidates.
 
     Values of `status`:
 

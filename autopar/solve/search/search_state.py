@@ -57,8 +57,8 @@ class SearchState:
         return self.others_s if self.best is None else min(self.others_s, time_of(self.best))
 
     def keep(self, entry: Entry, solution: Solution, staged: Staged | None = None) -> None:
-        """Store a candidate's solution in `entry`, make it the best one, and report its time.
-        Does not compare with the best so far.
+        """Stores a candidate's solution in `entry`, makes it the best one, and reports its time to
+        other processes and as progress. Does not compare with the best so far.
         """
         entry.solution, entry.staged, self.best = solution, staged, entry
         self.board.found(solution.time_s)

@@ -69,7 +69,9 @@ class UniformSolver:
         self._dropped_s = inf  # families whose placements take at least as long were dropped
 
     def raise_bounds(self, upper_bound_s: float) -> tuple[float, float]:
-        """See `CandidateBounds.raise_by_totals`."""
+        """Raises the bounds by schedule with `CandidateBounds.raise_by_totals`. Returns (the lowest
+        bound, an estimate of step seconds).
+        """
         return self.bounds.raise_by_totals(upper_bound_s)
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
@@ -180,8 +182,8 @@ class UniformSolver:
         return frontier
 
     def _wants_program(self) -> bool:
-        """Whether the integer program is to be solved: once, without a pipeline, and if there are
-        several placements.
+        """Whether the integer program is to be solved: it was not yet, there is no pipeline, and
+        there are several placements.
         """
         return (
             self.bounds.schedules == (ALONE,)

@@ -173,8 +173,9 @@ class Sharing:
             state.entries[number].lent = NONE_LENT
 
     def told_of(self, numbers: Sequence[int]) -> Told:
-        """The results to send: the entries with these indices, and the best plan that this process
-        found.
+        """The results to send to the process that started this one. The first part has copies of
+        the entries with these indices, by index. The second is a list with (index, entry) of the
+        best plan that this process found; empty if it found none.
         """
         entries = self.state.entries
         best = [

@@ -146,8 +146,8 @@ def _with_what_is_once(
 
     A longer backward hides more communication that runs once a step, so recomputation may shorten
     that. The rank with the longest time once a step is tried in every way; all others recompute as
-    little as possible for it. The step time is only computed if savings once a step alone could
-    bring it below `upper_bound_s`.
+    little as possible. If the row has lines (lower bounds), the ways stay as in `of_ranks`, and
+    other ways only lower the bound.
     """
     ranks, step_s = range(schedule.ranks), partial(_dealt_s, row, schedule, runs, least_s)
     least_once_s = [row.once_s(runs[rank :: schedule.ranks]) for rank in ranks]

@@ -325,5 +325,5 @@ def _sifted(options: Options) -> Options:
 
 
 def _picked(options: Options, order: np.ndarray | list[int]) -> Options:
-    """The options with the indices `order`, in this order."""
+    """The options with the indices `order`, in this order: every field is indexed alike."""
     return Options(**{part.name: getattr(options, part.name)[order] for part in fields(Options)})

@@ -107,8 +107,8 @@ class _Segments:
 
     @cached_property
     def firsts(self) -> list[int]:
-        """The first segment of each unit, which is a block and the segments up to the next
-        block.
+        """The index of the first segment of each unit (a block and the segments up to the next
+        one).
         """
         return [0, *self.blocks[1:]]
 

@@ -127,8 +127,8 @@ class UnitRow:
 
     @cached_property
     def at(self) -> Sums[list[float], list[int]]:
-        """The prefix sums as lists, because reading one number is much faster than from an
-        array.
+        """The prefix sums `before` with lists as fields instead of arrays, because reading one
+        number is much faster from a list.
         """
         return Sums(
             **{part.name: getattr(self.before, part.name).tolist() for part in fields(Sums)}
@@ -200,8 +200,9 @@ class UnitRow:
         return own_s + sum(tie.step_s for tie in self.ties.borrowed(runs))
 
     def memory(self, runs: Sequence[tuple[int, int]]) -> int:
-        """Static and fixed bytes of a rank whose stages are `runs`, each (first, end) units. What
-        blocks keep and transient bytes are not included.
+        """Static and fixed bytes of a rank whose stages are `runs`, each (first, end) units, with
+        the shared parameters that it reads without paying. What blocks keep and transient bytes are
+        not included.
         """
         own = sum(self.at.static[end] - self.at.static[first] for first, end in runs)
         ties = sum(tie.static_bytes for tie in self.ties.borrowed(runs))
@@ -216,8 +217,8 @@ class UnitRow:
 
     def passing(self, runs: Sequence[tuple[int, int]]) -> int:
         """Bytes of buffers for messages between ranks: twice the largest message into or out of a
-        stage; 0 for one stage. `runs` has (first unit, end unit) of each stage of the rank.
-        Also 0 if the pipeline does not keep outputs until backward.
+        stage of a rank. 0 for one stage, or if the pipeline does not keep outputs until backward.
+        `runs` has (first unit, end unit) of each stage of the rank.
         """
         if len(runs) == 1:
             return 0
