@@ -176,8 +176,8 @@ class Planner:
         return plan
 
     def _made_for(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None) -> PlanRequest:
-        """The request for which a plan was made: this one with pins and cluster replaced. Raises
-        AutoparError if the plan is for another model or cluster.
+        """The command's request with the pins `pin` and this cluster (default: its own), for which
+        the plan was made. Raises AutoparError if the plan is for another model or cluster.
         """
         from autopar import api
         from autopar.planning.model_facts import as_planned

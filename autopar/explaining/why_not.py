@@ -72,8 +72,9 @@ class WhyNot:
 
     @property
     def verdict(self) -> str:
-        """The answer in a few words: 'chosen', 'slower', 'faster', 'does not fit', or
-        'impossible'.
+        """The answer in a few words. 'chosen' if the chosen plan already makes this choice,
+        'slower' or 'faster' by step time if it does not. Without a plan 'does not fit' if memory is
+        the reason, else 'impossible'.
         """
         if self.difference_s is None:
             return "does not fit" if self.capacity_bytes else "impossible"

@@ -299,9 +299,10 @@ def _no_pipeline_words(request: PlanRequest, blocks: int, has_meshes: bool) -> s
 def _stagings(
     request: PlanRequest, mesh: MeshShape, number: int, blocks: int
 ) -> list[tuple[int, str, tuple[tuple[str, int], ...]]]:
-    """For candidates of a mesh with `number` micro-batches: (stages per rank, schedule, schedules
-    to choose from). One entry without a pipeline, or if the stages are pinned or left to the
-    solver; [] if no schedule can run.
+    """How candidates of a mesh with `number` micro-batches are cut into stages: at most one (stages
+    per rank, schedule, schedules to choose from). Without a pipeline the schedule is 'none'. With
+    pinned stages, or without a pipeline, there is nothing to choose from: (). [] if no schedule can
+    run.
     """
     pin = request.pin
     if mesh.pp == 1:

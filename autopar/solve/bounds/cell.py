@@ -39,7 +39,7 @@ class Cell:
 
     @staticmethod
     def of(models: Models) -> Cell:
-        """The cell of models that are given by recompute mode."""
+        """The cell of one candidate, whose models by recompute mode are `models`."""
         return Cell(models.__getitem__, tuple(models))
 
     @cached_property

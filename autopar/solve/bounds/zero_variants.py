@@ -30,9 +30,10 @@ _SAME = ("name", "inputs", "outputs", "saved", "late")
 
 
 def least_of(models: Sequence[AnnotatedModel]) -> AnnotatedModel:
-    """A model in which each strategy has the minimum of each cost over `models`, which have the
-    same classes and strategies. Communication seconds become 0. Raises ValueError if strategies
-    differ in more than their costs.
+    """A model in which each strategy has the minimum of each cost over `models`. These have the
+    same classes and strategies, and differ only in ops whose costs depend on dp. Communication
+    seconds of such ops become 0 if there are several models. Raises ValueError if strategies differ
+    in more than their costs.
     """
     if len(models) == 1:
         return models[0]

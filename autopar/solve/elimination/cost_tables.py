@@ -380,13 +380,13 @@ class CostTables:
         conversions: list[dict[tuple[Layout, Layout], Conversion]],
         variables: list[int],
     ) -> None:
-        """Adds the seconds of converting a value from its producer's layout to those that its
-        readers need; each needed layout is paid once. Nothing is added if no strategy needs a
-        conversion.
+        """Adds a table with the seconds of converting a value from its producer's layout to those
+        that its readers need; each needed layout is paid once. Adds nothing if no strategy needs a
+        conversion, and several tables if one would be too large.
 
         `have` are layouts by strategy of the producer, `needs` by reader and its strategy.
-        `conversions` are by recompute mode of class `c`. `variables` are the choices of the
-        producer and each reader.
+        `conversions` are by recompute mode of class `c` (-1: an edge between classes). `variables`
+        are the choices of the producer and each reader. All seconds are times `count`.
         """
         link = _link_of(tuple(have), tuple(map(tuple, needs)))
         if link.is_free:

@@ -204,9 +204,9 @@ class UniformRefiner:
     due: int = _TURNS  # after this many raised bounds, the next candidate is solved out of turn
 
     def open(self, number: int) -> None:
-        """Finds the first lower bound of entry `number`, ignoring memory or by the cheapest
-        strategies. Closes it as infeasible if a smaller micro-batch of its kind is known not to
-        fit.
+        """Makes the solver of entry `number` and finds its first lower bound. If stages or
+        recompute modes are open, that is the cell's bound with unlimited memory; otherwise the
+        cheapest strategy of every op. Closes the entry as infeasible if it is known not to fit.
         """
         entry = self.state.entries[number]
         candidate, most = entry.candidate, self.state.board.too_much[self.kinds[number]]

@@ -29,8 +29,9 @@ class FixedSolver:
 
 @dataclass(slots=True)
 class Entry:
-    """A candidate with its state and results in a search. `outcome` is 'open' while it is in work,
-    otherwise as in `SearchResult.outcomes`; `bound_s` is a lower bound on step seconds.
+    """A candidate with its state and results in a search. `outcome` is 'unexplored' before it is
+    opened and 'open' while it is in work. Then it is as in `SearchResult.outcomes`. `bound_s` is a
+    lower bound on step seconds.
     """
 
     candidate: Candidate

@@ -225,9 +225,9 @@ class Driver:
         return None
 
     def _is_better(self, other: int) -> bool:
-        """Whether candidate `other`, which no process refines, is to be opened here again. It must
-        not be open here, and its estimate must be below 0.9 of the next one's in the queue (or that
-        is split).
+        """Whether candidate `other`, which no process refines, is to be opened here again before
+        the next one in the queue is refined. False if it is open here. True if the next one is
+        split into families, or if its own estimate is below 0.9 of the next one's.
         """
         is_split, estimate_s, _ = self.state.queue[0]
         return self.state.entries[other].outcome == "unexplored" and (

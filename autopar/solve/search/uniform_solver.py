@@ -192,8 +192,8 @@ class UniformSolver:
         )
 
     def _left_s(self, frontier: Frontier) -> float:
-        """A lower bound in seconds on all placements of the frontier, by its families or by the
-        integer program if that was solved.
+        """A lower bound in seconds on all placements of the frontier: that of its families, or of
+        the integer program if that was solved and is higher.
         """
         if not self._asked_program:
             return frontier.bound_s
