@@ -215,9 +215,9 @@ class Cell:
 
 
 def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
-    """One segment of a class as a separate model. If `closed`, its input is its own output. This
-    holds for each input at which every segment of the class that reads another one of its class
-    does so.
+    """One segment of class `index` as a separate model. If `closed`, its own outputs feed its
+    inputs, so that a layout change between them is paid. This is done for each (output, input) pair
+    over which all segments of the class that read another one of it do so.
     """
     own = tuple(
         replace(edge, source=0, target=0, count=1)

@@ -53,9 +53,9 @@ class Solution:
     """A placement (`choices`: for each class, op name -> strategy name), its exact price, and
     `bound_s`, a proved lower bound on the time of every placement that fits.
 
-    `status` is 'optimal' if price and bound agree, otherwise 'feasible'. In a pipeline, `priced`
-    and `bound_s` cover all stages together, and `pipelined` has the time of a step; otherwise it is
-    None.
+    `status` is 'optimal' if time and bound differ by at most `OPTIMALITY_GAP`, otherwise
+    'feasible'. In a pipeline, `priced` and `bound_s` cover all stages together, and `pipelined` has
+    the time of a step; otherwise it is None.
     """
 
     status: str  # 'optimal' | 'feasible'

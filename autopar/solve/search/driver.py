@@ -227,7 +227,7 @@ class Driver:
     def _is_better(self, other: int) -> bool:
         """Whether candidate `other`, which no process refines, is to be opened here again before
         the next one in the queue is refined. False if it is open here. True if the next one is
-        split into families, or if its own estimate is below 0.9 of the next one's.
+        split into families, or if the estimate of `other` is below 0.9 of the next one's.
         """
         is_split, estimate_s, _ = self.state.queue[0]
         return self.state.entries[other].outcome == "unexplored" and (

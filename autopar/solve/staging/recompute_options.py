@@ -256,8 +256,8 @@ class RecomputeOptions:
 @lru_cache(maxsize=4096)
 def _modes_of_alike(longest: int, modes: int) -> np.ndarray:
     """The index of the recompute mode of each block, as an array [way, place in a stage of
-    `longest` blocks]. A way is a number of blocks for each of the `modes` modes; blocks that
-    recompute most come first. Ways with fewer recomputing blocks come first.
+    `longest` blocks]. A way is a number of blocks for each of the `modes` modes. In a stage, blocks
+    that recompute most come first. Ways with fewer recomputing blocks come first.
     """
     ways = [
         amounts

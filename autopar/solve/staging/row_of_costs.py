@@ -73,9 +73,9 @@ def row_of_costs(
 
 
 def in_first(costs: Sequence[Sequence[SegmentCost]], modes: int) -> list[list[SegmentCost]]:
-    """`costs[mode][segment]` of the first `modes` recompute modes only. With fewer than all,
-    seconds once a step become the minimum over all modes, since segments may recompute to hide
-    them. The result is a lower bound on the costs in all modes.
+    """`costs[mode][segment]` of the first `modes` recompute modes only. If these are not all modes,
+    seconds once a step become the minimum over all of them, since segments may recompute to hide
+    them.
     """
     if modes == len(costs):
         return list(map(list, costs))

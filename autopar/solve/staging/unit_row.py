@@ -171,8 +171,8 @@ class UnitRow:
 
     @cached_property
     def least_moments(self) -> np.ndarray:
-        """For each unit, a lower bound on the peak bytes of a whole backward: its block in the mode
-        that needs least, or the segments beside it.
+        """For each unit, a lower bound on the peak bytes of a whole backward: the larger of its
+        block, in the mode that needs least, and the segments beside it.
         """
         return np.array(
             [
