@@ -126,8 +126,8 @@ def _choices(one: Plan, other: Plan) -> Iterator[Difference]:
 
 
 def _fusion(one: Plan, other: Plan) -> Iterator[Difference]:
-    """Differences in how many subgraphs are fused, or nearly are. Nothing if the fusion modes
-    differ, which is a difference of choices.
+    """A difference if other subgraphs are fused, and one if other ones are nearly fused; the values
+    are their counts in words. Nothing if the fusion modes differ, which is a difference of choices.
     """
     if one.fusion.mode == other.fusion.mode:
         for name in ("fused", "missed"):

@@ -59,8 +59,8 @@ class Finding:
 
 
 def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> list[Finding]:
-    """All findings on a plan for a cluster. `traced` is the model after `model_facts.as_planned`.
-    Without it, only findings that need no model are returned.
+    """All findings (warnings) on a plan for a cluster. `traced` is the model after
+    `model_facts.as_planned`. Without it, only findings that need no model are returned.
     """
     groups = tuple(dict.fromkeys(groups_by_rank(plan, cluster)))
     found = [

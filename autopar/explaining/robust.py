@@ -149,8 +149,8 @@ class Robustness:
 
     @property
     def most_robust(self) -> Priced:
-        """Of `priced`, the plan that does not fit under the fewest scenarios and, among those, has
-        the smallest worst regret.
+        """Of `priced`, the plan with the fewest scenarios in which it does not fit. Among equal
+        ones, the plan with the smallest worst regret.
         """
         return min(
             self.priced,
@@ -391,8 +391,8 @@ with that quantity scaled.
 
 def robust_data(found: Robustness) -> dict[str, Any]:
     """The result as a dict for JSON. Regrets are fractions, None if a plan does not fit. Plans have
-    the format of plan files. Candidates and the most robust plan are present only if `near` was
-    asked for.
+    the format of plan files. If `near` was not asked for, 'candidates' is [] and 'most_robust'
+    None.
     """
     return {
         "off": found.off,

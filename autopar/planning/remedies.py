@@ -211,8 +211,9 @@ class Climb:
         return Remedy(self.ladder.what, rung.words, rung.ask, self.plans[rung.words], smallest)
 
     def _next(self, failing: int, fitting: int | None) -> int | None:
-        """The index of the next rung to try. `failing` is the last rung that failed (-1: none),
-        `fitting` the first that fitted. None if nothing is left to try.
+        """The index of the next rung to try. `failing` is the greatest change that is known to fail
+        (-1: none), `fitting` the smallest that is known to fit (None: none). None if nothing is
+        left to try.
         """
         last = len(self.ladder.rungs) - 1
         if fitting is not None:

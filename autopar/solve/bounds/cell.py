@@ -217,7 +217,7 @@ class Cell:
 def alone(model: AnnotatedModel, index: int, closed: bool) -> AnnotatedModel:
     """One segment of class `index` as a separate model. If `closed`, its own outputs feed its
     inputs, so that a layout change between them is paid. This is done for each (output, input) pair
-    over which all segments of the class that read another one of it do so.
+    over which segments of the class read each other, in every segment that reads another one.
     """
     own = tuple(
         replace(edge, source=0, target=0, count=1)
