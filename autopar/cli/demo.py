@@ -44,7 +44,8 @@ class TrainResult:
     (`reference_losses`).
 
     `worst_error` is the largest update-relative difference of a parameter, in the parameter
-    `worst_tensor`. `replanned`: tp=2 was pinned because the search alone chose a mesh of one axis.
+    `worst_tensor`. `replanned`: tp=2 was pinned, because the search alone chose a mesh without both
+    tp and dp.
     """
 
     plan: Plan

@@ -53,8 +53,9 @@ def schedules_for(
     split_backward: bool = True,
 ) -> tuple[tuple[str, int], ...]:
     """Every (schedule, stages per rank) that the pins allow and torch can run on the pipeline of
-    `mesh`, for a model of `blocks` layers. `split_backward`: whether schedules with a split
-    backward are allowed.
+    `mesh`. Each stage has at least one of the `blocks` layers; unless pinned, a rank has at most
+    `MAX_STAGES_PER_RANK` stages. `split_backward`: whether schedules with a split backward are
+    allowed.
     """
     most = blocks // mesh.pp
     several = (pin.vpp,) if pin.vpp else range(1, min(most, MAX_STAGES_PER_RANK) + 1)

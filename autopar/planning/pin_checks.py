@@ -75,8 +75,8 @@ def _check_batch(request: PlanRequest) -> None:
 
 
 def _check_model(pin: Pins, traced: TracedModel) -> None:
-    """Raises AutoparError if cp exceeds the positions of a sequence, or ep the experts of the
-    model.
+    """Raises AutoparError if cp exceeds the positions of a sequence, if ep exceeds the experts of
+    the model, or if ep is above 1 and there are none.
     """
     if pin.cp is not None and pin.cp > 1:
         _check_positions(pin.cp, traced)

@@ -42,8 +42,9 @@ class InconsistentPlacement(ValueError):
 @dataclass(frozen=True, slots=True)
 class Priced:
     """The cost of one step on one device. `forward_s` to `fixed_s` sum to `time_s`; `static_bytes`
-    to `fixed_bytes` sum to `memory_bytes`. The other fields are shares of these, or no part of
-    them.
+    to `fixed_bytes` sum to `memory_bytes`. `communication_s` is what of `time_s` without `fixed_s`
+    is communication; `dispatch_s` (host) is no part of `time_s`. `gradient_bytes` and
+    `optimizer_bytes` are parts of `static_bytes`.
     """
 
     time_s: float
