@@ -32,7 +32,7 @@ _NOISE = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "jitte
 
 
 def shrunk_config_dict(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a config's dict, and of the text configs in it, for a small model: at most 2
+    """A copy of a config's dict, and of the text configs in it, for a small model. It has at most 2
     layers, 8 heads of 16 channels and 512 tokens in the vocabulary, fewer experts, and no dropout.
     """
     config = copy.deepcopy(config)
