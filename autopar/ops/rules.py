@@ -157,8 +157,8 @@ def _select(call: Call) -> OpDims:
 
 
 def _sections(sizes: list) -> tuple[str, str, int] | None:
-    """(entry of the joined dim, letter of the dim in the parts, size of the letter) for a dim that
-    is joined from, or split into, parts of these fixed sizes. All parts are sharded alike.
+    """(entry of the joined dim, letter of the dim in the parts, size of the letter) for a dim of
+    parts of these sizes, as in split and cat. All parts are sharded alike.
 
     None if a size is symbolic or 0, or there is one part only.
     """

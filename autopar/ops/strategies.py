@@ -54,8 +54,9 @@ def strategies(
     patterns: Mapping[str, frozenset[Pattern]] | None = None,
     taken: Mapping[str, int] | None = None,
 ) -> list[OpStrategy]:
-    """All strategies of an op for an axis of `parts` ranks: replicated ones, one for each letter
-    and pattern that can be sharded, joint ones, and partial sums where the op is linear.
+    """All strategies of an op for an axis of `parts` ranks. They are the replicated ones, one for
+    each letter and pattern that can be sharded, joint ones, and partial sums where the op is
+    linear.
 
     Args:
         dims: the dims of the op.
