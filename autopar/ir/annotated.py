@@ -50,7 +50,7 @@ def _check_parts(cost: Strategy | Conversion, *parts: tuple[str, str]) -> None:
 # not frozen, which takes five times as long to make, and a search makes many thousands; nobody changes one
 @dataclass(slots=True)
 class Strategy:
-    """One way to run an op over the axis, with its cost on one device.
+    """One way to run an op over the mesh axis that is decided (tp), with its cost on one device.
 
     Attributes:
         name: the name of the strategy.
@@ -227,8 +227,11 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedValue:
-    """A tensor inside a class. `conversions` has the price of every pair of different layouts that
-    its producer and consumers can request. A pair that is missing is impossible.
+    """A tensor inside a block class: its name, its bytes on a data-parallel rank before tp shards
+    it, and `conversions`. These map (layout, other layout) to the price of that change.
+
+    There is one for every pair of different layouts that its producer and consumers can request. A
+    pair that is missing is impossible.
     """
 
     name: str

@@ -149,14 +149,14 @@ class MeshShape:
 
     def copies(self, shard: int) -> tuple[int, int]:
         """(number of ZeRO groups of `shard` data-parallel ranks, distance in ranks between
-        corresponding ranks of neighbouring groups).
+        corresponding ranks of neighbouring groups). `shard=0` means one group of all.
         """
         inside = self.sharing_dp(shard)
         return self.size("dp") // inside, self.stride("dp") * inside
 
     def levels(self, axes: Iterable[str], shard: int = 0) -> tuple[tuple[int, int], ...]:
-        """(size, stride) of nested groups of ranks that together cover `axes`, outermost first.
-        Axes of one rank are left out.
+        """(size, distance in ranks between neighbours) of nested groups of ranks that together
+        cover `axes`, outermost first. Axes of one rank are left out.
 
         Neighbouring axes whose ranks are evenly spaced are combined into one group. Of dp, only the
         ranks inside a ZeRO group of `shard` data-parallel ranks count (0: all).

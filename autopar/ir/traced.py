@@ -137,8 +137,9 @@ class LossSplit:
 
 
 def not_split(split: LossSplit, what: str, rows: int) -> str:
-    """The text of an error that refuses micro-batches: why the loss of `what` (the model) does not
-    split, and what to do. `rows` is the micro-batch that it advises: the whole batch of a rank.
+    """The text of an error that refuses micro-batches: why the loss does not split, and what to do.
+    `what` names the split that is refused. `rows` is the micro-batch that it advises: the whole
+    batch of a rank.
     """
     return (
         f"autopar does not split {what}: {split.reason}, so that their mean would be another loss. Pin micro_batch={rows}, divide a sum "

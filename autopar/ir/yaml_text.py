@@ -36,7 +36,7 @@ def read_yaml(text: str) -> Any:
 
 def _check_size(root: Any) -> None:
     """Raise yaml.YAMLError if a tree of YAML nodes has more than `MOST_VALUES` values once its
-    aliases are expanded. So does an alias that contains itself.
+    aliases are expanded, or contains itself.
     """
     import yaml
 

@@ -168,8 +168,10 @@ def matmul_weights(model: nn.Module, expert_share: float = 1.0) -> float:
 
 
 def shrunk_heads(heads: int, kv_heads: int) -> tuple[int, int]:
-    """(heads, kv heads) of the shrunk model, with at most 8 heads. The ratio of the two is kept,
-    but at least 2 kv heads remain, so that both can be sharded; 1 kv head stays 1.
+    """(heads, kv heads) of the shrunk model. Unchanged if `heads` is at most 8.
+
+    Otherwise at most 8 heads, in the given ratio to kv heads if that leaves at least 2 of these, so
+    that both can be sharded; else (8, 2). With 1 kv head, (8, 1).
     """
     if heads <= SHRUNK_HEADS:
         return heads, kv_heads
@@ -183,8 +185,8 @@ def shrunk_heads(heads: int, kv_heads: int) -> tuple[int, int]:
 
 
 def shrunk_vocab(vocab: int) -> int:
-    """The vocabulary reduced to at most 512, with its remainder modulo 8 kept, so that an uneven
-    vocabulary stays uneven.
+    """The size of the vocabulary reduced to at most 512, with its remainder modulo 8 kept, so that
+    an uneven vocabulary stays uneven.
     """
     return min(vocab, SHRUNK_VOCAB - -vocab % 8)
 

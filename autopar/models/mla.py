@@ -42,7 +42,8 @@ class MLADims:
 
 
 class LatentAttention(nn.Module):
-    """A module: causal self-attention whose keys and values are projected from a small latent.
+    """A module: causal self-attention whose keys and values are projected from a small vector
+    (latent) of each token.
 
     The rotary part of the key is one head that all query heads share.
     """

@@ -207,7 +207,7 @@ class MoEBlock(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x + attention(norm(x)), then x + mlp(norm(x)): (b, s, h) -> ((b, s, h), balance loss
         (scalar, or None if dense)). cos and sin are rotary tables; `visible` (s, s) is True where a
-        query sees a key.
+        query sees a key; None is causal.
         """
         x = x + self.attention(self.attention_norm(x), cos, sin, visible)
         found = self.mlp(self.mlp_norm(x))

@@ -67,8 +67,8 @@ def custom_rule(call: Call) -> OpDims:
 
 
 def _trial_sizes(tensors: list[Tensor]) -> dict[int, int]:
-    """By size of a dim (per batch row), the smaller size to use in trial runs: equal for equal
-    ones. {} if all tensors are small.
+    """By size of a dim (per batch row), the size to use for it in trial runs: a small one, equal
+    for equal ones. {} if all tensors are small already.
     """
     if sum(prod(at_batch(s, _ROWS[-1]) for s in t.shape) for t in tensors) <= _LARGE:
         return {}

@@ -43,7 +43,7 @@ class Call:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The fake tensors of the operands."""
+        """The fake tensors of the operands, in call order, with repetitions."""
         return [n.meta["val"] for n in self.operands]
 
     @property
@@ -52,8 +52,9 @@ class Call:
         return results(self.node)
 
     def dim(self, name: str = "dim", default: Any = None, rank: int | None = None) -> int:
-        """The dim argument `name` as an index from 0 (`default` if it is not passed). `rank` is the
-        number of dims that negative ones count from; by default, those of the first operand.
+        """The dim argument `name` as an index from 0. If it is not passed: the schema's default, or
+        `default`. `rank` is the number of dims that negative ones count from; by default, those of
+        the first operand.
         """
         rank = self.tensors[0].dim() if rank is None else rank
         return self.arg(name, default) % max(rank, 1)

@@ -99,8 +99,8 @@ def _masked_put(call: Call) -> OpDims:
 
 
 def _index_put(call: Call) -> OpDims:
-    """How index_put may be sharded: along dims without an index. Entries can be sharded only with
-    `accumulate`, which gives a partial sum.
+    """How index_put may be sharded: along dims of the target without an index. Entries (the dims of
+    the indices) can be sharded only with `accumulate`, which gives a partial sum.
     """
     if _boolean(call):
         return _masked_put(call)
@@ -168,8 +168,9 @@ def _write(adding: bool, linear: bool = True) -> Rule:
 
 
 def _gather(call: Call) -> OpDims:
-    """How gather may be sharded: the index along every dim that is as long in the source, or that
-    is gathered along. The source stays whole along that dim.
+    """How gather may be sharded: along every other dim that is as long in the source as in the
+    index. Along the dim that is gathered, index and result may be sharded, and the source stays
+    whole.
     """
     source, index = call.tensors
     if not source.dim() or not index.dim():

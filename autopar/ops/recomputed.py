@@ -21,8 +21,9 @@ _LINEAR = {f"aten::{name}" for name in ("linear", "addmm", "mm", "matmul")}
 
 
 def attention_core(graph: Graph) -> frozenset[str]:
-    """Names of the ops of a class graph that mode `selective` runs again in backward: attention,
-    fused or written out, as the head of this file defines it.
+    """Names of the ops of a class graph that mode `selective` runs again in backward. They are
+    attention ops, and all ops from one product of activations to another (scores, softmax, context)
+    without a parameter.
     """
     parameters = parameters_of(graph)
     calls = [

@@ -33,7 +33,7 @@ _RULES: dict[str, Rule] = {}
 
 
 def register_rule(target: object, rule: str | Rule) -> None:
-    """Add a rule, so that autopar can shard the op.
+    """Add the rule of an op, so that autopar can shard it. It replaces an earlier rule of the op.
 
     Raises AutoparError if there is no such op, or if the equation is invalid.
 
@@ -261,9 +261,9 @@ def _attention(call: Call) -> OpDims:
     """How attention may be sharded: by batch, heads and query positions; keys and channels stay
     whole. With grouped heads, the letter of the key heads covers whole groups.
 
-    Sharding query positions (`s`, keys whole) and the joint strategies are context parallelism, see
-    `rewrite/lowerings/context_attention.py`. `grouped_heads` shards query heads alone, for more
-    ranks than key heads.
+    Sharding query positions (`s`, keys whole) and the joint strategies 'ring' and 'ulysses' are
+    context parallelism, see `rewrite/lowerings/context_attention.py`. The joint strategy
+    'grouped_heads' shards query heads alone, for more ranks than key heads.
     """
     q, k = call.tensors[:2]
     lead = tuple(f"b{i}" for i in range(q.dim() - 3))
@@ -355,7 +355,8 @@ def _cross_entropy(call: Call) -> OpDims:
     """How torch's cross_entropy may be sharded, if it is summed or unreduced: by tokens, and by
     classes with the vocab-parallel lowering. A mean stays whole.
 
-    Classes stay whole with class weights, label smoothing or probabilities as targets.
+    Classes stay whole with class weights, label smoothing, probabilities as targets, or logits of
+    other than 2 dims.
     """
     logits, target = call.tensors[:2]
     reduction, smoothing = call.arg("reduction", 1), call.arg("label_smoothing", 0.0)

@@ -285,8 +285,8 @@ def _most_in_backward(plan: Plan, late: Sequence[int], moments: Sequence[int], r
 
 
 def _most_kept(plan: Plan, sizes: Sequence[int], rank: int, gone: Sequence[int]) -> int:
-    """The most bytes that a rank keeps while it runs its actions. `sizes` has the kept bytes of
-    each of its stages; `gone` has the part that the first of two parts of a backward frees.
+    """The most bytes that a rank keeps while it runs its actions. By stage of the rank, `sizes` has
+    the kept bytes, and `gone` what the first of two parts of its backward frees.
     """
     now = most = 0
     for action in actions_of(plan)[rank]:

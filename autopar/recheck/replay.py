@@ -42,7 +42,8 @@ class Replay:
     simulated peak bytes on a device of each pipeline rank.
 
     `together_bytes` are the peaks if kept and transient bytes peaked at the same time. `idle_share`
-    is the fraction of the replayed step in which the busiest rank is idle.
+    is the fraction of the simulated pipeline, without work once a step, in which the busiest rank
+    is idle.
     """
 
     predicted_s: float

@@ -100,7 +100,7 @@ def _sink_free_users(node: Node) -> None:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node's value shares memory with its operand: a getitem, a view op, or reshape and
+    """Whether a node counts as a view of its operand: a getitem, a view op, or reshape and
     contiguous, which seldom copy.
     """
     if not isinstance(node.target, torch._ops.OpOverload):

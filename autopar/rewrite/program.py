@@ -68,7 +68,7 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The program of one rank, with parameters that have no values yet.
+    """The program of one rank: its modules, and what they take and return.
 
     Attributes:
         module: without a pipeline, the module of the only stage. `module(**inputs)` returns the
@@ -143,7 +143,8 @@ def assemble(
     traced: TracedModel, plan: Plan, rank: int, device: torch.device, whole: bool = False
 ) -> Program:
     """The program of `rank` under a plan, with parameters on the meta device. With `whole`, the
-    rank runs every segment of the model, as one stage. `device` is where constants are made.
+    rank runs every segment of the model, as one stage. Calls such as arange make their tensors on
+    `device`.
 
     Raises AutoparError if the plan does not fit the model.
     """

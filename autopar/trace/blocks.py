@@ -117,8 +117,8 @@ def _borrowed(
     A shared tensor is paid for in the slot with the most distinct tensors over the segments of one
     structure; among equal slots, in the first. A loss that reads weights of layers therefore
     borrows them, whichever comes first. Among the segments of one structure, the first that has the
-    tensor pays. If a structure would need over `_MOST_CLASSES` classes, smaller tensors are
-    borrowed by fewer.
+    tensor pays. If a structure would need over `_MOST_CLASSES` classes, all segments pay for their
+    smallest tensors.
     """
     # of each tensor: segment, place of the slot
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -199,11 +199,11 @@ def _block_paths(graph: Graph) -> dict[Node, str]:
 
 
 def _assign(graph: Graph) -> list[tuple[str, list[Node]]]:
-    """(name, nodes) of each segment, in execution order: blocks by their module path, 'prologue',
-    'glue1',
-    ..., 'epilogue'. If blocks do not run one after the other, or there are none: all as 'model'.
+    """(name, nodes) of each segment, in execution order: 'prologue', the module path of each block,
+    glue between blocks ('glue1' and so on), 'epilogue'. Empty ones are left out.
 
-    Levels: prologue 0, block i 2i + 1, glue after it 2i + 2.
+    If blocks do not run one after the other, or there are none: all nodes as 'model'. Levels:
+    prologue 0, block i 2i + 1, glue after it 2i + 2.
     """
     paths = _block_paths(graph)
     order: dict[str, int] = {}

@@ -34,7 +34,9 @@ __all__ = ["Captured", "capture", "meta_copy", "parameter_specs"]
 
 
 class _LossModule(nn.Module):
-    """A module that calls the user's model, kept as `model`, and returns only the scalar loss."""
+    """A module that calls the user's model, kept as `model`. Its forward takes the inputs by name
+    and returns a tuple: the scalar loss, then the tensors that `record` asks for.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,9 @@ class _LossModule(nn.Module):
         record: StateRecord,
         moved: Mapping[str, int],
     ) -> None:
-        """`moved`: the dims of rows, dim 0 of the tensors given, that the model has elsewhere."""
+        """`names` are all inputs in order; `keyword`: the model takes them by name. `moved`: by
+        input, the dim to which dim 0, the rows, is moved before the model is called.
+        """
         super().__init__()
         self.model, self.names, self.keyword = model, names, keyword
         self.loss_fn, self.aliases, self.record = loss_fn, aliases, record

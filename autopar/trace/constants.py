@@ -75,7 +75,7 @@ def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Registered:
-    """Maps a constant to the parameter or buffer that it is.
+    """Maps a constant of an exported graph to the parameter or buffer that it is, by `name`.
 
     If forward reads a tensor from a list, it is the fake tensor of the copied model. A closure
     holds the original model's tensor, or a detached one, which look the same. Trained parameters

@@ -266,8 +266,8 @@ def _more_parameters(
 
 @per_model(4)
 def counted(traced: TracedModel, every: int) -> TracedModel:
-    """`traced` with every `every`-th of its layers in a block class with `picked=True`. Other
-    layers have `picked=False`, and segments that are no layers None.
+    """A copy of `traced` with every `every`-th of its layers in a block class with `picked=True`.
+    Classes of other layers have `picked=False`, and classes without layers None.
 
     A class with both kinds of layers is split in two with the same graph. Nothing else changes, so
     segments keep their places and names.

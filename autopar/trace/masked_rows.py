@@ -71,7 +71,7 @@ class Rows:
 
 class RowEdits:
     """Inserts calls before one node of a graph that reorder, spread and mask rows. Every method but
-    `around` returns what it inserted.
+    `around` inserts calls and returns their result, as a node or as `Rows`.
     """
 
     def __init__(self, graph: Graph, node: Node) -> None:

@@ -175,7 +175,7 @@ def drop_no_ops(graph: Graph) -> None:
 
 
 def expand_feature_dropout(graph: Graph) -> None:
-    """Rewrite dropout of whole channels, in place: one random value per row and channel, by
+    """Rewrite active dropout of whole channels, in place: one random value per row and channel, by
     `dropout` of ones, keeps or drops the channel. Raises AutoparError for its in-place form.
     """
     for node in list(graph.nodes):

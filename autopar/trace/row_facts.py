@@ -47,11 +47,18 @@ _CASTS = ("to", "_to_copy", "type_as")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """How one tensor depends on the rows of the batch. `kind` is 'same', 'rows', 'sum' or 'mixed';
-    these and `power` and `known` are defined at the top of this file.
+    """A record of how one tensor depends on the rows of the batch, of which a micro-batch is some.
 
-    `outer`: element i along the dim of rows belongs to row (i // inner) mod batch, and the batch
-    repeats `outer` times. `cause`: the node at which it became mixed, or None.
+    `kind` is one of:
+
+    - 'same': the value is equal for every micro-batch.
+    - 'rows': one dim has a part for each row, which depends on that row alone.
+    - 'sum': the whole value is the sum of the values of the micro-batches.
+    - 'mixed': none of these.
+
+    With n micro-batches, the whole is their values (joined or added) times n ** -`power`. `known`:
+    it is computed from inputs, buffers and constants alone, so before forward. `outer`: the dim of
+    rows holds the batch `outer` times. `cause`: the node at which it became mixed, or None.
     """
 
     kind: str
@@ -251,7 +258,7 @@ class _Transfer:
         )
 
     def _cut(self, operand: Node, fact: Fact) -> Fact:
-        """The fact of an operand as a call that is not known before forward reads it.
+        """How an operand depends on rows, as a call reads it that is not known before forward.
 
         A known value that combines rows is marked in `found.cuts`, to be taken from the whole
         batch, if it and the inputs behind it are small enough. Otherwise each micro-batch computes
@@ -272,8 +279,8 @@ class _Transfer:
         return not source.meta["val"].is_floating_point() or elements_a_row(source) <= self.widest
 
     def _again(self, operand: Node, fact: Fact) -> Fact:
-        """The fact of a known value that each micro-batch computes again, from values of the whole
-        batch. It is stored in `found.again`.
+        """How a known value depends on rows if each micro-batch computes it again, from values of
+        the whole batch. The result is stored in `found.again`.
         """
         if operand.op != "call_function" or operand in self.found.again:
             return self.found.again.get(operand, fact)
@@ -305,8 +312,8 @@ class _Transfer:
         return self._by_kind(0)
 
     def _of_shape(self) -> Fact:
-        """The fact of a tensor filled like another one (`ones_like`): equal rows if that has rows,
-        'same' if its shape is fixed, otherwise mixed.
+        """How a tensor filled like another one (`ones_like`) depends on rows: equal rows if that
+        has rows, 'same' if its shape is fixed, otherwise mixed.
         """
         val, fact = results(self.node)[0], self.facts[0]
         if not follows_batch(val):
@@ -514,8 +521,8 @@ class _Transfer:
         return tuple(fact for _ in results(self.node)) if many else fact
 
     def _summands(self, group: frozenset[int]) -> Fact:
-        """The fact of the sum of the operands in `group`, whose powers must be equal. A term that
-        is the same for every micro-batch has power 1.
+        """How the sum of the operands in `group` (their indices) depends on rows. Their powers must
+        be equal; a term that is the same for every micro-batch has power 1.
 
         If powers differ, operands are marked in `found.settled` to make all 0; a known sum is then
         mixed.
@@ -532,8 +539,8 @@ class _Transfer:
         return Fact(SUM, 0)
 
     def _with_number(self) -> Fact:
-        """The fact of a sum over rows plus or minus a number. The number is the same for every
-        micro-batch, like a mean, so the sum must have power 1.
+        """How a sum over rows, plus or minus a number, depends on rows. The number is the same for
+        every micro-batch, like a mean, so the sum must have power 1.
 
         Otherwise the operand is marked in `found.settled` to get it; a known result is then mixed.
         """
@@ -547,8 +554,8 @@ class _Transfer:
 
 
 def _reshaped(node: Node, source: Node, fact: Fact) -> Fact | None:
-    """The fact of `node`, which reshapes `source`. Elements keep their order, and so do rows; only
-    the repetition of the batch may change. None if rows are not kept.
+    """How `node`, which reshapes `source`, depends on rows. Elements keep their order, and so do
+    rows; only the repetition of the batch may change. None if rows are not kept.
     """
     before, after = source.meta["val"].shape, node.meta["val"].shape
     here, there = row_dim_of(source), row_dim_of(node)
@@ -561,8 +568,8 @@ def _reshaped(node: Node, source: Node, fact: Fact) -> Fact | None:
 
 
 def _batches_in_a_row(node: Node, sources: Sequence[Node], facts: Sequence[Fact]) -> Fact | None:
-    """The fact of a cat of several whole batches along their dim of rows. None if the operands are
-    no such batches of equal size.
+    """How a cat of several whole batches along their dim of rows depends on rows: the batch repeats
+    once for each. None if the operands are no such batches of equal size.
     """
     dim = argument(node, "dim", 0) % max(sources[0].meta["val"].dim(), 1)
     sizes = {str(each.meta["val"].shape[dim]) for each in sources}
@@ -572,8 +579,8 @@ def _batches_in_a_row(node: Node, sources: Sequence[Node], facts: Sequence[Fact]
 
 
 def _single_batches(node: Node, source: Node, fact: Fact) -> tuple[Fact, ...] | None:
-    """The facts of the parts of a split, one for each, if `source` is several batches along the dim
-    of rows and each part is one of them. None otherwise.
+    """How the parts of a split depend on rows, one for each part, if `source` is several batches
+    along the dim of rows and each part is one of them. None otherwise.
     """
     vals, dim = results(node), argument(node, "dim", 0) % max(source.meta["val"].dim(), 1)
     alike = len({str(val.shape[dim]) for val in vals}) == 1

@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class Widened(TorchFunctionMode):
-    """A torch function mode in which casts to fp32, explicit or by a `dtype` argument of softmax,
-    become casts to fp64. Grouped matrix products run in fp64 too.
+    """A torch function mode in which casts to fp32, by `.float()`, `.to`, `.type` or the `dtype` of
+    softmax, become casts to fp64. Grouped matrix products run in fp64 too.
     """
 
     def __torch_function__(

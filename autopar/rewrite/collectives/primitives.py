@@ -34,17 +34,21 @@ def _identity(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None)
 
 
 def _mask(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Tensor:
-    """R -> P: x on the first rank of the axis, zeros on the others."""
+    """Replicated to partial (R -> P): x on the first rank of the axis, zeros on the others."""
     return x if group.index == 0 else torch.zeros_like(x)
 
 
 def _slice(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Tensor:
-    """R -> S: a copy of this rank's shard, so that the whole tensor can be freed."""
+    """Replicated to sharded (R -> S): a copy of this rank's shard, so that the whole tensor can be
+    freed.
+    """
     return pick(x, dst, group.size, group.index).clone(memory_format=torch.contiguous_format)
 
 
 def _pad(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Tensor:
-    """S -> P: this rank's shard, padded with zeros to the whole size."""
+    """Sharded to partial (S -> P): this rank's shard at its place in the whole size, zeros
+    elsewhere.
+    """
     length = x.shape[src.dim]
     start = length * group.index
     if src.pattern.is_contiguous:
@@ -80,13 +84,15 @@ class Started:
 
 
 def _start_all_reduce(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Started:
-    """P -> R: start an all-reduce, the sum over the group."""
+    """Partial to replicated (P -> R): start an all-reduce, whose result is the sum over the group."""
     sent = _c10d.all_reduce(x.contiguous(), "sum", group.group_name)
     return Started(sent, lambda received: received)
 
 
 def _start_all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Started:
-    """S -> R: start an all-gather, whose result is the whole tensor in its original order."""
+    """Sharded to replicated (S -> R): start an all-gather, whose result is the whole tensor in its
+    original order.
+    """
     shard = _resize(x, src.dim, ceil(src.size / group.size)).contiguous()
 
     def finish(gathered: Tensor) -> Tensor:
@@ -97,7 +103,9 @@ def _start_all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None
 
 
 def _start_reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Started:
-    """P -> S: start a reduce-scatter, whose result is this rank's shard of the sum."""
+    """Partial to sharded (P -> S): start a reduce-scatter, whose result is this rank's shard of the
+    sum.
+    """
     step = ceil(dst.size / group.size)
     whole = _resize(rank_major(x, dst, group.size), dst.dim, step * group.size)
     stacked = whole if dst.dim == 0 else torch.cat(whole.split(step, dst.dim), 0)
@@ -111,8 +119,8 @@ def _start_reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: S
 
 
 def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
-    """S(d) -> S(e): start an all-to-all, which cuts along e and joins along d. The result is this
-    rank's shard along e.
+    """Sharded along one dim to sharded along another (S(d) -> S(e)): start an all-to-all, which
+    cuts along e and joins along d. The result is this rank's shard along e.
     """
     x = rank_major(x, dst, group.size)
     pieces = list(x.split([dst.extent(group.size, rank) for rank in range(group.size)], dst.dim))
@@ -131,8 +139,8 @@ def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> St
 
 
 def _start_reshuffle(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
-    """S(d) -> S(d) with another pattern: start an all-gather, of which each rank keeps its
-    shard.
+    """Sharded along a dim to sharded along it in another pattern: start an all-gather, of which
+    each rank keeps its new shard.
     """
     gathering = _start_all_gather(x, group, src, None)
     return _then(gathering, lambda whole: _slice(whole, group, None, dst))

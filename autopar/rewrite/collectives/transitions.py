@@ -70,8 +70,8 @@ class _Transition(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Handle:
-    """Holds the running collective between the start and the wait of an asynchronous transition, in
-    forward or backward. None before the start and after the wait.
+    """Holds the running collective between the start and the wait of an asynchronous transition (a
+    layout change), in forward or backward. None before the start and after the wait.
     """
 
     started: Started | None = None
@@ -107,7 +107,7 @@ class Pending:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient flows back through it."""
+        """Whether a gradient flows back through this pending value."""
         return self.token.requires_grad
 
 
@@ -184,7 +184,9 @@ def _move(
 
 
 def wait(pending: Pending) -> Tensor:
-    """The value of an asynchronous transition, waited for."""
+    """The value of an asynchronous transition, after its collective has arrived. In backward it
+    starts the collective of the gradient. Each `Pending` is waited for once.
+    """
     return (
         pending.token if pending.arrival is None else _Wait.apply(pending.token, *pending.arrival)
     )
@@ -217,8 +219,7 @@ def shard(
     `Pattern` as text ('' is contiguous), and `rows` the number of batch rows flattened into the
     dim.
 
-    The gradient runs the primitive `backward`. With `async_op` it is a `Pending`. All four mean the
-    same in the functions below.
+    The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
     """
     return _move(
         x, axis, "slice", backward, dst=_split(dim, x.shape[dim], pattern, rows), async_op=async_op
@@ -243,7 +244,10 @@ def all_gather(
     async_op: bool = False,
 ) -> Tensor | Pending:
     """The whole, on every rank of `axis`, of a value that is sharded along `dim`, which has `size`
-    elements in total. Options as in `shard`.
+    elements in total. `pattern` is its `Pattern` as text, `rows` the number of batch rows flattened
+    into the dim.
+
+    The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
     """
     return _move(
         x, axis, "all_gather", backward, src=_split(dim, size, pattern, rows), async_op=async_op
@@ -264,7 +268,10 @@ def all_to_all(
     async_op: bool = False,
 ) -> Tensor | Pending:
     """A value sharded along `src_dim` (`src_size` elements in total), sharded along `dst_dim`
-    (`dst_size`) instead. Patterns and options as in `shard`.
+    (`dst_size`) instead. Patterns are `Pattern`s as text; `rows` batch rows are flattened into a
+    dim with rows.
+
+    The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
     """
     src = _split(src_dim, src_size, src_pattern, rows)
     dst = _split(dst_dim, dst_size, dst_pattern, rows)
@@ -281,7 +288,9 @@ def pad(
     rows: int = 1,
 ) -> Tensor | Pending:
     """A value sharded along `dim` as a partial sum: each rank's shard, padded with zeros to `size`
-    elements at its place in the whole. Options as in `shard`.
+    elements at its place in the whole. The gradient runs the primitive `backward`.
+
+    `pattern` is its `Pattern` as text, `rows` the number of batch rows flattened into the dim.
     """
     return _move(x, axis, "pad", backward, src=_split(dim, size, pattern, rows))
 
@@ -306,7 +315,10 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Tensor | Pending:
     """This rank's shard, along `dim` of `size` elements, of the sum over the axis of a value of
-    which each rank holds a part. Options as in `shard`.
+    which each rank holds a part. `pattern` is the shard's `Pattern` as text, `rows` the number of
+    batch rows flattened into the dim.
+
+    The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
     """
     return _move(
         x, axis, "reduce_scatter", backward, dst=_split(dim, size, pattern, rows), async_op=async_op
@@ -325,7 +337,9 @@ def reshuffle(
     async_op: bool = False,
 ) -> Tensor | Pending:
     """A value sharded along `dim` of `size` elements by `src_pattern`, sharded by `dst_pattern`
-    instead. Options as in `shard`.
+    instead (both as text). `rows` is the number of batch rows flattened into the dim.
+
+    The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
     """
     src, dst = (_split(dim, size, pattern, rows) for pattern in (src_pattern, dst_pattern))
     return _move(x, axis, "reshuffle", backward, src, dst, async_op=async_op)

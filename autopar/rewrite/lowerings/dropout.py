@@ -219,8 +219,11 @@ def dropout(
     positions: Sequence[Position],
     sizes: Sequence[int | None],
 ) -> Tensor:
-    """x with dropout applied: the replacement of aten::dropout. `call` is the number of the dropout
-    call in its segment.
+    """x with dropout applied: the replacement of aten::dropout. Each element's mask is a hash of
+    seed, step, segment (all in `noise`), call and its index in the whole tensor.
+
+    `call` is the number of the dropout call in its segment. `positions` and `sizes` say which part
+    of the whole tensor x is; see `keep_mask`.
     """
     return counter_dropout(x, p, call_key(noise, call), positions, sizes)
 
@@ -357,8 +360,11 @@ def local_positions(
 def lower_draw(
     node: Node, args: tuple, sizes: LocalSizes, result: Layouts, noise: Node, call: int
 ) -> tuple[Any, tuple, dict]:
-    """(target, args, kwargs) of the node that replaces a call with dropout. `args` name local
-    values; `result` has the layouts of the call's result.
+    """(target, args, kwargs) of the node that replaces a call with dropout. Nodes for positions are
+    added to the graph first.
+
+    `args` are the call's, with local values; `result` has the layouts of its result. `noise` is the
+    segment's noise node, `call` the number of the call in its segment.
     """
     out, call_of = node.meta["val"], Call(node)
     if op_name(node) == "aten::dropout":

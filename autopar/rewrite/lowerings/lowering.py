@@ -56,8 +56,8 @@ class Lowering:
 
     @property
     def special(self) -> dict[str, str]:
-        """By name of a special lowering that the choices need, such as 'ring', the axis over which
-        it runs. {} if none is needed.
+        """By name of a special lowering (another way to compute the sharded op, such as 'ring')
+        that the choices need, the axis over which it runs. {} if none is needed.
         """
         dims = op_dims(self.node)
         named = {lowering_of(dims, x.strategy): axis for axis, x in self.choices.items()}

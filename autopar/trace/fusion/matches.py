@@ -21,7 +21,7 @@ View = tuple[tuple[Any, tuple[Any, ...]], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """An op that computes what a subgraph computes.
+    """A record of a subgraph and the op that computes the same.
 
     Attributes:
         op: the overload of the op.
