@@ -156,7 +156,7 @@ class MeshShape:
 
     def levels(self, axes: Iterable[str], shard: int = 0) -> tuple[tuple[int, int], ...]:
         """(size, distance in ranks between neighbours) of nested groups of ranks that together
-        cover `axes`, outermost first. Axes of one rank are left out.
+        cover `axes`, in the order of `AXES`. Axes of one rank are left out.
 
         Neighbouring axes whose ranks are evenly spaced are combined into one group. Of dp, only the
         ranks inside a ZeRO group of `shard` data-parallel ranks count (0: all).

@@ -237,7 +237,8 @@ class LaterToken(nn.Module):
         self, x: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """x (previous module's state) and embedded (tokens), (b, s, h) each -> (new state (b, s,
-        h), balance loss (scalar)). The other arguments are those of `MoEBlock.forward`.
+        h), balance loss (scalar)). cos and sin are rotary tables; `visible` (s, s) is True where a
+        query sees a key; None is causal.
         """
         earlier = F.pad(x, (0, 0, 1, 0))[:, :-1]
         both = torch.cat((self.state_norm(earlier), self.token_norm(embedded)), dim=2)

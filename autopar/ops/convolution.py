@@ -18,8 +18,9 @@ groups passes its own number.
 
 
 def _convolution(call: Call) -> OpDims:
-    """How a convolution may be sharded: by output channels, and by input channels, over which it
-    sums. With groups, both are sharded together, in whole groups. Never along space.
+    """How a convolution may be sharded: by batch, by output channels, and by input channels, over
+    which it sums. With groups, both kinds of channels are sharded together, in whole groups. Never
+    along space.
     """
     x, weight = call.tensors[:2]
     space = weight.dim() - 2

@@ -127,7 +127,9 @@ def _seen(
 
 
 class _Run:
-    """One run of the function `name` on copies of `values`; `results` has what it returned."""
+    """One run of the function `name`: `inputs` are copies of `values` that track gradients,
+    `results` what it returned.
+    """
 
     def __init__(self, name: str, values: list[Tensor], sizes: list[int]) -> None:
         self.inputs = [t.clone().requires_grad_() if t.is_floating_point() else t for t in values]

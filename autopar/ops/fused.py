@@ -40,7 +40,8 @@ def _glu(call: Call) -> OpDims:
     """How a gated activation may be sharded: along every dim, and as partial sums in `up` where
     nothing is added to it or clamped.
 
-    Halves of one projection are sharded as sections.
+    If gate and up are halves of one projection, its last dim is sharded in two sections;
+    interleaved halves are sharded evenly.
     """
     x, out = call.tensors[0], call.results[0]
     letters = tuple(f"d{k}" for k in range(out.dim()))

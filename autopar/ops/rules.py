@@ -259,7 +259,8 @@ def _matmul(call: Call) -> OpDims:
 
 def _attention(call: Call) -> OpDims:
     """How attention may be sharded: by batch, heads and query positions; keys and channels stay
-    whole. With grouped heads, the letter of the key heads covers whole groups.
+    whole. With grouped heads, the letter of the key heads covers whole groups. Positions are whole
+    with dropout, or with other than 4 dims.
 
     Sharding query positions (`s`, keys whole) and the joint strategies 'ring' and 'ulysses' are
     context parallelism, see `rewrite/lowerings/context_attention.py`. The joint strategy

@@ -273,8 +273,8 @@ def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequen
 
 def _most_in_backward(plan: Plan, late: Sequence[int], moments: Sequence[int], rank: int) -> int:
     """The most bytes that any of a rank's actions needs for backward: transient bytes of the
-    action, plus what waits then for gradients of parameters. `late` and `moments` have both for
-    each of its stages.
+    action, plus what waits then for gradients of parameters. By stage of the rank, `moments` and
+    `late` have these.
     """
     now = most = 0
     for action in actions_of(plan)[rank]:

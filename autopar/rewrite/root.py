@@ -79,8 +79,8 @@ class RootGraph:
         mesh: MeshShape,
         rank: int,
     ) -> None:
-        """`sharders` are given by segment of the stage. `values` describes the values that cross
-        its boundaries.
+        """`sharders` has the sharder of each segment of the stage, by the segment's number.
+        `values` describes the values that cross the stage's boundaries.
         """
         self.traced, self.stage, self.sharders = traced, stage, sharders
         self.crossing, self.mesh, self.axes = values, mesh, mesh.active

@@ -25,7 +25,7 @@ from autopar.rewrite.shard import local_shard
 
 
 class ProgramError(RuntimeError):
-    """A rewritten program does not match its plan. This is a bug in autopar."""
+    """The error that a rewritten program does not match its plan, which is a bug in autopar."""
 
 
 def verify_program(program: Program, rows: int = 2) -> int:

@@ -102,7 +102,8 @@ def shortened(
     """The example with sequences of `length`, as meta tensors that share no storage: a mapping for
     a mapping, else a tuple.
 
-    Every dim as long as the example's sequences gets the new length, but for the dim of rows.
+    Every dim as long as the example's sequences gets the new length, but for the dim of rows (dim 0
+    of an input without rows).
     """
     tensors = batch_tensors(example_inputs)
     dims = row_dims(tensors, batch_dims)

@@ -51,7 +51,7 @@ class StateRecord:
         self.after = Snapshot.of(self.model, self.functions)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the call left at the paths `returned`, in that order."""
+        """The tensors that were at the paths `returned` after the recorded call, in that order."""
         return tuple(self.after.tensors[path] for path in self.returned)
 
 

@@ -33,8 +33,8 @@ def index_own_rows(graph: Graph) -> None:
 
 
 def _own_entries(node: Node) -> Node | None:
-    """The index into dim 1, if a node indexes dims 0 and 1 and each row of the result reads its own
-    row of the source. Otherwise None.
+    """The node of the index into dim 1, if a read or write indexes dims 0 and 1 and the index into
+    dim 0 is each row's own number. Otherwise None.
     """
     source, indices = fake_tensor(input_node(node, 0)), argument(node, "indices")
     if (

@@ -332,8 +332,9 @@ def _disturb(model: nn.Module) -> None:
 
 
 def _batches(setup: Setup) -> list[dict[str, Tensor]]:
-    """One batch by name per step, on the CPU. Tokens and labels are random; each row has a random
-    number of labels of -100, at its start.
+    """One batch by name per step, on the CPU, made from the spec's example inputs. 2-D `input_ids`
+    and `labels` are random tokens if the vocabulary is known. Each row of 2-D labels begins with a
+    random number of -100.
     """
     generator = torch.Generator().manual_seed(3)
     batches = []
@@ -418,8 +419,8 @@ def _train_by_engine(
 
 
 def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
-    """How far training moved the median tensor, relative to its norm; NaN if any value is not
-    finite.
+    """The median, over tensors, of ||after - before|| / ||before||. NaN if a value of `after` is
+    not finite; 0.0 if all tensors were zero.
     """
     if not all(bool(t.isfinite().all()) for t in after.values()):
         return float("nan")

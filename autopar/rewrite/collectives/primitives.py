@@ -63,7 +63,7 @@ def _pad(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Tensor:
 @dataclass(slots=True)
 class Started:
     """A collective that has been started on this rank. `finish` computes the result from the
-    received tensor. Without it, `received` is already the result.
+    received tensor; if it is None, `received` is already the result.
     """
 
     received: Tensor | None

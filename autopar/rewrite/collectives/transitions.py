@@ -43,8 +43,9 @@ from autopar.rewrite.collectives.primitives import Started, apply_primitive, sta
 
 
 class _Transition(torch.autograd.Function):
-    """An autograd function: primitive `forward_name` in forward, and `backward_name`, with source
-    and destination exchanged, in backward.
+    """An autograd function that changes a layout. It runs the primitive (data movement)
+    `forward_name` in forward, and `backward_name`, with source and destination exchanged, in
+    backward.
     """
 
     @staticmethod

@@ -117,8 +117,8 @@ def _expert_of_rows(counts: Tensor, rows: int) -> Tensor:
 
 
 def _exchange(rows: Tensor, send: list[int], receive: list[int], group: AxisGroup) -> Tensor:
-    """The rows that the other ranks send to this one (sum of receive, H), sorted by sender. `rows`
-    (sum of send, H) are sorted by the rank that each goes to. Differentiable.
+    """The rows that all ranks send to this one (sum of receive, H), sorted by sender. `rows` (sum
+    of send, H) are sorted by the rank that each goes to. Differentiable.
     """
     return _Exchange.apply(rows, send, receive, group)
 

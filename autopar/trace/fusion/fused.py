@@ -70,8 +70,8 @@ def _described(block: BlockClass, match: Match, name: str) -> FusedOp:
 
 
 def select(graph: Graph, matchers: tuple[Matcher, ...]) -> tuple[list[Match], list[Miss]]:
-    """(matches that do not overlap, misses: what nearly matched and is in no match), both in the
-    order of the graph.
+    """(matches that do not overlap, misses), both in the order of the graph. A match is a subgraph
+    with the op that computes the same. A miss is one that nearly matched and is in no match.
 
     Nodes are tried from the last to the first, and matchers in order, so that the largest subgraph
     has its op.
