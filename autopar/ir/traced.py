@@ -62,8 +62,8 @@ class BlockClass:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of a segment input: the model input `name`, or output `index` of the earlier
-    segment `segment`.
+    """A record of where a segment input comes from: output `index` of the earlier segment number
+    `segment`, or, if `segment` is -1, the model input `name`.
     """
 
     segment: int = -1

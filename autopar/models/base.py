@@ -221,8 +221,8 @@ class NativeSpec(ModelSpec):
             )
 
     def shallow(self) -> NativeSpec:
-        """A spec with fewer layers, or itself if it has no more than those. They are the first
-        layers that differ from later ones, two periods and a last layer, plus what keeps the
+        """A spec with fewer layers, or the spec itself if it has no more than these. It has the
+        first layers that differ from later ones, two periods and a last layer, plus what keeps the
         remainder modulo `period`.
 
         `trace/deepen.py` compares the two periods.

@@ -144,6 +144,8 @@ def _write(adding: bool, linear: bool = True) -> Rule:
     """A rule (a function from a call to its `OpDims`) for index_add (`adding`) and index_copy:
     entry e of the source goes to row index[e] of the target. Entries can be sharded only if they
     are added.
+
+    `linear`: the op is jointly linear in target and source.
     """
 
     def rule(call: Call) -> OpDims:

@@ -347,7 +347,8 @@ class _Transfer:
         """Whether the batch-dependent numbers among the call's arguments, (place, value) each, can
         become tensors that are known before forward. If so, records them in `found.lifted`.
 
-        False if they are factors of a value with rows, or the op has no overload with tensors.
+        False if they are factors of a value that is not 'same', or the op has no overload with
+        tensors.
         """
         if _factor(self.node, numbers) is not None and any(f.kind != SAME for f in self.facts):
             return False

@@ -117,8 +117,9 @@ class Algebra:
         return self._one(Mean, term)
 
     def product(self, factors: Iterable[tuple[Term, float]], coefficient: float = 1.0) -> Term:
-        """The term for coefficient * the product of (factor, exponent), with products among the
-        factors opened and equal factors joined. A single factor alone is returned as it is.
+        """The term for coefficient * the product of (factor, exponent). Products among the factors
+        are opened where that is exact, and equal factors are joined. A single factor alone is
+        returned as it is.
         """
         exponents: dict[Term, float] = {}
         for factor, exponent in factors:

@@ -74,7 +74,7 @@ def interior_of(
     """(the calls from which `result` is computed, back to `operands`, in graph order; other nodes
     that compute an operand -> that operand).
 
-    Calls that do not come from an operand are among the first, down to inputs and parameters.
+    Calls that do not come from an operand are in that list too, down to inputs and parameters.
     """
     ends = set(operands)
     terms: dict[Term, Node] = {algebra.terms[n]: n for n in ends if n in algebra.terms}
