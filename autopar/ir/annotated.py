@@ -50,7 +50,7 @@ def _check_parts(cost: Strategy | Conversion, *parts: tuple[str, str]) -> None:
 # not frozen, which takes five times as long to make, and a search makes many thousands; nobody changes one
 @dataclass(slots=True)
 class Strategy:
-    """One way to run an op over the axis, with its cost on one device.
+    """One way to run an op over the mesh axis that is decided (tp), with its cost on one device.
 
     Attributes:
         name: the name of the strategy.
@@ -116,12 +116,15 @@ class Strategy:
             )
 
     def rerun(self) -> Strategy:
-        """This strategy if backward runs the forward again."""
+        """A copy of this strategy with the costs of recomputation: backward also runs the forward
+        again. `saved` stays as it is.
+        """
         return self.keeping(self.saved, again=True)
 
     def keeping(self, saved: tuple[Saved, ...], again: bool) -> Strategy:
-        """This strategy if forward keeps `saved` instead. `again`: whether backward also runs the
-        forward again.
+        """A copy that keeps the tensors `saved` from forward to backward. If `again`, backward also
+        runs the forward: `rerun_s` is `forward_s`, and seconds of forward are added to those of
+        backward.
         """
         if not again:
             return replace(self, saved=saved)
@@ -137,11 +140,12 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedOp:
-    """An op, the values that it reads and writes (keys of `AnnotatedBlock.values`), and its
-    strategies.
+    """An op of a block class: the names of the values that it reads and writes (keys of
+    `AnnotatedBlock.values`), and every strategy, with its cost.
 
-    `over_dp`: its inputs are communicated over dp first, which the seconds of every strategy
-    include.
+    `kind` is 'input', 'parameter', 'output' or 'op'. `over_dp`: its inputs are communicated over dp
+    first, which the seconds of every strategy include. Raises ValueError without strategies, or if
+    a strategy has another number of layouts than the op has inputs or outputs.
     """
 
     name: str
@@ -154,8 +158,8 @@ class AnnotatedOp:
 
     @property
     def follows_dp(self) -> bool:
-        """Whether its cost differs between meshes that differ only in dp. Most calls cost the same
-        on all of these.
+        """Whether its cost may differ between meshes that differ only in dp: true of parameters,
+        and of ops whose inputs are communicated over dp.
         """
         return self.kind == "parameter" or self.over_dp
 
@@ -181,7 +185,8 @@ class AnnotatedOp:
 
 @dataclass(slots=True)  # not frozen, as strategies are not
 class Conversion:
-    """Cost on one device, per micro-batch, of changing the layout of a value, forward and backward.
+    """Seconds on one device, per micro-batch, of changing the layout of a value, in forward and in
+    backward.
 
     `forward_comm_s` and `backward_comm_s` are the communication in each: all of a collective,
     nothing of a local change. `rerun_s` is the part of `backward_s` that runs the forward again.
@@ -208,7 +213,9 @@ class Conversion:
             )
 
     def rerun(self) -> Conversion:
-        """This conversion if backward runs the forward again."""
+        """A copy with the costs of recomputation: backward also runs the forward, so seconds of
+        forward are added to those of backward, and `rerun_s` is `forward_s`.
+        """
         backward_s, backward_comm_s = (
             self.backward_s + self.forward_s,
             self.backward_comm_s + self.forward_comm_s,
@@ -220,8 +227,11 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedValue:
-    """A tensor inside a class. `conversions` has the price of every pair of different layouts that
-    its producer and consumers can request. A pair that is missing is impossible.
+    """A tensor inside a block class: its name, its bytes on a data-parallel rank before tp shards
+    it, and `conversions`. These map (layout, other layout) to the price of that change.
+
+    There is one for every pair of different layouts that its producer and consumers can request. A
+    pair that is missing is impossible.
     """
 
     name: str
@@ -233,14 +243,16 @@ class AnnotatedValue:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedBlock:
-    """One block class: `ops` in topological order, and `count` segments in the model.
+    """One block class: a structure that `count` segments of the model have, with priced ops.
 
-    With `recompute`, only the inputs of the class stay saved between forward and backward. Backward
-    begins by running the forward again; its seconds are included in the `backward_s` of strategies
-    and conversions. `common_bytes` has the inputs that are one value for all segments. The last
-    segment keeps them once, so they are not in `input_bytes`. `is_layer`: it is one of several
-    classes of one structure, so its segments count as blocks even if they are few.
-    `workspace_bytes` is what backward of a segment needs at its peak besides what forward keeps.
+    `ops` are in topological order. With `recompute`, only the inputs of the class stay saved
+    between forward and backward. Backward begins by running the forward again; its seconds are
+    included in the `backward_s` of strategies and conversions. `input_bytes` and `common_bytes` map
+    an input op to layout to bytes that are kept when recomputing. `common_bytes` has the inputs
+    that are one value for all segments. The last segment keeps them once, so they are 0 in
+    `input_bytes`. `is_layer`: the structure repeats in the model, perhaps in several classes, so
+    its segments count as blocks even if they are few. `workspace_bytes` is what backward of a
+    segment needs at its peak besides what forward keeps.
     """
 
     name: str
@@ -259,7 +271,7 @@ class AnnotatedBlock:
     is_layer: bool = False
 
     def message_bytes(self, name: str, layout: Layout) -> int:
-        """Bytes of an input when another rank sends it."""
+        """Bytes of the input op `name` in `layout` when another rank sends it."""
         return self.common_bytes.get(name, self.input_bytes[name])[layout]
 
     def __post_init__(self) -> None:
@@ -273,10 +285,11 @@ class AnnotatedBlock:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryEdge:
-    """An edge between segments: output `source_output` of class `source` feeds input `target_input`
-    of class `target`, `count` times.
+    """An edge between segments of two block classes: output `source_output` of class `source` feeds
+    input `target_input` of class `target`. The model has `count` such edges.
 
-    `conversions` has the prices of changing the layout along the edge, once per edge.
+    `source` and `target` index `AnnotatedModel.classes`. `conversions` maps (layout of the output,
+    layout of the input) to the price of that change, for one of the edges.
     """
 
     source: int
@@ -289,7 +302,8 @@ class BoundaryEdge:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSetting:
-    """How stages run. A message between neighbouring stages takes `hop_latency_s`, plus
+    """How the stages of a pipeline run: `ranks` ranks of `stages_per_rank` stages each, under the
+    schedule `schedule`. A message between neighbouring stages takes `hop_latency_s`, plus
     `hop_s_per_byte` for each byte.
     """
 

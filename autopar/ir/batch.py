@@ -6,7 +6,9 @@ from typing import Any
 
 
 def multiple_of_batch(size: Any) -> int:
-    """k if `size` is k times the number of rows, otherwise 0."""
+    """The integer k if `size` is a symbolic size equal to k times the number of rows of the batch.
+    0 for every other size, such as a plain number.
+    """
     expr = getattr(getattr(size, "node", None), "expr", None)
     if expr is None or expr.is_number:
         return 0

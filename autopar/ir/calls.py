@@ -11,15 +11,20 @@ if TYPE_CHECKING:
 
 
 def called_function(node: Node) -> Callable[..., Any]:
-    """The function that a node calls; TypeError for inputs, outputs and attributes, which call none."""
+    """The function that a node calls, which is its target. Raises TypeError for inputs, outputs and
+    attributes, which call none.
+    """
     if isinstance(node.target, str):
         raise TypeError(f"{node.name} ({node.op}) calls no function: its target is {node.target!r}")
     return node.target
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
-    """The argument of a call by its schema name, passed by position or keyword; otherwise the
-    schema's default, or `default`.
+    """The argument of a call by its schema name, passed by position or keyword.
+
+    If it is not passed: the schema's default, or `default` where the schema has none. Also
+    `default` if the op has no argument of that name. Raises TypeError if the node calls no op with
+    a schema.
     """
     schema = getattr(node.target, "_schema", None)
     if schema is None:
@@ -35,22 +40,24 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
 
 
 def argument_names(node: Node) -> list[str]:
-    """The schema's argument names of the op that a node calls; [] if it calls none."""
+    """All argument names in the schema of the op that a node calls, in order. [] if it calls no op
+    with a schema.
+    """
     schema = getattr(node.target, "_schema", None)
     return [] if schema is None else [spec.name for spec in schema.arguments]
 
 
 def sparse_argument(node: Node) -> tuple[str, bool]:
-    """(name, value) of the argument by which a look-up requests a sparse gradient of its table;
-    ('', False) if it has none.
+    """(name, value) of the argument `sparse` or `sparse_grad`, by which a look-up such as embedding
+    requests a sparse gradient of its table. ('', False) if the op has none.
     """
     names = [name for name in argument_names(node) if name in ("sparse", "sparse_grad")]
     return (names[0], bool(argument(node, names[0]))) if names else ("", False)
 
 
 def op_name(node: Node) -> str:
-    """The schema name of the op that a node calls, such as 'aten::gelu', without the overload; ''
-    if it calls none.
+    """The schema name of the op that a node calls, such as 'aten::gelu', without the overload. ''
+    if it calls no op with a schema.
     """
     return getattr(getattr(node.target, "_schema", None), "name", "")
 

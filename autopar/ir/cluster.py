@@ -117,15 +117,15 @@ class ClusterSpec:
 
     @property
     def one_kind(self) -> ClusterSpec:
-        """This cluster itself. `MixedCluster` raises an error here, so callers use it to require
-        one kind of devices.
+        """This cluster itself. `MixedCluster`, which has several kinds of devices, raises an error
+        here, so callers use this to require one kind.
         """
         return self
 
     @property
     def groups(self) -> tuple[ClusterSpec, ...]:
-        """The parts of the cluster with one kind of devices each: here, only this cluster.
-        `MixedCluster` has several.
+        """The parts of the cluster with one kind of devices each. Here a tuple of this cluster
+        alone; `MixedCluster` has several.
         """
         return (self,)
 
@@ -303,7 +303,10 @@ class ClusterSpec:
         return written_yaml(self.as_data(), path)
 
     def as_data(self) -> dict[str, Any]:
-        """The cluster as plain data, in the format of a cluster file."""
+        """The cluster as plain data, by the keys of a cluster file. A device of the catalogue is
+        only its name. A price, host, number of interfaces or oversubscription that is the default
+        is left out.
+        """
         known = DEVICES.get(self.device.name) == self.device
         t = self.topology
         data: dict[str, Any] = {
@@ -337,7 +340,8 @@ class ClusterSpec:
         return replace(self, price_per_device_hour=price_per_device_hour)
 
     def with_devices(self, devices: int) -> ClusterSpec:
-        """A cluster with `devices` devices of this kind: whole nodes, or a part of one node.
+        """A cluster with `devices` devices of this kind: whole nodes, or a part of one node. It
+        gets a new name. If it has that many already, itself.
 
         Raises AutoparError if the number neither fills whole nodes nor divides one node.
         """
@@ -379,7 +383,7 @@ class ClusterSpec:
 
     def with_inter_bandwidth(self, device_Bps: float) -> ClusterSpec:
         """The same cluster with `device_Bps` bytes/s of line rate between nodes, per device and
-        direction.
+        direction. Raises AutoparError for a cluster of one node.
         """
         t = self.topology
         if t.nodes == 1:
@@ -396,7 +400,9 @@ class ClusterSpec:
 
 
 def _from_data(what: str, data: dict) -> ClusterSpec:
-    """A cluster from the data of a file. Raises AutoparError with `what` and the defect."""
+    """A cluster from the mapping in a file, by the arguments of `ClusterSpec.make`. Raises
+    AutoparError with `what` (words for the file) and the defect.
+    """
     check_keys(what, data, _KEYS, _REQUIRED_KEYS)
     try:
         data = {key: number(key, value) for key, value in data.items()}
@@ -409,8 +415,8 @@ def _from_data(what: str, data: dict) -> ClusterSpec:
 
 
 def _one_node(kind: str, count: int) -> ClusterSpec:
-    """A cluster of `count` devices on one node. Raises AutoparError if a node of this kind has
-    fewer.
+    """A cluster of `count` devices on one node, for `kind`, a device of the catalogue. Raises
+    AutoparError if its usual node has fewer, or if the catalogue has no links for it.
     """
     home = home_of(kind)
     if home is not None and count > home.devices_per_node:
@@ -426,7 +432,9 @@ def _one_node(kind: str, count: int) -> ClusterSpec:
 
 
 def _files_near(path: Path) -> str:
-    """Words for an error message that name the cluster files in the folder of a missing path."""
+    """The end of an error message about a missing cluster file. It names the files with similar
+    names in its folder; if the folder has no cluster files, it shows how to write a cluster.
+    """
     folder = path.parent
     found = (
         sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml"))
@@ -438,8 +446,8 @@ def _files_near(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MixedCluster:
-    """Groups of devices of different kinds, numbered one group after the other. `between` is the
-    link from a device of one group to one of another.
+    """A cluster of 2 or 3 groups, each with devices of one kind. Devices are numbered one group
+    after the other. `between` is the link from a device of one group to one of another.
 
     Attributes such as `device` and `topology`, which differ between groups, raise AutoparError.
     """
@@ -472,8 +480,11 @@ class MixedCluster:
     def of(
         groups: Sequence[Cluster], between: Link | None = None, name: str | None = None
     ) -> MixedCluster:
-        """Groups joined by `between`; by default, the slowest link that any group has between
-        nodes.
+        """A cluster of these groups. `between` joins them; by default, the link of least bandwidth
+        that a device of any group has between nodes, with the largest latency of all.
+
+        `name` is by default the groups' names, joined by '+'. Raises AutoparError if a group is
+        itself a `MixedCluster`.
         """
         groups = tuple(groups)
         slowest = min(
@@ -500,7 +511,9 @@ class MixedCluster:
 
     @property
     def price_per_device_hour(self) -> float | None:
-        """The average price in dollars per device-hour; None unless every group has one."""
+        """The price in dollars per device-hour, averaged over all devices. None unless every group
+        has one.
+        """
         prices = [
             price for group in self.groups if (price := group.price_per_device_hour) is not None
         ]
@@ -541,7 +554,9 @@ class MixedCluster:
         return f"{self.name}: {' + '.join(f'{group.num_devices} {group.device.name}' for group in self.groups)}"
 
     def spec_hash(self) -> str:
-        """The sha256 of the cluster without prices, as hex."""
+        """The sha256 of the name, the groups without their prices, and the link between them, as
+        hex.
+        """
         content = [self.name, [group.spec_hash() for group in self.groups], asdict(self.between)]
         return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -566,8 +581,8 @@ class MixedCluster:
         )
 
     def with_devices(self, devices: int) -> MixedCluster:
-        """The same cluster. Raises AutoparError for another number of devices, since their kind
-        would be unclear.
+        """This cluster itself if it has `devices` devices. Raises AutoparError for another number,
+        since it would be unclear of which kind they are.
         """
         if devices != self.num_devices:
             raise AutoparError(
@@ -586,7 +601,9 @@ class MixedCluster:
 
 
 def _device_link(group: Cluster) -> Link:
-    """The link that one device has between nodes while all devices of its node send."""
+    """The link between nodes as one device of the group has it while all devices of its node send:
+    its share of the bandwidth, without measured curves.
+    """
     topology = group.topology
     share = topology.group_inter_Bps(1) / topology.inter.achieved_Bps
     return replace(topology.inter, bandwidth_Bps=topology.inter.bandwidth_Bps * share, curves={})

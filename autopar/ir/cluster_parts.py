@@ -18,8 +18,10 @@ _DEVICE_KEYS = tuple(f.name for f in fields(Device))
 def default_links(
     device_name: str, fitted: FittedConstants = FITTED
 ) -> tuple[Link | None, Link | None]:
-    """The links (inside, between) of the node preset that has these devices; None for each one that
-    is unknown.
+    """The links (inside a node, between nodes) of the node preset that has these devices, with
+    constants from `fitted`.
+
+    A card without a preset has its own link and Ethernet. (None, None) for an unknown device.
     """
     home = home_of(device_name)
     if home is not None:
@@ -29,7 +31,11 @@ def default_links(
 
 
 def link_of(side: str, default: Link | None, given: dict[str, Any]) -> Link:
-    """The default link with the user's fields in `given` replaced. `side` is 'intra' or 'inter'."""
+    """The link `default` with the user's fields in `given` replaced; fields that are None stay.
+
+    `side` ('intra' or 'inter') only names the link in errors. Raises ValueError for a wrong value,
+    or if there is no default and the bandwidth or latency is missing.
+    """
     given = {key: value for key, value in given.items() if value is not None}
     missing = next(
         (key for key in ("bandwidth_Bps", "latency_s") if default is None and key not in given),
@@ -49,8 +55,10 @@ def link_of(side: str, default: Link | None, given: dict[str, Any]) -> Link:
 
 
 def device_from(what: str, data: dict) -> Device:
-    """A device from a mapping. Efficiencies and compute_units default to 1; launch_s and
-    reserved_bytes default to 0.
+    """A device from a mapping of its fields. Efficiencies and compute_units default to 1; launch_s
+    and reserved_bytes default to 0. `what` begins the error messages.
+
+    Raises AutoparError for an unknown or missing key, and ValueError for a wrong value.
     """
     check_keys(what, data, _DEVICE_KEYS, ("name", "flops", "memory_bytes", "memory_bandwidth_Bps"))
     defaults = {
@@ -71,8 +79,8 @@ def device_from(what: str, data: dict) -> Device:
 
 
 def link_from(what: str, data: Any) -> Link:
-    """A link from a mapping. Raises AutoparError for an unknown or missing key, or a wrong
-    value.
+    """A link from a mapping of its fields, `curves` excepted. Raises AutoparError, which begins
+    with `what`, for an unknown or missing key, or a wrong value.
     """
     if not isinstance(data, dict):
         raise AutoparError(
@@ -91,7 +99,9 @@ def link_from(what: str, data: Any) -> Link:
 
 
 def host_from(data: Mapping[str, Any]) -> Host:
-    """A host from a mapping. Raises ValueError for an unknown or missing key."""
+    """A `Host` (one device's share of its host) from a mapping of its fields. Raises ValueError for
+    an unknown or missing key, or a wrong value.
+    """
     known = [f.name for f in fields(Host)]
     for key in data:
         if key not in known:
@@ -106,7 +116,9 @@ def host_from(data: Mapping[str, Any]) -> Host:
 
 
 def _with_source(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping with numbers parsed from text. `source` defaults to the user."""
+    """A copy of the mapping with numbers parsed from text. Its `source` is 'given by the user'
+    unless it has another.
+    """
     return {
         "source": "given by the user",
         **{key: number(key, value) for key, value in data.items()},
@@ -114,8 +126,8 @@ def _with_source(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written(fields_: dict) -> dict:
-    """The fields of a device or link in the format of a cluster file, without unset
-    measurements.
+    """A copy of the fields of a device or link for a cluster file: without fields that are None,
+    and without empty `curves`.
     """
     return {
         key: value
@@ -125,7 +137,9 @@ def written(fields_: dict) -> dict:
 
 
 def check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[str, ...]) -> None:
-    """Raise AutoparError for an unknown or a missing key."""
+    """Raise AutoparError if `data` has a key outside `known` or lacks one of `required`. `what`
+    begins the message.
+    """
     for key in data:
         if key not in known:
             raise AutoparError(f"{what}: unknown key {shown(key)}; {nearest(key, list(known))}")
@@ -137,8 +151,9 @@ def check_keys(what: str, data: dict, known: tuple[str, ...], required: tuple[st
 
 
 def number(key: str, value: Any) -> Any:
-    """`value`, with text such as 45e9 converted to a float if `key` needs one. YAML 1.1 reads such
-    numbers as text.
+    """`value`; a text such as 45e9 becomes a float if `key` is one of a number (ends in `_Bps`,
+    `_s` or the like). YAML 1.1 reads such numbers as text. Raises ValueError if that text is not a
+    number.
     """
     if isinstance(value, str) and key.endswith(
         ("_Bps", "_s", "_efficiency", "_hour", "oversubscription")

@@ -17,10 +17,10 @@ Attribute = float | int | str | bool | None
 
 @dataclass(frozen=True, slots=True)
 class FusedOp:
-    """A subgraph that became one op.
+    """A record of a subgraph that the fusion pass replaced by one op.
 
     Attributes:
-        block: the block class, by name.
+        block: the name of the block class (a structure that several layers share).
         op: the op, such as 'autopar::rms_norm'.
         name: the name of its node in the block's graph.
         replaced: the names of the ops that it replaces.
@@ -40,10 +40,10 @@ class FusedOp:
 
 @dataclass(frozen=True, slots=True)
 class NearMiss:
-    """A subgraph that looks like one of our ops and was left as it is.
+    """A record of a subgraph that looks like one of autopar's fused ops and was left as it is.
 
     Attributes:
-        block: the block class, by name.
+        block: the name of the block class (a structure that several layers share).
         op: the op that it looks like.
         name: the node at which the subgraph was recognised.
         reason: why it was left.
@@ -57,12 +57,12 @@ class NearMiss:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """The report of the pass.
+    """The report of the pass that replaces subgraphs by fused ops.
 
     Attributes:
-        mode: one of `FUSE_MODES`.
-        fused: what became one op, each block class' once.
-        missed: what nearly did.
+        mode: one of `FUSE_MODES`: 'off', 'norms' or 'all'.
+        fused: the subgraphs that became one op, once for each block class.
+        missed: the subgraphs that nearly did.
     """
 
     mode: str = "off"

@@ -96,14 +96,16 @@ class MeshShape:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """The index of the group of devices for each pp coordinate. All are 0 if there is one kind
-        of devices.
+        """For each pipeline rank (pp coordinate), the index of the cluster's group of devices that
+        holds it. All are 0 if there is one kind of devices.
         """
         return groups_of(self.deal) if self.deal else (0,) * self.pp
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of `AXES`."""
+        """The number of ranks along each axis, in the order of `AXES` (pp, dp, ep, cp, tp). The
+        size of dp is dp / ep.
+        """
         return tuple(self.size(axis) for axis in AXES)
 
     @property
@@ -113,16 +115,20 @@ class MeshShape:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """The layout axes with more than one rank, outermost first."""
+        """The axes over which tensors have layouts (dp, ep, cp, tp) that have more than one rank,
+        outermost first.
+        """
         return tuple(axis for axis in LAYOUT_AXES if self.size(axis) > 1)
 
     def size(self, axis: str) -> int:
-        """Number of ranks along a mesh axis."""
+        """Number of ranks along a mesh axis. For 'dp' that is dp / ep, since ep is an axis of its
+        own.
+        """
         return self.dp // self.ep if axis == "dp" else getattr(self, axis)
 
     @property
     def placed(self) -> tuple[str, ...]:
-        """The axes in the order in which ranks are numbered, outermost first."""
+        """All five axes in the order in which ranks are numbered, outermost first."""
         return _placed(self.order)
 
     def stride(self, axis: str) -> int:
@@ -130,8 +136,8 @@ class MeshShape:
         return prod(map(self.size, self.placed[self.placed.index(axis) + 1 :]))
 
     def sharing_dp(self, shard: int) -> int:
-        """The number of ranks on the axis dp within a ZeRO group of `shard` data-parallel ranks,
-        which also contains all ranks of ep and cp. `shard=0` means one group of all.
+        """The number of ranks along the axis dp within one ZeRO group of `shard` data-parallel
+        ranks. A group also contains all ranks of ep and cp. `shard=0` means one group of all.
         """
         return shard // (self.ep * self.cp) if shard else self.size("dp")
 
@@ -143,15 +149,17 @@ class MeshShape:
 
     def copies(self, shard: int) -> tuple[int, int]:
         """(number of ZeRO groups of `shard` data-parallel ranks, distance in ranks between
-        corresponding ranks of neighbouring groups).
+        corresponding ranks of neighbouring groups). `shard=0` means one group of all.
         """
         inside = self.sharing_dp(shard)
         return self.size("dp") // inside, self.stride("dp") * inside
 
     def levels(self, axes: Iterable[str], shard: int = 0) -> tuple[tuple[int, int], ...]:
-        """(size, stride) of nested groups that together cover `axes`. Axes whose ranks are evenly
-        spaced are combined into one group. Of dp, only the ranks inside a ZeRO group of `shard`
-        data-parallel ranks count.
+        """(size, distance in ranks between neighbours) of nested groups of ranks that together
+        cover `axes`, in the order of `AXES`. Axes of one rank are left out.
+
+        Neighbouring axes whose ranks are evenly spaced are combined into one group. Of dp, only the
+        ranks inside a ZeRO group of `shard` data-parallel ranks count (0: all).
         """
         found: list[tuple[int, int]] = []
         sizes = {axis: self.sharing_dp(shard) if axis == "dp" else self.size(axis) for axis in axes}
@@ -167,8 +175,8 @@ class MeshShape:
         return rank // self.stride(axis) % self.size(axis)
 
     def as_dict(self) -> dict[str, int | str]:
-        """The degrees, the order and, if there is one, the deal, by name: the pins that fix this
-        mesh.
+        """The pins that fix this mesh: the five degrees, 'order' and, if there is one, 'deal' (the
+        group of devices of each pipeline rank), by name.
         """
         found = {degree: getattr(self, degree) for degree in DEGREES} | {"order": self.order}
         return found | ({"deal": self.deal} if self.deal else {})
@@ -178,8 +186,8 @@ class MeshShape:
 
 
 def _placed(order: str) -> tuple[str, ...]:
-    """All axes in the order that a text gives. An axis that it omits goes just outside its inner
-    neighbour in `AXES`.
+    """All five axes in the order of a text such as dp-pp-tp, outermost first. An omitted axis goes
+    just outside its inner neighbour in `AXES`. Raises AutoparError if the text is not one of axes.
     """
     if not isinstance(order, str):
         raise AutoparError(
@@ -202,7 +210,9 @@ def _axes_of(order: str) -> tuple[str, ...]:
 
 
 def groups_of(deal: str) -> tuple[int, ...]:
-    """The group of each pp coordinate, from a text such as 1x2-0x3 or 1-1-0."""
+    """The group of devices of each pipeline rank, from a text: 1x2-0x3 gives (1, 1, 0, 0, 0), and
+    1-1-0 gives (1, 1, 0). Raises AutoparError for another text.
+    """
     return _dealt(deal if isinstance(deal, str) else shown(deal))
 
 
@@ -218,7 +228,9 @@ def _dealt(deal: str) -> tuple[int, ...]:
 
 
 def deal_text(groups: Iterable[int]) -> str:
-    """The text of a deal: (1, 1, 0) -> `1x2-0x1`."""
+    """The text for the groups of devices of all pipeline ranks: (1, 1, 0) -> `1x2-0x1`. Inverse of
+    `groups_of`.
+    """
     return "-".join(f"{group}x{len(list(run))}" for group, run in groupby(groups))
 
 

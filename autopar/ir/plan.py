@@ -69,8 +69,8 @@ class Plan(PlanFields):
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
-        """Parse a plan. Extra keys of `explain --json` (lints, objective, replay, audit) are
-        ignored.
+        """Parse a plan from JSON text. Extra keys of `explain --json` (lints, objective, replay,
+        audit) are ignored. If the file was edited since it was saved, the plan gets a note on that.
 
         Raises AutoparError with `origin` and the defect if the text is not a plan.
         """
@@ -121,7 +121,7 @@ class Plan(PlanFields):
 
 
 def _digest(data: dict) -> str:
-    """A hash of a plan's data, which reveals later edits of the file."""
+    """The first 16 hex digits of the sha256 of a plan's data; it reveals later edits."""
     return sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -174,7 +174,10 @@ def _axes_from_data(op: str, axes: dict) -> dict[str, AxisChoice]:
 
 
 def _choice_from_data(op: str, axis: str, entry: Any) -> AxisChoice:
-    """A choice from [strategy, layouts of the operands, layouts of the results]."""
+    """The choice of an op on one mesh axis, from [strategy name, layouts of the operands, layouts
+    of the results], all as texts. Raises ValueError for another form, and AutoparError for a wrong
+    layout.
+    """
     texts = (
         isinstance(entry, list)
         and len(entry) == 3

@@ -41,8 +41,10 @@ CLOSE = 1e-6
 
 
 def made(kind: type[T], data: Any, what: str) -> T:
-    """A dataclass of type `kind` from a mapping of its fields. Raises ValueError, naming the field,
-    if one is missing or unknown.
+    """A dataclass of type `kind` from a mapping of its fields. Lists become tuples where the field
+    is one.
+
+    Raises ValueError, which begins with `what` and names the field, if one is missing or unknown.
     """
     if not isinstance(data, dict):
         raise ValueError(f"{what} is {shown(data)}, not a mapping of its fields")
@@ -65,15 +67,17 @@ def made(kind: type[T], data: Any, what: str) -> T:
 
 
 def listed_in(value: Any, name: str) -> list | tuple:
-    """`value` if it is a list. Raises ValueError otherwise."""
+    """`value` itself if it is a list or tuple. Raises ValueError otherwise, with the field's name
+    `name`.
+    """
     if not isinstance(value, list | tuple):
         raise ValueError(f"{name} is {shown(value)}, not a list")
     return value
 
 
 def check_consistent(plan: PlanFields) -> None:
-    """Raise ValueError or AutoparError, naming the field, if a field is wrong or contradicts
-    another.
+    """Raise ValueError or AutoparError, naming the field, if a field has a wrong type or range, or
+    contradicts another. Needs no model.
     """
     _check_kinds(plan)
     _check_choices(plan)
@@ -104,7 +108,9 @@ def _check_kinds(plan: PlanFields) -> None:
 
 
 def _check_choices(plan: PlanFields) -> None:
-    """Check the fields that hold a single word or number."""
+    """Raise ValueError if precision, recompute, offload, ZeRO stage, batch sizes or ZeRO groups are
+    unknown or do not go together.
+    """
     if plan.precision not in PRECISIONS:
         raise ValueError(f"precision is {shown(plan.precision)}; {', '.join(PRECISIONS)} are known")
     if plan.zero > 3:
@@ -136,7 +142,9 @@ def _check_choices(plan: PlanFields) -> None:
 
 
 def _check_mesh(plan: PlanFields) -> None:
-    """Check that devices, axes of layouts, stages and schedule agree with the mesh."""
+    """Raise ValueError unless the axes of layouts, the stages, the kinds of devices and the
+    schedule agree with the mesh.
+    """
     mesh = plan.mesh
     if mesh.num_devices > MOST:
         raise ValueError(
@@ -169,7 +177,9 @@ def _check_mesh(plan: PlanFields) -> None:
 
 
 def _check_segments(plan: PlanFields) -> None:
-    """Check that every segment is in exactly one block and one stage."""
+    """Raise ValueError unless every segment is in exactly one block and one stage, and no block or
+    stage is empty.
+    """
     if bare := [block.name for block in plan.blocks if not block.segments]:
         raise ValueError(f"block {shown(bare[0])} has no segments")
     if not all(plan.stages):
@@ -188,7 +198,11 @@ def _check_segments(plan: PlanFields) -> None:
 
 
 def _check_numbers(plan: PlanFields) -> None:
-    """Check that predictions and certificate are finite, non-negative numbers."""
+    """Raise ValueError unless all numbers of prediction and certificate are finite and at least 0.
+
+    Also if memory is not one number for each pipeline rank, or the parts of a step do not add up to
+    its time.
+    """
     for name, value in _numbers(plan):
         if isinstance(value, bool) or not isinstance(value, int | float) or not finite(value):
             raise ValueError(f"{name} is {shown(value)}, which is no number")
@@ -226,7 +240,9 @@ def _numbers(plan: PlanFields) -> Iterator[tuple[str, Any]]:
 
 
 def _check_certificate(plan: PlanFields) -> None:
-    """Check that candidates and ledger have the fields that reports read."""
+    """Raise ValueError unless the certificate's candidates and ledger have the fields that reports
+    read, its bound is at most its objective, and the objective is the predicted step time.
+    """
     proof = plan.certificate
     if proof.status not in ("optimal", "feasible"):
         raise ValueError(

@@ -16,8 +16,8 @@ EDITED = "edited since it was planned: times, memory and the certificate are tho
 
 @dataclass(frozen=True, slots=True)
 class AxisChoice:
-    """How one op runs over one mesh axis: the strategy's name, and the layouts of operands and
-    results.
+    """How one op runs over one mesh axis: the strategy's name, and a layout for each operand and
+    each result.
     """
 
     strategy: str
@@ -27,8 +27,11 @@ class AxisChoice:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """Choices for one block class. `ops` maps op name -> axis -> choice, for axes with more than
-    one rank.
+    """The choices for one block class: a structure that all `segments` (by name) share, so all run
+    alike.
+
+    `ops` maps op name -> mesh axis -> `AxisChoice`, for axes with more than one rank. `recompute`
+    is 'none', 'full', or the parts that backward runs again ('selective', 'op').
     """
 
     name: str
@@ -71,7 +74,7 @@ class Prediction:
 
     Attributes:
         step_time_s: seconds of a step.
-        peak_memory_bytes: for each stage of the pipeline, the peak on one device.
+        peak_memory_bytes: for each rank of the pipeline, the peak on one of its devices.
         tokens_per_s: tokens per second over all devices.
         mfu: model FLOPs utilization, as a fraction.
         breakdown: seconds of each part of a step, such as 'compute' or 'tp communication'.  They add up to the step time.

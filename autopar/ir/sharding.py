@@ -91,8 +91,8 @@ class Pattern(_Value):
         return self == CONTIGUOUS
 
     def divides(self, size: int, parts: int) -> bool:
-        """Whether `size` elements (of one batch row, with `rows`) can be cut into equal chunks for
-        `parts` ranks.
+        """Whether all `parts` ranks get equal chunks of every section of `size` elements. With
+        `rows`, `size` is the number of elements in one batch row.
         """
         return size % (sum(self.sections) * parts * (2 if self.zigzag else 1)) == 0
 
@@ -106,7 +106,9 @@ CONTIGUOUS = Pattern()
 
 
 def sectioned(sizes: tuple[int, ...]) -> Pattern:
-    """The pattern of a dim that consists of sections of these sizes. Empty sections are ignored."""
+    """The pattern of a dim that consists of consecutive sections of these sizes; each is sharded by
+    itself. Empty sections are ignored, and no section or one gives `CONTIGUOUS`.
+    """
     sizes = tuple(size for size in sizes if size) or (1,)
     common = gcd(*sizes)
     return Pattern(tuple(size // common for size in sizes))
@@ -114,7 +116,13 @@ def sectioned(sizes: tuple[int, ...]) -> Pattern:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement(_Value):
-    """Placement of one tensor over one mesh axis; `dim` is the sharded tensor dim, or -1."""
+    """Placement of one tensor over one mesh axis. `kind` is 'R' (replicated), 'S' (sharded) or 'P'
+    (partial sums). `dim` is the sharded tensor dim, else -1. Raises ValueError if they do not
+    agree.
+
+    `pattern` says which elements of the dim each rank holds; only shards have one that is not
+    contiguous.
+    """
 
     kind: str
     dim: int = -1
@@ -140,7 +148,10 @@ PARTIAL = Placement("P")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout(_Value):
-    """Placement of a value and of its gradient over one mesh axis."""
+    """Placements of a value and of its gradient over one mesh axis. Raises ValueError unless the
+    pair is R (both replicated), R/P (gradient partial), S(d) (both sharded alike) or P (value
+    partial, gradient replicated).
+    """
 
     value: Placement
     grad: Placement
@@ -157,12 +168,14 @@ class Layout(_Value):
 
     @property
     def dim(self) -> int:
-        """The sharded tensor dim, or -1."""
+        """The tensor dim along which the value is sharded, or -1 if it is not sharded."""
         return self.value.dim
 
     @property
     def pattern(self) -> Pattern:
-        """The pattern of the sharded dim."""
+        """Which elements of the sharded dim each rank holds; `CONTIGUOUS` if the value is not
+        sharded.
+        """
         return self.value.pattern
 
     @property
@@ -178,7 +191,7 @@ P = Layout(PARTIAL, REPLICATE)
 
 @cache
 def S(dim: int, pattern: Pattern = CONTIGUOUS) -> Layout:
-    """The layout of a value that is sharded along tensor dim `dim`."""
+    """The layout of a value whose tensor dim `dim` is sharded by `pattern`, as is its gradient."""
     return Layout(Placement("S", dim, pattern), Placement("S", dim, pattern))
 
 
@@ -188,7 +201,9 @@ _SHARD = re.compile(r"S\(([0-9]{1,3})(?:, ([^)]+))?\)")
 
 @cache
 def parse_pattern(text: str) -> Pattern:
-    """The pattern of a text such as '', '2:1:1', 'rows zigzag': the inverse of `str(pattern)`."""
+    """The pattern of a text such as '', '2:1:1', 'rows zigzag': the inverse of `str(pattern)`.
+    Raises AutoparError for another text.
+    """
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise AutoparError(
@@ -207,7 +222,7 @@ def parse_pattern(text: str) -> Pattern:
 @cache
 def parse_layout(text: str) -> Layout:
     """The layout of a text such as `R`, `R/P`, `P`, `S(3)`, `S(2, 2:1:1)`, `S(0, rows zigzag)`: the
-    inverse of `str(layout)`.
+    inverse of `str(layout)`. Raises AutoparError for another text.
     """
     named = {"R": R, "R/P": RP, "P": P}
     if text in named:
@@ -237,7 +252,8 @@ COLLECTIVES = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "resh
 
 @cache
 def primitive(src: Placement, dst: Placement) -> str:
-    """The name of the data movement that changes the placement of a tensor from `src` to `dst`.
+    """The name of the data movement that changes the placement of a tensor from `src` to `dst`: a
+    collective, 'identity', or one of these.
 
     `slice` keeps this rank's shard. `pad` embeds it in zeros. `mask` keeps the tensor on the first
     rank of the axis and zeroes it on the others. `reshuffle` changes the pattern of a sharded dim.
@@ -251,7 +267,8 @@ def primitive(src: Placement, dst: Placement) -> str:
 
 @cache
 def transition(src: Layout, dst: Layout) -> tuple[str, str]:
-    """Primitives (forward, backward) that change the layout of a value from `src` to `dst`.
+    """The primitives (of forward, of backward) that change the layout of a value from `src` to
+    `dst`. Backward changes the gradient from its placement in `dst` to that in `src`.
 
     >>> transition(RP, R), transition(R, RP), transition(P, R), transition(S(1), RP)
     (('identity', 'mask'), ('identity', 'all_reduce'), ('all_reduce', 'identity'), ('all_gather', 'reduce_scatter'))
@@ -262,8 +279,8 @@ def transition(src: Layout, dst: Layout) -> tuple[str, str]:
 def conversion_path(
     have: dict[str, Layout], want: dict[str, Layout], axes: tuple[str, ...]
 ) -> list[tuple[str, Layout]]:
-    """Layout changes on one axis each that turn the layouts `have` into `want`. `axes` are listed
-    outermost first.
+    """The steps (axis, new layout), in order, that turn the layouts `have` into `want`. Each
+    changes the layout on one axis. `axes` are listed outermost first.
 
     Axes that shard one dim nest: an inner axis shards what the outer ones leave. Before an outer
     axis changes its shard of a dim, an inner axis that shards the same dim must give it up. It
@@ -282,7 +299,9 @@ def conversion_path(
             current[axis] = layout
 
     def changing(which: tuple[str, ...]) -> set[int]:
-        """The dims whose sharding on these axes still has to change."""
+        """The sharded dims, before and after, of those axes of `which` whose layout still has to
+        change.
+        """
         return {
             layout[axis].dim
             for axis in which
@@ -306,7 +325,9 @@ def conversion_path(
 
 
 def local_extent(size: int, parts: int, index: int, pattern: Pattern = CONTIGUOUS) -> int:
-    """The number of `size` elements that rank `index` of `parts` holds."""
+    """The number of elements that rank `index` of `parts` holds of a dim with `size`, sharded by
+    `pattern`.
+    """
     return shard_extent(size, parts, index)[1] if pattern.is_contiguous else size // parts
 
 

@@ -23,9 +23,10 @@ MICRO_BATCH_SHARE = "micro_batch_share"
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter or buffer of the user's model. Tied names are one entry: `name` is the first,
-    `aliases` are the others. `keeps_dtype`: half precision does not convert this buffer, since
-    forward casts it back to its own dtype first.
+    """Facts about a parameter or buffer of the user's model; it holds no values.
+
+    Tied names are one entry: `name` is the first, `aliases` are the others. `keeps_dtype`: half
+    precision does not convert this buffer, since forward casts it back to its own dtype first.
     """
 
     name: str
@@ -39,7 +40,8 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockClass:
-    """One structure of segments, as a graph.
+    """A block class: one structure, as a graph, that one or more segments (consecutive parts of the
+    model) share.
 
     `graph` has a placeholder for each input, a get_attr node for each of `slots` (parameters), and
     returns a tuple. Every tensor node has `meta['val']`, a fake tensor whose batch size is
@@ -60,8 +62,8 @@ class BlockClass:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of a segment input: the model input `name`, or output `index` of the earlier
-    segment `segment`.
+    """A record of where a segment input comes from: output `index` of the earlier segment number
+    `segment`, or, if `segment` is -1, the model input `name`.
     """
 
     segment: int = -1
@@ -71,7 +73,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One instance of a block class: the parameter for each slot, and the source of each input."""
+    """One instance of a block class: which parameter fills each slot of its graph, and which
+    `Source` each input reads. `class_index` indexes `TracedModel.classes`.
+    """
 
     name: str
     class_index: int
@@ -81,8 +85,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """Step values: inputs of the graph that are computed once per step from the whole batch, before
-    the first forward.
+    """How step values are computed: inputs of the graph that depend on the whole batch, such as its
+    number of labels. Each step computes them once, before the first forward.
 
     Attributes:
         names: names of the values, which are graph inputs.
@@ -107,20 +111,24 @@ class StepValues:
 
     @property
     def adds_up_numbers(self) -> bool:
-        """Whether every part is a single number."""
+        """Whether every output of `local`, which is summed over data-parallel ranks, is a single
+        number.
+        """
         return all(not node.meta["val"].dim() for node in self.local.output_node().all_input_nodes)
 
     def with_share(self, val: Any) -> StepValues:
-        """These step values plus `MICRO_BATCH_SHARE`, with the fake tensor `val`."""
+        """A copy with one more value at the end: `MICRO_BATCH_SHARE`, 1 / (number of
+        micro-batches), with the fake tensor `val`.
+        """
         names, vals = (*self.names, MICRO_BATCH_SHARE), (*self.vals, val)
         return replace(self, names=names, vals=vals, takes_share=True)
 
 
 @dataclass(frozen=True, slots=True)
 class LossSplit:
-    """How losses of micro-batches combine to the loss of the batch. `joins` is 'sum', 'mean', or ''
-    if they do not, with the `reason`. `by_convention` lists quantities that are computed per
-    micro-batch anyway.
+    """How the losses of micro-batches combine to the loss of the batch. `joins` is 'sum', 'mean',
+    or '' if they do not combine; then `reason` says why. `by_convention` lists quantities that are
+    computed per micro-batch anyway, although that changes them.
     """
 
     joins: str = "sum"
@@ -129,7 +137,10 @@ class LossSplit:
 
 
 def not_split(split: LossSplit, what: str, rows: int) -> str:
-    """An error text: why a loss that does not split refuses micro-batches, and what to do."""
+    """The text of an error that refuses micro-batches: why the loss does not split, and what to do.
+    `what` names the split that is refused. `rows` is the micro-batch that it advises: the whole
+    batch of a rank.
+    """
     return (
         f"autopar does not split {what}: {split.reason}, so that their mean would be another loss. Pin micro_batch={rows}, divide a sum "
         "over rows by what depends on labels, masks and constants alone, or pass allow_micro_batch_mean=True (--allow-micro-batch-mean) "
@@ -139,7 +150,7 @@ def not_split(split: LossSplit, what: str, rows: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """The whole captured model. The loss is output 0 of the last segment.
+    """The whole captured model, as data. The loss is output 0 of the last segment.
 
     Attributes:
         inputs: flat names of the model's tensor inputs.
@@ -147,15 +158,16 @@ class TracedModel:
         batch_symbol: name of the symbolic batch size in every shape; '' if the model has no batch
             dim.
         batch_hint: the number of rows with which it was captured.
-        classes: the block classes.
-        segments: the segments, in order.
+        classes: the block classes: each structure of segments once.
+        segments: the segments (consecutive parts of the model), in order.
         parameters: parameters and buffers by name.
-        constants: tensors that capture lifted out of forward.
+        constants: tensors that capture lifted out of forward, by name.
         split: how losses of micro-batches combine.
         step_values: what a step computes of its whole batch (None: nothing).
         model_hash: a hash of the structure.
         notes: remarks of the capture for the user.
-        updates: the source of the new value of each buffer that forward changes.
+        updates: by name of a buffer that forward changes, the source of its new value.
+        fusion: which subgraphs became fused ops.
         row_dims: by input, the dim of a user's tensor that has the rows, where it is not dim 0. Rows are
             dim 0 of the graph's inputs.
     """
@@ -197,8 +209,8 @@ class TracedModel:
 
 
 def per_model(most: int) -> Callable[[Callable], Callable]:
-    """A decorator: the function caches its latest `most` results by traced model and hashable
-    arguments.
+    """A decorator for functions of a traced model and further positional, hashable arguments. It
+    caches the `most` results that were used last.
 
     Models are compared by identity, which is safe because a traced model is never modified.
     """

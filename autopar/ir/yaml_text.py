@@ -13,8 +13,8 @@ MOST_VALUES = 1_000_000
 
 
 def read_yaml(text: str) -> Any:
-    """The data of a YAML text. Raises yaml.YAMLError if it is not valid, or if a mapping has a key
-    twice, of which YAML would keep the last.
+    """The data of a YAML text. Raises yaml.YAMLError if it is not valid, has too many values, or
+    has a mapping with a key twice, of which YAML would keep the last.
     """
     import yaml
 
@@ -35,8 +35,8 @@ def read_yaml(text: str) -> Any:
 
 
 def _check_size(root: Any) -> None:
-    """Raise yaml.YAMLError if aliases expand the text to more than `MOST_VALUES` values, or
-    endlessly.
+    """Raise yaml.YAMLError if a tree of YAML nodes has more than `MOST_VALUES` values once its
+    aliases are expanded, or contains itself.
     """
     import yaml
 
@@ -60,7 +60,9 @@ def _check_size(root: Any) -> None:
 
 
 def _check_keys(root: Any) -> None:
-    """Raise yaml.YAMLError if a mapping has a key twice."""
+    """Raise yaml.YAMLError if a mapping anywhere in a tree of YAML nodes has a key twice ('<<'
+    excepted).
+    """
     import yaml
 
     waiting, seen = [root], set()
@@ -89,7 +91,7 @@ def _check_keys(root: Any) -> None:
 
 
 def written_yaml(data: dict[str, Any], path: str | Path | None) -> str:
-    """The YAML text of a cluster file, also written to `path` if given."""
+    """The data as YAML text. Also writes it to `path` as a cluster file, unless that is None."""
     import yaml
 
     text = yaml.safe_dump(

@@ -37,7 +37,8 @@ SHRUNK_MLA = MLADims(query_rank=24, kv_rank=16, plain_dim=8, rotary_dim=8, value
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model that can be built at any time on any device, with its published sizes.
+    """A description of a model, from which the model can be built at any time on any device, with
+    its published sizes.
 
     `max_seq` is the sequence length that the model was designed for. `vocab`, `max_seq` and
     `num_layers` are 0 if unknown (a `module:function`). Subclasses define how to build, feed and
@@ -66,7 +67,10 @@ class ModelSpec:
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str = "meta"
     ) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, two distinct int64 tensors (batch, seq): random tokens (seed 0), or only shapes on meta."""
+        """A dict with `input_ids` and `labels`: equal int64 tensors (batch, seq) that share no
+        memory. They hold random tokens (seed 0), or only shapes on meta. Raises AutoparError for
+        sizes below 1.
+        """
         self._check_inputs(batch, seq)
         if torch.device(device).type == "meta":
             tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
@@ -76,7 +80,9 @@ class ModelSpec:
         return {"input_ids": tokens.to(device), "labels": tokens.clone().to(device)}
 
     def batch_dims(self) -> Mapping[str, int | None]:
-        """Which dims of `example_inputs` are the batch where that is not dim 0, as `autopar.plan` takes them."""
+        """By name of an example input, the dim that is the batch, where it is not dim 0 (None: the
+        input has no rows). Here {}.
+        """
         return {}
 
     def _check_inputs(self, batch: int, seq: int) -> None:
@@ -84,14 +90,14 @@ class ModelSpec:
             raise AutoparError(f"{self.name}: batch={batch} and seq={seq} must be at least 1.")
 
     def shrunk(self) -> ModelSpec:
-        """The same architecture without dropout, small enough to train a few steps on a CPU in
-        seconds.
+        """A spec of the same architecture without dropout, small enough to train a few steps on a
+        CPU in seconds.
         """
         raise NotImplementedError
 
     def shallow(self) -> ModelSpec:
-        """The same architecture with the fewest layers that represent all of them; itself if that
-        is unknown.
+        """A spec of the same architecture with fewer layers, each kind of layer among them. The
+        spec itself if it has no such (the default).
 
         More layers can be added `period` at a time, in the module list at `layers_path`.
         """
@@ -99,12 +105,14 @@ class ModelSpec:
 
     @property
     def layers_path(self) -> str:
-        """The path of the module list that holds the layers; '' if unknown."""
+        """The dotted path, in the built model, of the module list that holds the layers; '' if
+        unknown.
+        """
         return ""
 
     @property
     def period(self) -> int:
-        """The number of layers after which the structure of layers repeats."""
+        """The number of layers after which the structure of layers repeats; 1 if all are alike."""
         return 1
 
     def num_parameters(self) -> int:
@@ -128,23 +136,26 @@ class ModelSpec:
         return 6.0 * weights + 12.0 * layers * width * seq
 
     def _attention_size(self) -> tuple[int, float]:
-        """(number of layers with attention, heads * head dim)."""
+        """(number of layers with attention, heads * head dim), the L and H * Q of
+        `model_flops_per_token`.
+        """
         raise NotImplementedError
 
     def _expert_share(self) -> float:
-        """The fraction of the experts that one token uses."""
+        """The fraction of the routed experts that one token uses; 1.0 without experts."""
         return 1.0
 
     def _shared_weights(self) -> int:
-        """Number of linear-layer weights to count once more, because they multiply a token
-        twice.
+        """Number of linear-layer weights that `model_flops_per_token` adds, because they multiply a
+        token more than once. Here 0.
         """
         return 0
 
 
 def matmul_weights(model: nn.Module, expert_share: float = 1.0) -> float:
-    """Number of weights of `model` that multiply each token: parameters with at least 2 dims
-    outside embeddings. Stacked experts (3 dims) count by `expert_share`.
+    """Number of scalars in the weights of `model` that multiply each token: parameters with at
+    least 2 dims that are neither embeddings nor biases. Those with 3 dims are stacked experts and
+    count by `expert_share`.
     """
     total = 0.0
     for module in model.modules():
@@ -157,8 +168,10 @@ def matmul_weights(model: nn.Module, expert_share: float = 1.0) -> float:
 
 
 def shrunk_heads(heads: int, kv_heads: int) -> tuple[int, int]:
-    """(heads, kv heads) reduced to at most 8 heads. The ratio is kept if at least 2 kv heads
-    remain, so that both can be sharded.
+    """(heads, kv heads) of the shrunk model. Unchanged if `heads` is at most 8.
+
+    Otherwise at most 8 heads, in the given ratio to kv heads if that leaves at least 2 of these, so
+    that both can be sharded; else (8, 2). With 1 kv head, (8, 1).
     """
     if heads <= SHRUNK_HEADS:
         return heads, kv_heads
@@ -172,15 +185,15 @@ def shrunk_heads(heads: int, kv_heads: int) -> tuple[int, int]:
 
 
 def shrunk_vocab(vocab: int) -> int:
-    """The vocabulary reduced to at most 512, with its remainder modulo 8 kept, so that an uneven
-    vocabulary stays uneven.
+    """The size of the vocabulary reduced to at most 512, with its remainder modulo 8 kept, so that
+    an uneven vocabulary stays uneven.
     """
     return min(vocab, SHRUNK_VOCAB - -vocab % 8)
 
 
 def shrunk_width(width: int, hidden: int, small_hidden: int) -> int:
-    """A feed-forward width in the original ratio to the hidden size: a multiple of 8, at most 8
-    times the hidden size.
+    """The feed-forward width for `small_hidden` in the ratio of `width` to `hidden`: a multiple of
+    8, at least 8 and at most 8 times `small_hidden`.
     """
     return max(8, min(round(width / hidden * small_hidden / 8), small_hidden) * 8)
 
@@ -208,8 +221,11 @@ class NativeSpec(ModelSpec):
             )
 
     def shallow(self) -> NativeSpec:
-        """See `ModelSpec.shallow`. Has the layers that differ from later ones, two periods, and a
-        last layer; `trace/deepen.py` compares the periods.
+        """A spec with fewer layers, or the spec itself if it has no more than these. It has the
+        first layers that differ from later ones, two periods and a last layer, plus what keeps the
+        remainder modulo `period`.
+
+        `trace/deepen.py` compares the two periods.
         """
         config = self.config
         # the first balance loss joins no other
@@ -222,12 +238,14 @@ class NativeSpec(ModelSpec):
 
     @property
     def layers_path(self) -> str:
-        """See `ModelSpec.layers_path`."""
+        """The path of the module list that holds the layers: 'blocks' for GPT, else 'layers'."""
         return "blocks" if isinstance(self.config, GPTConfig) else "layers"
 
     @property
     def period(self) -> int:
-        """See `ModelSpec.period`."""
+        """The number of layers after which their structure repeats: `window_every` of the config if
+        some layers have an attention window, else 1.
+        """
         return getattr(self.config, "window_every", 1) if self.config.window else 1
 
     def _attention_size(self) -> tuple[int, float]:
@@ -246,7 +264,9 @@ class NativeSpec(ModelSpec):
         return getattr(self.config, "mtp", 0) * self.config.vocab * self.config.hidden  # the head
 
     def shrunk(self) -> ModelSpec:
-        """See `ModelSpec.shrunk`."""
+        """A spec of the same architecture without dropout and with small dimensions, its name
+        marked '(shrunk)': at most 2 layers, 8 heads of 16 channels, 512 tokens in the vocabulary.
+        """
         config = self.config
         kv_heads = getattr(config, "kv_heads", config.heads)
         heads, small_kv_heads = shrunk_heads(config.heads, kv_heads)

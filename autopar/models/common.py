@@ -27,7 +27,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Initialize the weights randomly and the bias with 0."""
+        """Fill the weights from N(0, std) and the bias with 0, in place."""
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -37,7 +37,7 @@ class Embedding(nn.Embedding):
     """nn.Embedding with rows initialized from N(0, INIT_STD)."""
 
     def reset_parameters(self) -> None:
-        """Initialize the rows randomly."""
+        """Fill the rows from N(0, INIT_STD), in place."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
@@ -64,8 +64,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_mask(seq: int, window: int, like: Tensor) -> Tensor:
-    """The causal mask: (s, s) bool, True if query i sees key j, i.e. j <= i and, if `window` > 0, i
-    - j < window.
+    """The causal mask: (s, s) bool, True if query i sees key j, which is j <= i. With `window` > 0
+    also i - j < window. On the device of `like`.
     """
     positions = torch.arange(seq, device=like.device)
     distance = positions.unsqueeze(1) - positions.unsqueeze(0)
@@ -74,7 +74,8 @@ def causal_mask(seq: int, window: int, like: Tensor) -> Tensor:
 
 
 def alibi_bias(heads: int, seq: int, like: Tensor) -> Tensor:
-    """ALiBi's bias for the scores of key j, slope * j: shape (n, 1, s), in the dtype of `like`.
+    """ALiBi's bias for the scores of key j, slope * j: shape (heads, 1, seq), in the dtype of
+    `like`.
 
     Press et al. 2022 (arXiv:2108.12409), section 3: slopes are 2^(-8 i / n) for i = 1..n. If n is
     not a power of two, their code takes the slopes of the next lower power of two, then every other
@@ -126,8 +127,8 @@ MOST_SIZE = 10**8
 
 
 def check_positive(model: str, **sizes: int) -> None:
-    """Raise AutoparError unless every size is an integer from 1 to `MOST_SIZE`, or `MOST_LAYERS`
-    for layers.
+    """Raise AutoparError unless every size is an integer from 1 to `MOST_SIZE` (`MOST_LAYERS` for
+    layers and mtp). `model` begins the message.
     """
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
@@ -140,7 +141,7 @@ def check_positive(model: str, **sizes: int) -> None:
 
 
 def check_fields(model: str, config: object, names: str) -> None:
-    """`check_positive` for the fields of a configuration that `names` lists."""
+    """Call `check_positive` on the fields of `config` that `names` lists, separated by spaces."""
     check_positive(model, **{name: getattr(config, name) for name in names.split()})
 
 
@@ -152,8 +153,8 @@ def check_heads(
     even_head_dim: bool = False,
     head_dim: int | None = None,
 ) -> None:
-    """Raise AutoparError unless heads divides hidden, kv_heads divides heads, and the head dim is
-    even if `even_head_dim` (for rotary positions).
+    """Raise AutoparError unless heads divides hidden, kv_heads (if not None) divides heads, and the
+    head dim is even if `even_head_dim` (for rotary positions). `model` begins the message.
 
     With an explicit `head_dim`, heads need not divide hidden.
     """

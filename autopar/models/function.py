@@ -23,7 +23,9 @@ from .rows import row_dims
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec(ModelSpec):
-    """A model that `function` of `module` returns, alone, with a dict of example inputs, or with these and their `batch_dims`.
+    """A spec of the model that the user's function `function` of module `module` makes. The
+    function returns an nn.Module, (module, dict of example inputs), or (module, example inputs,
+    batch_dims).
 
     The function is called anew for each `build`, inside `torch.device(device)`.
     """
@@ -33,7 +35,9 @@ class FunctionSpec(ModelSpec):
 
     @classmethod
     def of(cls, text: str) -> FunctionSpec:
-        """The spec of a text `module:function`. The function is imported but not called."""
+        """The spec of a text `module:function`. Imports the function and does not call it. Raises
+        AutoparError if that fails.
+        """
         module, _, function = text.partition(":")
         spec = cls(name=text, vocab=0, max_seq=0, num_layers=0, module=module, function=function)
         spec._resolve()
@@ -103,8 +107,9 @@ class FunctionSpec(ModelSpec):
     def build(
         self, device: torch.device | str = "meta", dtype: torch.dtype | None = None
     ) -> nn.Module:
-        """See `ModelSpec.build`. With `dtype=None`, parameters keep the dtype of the user's
-        function.
+        """A new module from the user's function, in training mode on `device`. With `dtype=None`,
+        parameters keep their dtype. Raises AutoparError if values are asked for and the function
+        makes meta tensors.
         """
         with torch.device(device):
             model = self._make()
@@ -118,9 +123,11 @@ class FunctionSpec(ModelSpec):
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str = "meta"
     ) -> dict[str, Tensor]:
-        """The function's own example inputs with `batch` rows (repeated or cut); `seq` applies only to a Hugging Face model without them.
+        """The function's own example inputs with `batch` rows, repeated or cut, and copied to
+        `device`. A tensor without rows is only copied. `row_dims` says where rows are.
 
-        Rows are where `row_dims` finds them; a tensor without rows is passed on as it is.
+        `seq` applies only to a Hugging Face model without example inputs, which gets those of
+        `hf_example_inputs`. Raises AutoparError for other models without them.
         """
         self._check_inputs(batch, seq)
         model, inputs, named = self._call()
@@ -144,7 +151,9 @@ class FunctionSpec(ModelSpec):
         return result
 
     def batch_dims(self) -> Mapping[str, int | None]:
-        """What the function says."""
+        """The third result of the user's function: by input, the dim that is the batch, or None for
+        no rows. {} if it returns none. Calls the function.
+        """
         return self._call()[2]
 
     def shrunk(self) -> ModelSpec:
@@ -152,8 +161,8 @@ class FunctionSpec(ModelSpec):
         return self
 
     def model_flops_per_token(self, seq: int) -> float:
-        """Three times the forward FLOPs of the example inputs, by torch's FlopCounterMode, per
-        element of the first input.
+        """Three times the forward FLOPs of one row of the example inputs, by torch's
+        FlopCounterMode, divided by the number of elements of the first input.
         """
         inputs = self.example_inputs(1, seq)
         counter = FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS)

@@ -78,18 +78,18 @@ class GPTConfig:
 
     @property
     def masked(self) -> bool:
-        """Whether attention needs an explicit mask. The fused op has the plain causal mask built
-        in.
+        """Whether attention needs an explicit mask: with ALiBi, a window, or unfused attention. The
+        fused op has the plain causal mask built in.
         """
         return self.positions == "alibi" or self.window > 0 or not self.fused_attention
 
     @property
     def head_dim(self) -> int:
-        """The head dim."""
+        """Channels of one attention head: hidden / heads."""
         return self.hidden // self.heads
 
     def module(self) -> GPT:
-        """A new model of these dimensions."""
+        """A new `GPT` with these dimensions and random weights, on torch's default device."""
         return GPT(self)
 
 
@@ -99,14 +99,15 @@ def _dropout(probability: float) -> nn.Module:
 
 
 def _residual(config: GPTConfig, width: int) -> Linear:
-    """A linear layer whose result is added to the residual stream. Its initial weights are smaller
-    in deeper models.
+    """A new linear layer from `width` to hidden channels with bias, whose result is added to the
+    residual stream. The std of its weights is `INIT_STD` / sqrt(2 * layers).
     """
     return Linear(width, config.hidden, bias=True, std=INIT_STD / sqrt(2 * config.layers))
 
 
 class GPTAttention(nn.Module):
-    """Causal multi-head attention with a fused qkv projection.
+    """A module: causal multi-head self-attention with one fused projection to queries, keys and
+    values.
 
     `visible` (s, s) is True where a query sees a key. `bias` (n, 1, s) is added to the scores. Both
     are None if the causal mask of the fused op suffices.
@@ -123,7 +124,10 @@ class GPTAttention(nn.Module):
     def forward(
         self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """(b, s, h) -> (b, s, h). `visible` and `bias` are described at the class."""
+        """Attention and its output projection: x (batch, seq, hidden) -> the same shape. `visible`
+        (seq, seq) is True where a query sees a key; None is causal. `bias` (heads, 1, seq) is added
+        to the scores.
+        """
         batch, seq, hidden = x.shape
         qkv = self.qkv(x).view(batch, seq, self.heads, 3, self.head_dim)
         q, k, v = (qkv.select(3, index).transpose(1, 2) for index in range(3))
@@ -186,7 +190,9 @@ class GPTBlock(nn.Module):
     def forward(
         self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """(b, s, h) -> (b, s, h). `visible` and `bias` are those of `GPTAttention`."""
+        """x (batch, seq, hidden) -> the same shape. `visible` (seq, seq) is True where a query sees
+        a key; None is causal. `bias` (heads, 1, seq) is added to the attention scores.
+        """
         normed = self.attention_norm(x)
         x = x + self.attention_dropout(self.attention(normed, visible, bias))
         normed = normed if self.mlp_norm is None else self.mlp_norm(x)
@@ -194,7 +200,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only GPT language model."""
+    """A module: a decoder-only GPT language model, with random weights."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -210,8 +216,9 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """input_ids (b, s) int64 -> logits (b, s, v); with labels (b, s), the mean loss
-        (scalar).
+        """input_ids (b, s) int64 -> logits (b, s, v). With labels (b, s): the mean cross-entropy of
+        each position against the next label, a scalar. Raises AutoparError if s exceeds the learned
+        positions.
         """
         config, seq = self.config, input_ids.shape[1]
         if self.positions is not None and seq > config.max_seq:

@@ -42,8 +42,8 @@ def _transformers() -> Any:
 
 
 def _untyped(model: nn.Module) -> Any:
-    """The same model, typed Any: type checkers do not know the attributes of transformers'
-    classes.
+    """The same model object, typed Any, since type checkers do not know the attributes of
+    transformers' classes.
     """
     return model
 
@@ -55,7 +55,9 @@ def is_hf_model(model: nn.Module) -> bool:
 
 
 def hf_models(model: nn.Module) -> list[nn.Module]:
-    """The transformers models in `model`, itself included, that are in no other of them; never imports transformers."""
+    """The outermost transformers models in `model`, in module order: `model` alone if it is one; []
+    if there is none. Never imports transformers.
+    """
     if is_hf_model(model):
         return [model]
     return [found for child in model.children() for found in hf_models(child)]
@@ -107,8 +109,12 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query (b, n, s, d), key and value (b, kv_heads, s, d) -> (b, s, n, d). Rare
-    cases call transformers' own function.
+    """An attention function for transformers: query (b, n, s, d), key and value (b, kv_heads, s, d)
+    -> (result (b, s, n, d), None). It calls `scaled_dot_product_attention`, causal if there is no
+    mask and the module is causal.
+
+    With a position bias, a cache, a softcap, or other lengths of keys, calls transformers' own
+    function.
     """
     rare = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
     if rare or query.shape[2] != key.shape[2]:
@@ -131,8 +137,9 @@ def _attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """transformers' sdpa mask, or None if the mask is plain causal, so that `is_causal=True`
-    suffices.
+    """A mask function for transformers, with the arguments of its `sdpa_mask`. None if the mask is
+    plain causal, so that `is_causal=True` suffices, or hides nothing. Otherwise transformers' sdpa
+    mask, without its parts for packed sequences where rows share positions.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -162,8 +169,8 @@ def _closure(function: Callable) -> dict[str, Any]:
 
 
 def _peel_packing(function: Callable) -> Callable:
-    """A mask function without the parts for packed sequences that transformers adds under tracing,
-    if the batch shares one row of positions.
+    """A mask function of transformers without the parts for packed sequences, which it adds under
+    tracing. The function itself if it has none, or if rows have positions of their own.
     """
     numbering = [part for part in _parts(function) if _name(part) == _REMAPPED]
     positions = [_closure(part)["position_ids"] for part in numbering]
@@ -183,7 +190,9 @@ and that number positions within each sequence.
 
 
 def _parts(function: Callable) -> Iterator[Callable]:
-    """A mask function and, if it combines others, all of those."""
+    """Yields a mask function of transformers, then, if it combines others (and, or), all of those,
+    recursively.
+    """
     yield function
     for part in _closure(function).get("mask_functions", ()) if _name(function) in _JOINED else ():
         yield from _parts(part)
@@ -202,8 +211,8 @@ def _without_packing(function: Callable) -> Callable:
 
 
 def _is_causal(function: Callable, kv_length: int) -> bool:
-    """Whether a mask function is the causal one, or a causal window at least as long as the
-    sequence.
+    """Whether a mask function of transformers is the causal one, or combines it by "and" with
+    windows of at least `kv_length`.
     """
     if _name(function) == "and_masks":
         parts = _closure(function).get("mask_functions", ())
@@ -223,10 +232,10 @@ def _is_wide_window(function: Callable, kv_length: int) -> bool:
 def hf_example_inputs(
     model: nn.Module, batch: int, seq: int, device: torch.device | str = "meta"
 ) -> dict[str, Tensor]:
-    """Example inputs of a transformers model, from its config: random tokens or pixels (seed 0), or
-    only shapes on meta.
+    """A dict of example inputs of a transformers model, by its config: random tokens or pixels
+    (seed 0), or only shapes on meta.
 
-    Text models get `input_ids` (batch, seq) and `labels`. Labels have the shape of input_ids for
+    Text models get `input_ids` (batch, seq) and `labels`. Labels are a copy of input_ids for
     language models, and (batch,) for sequence classifiers. Image classifiers get `pixel_values`
     (batch, channels, height, width) and `labels` (batch,). Raises AutoparError for other models.
     """
@@ -262,8 +271,8 @@ def hf_example_inputs(
 
 @dataclass(frozen=True, slots=True)
 class HFSpec(ModelSpec):
-    """A transformers language model or image classifier built from `config_dict`, the contents of a
-    config.json.
+    """A spec of a transformers language model or image classifier, built from `config_dict`, the
+    contents of a config.json.
 
     Pretrained weights are not loaded. The model keeps the dropout of its config; `shrunk` sets it
     to 0.
@@ -273,12 +282,16 @@ class HFSpec(ModelSpec):
 
     @classmethod
     def of(cls, path: str) -> HFSpec:
-        """The spec of a config.json, given the file or its directory."""
+        """The spec of a config.json; `path` is the file or its directory. Raises AutoparError if it
+        cannot be read or is no transformers config. Nothing is downloaded.
+        """
         return cls.from_dict(f"hf:{path}", _read_config(path))
 
     @classmethod
     def from_dict(cls, name: str, config_dict: dict[str, Any]) -> HFSpec:
-        """The spec of the contents of a config.json."""
+        """The spec called `name` of a config.json's contents. Sizes that the config does not have
+        are 0. Raises AutoparError if transformers rejects the config.
+        """
         text = _config(name, config_dict).get_text_config()
         sizes = {}
         for field_name, attributes in _SIZES.items():
@@ -300,12 +313,14 @@ class HFSpec(ModelSpec):
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str = "meta"
     ) -> dict[str, Tensor]:
-        """See `hf_example_inputs`."""
+        """Example inputs by name (see `hf_example_inputs`): tokens or pixels, and labels."""
         self._check_inputs(batch, seq)
         return hf_example_inputs(self.build("meta"), batch, seq, device)
 
     def shrunk(self) -> ModelSpec:
-        """See `ModelSpec.shrunk`."""
+        """A spec of the same architecture, its name marked '(shrunk)': at most 2 layers, 8 heads
+        and 512 tokens in the vocabulary, without dropout.
+        """
         small = shrunk_config_dict(_config(self.name, self.config_dict).to_dict())
         return HFSpec.from_dict(f"{self.name} (shrunk)", small)
 
@@ -382,8 +397,8 @@ def _config(name: str, config_dict: dict[str, Any]) -> Any:
 
 
 def _check_sizes(name: str, config: Any) -> None:
-    """Raise AutoparError for a size with which transformers would build an empty model, or run for
-    an unreasonable time.
+    """Raise AutoparError if a size in the config is not a whole number from 1 to `MOST_SIZE`
+    (layers: `MOST_LAYERS`). Sizes that are missing, or lists for each layer, are not checked.
     """
     names = "hidden_size num_attention_heads num_key_value_heads intermediate_size vocab_size"
     for size in (*names.split(), "num_hidden_layers"):
@@ -399,8 +414,10 @@ def _check_sizes(name: str, config: Any) -> None:
 
 
 def _auto_class(config: Any) -> str | None:
-    """The name of transformers' auto class for `config`: its language model (the kind that the
-    config suggests first), else its image classifier; None if it has neither.
+    """The name of transformers' auto class that can build `config`, or None.
+
+    Language models come first, in an order that the config suggests (decoder, encoder and decoder,
+    encoder), then image classifiers.
     """
     order = ["AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"]
     if getattr(config, "is_encoder_decoder", False):

@@ -15,7 +15,9 @@ _RULE, _ASKS = "torch_chunk_gated_delta_rule", "is_torchdynamo_exporting"
 
 @contextlib.contextmanager
 def triangular_solves(model: nn.Module) -> Iterator[None]:
-    """A context in which torch.export captures the triangular solves that eager PyTorch runs.
+    """A context in which torch.export captures the triangular solves of gated delta rules in
+    `model` as eager PyTorch runs them. It patches the files of transformers that define its
+    modules.
 
     For export, transformers replaces each solve by row updates, since some targets lack the op.
     That is 64 in-place updates per layer: capture takes minutes, and the graph has thousands of

@@ -26,8 +26,9 @@ _ACTIVATION = "_autopar_activation"
 
 
 def prepare_experts(model: nn.Module) -> None:
-    """Select this package's experts function in the configs of the model's experts modules, in
-    place. An implementation that the user chose is kept.
+    """Make the experts modules of a transformers model compute by `routed_experts_forward`, in
+    place: it registers the function and selects it in their configs. An implementation that the
+    user chose is kept.
     """
     configs: list[Any] = []
     for module in filter(_is_experts, model.modules()):
@@ -47,8 +48,11 @@ def prepare_experts(model: nn.Module) -> None:
 def routed_experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The experts function for transformers' ExpertsInterface: hidden_states (t, h), top_k_index
-    and top_k_weights (t, k) -> (t, h).
+    """The experts function for transformers' ExpertsInterface, by `autopar::routed_experts`:
+    hidden_states (t, h), top_k_index and top_k_weights (t, k) -> (t, h), for t tokens and k
+    choices.
+
+    Calls transformers' own function for an unknown activation, or with its expert parallelism.
     """
     activation = getattr(module, _ACTIVATION, None)
     if activation is None or module._is_expert_parallel:
@@ -71,15 +75,16 @@ def routed_experts_forward(
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether the module's class was decorated with transformers' `use_experts_implementation`,
-    which sets these attributes.
+    """Whether the module is one of transformers' experts: its class has the attributes that
+    `use_experts_implementation` sets.
     """
     names = ("_apply_gate", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")
     return all(hasattr(module, name) for name in names)
 
 
 def _find_activation(module: Any) -> str | None:
-    """The activation of `autopar_kernels.routed_experts` that equals the module's, or None.
+    """The name of the activation of `autopar_kernels.routed_experts`, such as 'gated:silu', that
+    equals the module's; None if none does.
 
     The module's activation runs on 1,024 fp64 numbers with scales from 1 to 10^4, of both signs and
     on both sides of any limit.

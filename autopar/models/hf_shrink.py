@@ -32,7 +32,9 @@ _NOISE = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "jitte
 
 
 def shrunk_config_dict(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a config's dict with 2 layers, at most 8 heads, head dims of at most 16, a vocabulary of at most 512 and no dropout."""
+    """A copy of a config's dict, and of the text configs in it, for a small model. It has at most 2
+    layers, 8 heads of 16 channels and 512 tokens in the vocabulary, fewer experts, and no dropout.
+    """
     config = copy.deepcopy(config)
     texts = [value for key, value in config.items() if key.endswith("text_config")]
     for part in [config, *(text for text in texts if isinstance(text, dict))]:
@@ -41,7 +43,7 @@ def shrunk_config_dict(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ints(config: dict[str, Any], names: str) -> list[str]:
-    """The names whose value in the config is an integer."""
+    """Those of `names` (separated by spaces) whose value in the config is an int."""
     return [name for name in names.split() if type(config.get(name)) is int]
 
 
@@ -62,9 +64,10 @@ def _shrink(config: dict[str, Any]) -> None:
 
 
 def _shrink_experts(config: dict[str, Any]) -> None:
-    """Shrink the number of experts in place, to no fewer than top-k. With group-limited routing
-    (DeepSeek-V3: a token's experts must be in its best `topk_group` of `n_group` groups), at
-    most two groups are kept, with enough experts for the top k.
+    """Reduce the number of experts in the config, in place, to 4 or the top k, whichever is more.
+    At most one layer stays dense. With group-limited routing (DeepSeek-V3: a token's experts must
+    be in its best `topk_group` of `n_group` groups), at most two groups are kept, with enough
+    experts for the top k.
     """
     chosen = config.get("num_experts_per_tok") or 1
     groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
@@ -135,8 +138,8 @@ def _silence(config: dict[str, Any]) -> None:
 
 
 def _reset_rope(config: dict[str, Any]) -> None:
-    """Replace rescaled rotary frequencies with a factor per head dim by plain ones, in place, since
-    the head dim changes.
+    """Replace rotary settings that have a list of factors, one per channel of a head, by the
+    default ones with the same theta, in place. The shrunk head has other channels.
     """
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)

@@ -57,19 +57,19 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """The head dim."""
+        """Channels of one attention head: `head_width` if set, else hidden / heads."""
         return self.head_width or self.hidden // self.heads
 
     def module(self) -> Llama:
-        """A new model of these dimensions."""
+        """A new `Llama` with these dimensions and random weights, on torch's default device."""
         return Llama(self)
 
 
 def check_attention_extras(
     model: str, head_width: int | None, window: int, window_every: int
 ) -> None:
-    """Raise AutoparError unless the head width, the window and its period, if set, are integers >=
-    1.
+    """Raise AutoparError unless `head_width` (if not None), `window` (if not 0) and `window_every`
+    are integers >= 1. `model` begins the message.
     """
     if head_width is not None:
         check_positive(model, head_width=head_width)
@@ -79,7 +79,7 @@ def check_attention_extras(
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions.
+    """A module: causal grouped-query self-attention with rotary positions.
 
     `visible` (s, s), True where a query sees a key, replaces the causal mask.
     """
@@ -93,7 +93,9 @@ class Attention(nn.Module):
         self.o_proj = Linear(heads * self.head_dim, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
-        """(b, s, h) -> (b, s, h). cos and sin are rotary tables (s, d)."""
+        """Attention and its output projection: x (b, s, h) -> (b, s, h). cos and sin are rotary
+        tables (s, d). `visible` (s, s) is True where a query sees a key; None is causal.
+        """
         batch, seq, _ = x.shape
         projections = (
             (self.q_proj, self.heads),
@@ -113,7 +115,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """A feed-forward layer with a SiLU gate."""
+    """A module: a feed-forward layer with a SiLU gate, down(silu(gate(x)) * up(x))."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
@@ -127,7 +129,9 @@ class SwiGLU(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """One Llama layer."""
+    """A module: one Llama layer, attention and a feed-forward layer, each after a norm and with a
+    residual.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -137,13 +141,15 @@ class LlamaBlock(nn.Module):
         self.mlp = SwiGLU(config.hidden, config.ffn)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
-        """x + attention(norm(x)), then x + mlp(norm(x)): (b, s, h) -> (b, s, h)."""
+        """x + attention(norm(x)), then x + mlp(norm(x)): (b, s, h) -> (b, s, h). cos and sin are
+        rotary tables (s, d). `visible` (s, s) is True where a query sees a key; None is causal.
+        """
         x = x + self.attention(self.attention_norm(x), cos, sin, visible)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama(nn.Module):
-    """A decoder-only Llama language model."""
+    """A module: a decoder-only Llama language model, with random weights."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -156,8 +162,8 @@ class Llama(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """input_ids (b, s) int64 -> logits (b, s, v); with labels (b, s), the mean loss
-        (scalar).
+        """input_ids (b, s) int64 -> logits (b, s, v). With labels (b, s): the mean cross-entropy of
+        each position against the next label, a scalar.
         """
         config, x = self.config, self.embed(input_ids)
         cos, sin = rotary_tables(input_ids.shape[1], config.head_dim, config.rope_theta, like=x)

@@ -42,7 +42,8 @@ class MLADims:
 
 
 class LatentAttention(nn.Module):
-    """Causal attention whose keys and values are projected from a small latent.
+    """A module: causal self-attention whose keys and values are projected from a small vector
+    (latent) of each token.
 
     The rotary part of the key is one head that all query heads share.
     """
@@ -61,7 +62,9 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(heads * dims.value_dim, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
-        """(b, s, h) -> (b, s, h). cos and sin are rotary tables (s, rotary_dim)."""
+        """Attention and its output projection: x (b, s, h) -> (b, s, h). cos and sin are rotary
+        tables (s, rotary_dim). `visible` (s, s) is True where a query sees a key; None is causal.
+        """
         batch, seq, _ = x.shape
         dims, heads = self.dims, self.heads
         q = self.q_up(self.q_norm(self.q_down(x)))

@@ -103,21 +103,25 @@ class MoEConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head's query."""
+        """Channels of one head's query: those of `mla` if set, else `head_width`, else hidden /
+        heads.
+        """
         return self.mla.query_dim if self.mla else self.head_width or self.hidden // self.heads
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that carry rotary positions."""
+        """Channels of a head that carry rotary positions: with `mla` a part of the head, else all."""
         return self.mla.rotary_dim if self.mla else self.head_dim
 
     def module(self) -> MoE:
-        """A new model of these dimensions."""
+        """A new `MoE` with these dimensions and random weights, on torch's default device."""
         return MoE(self)
 
 
 class Experts(nn.Module):
-    """Stacked SwiGLU experts."""
+    """A module: the weights of SwiGLU experts, stacked into one tensor for gate and up and one for
+    down.
+    """
 
     def __init__(self, experts: int, hidden: int, ffn: int, capacity_factor: float = 0.0) -> None:
         super().__init__()
@@ -128,13 +132,13 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the weights randomly."""
+        """Fill all weights from N(0, INIT_STD), in place."""
         for weight in (self.gate_up_proj, self.down_proj):
             nn.init.normal_(weight, std=INIT_STD)
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The combined result (t, h) of experts on tokens x (t, h). `index` and `weights` (t, k)
-        are the chosen experts and routing weights.
+        """For each token of x (t, h), the sum of its k experts' results, weighted: (t, h). `index`
+        (t, k) has the chosen experts and `weights` (t, k) their routing weights.
         """
         return torch.ops.autopar.routed_experts(
             x,
@@ -151,7 +155,7 @@ class Experts(nn.Module):
 
 
 class RoutedMLP(nn.Module):
-    """A top-k router, experts, and the shared expert if there is one.
+    """A module: a top-k router, experts, and the shared expert if there is one.
 
     The weights of the chosen experts are renormalized to sum to 1 (Mixtral, section 2.1). The
     balance loss is Switch Transformer's eq. 4 extended to k choices: e * sum_i f_i * P_i. f_i is
@@ -183,7 +187,7 @@ class RoutedMLP(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """One layer with routed experts, or with a dense MLP."""
+    """A module: one layer, attention and then routed experts; a dense MLP instead if `dense`."""
 
     def __init__(self, config: MoEConfig, dense: bool = False) -> None:
         super().__init__()
@@ -202,7 +206,8 @@ class MoEBlock(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """x + attention(norm(x)), then x + mlp(norm(x)): (b, s, h) -> ((b, s, h), balance loss
-        (scalar, or None if dense)).
+        (scalar, or None if dense)). cos and sin are rotary tables; `visible` (s, s) is True where a
+        query sees a key; None is causal.
         """
         x = x + self.attention(self.attention_norm(x), cos, sin, visible)
         found = self.mlp(self.mlp_norm(x))
@@ -231,14 +236,17 @@ class LaterToken(nn.Module):
     def forward(
         self, x: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """x and embedded, (b, s, h) each -> (state (b, s, h), balance loss)."""
+        """x (previous module's state) and embedded (tokens), (b, s, h) each -> (new state (b, s,
+        h), balance loss (scalar)). cos and sin are rotary tables; `visible` (s, s) is True where a
+        query sees a key; None is causal.
+        """
         earlier = F.pad(x, (0, 0, 1, 0))[:, :-1]
         both = torch.cat((self.state_norm(earlier), self.token_norm(embedded)), dim=2)
         return self.layer(self.proj(both), cos, sin, visible)
 
 
 class MoE(nn.Module):
-    """A language model with routed experts.
+    """A module: a language model with routed experts, with random weights.
 
     The loss is the mean cross-entropy, plus `mtp_coef` times the mean cross-entropy of the modules
     that predict later tokens, plus `router_aux_coef` times the sum of the layers' balance losses.
@@ -258,7 +266,9 @@ class MoE(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """input_ids (b, s) int64 -> logits (b, s, v); with labels (b, s), the loss (scalar)."""
+        """input_ids (b, s) int64 -> logits (b, s, v). With labels (b, s): the loss of the class's
+        docstring, a scalar, where each position predicts the next label.
+        """
         config = self.config
         x, balance = self.body(self.embed(input_ids))
         logits = self.head(self.norm(x))
@@ -276,7 +286,9 @@ class MoE(nn.Module):
         return loss + config.router_aux_coef * balance if config.router_aux_coef else loss
 
     def body(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Run all layers: (b, s, h) -> ((b, s, h), sum of the balance losses)."""
+        """Run all layers on embedded tokens: (b, s, h) -> ((b, s, h), sum of the balance losses).
+        The sum is 0.0 if no layer has one. No final norm.
+        """
         cos, sin, visible = self._positions(x)
         balance: Tensor | float = 0.0
         for index, layer in enumerate(self.layers):
@@ -286,7 +298,9 @@ class MoE(nn.Module):
         return x, balance
 
     def _positions(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(cos, sin, window mask or None): rotary tables and the mask for layers with a window."""
+        """(cos, sin, mask): rotary tables (s, rotary dim) for the sequence of x (b, s, h), and the
+        mask (s, s) for layers with a window. The mask is None without windows.
+        """
         config, seq = self.config, x.shape[1]
         tables = rotary_tables(seq, config.rotary_dim, config.rope_theta, like=x)
         return *tables, causal_mask(seq, config.window, like=x) if config.window else None

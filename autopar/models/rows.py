@@ -15,10 +15,11 @@ BatchDims = Mapping[str, int | None]
 def row_dims(
     tensors: Mapping[str, torch.Tensor], batch_dims: BatchDims | None
 ) -> dict[str, int | None]:
-    """Which dim of each input is the batch; None: none.
+    """By name of an input, the dim that is the batch; None for an input without rows.
 
-    Inputs that `batch_dims` does not name have their rows in dim 0 if that is as long as the batch. The batch is as long as the dim
-    that `batch_dims` names first, or else dim 0 of the first other input.  Raises AutoparError for dims that `batch_dims` cannot mean.
+    Inputs that `batch_dims` does not name have their rows in dim 0 if that is as long as the batch.
+    The batch is as long as the dim that `batch_dims` names first, or else dim 0 of the first other
+    input.  Raises AutoparError for dims that `batch_dims` cannot mean, or if no input has rows.
     """
     named = {} if batch_dims is None else dict(batch_dims)
     for name, dim in named.items():
@@ -54,7 +55,9 @@ def row_dims(
 def rows_first(
     tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int | None]
 ) -> dict[str, torch.Tensor]:
-    """The tensors with the dims of their rows in front."""
+    """The tensors by name, each with the dim of its rows (`dims`) moved to dim 0. Tensors without
+    rows stay as they are.
+    """
     return {
         name: tensor.movedim(dim, 0) if (dim := dims.get(name)) and dim < tensor.dim() else tensor
         for name, tensor in tensors.items()

@@ -19,7 +19,9 @@ __all__ = ["ModelSpec", "NativeSpec", "parse_model"]
 
 
 def _fields(text: str) -> dict[str, str]:
-    """A mapping from a key in the text to a config field, from words `key` or `key=field`."""
+    """A dict from words separated by spaces: `key=field` gives key -> field, and `key` gives key ->
+    key. Keys are those of MODEL texts, and fields those of configs.
+    """
     pairs = (word.partition("=") for word in text.split())
     return {key: field or key for key, _, field in pairs}
 

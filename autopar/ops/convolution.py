@@ -18,8 +18,9 @@ groups passes its own number.
 
 
 def _convolution(call: Call) -> OpDims:
-    """The rule of convolutions: output channels are parallel and input channels are summed. With
-    groups, both are sharded together, in whole groups.
+    """How a convolution may be sharded: by batch, by output channels, and by input channels, over
+    which it sums. With groups, both kinds of channels are sharded together, in whole groups. Never
+    along space.
     """
     x, weight = call.tensors[:2]
     space = weight.dim() - 2
@@ -68,7 +69,7 @@ def _convolution(call: Call) -> OpDims:
 
 
 def _group_norm(call: Call) -> OpDims:
-    """The rule of group_norm: channels are sharded in whole groups."""
+    """How group_norm may be sharded: by batch, and by channels in whole groups. Never along space."""
     x, *affine = call.tensors
     group = "g"
     letters = ("n", group, *(f"!s{k}" for k in range(x.dim() - 2)))
@@ -84,8 +85,8 @@ def _group_norm(call: Call) -> OpDims:
 
 
 def _instance_norm(call: Call) -> OpDims:
-    """The rule of instance_norm: its statistics are per sample and channel, so both can be sharded.
-    Running statistics would mix samples; the op then stays whole.
+    """How instance_norm may be sharded: by batch and channels, since its statistics are per sample
+    and channel. Running statistics would mix samples; the op then stays whole.
     """
     if call.arg("running_mean") is not None:
         return whole(call)

@@ -39,8 +39,8 @@ def _elementwise_loss(call: Call) -> OpDims:
 
 
 def _class_loss(call: Call) -> OpDims:
-    """The rule of nll_loss: log-probabilities (tokens, classes, ..) and indices (tokens, ..).
-    Classes cannot be sharded.
+    """How nll_loss may be sharded: by tokens, if it is summed or unreduced. Its operands are
+    log-probabilities (tokens, classes, ..) and indices (tokens, ..). Classes stay whole.
     """
     source, target, *weight = call.tensors
     reduction = call.arg("reduction", _MEAN)
@@ -58,8 +58,8 @@ def _class_loss(call: Call) -> OpDims:
 
 
 def _row_loss(call: Call) -> OpDims:
-    """The rule of a loss per row. Rows are dim 0 of every tensor that has that many; weights have
-    no rows.
+    """How a loss with one result per row may be sharded: by rows, if it is not reduced. Rows are
+    dim 0 of every tensor that has that many, except `weight`.
     """
     if call.arg("reduction", _MEAN) != 0 or call.results[0].dim() != 1:
         return whole(call)

@@ -27,7 +27,12 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 def custom_rule(call: Call) -> OpDims:
-    """Rows are sharded if they are seen to be independent. Raises AutoparError if backward is not linear or results are random."""
+    """How a user's autograd.Function may be sharded: by rows if trial runs show that they are
+    independent, else not at all.
+
+    Raises AutoparError if its backward is not linear in the gradient, or if it draws random
+    numbers.
+    """
     tensors, results = call.tensors, call.results
     trial = _trial_sizes(tensors)
 
@@ -62,7 +67,9 @@ def custom_rule(call: Call) -> OpDims:
 
 
 def _trial_sizes(tensors: list[Tensor]) -> dict[int, int]:
-    """Smaller sizes for those of large tensors, equal for equal ones."""
+    """By size of a dim (per batch row), the size to use for it in trial runs: a small one, equal
+    for equal ones. {} if all tensors are small already.
+    """
     if sum(prod(at_batch(s, _ROWS[-1]) for s in t.shape) for t in tensors) <= _LARGE:
         return {}
     sizes = sorted({at_batch(size, 1) for t in tensors for size in t.shape})
@@ -78,7 +85,13 @@ def _seen(
     returned: tuple[bool, ...],
     sizes: tuple[tuple[int, ...], ...],
 ) -> bool:
-    """Whether values and gradients of some rows do not depend on the others."""
+    """Whether values and gradients of the function `name` on a whole batch are those on its two
+    parts, joined (or added, where a tensor has no rows). Runs it on random numbers.
+
+    `shapes` and `sizes` have three entries each, for 2, 3 and 5 rows. `rows` and `returned` say
+    which operands and results have rows. False if it does not run. Raises AutoparError as
+    `custom_rule` does.
+    """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(1)
         first, second = (
@@ -114,14 +127,18 @@ def _seen(
 
 
 class _Run:
-    """The function on some values."""
+    """One run of the function `name`: `inputs` are copies of `values` that track gradients,
+    `results` what it returned.
+    """
 
     def __init__(self, name: str, values: list[Tensor], sizes: list[int]) -> None:
         self.inputs = [t.clone().requires_grad_() if t.is_floating_point() else t for t in values]
         self.results = custom_function(self.inputs, sizes, name)
 
     def gradients(self, weights: list[Tensor]) -> list[Tensor | None]:
-        """Of the weighted sum of the results, by input; None for what has none."""
+        """The gradient of each input, if the results have the gradients `weights`; None for an
+        input that gets none.
+        """
         pairs = [(t, w) for t, w in zip(self.results, weights, strict=True) if t.requires_grad]
         inputs = [t for t in self.inputs if t.requires_grad]
         if not pairs or not inputs:

@@ -24,14 +24,16 @@ for sections of these sizes that are sharded alike under the letter x.
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One ATen call (a graph node) as a rule sees it. Gives arguments by schema name, tensor
-    operands in call order, results, and dims as indices.
+    """One ATen call (a graph node) as an op rule sees it. Holds only `node`; arguments by schema
+    name, tensor operands in call order, results, and dims as indices are read from it.
     """
 
     node: Node
 
     def arg(self, name: str, default: Any = None) -> Any:
-        """The argument with this schema name, or the schema's default if it was not passed."""
+        """The argument with this schema name. If it was not passed: the schema's default, or
+        `default` if there is none.
+        """
         return argument(self.node, name, default)
 
     @property
@@ -41,21 +43,26 @@ class Call:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The fake tensors of the operands."""
+        """The fake tensors of the operands, in call order, with repetitions."""
         return [n.meta["val"] for n in self.operands]
 
     @property
     def results(self) -> list[torch.Tensor]:
-        """The fake tensors that the call returns."""
+        """The fake tensors that the call returns, in order."""
         return results(self.node)
 
     def dim(self, name: str = "dim", default: Any = None, rank: int | None = None) -> int:
-        """A dim argument as a non-negative index. `rank` defaults to that of the first operand."""
+        """The dim argument `name` as an index from 0. If it is not passed: the schema's default, or
+        `default`. `rank` is the number of dims that negative ones count from; by default, those of
+        the first operand.
+        """
         rank = self.tensors[0].dim() if rank is None else rank
         return self.arg(name, default) % max(rank, 1)
 
     def dims(self, name: str = "dim") -> list[int]:
-        """A list-of-dims argument as non-negative indices; all dims if it is absent or empty."""
+        """The argument `name`, a dim or list of dims, as indices from 0 into the first operand. All
+        dims if it is None or empty.
+        """
         rank, dims = self.tensors[0].dim(), self.arg(name)
         if dims is None or dims == []:
             return list(range(rank))
@@ -73,7 +80,7 @@ def operands(node: Node) -> list[Node]:
 
 
 def results(node: Node) -> list[torch.Tensor]:
-    """The fake tensors that a node returns."""
+    """The fake tensors that a node returns, in order; entries that are no tensors are left out."""
     val = node.meta.get("val")
     return [
         v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)
@@ -81,13 +88,18 @@ def results(node: Node) -> list[torch.Tensor]:
 
 
 def letters_of(entry: str) -> list[str]:
-    """The letters of an entry that can be sharded."""
+    """The letters of one dim's entry that can be sharded: one for a plain dim, several for a
+    flattened one (`b*s`), none if it starts with '!'.
+    """
     return [letter for letter in entry.partition("|")[0].split("*") if not letter.startswith("!")]
 
 
 def locate(term: Letters, letter: str) -> tuple[int, Pattern] | None:
-    """(dim, pattern) at which a tensor holds a letter; None if it does not. A letter after the
-    batch in a flattened dim is sharded per batch row.
+    """(dim, pattern) at which a tensor with the letters `term` holds a letter; None if it does not.
+    The pattern says which elements of the dim a rank holds if the letter is sharded contiguously.
+
+    A letter after the batch in a flattened dim is sharded per batch row; one with sections, per
+    section.
     """
     for dim, entry in enumerate(term):
         if letter == entry:
@@ -105,15 +117,17 @@ def locate(term: Letters, letter: str) -> tuple[int, Pattern] | None:
 
 
 def located(term: Letters, letter: str) -> tuple[int, Pattern]:
-    """`locate` for a letter that the tensor must hold. Raises ValueError if it does not."""
+    """(dim, pattern) as `locate` returns it. Raises ValueError if no dim of the tensor holds the
+    letter.
+    """
     if (place := locate(term, letter)) is None:
         raise ValueError(f"no dim of {term} holds the letter {letter!r}")
     return place
 
 
 def compose(own: Pattern, wanted: Pattern) -> Pattern | None:
-    """The pattern of a dim that holds a letter in pattern `own`, if the letter is sharded in
-    pattern `wanted`; None if there is no such pattern.
+    """The pattern in which a dim is sharded if it holds a letter in pattern `own` (see `locate`),
+    and the letter is sharded in pattern `wanted`. None if no pattern says both.
     """
     if own.is_contiguous:
         return wanted
@@ -135,7 +149,8 @@ def wanted_of(own: Pattern, pattern: Pattern) -> Pattern | None:
 
 @dataclass(frozen=True, slots=True)
 class JointSharding:
-    """A strategy that shards different dims of different operands together, with its own lowering.
+    """A description of a strategy that shards different dims of different operands together, with
+    its own lowering (another way to compute the op).
 
     `axis` is the kind of mesh axis that it is for ('cp', 'ep', 'tp'). `inputs` and `outputs` give
     the sharded dim of each tensor, or -1. `size` must be at least the size of the axis; if `even`,
@@ -151,7 +166,8 @@ class JointSharding:
 
 @dataclass(frozen=True, slots=True)
 class OpDims:
-    """The dims of an op's operands and results, by letter. A letter that starts with '!' cannot be
+    """The dims of an op's operands and results, by letter: dims with one letter are sharded
+    together. They determine all ways to shard the op. A letter that starts with '!' cannot be
     sharded.
 
     Attributes:
@@ -189,7 +205,9 @@ class OpDims:
     movement_free: bool = False
 
     def total_flops(self) -> Any:
-        """FLOPs of the whole op, symbolic in the batch. 0 if it multiplies no matrices."""
+        """FLOPs of the op over whole tensors: a number, or an expression in the batch size. 0 if it
+        multiplies no matrices.
+        """
         if not self.contraction:
             return 0
         if self.flops is not None:
@@ -220,12 +238,13 @@ def einsum(
     fixed: str = "",
     ordered: bool = False,
 ) -> Callable[[Call], OpDims]:
-    """A rule from an equation such as `b.. i, o i, +o -> b.. o`.
+    """A function from a call to its `OpDims`, from an equation such as `b.. i, o i, +o -> b.. o`.
 
     `b..` stands for any number of leading dims. `+` marks an additive operand. Trailing operands
     may be absent in a call. Letters that are missing in the result are summed. `fixed` letters
     cannot be sharded. With `ordered`, shards must be contiguous, for ops that depend on the
-    position of an element.
+    position of an element. `linear`, `special`, `replicated` (letters, separated by spaces) and
+    `contraction` are those of `OpDims`.
     """
     left, right = equation.split("->")
     terms = [term.split() for term in left.split(",")]
@@ -268,8 +287,8 @@ def einsum(
 
 
 def _expand(term: list[str], rank: int) -> Letters:
-    """The letters of a term for a tensor with `rank` dims: `b..` becomes `b0 b1 ...` for the
-    leading dims.
+    """The letters of one term of an equation for a tensor with `rank` dims: `b..` becomes `b0 b1
+    ...` for the leading dims. Raises ValueError if the term does not fit.
     """
     extra = rank - sum(not t.endswith("..") for t in term)
     out: list[str] = []
@@ -281,12 +300,14 @@ def _expand(term: list[str], rank: int) -> Letters:
 
 
 def is_symbolic(size: Any) -> bool:
-    """Whether a size depends on the batch."""
+    """Whether a size depends on the batch: a SymInt that is no plain number."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
 def at_batch(size: Any, rows: int) -> int:
-    """A symbolic size as a number, for a batch of `rows` rows."""
+    """`size` as a number, where the batch has `rows` rows. A size that does not depend on the batch
+    is returned as an int.
+    """
     if not is_symbolic(size):
         return int(size)
     expr = size.node.expr
@@ -315,5 +336,7 @@ def _polynomial(expr: sympy.Expr) -> tuple[tuple[int, int], ...] | None:
 
 
 def has_batch(val: Any) -> bool:
-    """Whether dim 0 of a model input is the batch."""
+    """Whether a model input has a dim 0 whose size depends on the batch. False for None and
+    scalars.
+    """
     return val is not None and val.dim() > 0 and is_symbolic(val.shape[0])

@@ -7,15 +7,15 @@ from autopar.ops.kinds import Rule, keep_dims, pointwise, whole, words
 
 
 def _additive(call: Call) -> OpDims:
-    """The rule of addition and subtraction: jointly linear in two tensors. With one tensor and a
-    number they are affine, so not linear.
+    """How addition and subtraction may be sharded: along every dim, and as partial sums if both
+    operands are tensors. With one tensor and a number they are affine, so not linear.
     """
     return pointwise(all_linear=len(call.tensors) == 2)(call)
 
 
 def _where(call: Call) -> OpDims:
-    """The rule of where: jointly linear in both branches. A branch that is a number must be 0 for
-    that.
+    """How where may be sharded: along every dim, and as partial sums in both branches together. If
+    one branch is a number, only if that is 0.
     """
     if len(call.tensors) == 3:
         return pointwise(linear=((1, 2),))(call)
@@ -29,7 +29,9 @@ def _masked_fill(call: Call) -> OpDims:
 
 
 def _prelu(call: Call) -> OpDims:
-    """The rule of prelu: one slope, or one per channel in dim 1."""
+    """How prelu may be sharded: along every dim of its input. The slope is replicated, or, with one
+    per channel, sharded with dim 1.
+    """
     x, slope = call.tensors
     letters = tuple(f"d{k}" for k in range(x.dim()))
     shared = slope.numel() == 1

@@ -18,8 +18,8 @@ _LETTER = re.compile(r"!?[A-Za-z_]\w*(\.\.)?")
 
 
 def equation_rule(name: str, text: str) -> Rule:
-    """The rule that `text` states for the op `name`. Raises AutoparError if the text is invalid;
-    the rule raises it if a call does not match.
+    """A function from a call of the op `name` to its `OpDims`, as the equation `text` says. Raises
+    AutoparError if the text is invalid; the function raises it if a call does not match.
     """
     operands, results = _parse(name, text)
     rule = einsum(text, ordered=True)

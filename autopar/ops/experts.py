@@ -10,8 +10,8 @@ from autopar.ops.dims import Call, JointSharding, OpDims
 
 
 def routed_experts(call: Call) -> OpDims:
-    """The dims of routed_experts: x (t, h), index (t, k), weights (t, k), up (e, w, h), up_bias (e,
-    w), down (e, h, f), down_bias (e, h) -> (t, h).
+    """How routed_experts may be sharded: x (t, h), index (t, k), weights (t, k), up (e, w, h),
+    up_bias (e, w), down (e, h, f), down_bias (e, h) -> (t, h).
 
     The width f is that of `down`. `up` has it once or, for gate and up, twice: as sections or
     alternating. Sharding the width makes the result partial. Experts are sharded together with

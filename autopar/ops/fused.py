@@ -18,12 +18,16 @@ from autopar.ops.kinds import Rule, same
 
 
 def present(call: Call, *names: str) -> list[str]:
-    """The names of the tensor arguments that a call has, in the order of its schema."""
+    """Those of `names` that are arguments of the call and not None or false, in the order of its
+    schema.
+    """
     return [name for name in argument_names(call.node) if name in names and call.arg(name)]
 
 
 def _norm(call: Call) -> OpDims:
-    """A norm over the last dim.  x, residual and gate have the dims of the result, weight and bias the last one."""
+    """How a norm over the last dim may be sharded: along all other dims.  x, residual and gate have
+    the dims of the result, weight and bias the last one.
+    """
     x = call.tensors[0]
     letters = (*(f"d{k}" for k in range(x.dim() - 1)), "!n")
     given = present(call, "x", "residual", "gate", "weight", "bias")
@@ -33,7 +37,12 @@ def _norm(call: Call) -> OpDims:
 
 
 def _glu(call: Call) -> OpDims:
-    """Element by element, and linear in up where nothing is added to it or clamped.  Halves of one projection are sharded as sections."""
+    """How a gated activation may be sharded: along every dim, and as partial sums in `up` where
+    nothing is added to it or clamped.
+
+    If gate and up are halves of one projection, its last dim is sharded in two sections;
+    interleaved halves are sharded evenly.
+    """
     x, out = call.tensors[0], call.results[0]
     letters = tuple(f"d{k}" for k in range(out.dim()))
     sizes = dict(zip(letters, out.shape, strict=True))
@@ -49,7 +58,9 @@ def _glu(call: Call) -> OpDims:
 
 
 def _rotary(call: Call) -> OpDims:
-    """Batch, heads and positions shard, the rotated dim does not; linear in x.  Tables have no gradient."""
+    """How rotary positions may be applied in shards: by batch, heads and positions, but not along
+    the rotated dim. Linear in x.
+    """
     x = call.tensors[0].shape
     letters = ("b", "t", "h", "!d") if call.arg("heads_last") else ("b", "h", "t", "!d")
     batch = "b" if same(call.tensors[1].shape[0], x[0]) else "!b"
@@ -64,7 +75,9 @@ def _rotary(call: Call) -> OpDims:
 
 
 def _cross_entropy(call: Call) -> OpDims:
-    """Tokens shard; classes too, with statistics that ranks exchange (`rewrite/lowerings/vocabulary_parallel.py`)."""
+    """How the fused cross-entropy may be sharded unless it is a mean: by tokens, and by classes,
+    with statistics that ranks exchange (`rewrite/lowerings/vocabulary_parallel.py`).
+    """
     logits, reduction = call.tensors[0], call.arg("reduction")
     free = reduction != "mean"
     tokens = tuple(f"d{k}" if free else f"!{k}" for k in range(logits.dim() - 1))

@@ -20,8 +20,11 @@ def same(a: object, b: object) -> bool:
 
 
 def pointwise(linear: tuple[tuple[int, ...], ...] = (), all_linear: bool = False) -> Rule:
-    """A rule for element-wise ops with broadcasting. `linear` lists groups of operands in which the
-    op is jointly linear; `all_linear` means all tensor operands together.
+    """A rule (a function from a call to its `OpDims`) for element-wise ops with broadcasting: every
+    dim of the result can be sharded.
+
+    `linear` lists groups of operands in which the op is jointly linear; `all_linear` means all
+    tensor operands together.
     """
 
     def rule(call: Call) -> OpDims:
@@ -56,11 +59,12 @@ def pointwise(linear: tuple[tuple[int, ...], ...] = (), all_linear: bool = False
 def keep_dims(
     fixed: Callable[[Call], list[int]], linear: bool = False, free: bool = False, even: bool = False
 ) -> Rule:
-    """A rule for ops whose result has the dims of the first operand. The dims that `fixed(call)`
-    returns cannot be sharded; further operands are replicated.
+    """A rule (a function from a call to its `OpDims`) for ops whose result has the dims of the
+    first operand. The dims that `fixed(call)` returns cannot be sharded; further operands are
+    replicated.
 
-    `free`: the op is a view. `even`: the other dims must be sharded evenly, for ops that refuse
-    empty tensors.
+    `linear`: the op is linear in the first operand. `free`: it is a view. `even`: the other dims
+    must be sharded evenly, for ops that refuse empty tensors.
     """
 
     def rule(call: Call) -> OpDims:
@@ -87,18 +91,22 @@ def keep_dims(
 
 
 def whole(call: Call) -> OpDims:
-    """The rule of ops that cannot be sharded: ops that mix all elements, and constants, which are
-    cheap to compute and free to slice.
+    """The rule of ops that cannot be sharded: `OpDims` in which no dim can be. Such are ops that
+    mix all elements, and constants, which are cheap to compute and free to slice.
     """
     inputs = tuple(tuple(f"!{k}" for k in range(t.dim())) for t in call.tensors)
     return OpDims(inputs, tuple(tuple(f"!r{k}" for k in range(t.dim())) for t in call.results), {})
 
 
 def last_dims(count: int) -> Callable[[Call], list[int]]:
-    """A function that returns the last `count` dims of a call's first operand."""
+    """A function from a call to the indices of the last `count` dims of its first operand (all dims
+    if it has fewer).
+    """
     return lambda call: list(range(max(call.tensors[0].dim() - count, 0), call.tensors[0].dim()))
 
 
 def along(name: str = "dim", default: int | None = None) -> Callable[[Call], list[int]]:
-    """A function that returns the dim that the argument `name` of a call gives, as a list."""
+    """A function from a call to a list of one index: the dim that its argument `name` gives, or
+    `default`.
+    """
     return lambda call: [call.dim(name, default)]

@@ -16,11 +16,11 @@ from autopar.ops.values import operand_names, result_names
 def check_legal(
     node: Node, choices: Mapping[str, AxisChoice], grads: Mapping[str, bool], block: str
 ) -> None:
-    """Raise AutoparError if a choice is not one of the op's strategies, because running it would
-    compute something else.
+    """Raise AutoparError if a plan's choice for the op `node` of the block class `block` is not one
+    of the op's strategies. Running it would compute something else.
 
-    `choices` are the choices of the op `node` in `block`, by axis. `grads` says for each value
-    whether a gradient flows through it.
+    `choices` has a choice for each mesh axis. `grads` says for each value, by name, whether a
+    gradient flows through it. Whether shards fit the axis is not checked.
     """
     inputs, outputs = (
         [grads[n] for n in operand_names(node)],

@@ -14,9 +14,10 @@ from autopar.ops.kinds import Rule, same, whole
 
 
 def _embedding(call: Call) -> OpDims:
-    """The rule of embedding. A table sharded by rows uses the vocab-parallel lowering if its number
-    of rows is fixed. If gradients are scaled by frequency in the whole batch, nothing can be
-    sharded.
+    """How embedding may be sharded: along all dims of the indices, along the width of the table,
+    and by its rows, if their number is fixed, with the vocab-parallel lowering.
+
+    If gradients are scaled by frequency in the whole batch, nothing can be sharded.
     """
     fixed = "v" if is_symbolic(call.tensors[0].shape[0]) else ""
     if call.arg("scale_grad_by_freq", False):
@@ -27,8 +28,8 @@ def _embedding(call: Call) -> OpDims:
 
 
 def _placed(call: Call) -> tuple[list[int], Letters, Letters, dict]:
-    """For x[indices]: the indexed dims of x, the letters of x, the letters of the result, and the
-    sizes of letters.
+    """For x[indices]: (the indexed dims of x, the letters of x, the letters of the result, the size
+    of each letter).
 
     As in NumPy, adjacent indexed dims are replaced in place, others by leading dims. `e0 e1 ..` are
     the dims of the indices.
@@ -54,7 +55,9 @@ def _broadcast(tensors: list[torch.Tensor]) -> list:
 
 
 def _aligned(tensor: torch.Tensor, letters: Letters, sizes: dict) -> Letters:
-    """The letters of a tensor that broadcasts to `letters`. Stretched dims cannot be sharded."""
+    """The letters of a tensor that broadcasts to a shape with `letters`, whose sizes are `sizes`.
+    Stretched dims get letters that cannot be sharded.
+    """
     offset = len(letters) - tensor.dim()
     return tuple(
         letters[offset + k] if same(s, sizes[letters[offset + k]]) else f"!{k}"
@@ -79,8 +82,8 @@ def _index(call: Call) -> OpDims:
 
 
 def _masked_put(call: Call) -> OpDims:
-    """The rule of index_put with one boolean mask, whose dims cannot be sharded: value e goes to
-    the e-th selected place.
+    """How index_put with one boolean mask may be sharded: not along the mask's dims, since value e
+    goes to the e-th selected place. With several masks or indices, not at all.
     """
     indices, target = call.arg("indices"), call.tensors[0]
     masks = [(k, index.meta["val"]) for k, index in enumerate(indices) if index is not None]
@@ -96,8 +99,8 @@ def _masked_put(call: Call) -> OpDims:
 
 
 def _index_put(call: Call) -> OpDims:
-    """The rule of index_put. Dims without an index are parallel. Entries can be sharded only with
-    `accumulate`, which gives a partial sum.
+    """How index_put may be sharded: along dims of the target without an index. Entries (the dims of
+    the indices) can be sharded only with `accumulate`, which gives a partial sum.
     """
     if _boolean(call):
         return _masked_put(call)
@@ -138,8 +141,11 @@ def _index_select(call: Call) -> OpDims:
 
 
 def _write(adding: bool, linear: bool = True) -> Rule:
-    """A rule for index_add and index_copy: entry e of the source goes to row index[e] of the
-    target.
+    """A rule (a function from a call to its `OpDims`) for index_add (`adding`) and index_copy:
+    entry e of the source goes to row index[e] of the target. Entries can be sharded only if they
+    are added.
+
+    `linear`: the op is jointly linear in target and source.
     """
 
     def rule(call: Call) -> OpDims:
@@ -164,8 +170,9 @@ def _write(adding: bool, linear: bool = True) -> Rule:
 
 
 def _gather(call: Call) -> OpDims:
-    """The rule of gather: index and result have the same shape. A dim cannot be sharded where that
-    is smaller than the source.
+    """How gather may be sharded: along every other dim that is as long in the source as in the
+    index. Along the dim that is gathered, index and result may be sharded, and the source stays
+    whole.
     """
     source, index = call.tensors
     if not source.dim() or not index.dim():
@@ -181,8 +188,8 @@ def _gather(call: Call) -> OpDims:
 
 
 def _take_along_dim(call: Call) -> OpDims:
-    """The rule of take_along_dim: like `gather` with broadcasting. Without a dim it flattens the
-    source.
+    """How take_along_dim may be sharded: like `gather`, with broadcasting. Without a dim it
+    flattens the source and stays whole.
     """
     source, index = call.tensors
     if call.arg("dim") is None:
@@ -203,8 +210,11 @@ def _take_along_dim(call: Call) -> OpDims:
 
 
 def _scatter(adding: bool) -> Rule:
-    """A rule for scatter ops with self, index and src (or a number). Dims of equal size in all of
-    them are parallel, except the dim that is written along.
+    """A rule (a function from a call to its `OpDims`) for scatter ops with self, index and src (or
+    a number). Dims of equal size in all of them can be sharded, except the dim that is written
+    along.
+
+    `adding`: entries may also be sharded along that dim, which gives a partial sum.
     """
 
     def rule(call: Call) -> OpDims:
@@ -238,8 +248,8 @@ def _scatter(adding: bool) -> Rule:
 
 
 def _slice_scatter(call: Call) -> OpDims:
-    """The rule of slice_scatter and select_scatter: src replaces a slice of self. For
-    select_scatter, src lacks the dim.
+    """How slice_scatter and select_scatter may be sharded: along all dims but the one in which src
+    replaces a slice of self. For select_scatter, src lacks that dim.
     """
     target, src = call.tensors
     dim = call.dim(default=0)
@@ -254,8 +264,8 @@ def _slice_scatter(call: Call) -> OpDims:
 
 
 def _diagonal_scatter(call: Call) -> OpDims:
-    """The rule of diagonal_scatter: src replaces a diagonal of two dims of self. Its last dim is
-    that diagonal.
+    """How diagonal_scatter may be sharded: along all dims but the two whose diagonal src replaces.
+    The last dim of src is that diagonal.
     """
     target, src = call.tensors
     frozen = {call.dim("dim1", 0), call.dim("dim2", 1)}

@@ -11,8 +11,9 @@ from autopar.ops.kinds import Rule, same
 
 
 def biased(bias_at: Letters, left: Letters, right: Letters) -> Rule:
-    """A rule for beta * bias + alpha * (left @ right), where the bias broadcasts to the result,
-    whose letters are `bias_at`.
+    """A rule (a function from a call to its `OpDims`) for beta * bias + alpha * (left @ right).
+    `left` and `right` are the letters of the factors. `bias_at` has those of the result, to which
+    the bias broadcasts.
     """
 
     def rule(call: Call) -> OpDims:
@@ -37,8 +38,8 @@ def biased(bias_at: Letters, left: Letters, right: Letters) -> Rule:
 
 
 def _einsum(call: Call) -> OpDims:
-    """The rule of einsum, with the letters of its equation. A letter that appears twice in one
-    operand (a diagonal) cannot be sharded.
+    """How einsum may be sharded: along every letter of its equation. A letter that appears twice in
+    one operand (a diagonal) cannot be.
     """
     terms, arrow, out = call.arg("equation").replace(" ", "").partition("->")
     if not arrow:
@@ -83,8 +84,8 @@ def _einsum(call: Call) -> OpDims:
 
 
 def batch_letters(out: Tensor, operand: Tensor | None = None) -> Letters:
-    """The letters of the dims before the last two of a result, or of an operand that broadcasts to
-    it. A stretched dim is `!b`.
+    """The letters `b0 b1 ..` of the dims before the last two of the result `out`; with `operand`,
+    of those of an operand that broadcasts to it. A stretched dim is `!b`, which cannot be sharded.
     """
     letters = tuple(f"b{k}" for k in range(out.dim() - 2))
     if operand is None:
@@ -94,8 +95,8 @@ def batch_letters(out: Tensor, operand: Tensor | None = None) -> Letters:
 
 
 def _solve_triangular(call: Call) -> OpDims:
-    """The rule of solve_triangular, X from A X = B or X A = B. Each column (row) of B is
-    independent, and so is each matrix of a batch.
+    """How solve_triangular (X from A X = B or X A = B) may be sharded: by matrices of a batch, and
+    by columns (rows) of B, which are independent.
     """
     system, known = call.tensors
     out, left = call.results[0], call.arg("left", True)

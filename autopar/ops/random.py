@@ -10,15 +10,17 @@ from autopar.ops.dims import Call
 
 
 def drops(node: Node) -> bool:
-    """Whether a call is active dropout, alone or inside attention."""
+    """Whether a call is dropout that is on and has a probability above 0, or attention with such
+    dropout.
+    """
     if op_name(node) == "aten::dropout":
         return bool(Call(node).arg("train")) and Call(node).arg("p") > 0
     return is_attention(node) and Call(node).arg("dropout_p", 0.0) > 0
 
 
 def draws_otherwise(node: Node) -> bool:
-    """Whether a call may draw random numbers from PyTorch's global generator in ways other than
-    dropout.
+    """Whether a call may draw random numbers from PyTorch's global generator, unless it is dropout
+    or attention.
     """
     tags = getattr(node.target, "tags", ())
     return (

@@ -39,11 +39,12 @@ Marks = list[dict[str, frozenset[tuple[int, Pattern]]]]
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The dims of a model and the connections between them.
+    """Which dims of a traced model's values hold the same data, so that sharding one shards the
+    other. Lists are by block class.
 
-    `dims` has the dims of each op, by class. `terms` lists, for each value, the ops that touch it
-    and the letters of their tensors. `edges` connects values of different classes that are one
-    tensor.
+    `dims` has the dims of each op, by name (None without a rule). `terms` lists, for each value,
+    the ops that touch it and the letters of their tensors. `edges` connects values of different
+    classes that are one tensor.
     """
 
     dims: list[dict[str, OpDims | None]]
@@ -52,7 +53,9 @@ class Reach:
     edges: dict[tuple[int, str], set[tuple[int, str]]]
 
     def spread(self, seeds: set[Mark]) -> Marks:
-        """For each class and value, the (dim, pattern) pairs that are connected to the seeds."""
+        """By class and value, the (dim, pattern) pairs that hold the same data as a seed, the seeds
+        included. A pattern says which elements of the dim each rank holds.
+        """
         seen, stack = set(seeds), list(seeds)
         while stack:
             index, value, dim, pattern = stack.pop()
@@ -89,7 +92,7 @@ def _neighbours(
 
 
 def reach_of(traced: TracedModel) -> Reach:
-    """The dims of a traced model and their connections."""
+    """The dims of a traced model's values and which of them hold the same data, by the op rules."""
     dims, terms = [], []
     for block in traced.classes:
         found: dict[str, OpDims | None] = {node.name: op_dims(node) for node in ops(block.graph)}
@@ -113,8 +116,9 @@ def reach_of(traced: TracedModel) -> Reach:
 
 
 def _edges(traced: TracedModel) -> dict[tuple[int, str], set[tuple[int, str]]]:
-    """Values of different classes that are one tensor: an output and the inputs that read it, and a
-    parameter of several classes.
+    """By (class index, value name), the values of other classes, or of the same, that are one
+    tensor with it. These are an output and the inputs that read it, and a parameter of several
+    classes.
     """
     edges: dict[tuple[int, str], set[tuple[int, str]]] = defaultdict(set)
     readers: dict[Source, list[tuple[int, str]]] = defaultdict(list)
@@ -143,7 +147,9 @@ def _edges(traced: TracedModel) -> dict[tuple[int, str], set[tuple[int, str]]]:
 
 
 def parameter_readers(traced: TracedModel) -> dict[str, list[tuple[int, str]]]:
-    """For each parameter, the (segment, node) pairs that read it, first to last."""
+    """By name of a parameter, buffer or constant, the (segment number, node name) pairs that read
+    it, first to last.
+    """
     nodes = [
         {n.target: n.name for n in block.graph.nodes if n.op == "get_attr"}
         for block in traced.classes
@@ -158,8 +164,8 @@ def parameter_readers(traced: TracedModel) -> dict[str, list[tuple[int, str]]]:
 
 
 def pattern_marks(reach: Reach) -> Marks:
-    """The values that can be sharded in a pattern, with their dims: everything connected to a split
-    or a flattened dim.
+    """By class and value, the (dim, pattern) pairs in which it can be sharded other than
+    contiguously: all that hold the same data as a split or a flattened dim.
     """
     seeds: set[Mark] = set()
     for index, terms in enumerate(reach.terms):
@@ -178,7 +184,10 @@ def pattern_marks(reach: Reach) -> Marks:
 def letter_patterns(
     dims: OpDims, node: Node, marks: dict[str, frozenset[tuple[int, Pattern]]]
 ) -> dict[str, frozenset[Pattern]]:
-    """For each letter of an op, the patterns besides contiguous that its neighbours can use."""
+    """By letter of an op with the dims `dims`, the patterns other than contiguous in which its
+    operands or results can be sharded. `marks` has (dim, pattern) pairs by value. Other letters are
+    left out.
+    """
     found: dict[str, set[Pattern]] = defaultdict(set)
     for value, term in zip(
         (*operand_names(node), *result_names(node)), (*dims.inputs, *dims.outputs), strict=True
@@ -192,8 +201,9 @@ def letter_patterns(
 
 
 def sequence_marks(traced: TracedModel, reach: Reach) -> Marks:
-    """The dims that are positions of sequences: those of attention's queries and keys, dim 1 of
-    integer inputs, and all dims connected to them.
+    """By class and value, the (dim, pattern) pairs that are positions of sequences. They are those
+    of attention's queries, keys and values, dim 1 of integer inputs, and all that hold the same
+    data.
     """
     seeds: set[Mark] = set()
     for index, block in enumerate(traced.classes):

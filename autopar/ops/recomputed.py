@@ -21,7 +21,10 @@ _LINEAR = {f"aten::{name}" for name in ("linear", "addmm", "mm", "matmul")}
 
 
 def attention_core(graph: Graph) -> frozenset[str]:
-    """Names of the ops of a class graph that selective recomputation runs again."""
+    """Names of the ops of a class graph that mode `selective` runs again in backward. They are
+    attention ops, and all ops from one product of activations to another (scores, softmax, context)
+    without a parameter.
+    """
     parameters = parameters_of(graph)
     calls = [
         node
@@ -46,8 +49,8 @@ def attention_core(graph: Graph) -> frozenset[str]:
 
 
 def dear_ops(graph: Graph) -> frozenset[str]:
-    """Names of the expensive ops whose results mode `op` keeps: attention, and the first, third,
-    fifth, ... product by a parameter.
+    """Names of the expensive ops whose results mode `op` keeps for backward: attention, and the
+    first, third, fifth, ... product by a parameter.
     """
     made = parameters_of(graph)
     products = [
@@ -59,7 +62,7 @@ def dear_ops(graph: Graph) -> frozenset[str]:
 
 
 def parameters_of(graph: Graph) -> set[Node]:
-    """Nodes of parameters, and of values computed from parameters alone."""
+    """Nodes of parameters and buffers, and of values computed from these alone."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr" or (

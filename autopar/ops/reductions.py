@@ -34,7 +34,9 @@ def _reduction(summing: bool, linear: bool = True) -> Rule:
 
 
 def _selection(call: Call) -> OpDims:
-    """The rule of kthvalue, median and mode: along one dim, or over all elements."""
+    """How kthvalue, median and mode may be sharded: along all dims but the reduced one. Over all
+    elements, not at all.
+    """
     source = call.tensors[0]
     if len(call.results) == 1:
         return whole(call)
@@ -47,8 +49,8 @@ def _selection(call: Call) -> OpDims:
 
 
 def _diff(call: Call) -> OpDims:
-    """The rule of diff. `prepend` and `append` are joined to the tensor along the dim, so they are
-    sharded like it.
+    """How diff may be sharded: along all other dims. `prepend` and `append` are joined to the
+    tensor along the dim, so they are sharded like it.
     """
     dim = call.dim(default=-1)
     inputs = tuple(
@@ -60,7 +62,9 @@ def _diff(call: Call) -> OpDims:
 
 
 def _cosine_similarity(call: Call) -> OpDims:
-    """The rule of cosine_similarity: two tensors that broadcast, reduced along one dim."""
+    """How cosine_similarity may be sharded: along all dims but the reduced one. Its two operands
+    broadcast.
+    """
     rank = max(t.dim() for t in call.tensors)
     along_dim = call.arg("dim", 1) % rank
     shape: list = [1] * rank
@@ -80,14 +84,16 @@ def _cosine_similarity(call: Call) -> OpDims:
 
 
 def trailing(name: str) -> Callable[[Call], list[int]]:
-    """A function that returns the last len(argument `name`) dims of a call's first operand, as for
-    layer_norm's normalized_shape.
+    """A function from a call to the indices of the last n dims of its first operand. n is the
+    length of the list argument `name`, such as layer_norm's normalized_shape.
     """
     return lambda call: last_dims(len(call.arg(name)))(call)
 
 
 def _pad(call: Call) -> OpDims:
-    """The rule of pad: only padded or cropped dims cannot be sharded."""
+    """How pad may be sharded: along all dims but the padded or cropped ones. Linear if it pads with
+    0.
+    """
     pad, rank = call.arg("pad"), call.tensors[0].dim()
     fixed = [rank - 1 - k for k in range(len(pad) // 2) if pad[2 * k : 2 * k + 2] != [0, 0]]
     value = call.arg("value", 0)
@@ -95,8 +101,8 @@ def _pad(call: Call) -> OpDims:
 
 
 def _listed(name: str) -> Callable[[Call], list[int]]:
-    """A function that returns the dims in the list argument `name`; all dims if it is absent, since
-    the op then flattens.
+    """A function from a call to the dims in its list argument `name`, as indices from 0. All dims
+    if it is absent or empty, since the op then flattens.
     """
 
     def fixed(call: Call) -> list[int]:
@@ -107,8 +113,8 @@ def _listed(name: str) -> Callable[[Call], list[int]]:
 
 
 def _repetition(name: str) -> Rule:
-    """A rule for repeat and tile: repeated dims cannot be sharded. There may be new leading
-    dims.
+    """A rule (a function from a call to its `OpDims`) for repeat and tile: repeated dims and new
+    leading dims cannot be sharded. `name` is the argument with the counts.
     """
 
     def rule(call: Call) -> OpDims:
@@ -134,8 +140,10 @@ def _repetition(name: str) -> Rule:
 
 
 def _repeat_interleave(call: Call) -> OpDims:
-    """The rule of repeat_interleave. Elements are repeated in place, so if shards are equal,
-    repeating a shard gives the shard of the result.
+    """How repeat_interleave may be sharded: along every dim, the repeated one evenly. Elements are
+    repeated in place, so repeating a shard gives the shard of the result.
+
+    A tensor of counts, or flattening several dims, keeps it whole.
     """
     source, dim = call.tensors[0], call.arg("dim")
     if len(call.tensors) > 1 or not source.dim() or (dim is None and source.dim() > 1):
@@ -153,12 +161,14 @@ def _repeat_interleave(call: Call) -> OpDims:
 
 
 def _unfold(call: Call) -> OpDims:
-    """The rule of unfold: windows along one dim become a new last dim."""
+    """How unfold may be sharded: along all dims but the one that is cut into windows, which become
+    a new last dim.
+    """
     return keep_dims(along("dimension"), linear=True, free=True)(call)
 
 
 def _diagonal(call: Call) -> OpDims:
-    """The rule of diagonal: the diagonal of two dims becomes the last dim."""
+    """How diagonal may be sharded: along all dims but the two whose diagonal becomes the last dim."""
     source = call.tensors[0]
     gone = {call.dim("dim1"), call.dim("dim2")}
     letters = tuple(f"!{k}" if k in gone else f"d{k}" for k in range(source.dim()))
@@ -173,7 +183,9 @@ def _diagonal(call: Call) -> OpDims:
 
 
 def fourier(call: Call) -> OpDims:
-    """Real and imaginary parts, transformed along some dims."""
+    """How a Fourier transform of real and imaginary parts may be sharded: along the dims that it
+    does not transform. Jointly linear in both parts.
+    """
     source, along_dims = call.tensors[0], set(call.dims())
     letters = tuple(f"!{k}" if k in along_dims else f"d{k}" for k in range(source.dim()))
     out = tuple(f"!r{k}" if k in along_dims else x for k, x in enumerate(letters))

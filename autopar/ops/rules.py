@@ -33,7 +33,7 @@ _RULES: dict[str, Rule] = {}
 
 
 def register_rule(target: object, rule: str | Rule) -> None:
-    """Add a rule, so that autopar can shard the op.
+    """Add the rule of an op, so that autopar can shard it. It replaces an earlier rule of the op.
 
     Raises AutoparError if there is no such op, or if the equation is invalid.
 
@@ -69,18 +69,22 @@ def _op_name(target: object) -> str:
 
 
 def rule_for(node: torch.fx.Node) -> Rule | None:
-    """The rule for the op that a node calls, or None."""
+    """The rule (a function from a `Call` to its `OpDims`) for the op that a node calls. None if it
+    has none.
+    """
     return _RULES.get(op_name(node))
 
 
 def op_dims(node: torch.fx.Node) -> OpDims | None:
-    """The dims of a call by its rule, or None if the op has no rule."""
+    """The letters of the dims of a call, which say how it may be sharded, by the op's rule. None if
+    the op has no rule.
+    """
     rule = rule_for(node)
     return rule(Call(node)) if rule is not None else None
 
 
 def known_ops() -> tuple[str, ...]:
-    """Names of all ops with a rule."""
+    """Schema names of all ops with a rule, such as 'aten::add'; those of `register_rule` included."""
     return tuple(_RULES)
 
 
@@ -122,8 +126,8 @@ def _reshape(call: Call) -> OpDims:
 
 
 def _expand(call: Call) -> OpDims:
-    """The rule of expand. A dim that grows from 1 gets a new letter in the result; sharding it sums
-    the operand's gradient.
+    """How expand may be sharded: along all dims of the result. A dim that grows from 1 gets a
+    letter in the result alone; sharding it makes the operand's gradient partial.
     """
     source, out = call.tensors[0].shape, call.results[0].shape
     letters = tuple(f"d{k}" for k in range(len(out)))
@@ -153,8 +157,10 @@ def _select(call: Call) -> OpDims:
 
 
 def _sections(sizes: list) -> tuple[str, str, int] | None:
-    """(entry of the joined dim, letter of the dim in the parts, size of the letter) for parts of
-    fixed sizes, which are sharded alike. None if the sizes do not allow that.
+    """(entry of the joined dim, letter of the dim in the parts, size of the letter) for a dim of
+    parts of these sizes, as in split and cat. All parts are sharded alike.
+
+    None if a size is symbolic or 0, or there is one part only.
     """
     if any(is_symbolic(size) for size in sizes) or not all(sizes) or len(sizes) < 2:
         return None
@@ -162,8 +168,8 @@ def _sections(sizes: list) -> tuple[str, str, int] | None:
 
 
 def _split(call: Call) -> OpDims:
-    """The rule of split: the parts are sharded alike if the whole is sharded in the parts'
-    sections.
+    """How split may be sharded: along all other dims, and along the split one if the whole is
+    sharded in the parts' sections, evenly.
     """
     source, dim = call.tensors[0], call.dim(default=0)
     joined, part, size = _sections([t.shape[dim] for t in call.results]) or ("!x", "!r", 1)
@@ -183,7 +189,9 @@ def _split(call: Call) -> OpDims:
 
 
 def _concatenate(call: Call) -> OpDims:
-    """The rule of cat, the reverse of `_split`: a whole in sections that are sharded alike."""
+    """How cat may be sharded: along all other dims, and along the joined one if each operand is
+    sharded evenly; the result is then sharded in sections.
+    """
     rank = call.tensors[0].dim()
     dim = call.dim(default=0)
     everything = frozenset(range(len(call.tensors)))
@@ -250,12 +258,13 @@ def _matmul(call: Call) -> OpDims:
 
 
 def _attention(call: Call) -> OpDims:
-    """The rule of attention. Batch, heads and query positions can be sharded; keys and channels
-    cannot. With grouped heads, the letter of the key heads covers whole groups.
+    """How attention may be sharded: by batch, heads and query positions; keys and channels stay
+    whole. With grouped heads, the letter of the key heads covers whole groups. Positions are whole
+    with dropout, or with other than 4 dims.
 
-    Sharding query positions (`s`, keys whole) and the joint strategies are context parallelism, see
-    `rewrite/lowerings/context_attention.py`. `grouped_heads` shards query heads alone, for more
-    ranks than key heads.
+    Sharding query positions (`s`, keys whole) and the joint strategies 'ring' and 'ulysses' are
+    context parallelism, see `rewrite/lowerings/context_attention.py`. The joint strategy
+    'grouped_heads' shards query heads alone, for more ranks than key heads.
     """
     q, k = call.tensors[:2]
     lead = tuple(f"b{i}" for i in range(q.dim() - 3))
@@ -312,7 +321,9 @@ def _attention_joints(call: Call, grouped: bool) -> dict[str, JointSharding]:
     heads, positions = q.shape[1], int(min(q.shape[-2], k.shape[-2]))
 
     def dim_of(size: int | torch.SymInt, dim: int) -> tuple[int, ...]:
-        """For each mask, the dim that has the size of dim `dim` of the scores, or -1."""
+        """For each mask, the dim with the size of dim `dim` (negative) of the scores, `size`. -1 if
+        the mask broadcasts there.
+        """
         return tuple(
             m.dim() + dim
             if m.dim() >= -dim and same(m.shape[dim], size) and not same(size, 1)
@@ -331,8 +342,8 @@ def _attention_joints(call: Call, grouped: bool) -> dict[str, JointSharding]:
 
 
 def _attention_flops(call: Call) -> Any:
-    """FLOPs of attention: two products of (queries x keys x channels) per head. A causal mask
-    halves them.
+    """FLOPs of attention's forward: two products of (queries x keys x channels) per head. A causal
+    mask halves them.
     """
     q, k, v = call.tensors[:3]
     total = 2 * k.shape[-2] * (q.shape[-1] + v.shape[-1])
@@ -342,8 +353,11 @@ def _attention_flops(call: Call) -> Any:
 
 
 def _cross_entropy(call: Call) -> OpDims:
-    """The rule of cross_entropy, with a sum over tokens or none. A sharded class dim uses the
-    vocab-parallel lowering.
+    """How torch's cross_entropy may be sharded, if it is summed or unreduced: by tokens, and by
+    classes with the vocab-parallel lowering. A mean stays whole.
+
+    Classes stay whole with class weights, label smoothing, probabilities as targets, or logits of
+    other than 2 dims.
     """
     logits, target = call.tensors[:2]
     reduction, smoothing = call.arg("reduction", 1), call.arg("label_smoothing", 0.0)

@@ -12,8 +12,10 @@ from autopar.ops.dims import Letters, OpDims, compose, is_symbolic, locate
 
 @dataclass(frozen=True, slots=True)
 class OpStrategy:
-    """The layouts of an op's operands and results on one axis. `letter` is the sharded letter or
-    joint strategy, or ''. `lowering` is the special lowering that it needs, or ''.
+    """One way to run an op over one mesh axis: a layout for each operand and each result.
+
+    `letter` is the sharded letter (a dim of the op) or joint strategy, or ''. `lowering` is the
+    other way to compute the op that sharding needs, by name, or ''.
     """
 
     name: str
@@ -24,13 +26,15 @@ class OpStrategy:
 
 
 def replicated(num_inputs: int, num_outputs: int) -> OpStrategy:
-    """The strategy in which every rank computes the whole op. It is legal for any op."""
+    """The strategy 'R', in which every rank computes the whole op, and all values and gradients are
+    replicated. It is legal for any op.
+    """
     return OpStrategy("R", (R,) * num_inputs, (R,) * num_outputs)
 
 
 def replicated_partial(input_grads: list[bool], output_grads: list[bool]) -> OpStrategy:
-    """The strategy in which every rank computes the whole op on replicated values, while gradients
-    stay partial sums.
+    """The strategy 'R/P', in which every rank computes the whole op on replicated values, while
+    gradients stay partial sums. Values without a gradient (False in the lists) have the layout R.
 
     It is legal for any op, since backward is linear in the incoming gradient.
     """
@@ -50,7 +54,9 @@ def strategies(
     patterns: Mapping[str, frozenset[Pattern]] | None = None,
     taken: Mapping[str, int] | None = None,
 ) -> list[OpStrategy]:
-    """All strategies of an op for an axis of `parts` ranks.
+    """All strategies of an op for an axis of `parts` ranks. They are the replicated ones, one for
+    each letter and pattern that can be sharded, joint ones, and partial sums where the op is
+    linear.
 
     Args:
         dims: the dims of the op.
@@ -93,7 +99,8 @@ def strategies(
 
 def fits(dims: OpDims, letter: str, pattern: Pattern, parts: int, least: int) -> bool:
     """Whether the letter can be split into `parts` in this pattern. A contiguous split may be
-    uneven, but needs `least` elements.
+    uneven, but needs at least `least` elements; other patterns, and `even` letters, need equal
+    chunks.
     """
     size: Any = dims.sizes[letter]
     if is_symbolic(size):  # flattened tokens: what counts is the tokens of one batch row
@@ -111,8 +118,10 @@ def fits(dims: OpDims, letter: str, pattern: Pattern, parts: int, least: int) ->
 def shard_letter(
     dims: OpDims, letter: str, pattern: Pattern, input_grads: list[bool]
 ) -> OpStrategy | None:
-    """The strategy that shards one letter in a pattern; None if an operand or result does not allow
-    that.
+    """The strategy that shards one letter in a pattern. None if an operand or result does not allow
+    that. Whether the number of ranks fits is not checked.
+
+    `input_grads` says whether each operand carries a gradient.
     """
     if not pattern.is_contiguous and (letter in dims.contiguous or letter in dims.even):
         return None
@@ -155,7 +164,9 @@ def _result(dims: OpDims, term: Letters, letter: str, pattern: Pattern) -> Layou
 
 
 def shard_jointly(dims: OpDims, name: str, pattern: Pattern, input_grads: list[bool]) -> OpStrategy:
-    """The joint strategy `name`, with the same pattern on every sharded dim."""
+    """The joint strategy `name` of the op, with the same pattern on every sharded dim. Other
+    operands are replicated, with partial gradients if they carry one. Other results are partial.
+    """
     joint = dims.joint[name]
     inputs = tuple(
         S(d, pattern) if d >= 0 else RP if grad else R
@@ -171,19 +182,21 @@ def shard_jointly(dims: OpDims, name: str, pattern: Pattern, input_grads: list[b
 
 
 def strategy_name(letter: str, pattern: Pattern) -> str:
-    """The name of a strategy in plans: its letter or joint strategy, followed by the pattern if
-    that is not contiguous.
+    """The name of a strategy in plans: its letter or joint strategy, followed by a space and the
+    pattern if that is not contiguous.
     """
     return letter if pattern.is_contiguous else f"{letter} {pattern}"
 
 
 def letter_of(name: str) -> str:
-    """The letter or joint strategy in a strategy's name."""
+    """The letter or joint strategy in a strategy's name: what is before the first space."""
     return name.partition(" ")[0]
 
 
 def lowering_of(dims: OpDims | None, name: str) -> str:
-    """The special lowering that the strategy with this name needs, or ''."""
+    """The name of the lowering (another way to compute the sharded op) that the strategy with this
+    name needs, or ''. Also '' without dims.
+    """
     letter = letter_of(name)
     return "" if dims is None else letter if letter in dims.joint else dims.special.get(letter, "")
 
@@ -191,8 +204,8 @@ def lowering_of(dims: OpDims | None, name: str) -> str:
 def named_strategy(
     dims: OpDims, name: str, input_grads: list[bool], output_grads: list[bool]
 ) -> OpStrategy | None:
-    """The strategy with this name, whether or not it fits the size of the axis; None if the op has
-    no such strategy.
+    """The op's strategy with this name, whether or not it fits the size of the axis. None if the op
+    has no such strategy.
     """
     letter, _, text = name.partition(" ")
     if letter in dims.joint:

@@ -22,7 +22,9 @@ def input_node(node: Node, index: int) -> Node:
 
 
 def fake_tensor(node: Node) -> torch.Tensor:
-    """The fake tensor that a node stands for; TypeError if the node stands for none, or for several."""
+    """The fake tensor in a node's `meta['val']`. Raises TypeError if the node stands for none, or
+    for several.
+    """
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor):
         name = op_name(node) or node.target
@@ -55,7 +57,9 @@ def value_name(node: Node) -> str:
 
 
 def result_names(node: Node) -> tuple[str, ...]:
-    """Names of the values that an op writes, in order."""
+    """Names of the tensors that an op writes, in order: the node's name, or `name.i` for each of
+    several.
+    """
     if isinstance(node.meta.get("val"), (list, tuple)):
         return tuple(
             f"{node.name}.{i}"
@@ -66,12 +70,16 @@ def result_names(node: Node) -> tuple[str, ...]:
 
 
 def operand_names(node: Node) -> tuple[str, ...]:
-    """Names of the values that an op reads, in order, with repetitions."""
+    """Names of the tensors that an op reads, in order, with repetitions: `name`, or `name.i` for a
+    result of an op with several.
+    """
     return tuple(value_name(n) for n in operands(node))
 
 
 def value_tensors(graph: Graph) -> dict[str, torch.Tensor]:
-    """The fake tensor of every value, by name."""
+    """The fake tensor of every value of a graph, by name: `name`, or `name.i` for result i of
+    several.
+    """
     found: dict[str, Any] = {}
     for node in graph.nodes:
         if node.op == "output" or is_getitem(node):
@@ -81,7 +89,7 @@ def value_tensors(graph: Graph) -> dict[str, torch.Tensor]:
 
 
 def value_grads(graph: Graph) -> dict[str, bool]:
-    """Whether a gradient flows through each value, by name."""
+    """By name of a value, whether it is floating and a gradient flows through it (`meta['grad']`)."""
     found: dict[str, bool] = {}
     for node in graph.nodes:
         if node.op == "output" or is_getitem(node):
@@ -92,11 +100,11 @@ def value_grads(graph: Graph) -> dict[str, bool]:
 
 
 def ops(graph: Graph) -> list[Node]:
-    """The nodes of a graph that compute: calls other than getitem."""
+    """The nodes of a graph that compute, in order: calls other than getitem."""
     return [n for n in graph.nodes if n.op == "call_function" and not is_getitem(n)]
 
 
 def output_nodes(graph: Graph) -> tuple[Node, ...]:
-    """The nodes that the graph returns."""
+    """The nodes that the graph returns, in order."""
     returned: Any = graph.output_node().args[0]  # a tuple of nodes, in every class graph
     return tuple(returned)

@@ -14,8 +14,8 @@ _BATCH = 1_000_003  # a prime that stands for the symbolic batch size; no other 
 
 
 def concrete(size: Any) -> int:
-    """A size as a number, with the batch replaced by a large prime, so that products of sizes can
-    be compared.
+    """`size` as a number, with a large prime in the place of the batch size, so that products of
+    sizes can be compared.
     """
     if not is_symbolic(size):
         return int(size)
@@ -24,12 +24,13 @@ def concrete(size: Any) -> int:
 
 
 def is_batch(size: Any) -> bool:
-    """Whether a size is the batch size itself."""
+    """Whether a size is the batch size itself, not a multiple."""
     return is_symbolic(size) and size.node.expr.is_Symbol
 
 
 class Factors:
-    """The letters of a reshape from shape `before` to shape `after`.
+    """Which dims of a reshape from shape `before` to shape `after` hold the same data: they share a
+    letter.
 
     `left` and `right` are the letters of the dims, and `sizes` the sizes of the letters. `even`
     letters must be divided evenly; `contiguous` letters take no pattern.
@@ -79,8 +80,11 @@ class Factors:
         return letter
 
     def _flatten(self, side: list[str], shape: tuple, dims: list[int], fixed: str) -> str:
-        """Assign letters to the batch and to the dims that are flattened with it, on one side.
-        Returns the entry of the flattened dim.
+        """Give letters, in `side`, to the batch and the dim after it, which the other shape has
+        flattened into one. Returns the entry of that flattened dim, such as 'v0*v1'.
+
+        `dims` are the indices of the flattened dims in `shape`; those after the second cannot be
+        sharded and get `fixed`.
         """
         side[dims[0]], side[dims[1]] = self._new(shape[dims[0]]), self._new(shape[dims[1]])
         self.contiguous.add(side[dims[0]])
@@ -112,7 +116,9 @@ class Factors:
 
 
 def _runs(before: tuple, after: tuple) -> Iterator[tuple[list[int], list[int]]]:
-    """Pairs of runs of dims of the two shapes, as short as possible, with equal products."""
+    """Yields pairs of lists of dim indices, of the two shapes, in order. Each pair is as short as
+    possible with equal products of sizes.
+    """
     i = j = 0
     while i < len(before) or j < len(after):
         left: list[int] = []

@@ -15,7 +15,9 @@ from autopar.ops.values import ops
 
 
 def positions(vals: Iterable[torch.Tensor]) -> int:
-    """Positions per sequence: the second dim of the first integer input, or 1."""
+    """Positions per sequence: the size of dim 1 of the first integer tensor with at least 2 dims; 1
+    if there is none.
+    """
     for val in vals:
         if val.dim() >= 2 and not val.is_floating_point() and not is_symbolic(val.shape[1]):
             return int(val.shape[1])
@@ -23,7 +25,7 @@ def positions(vals: Iterable[torch.Tensor]) -> int:
 
 
 def tokens_per_row(traced: TracedModel) -> int:
-    """Positions per sequence of a traced model."""
+    """Positions per sequence of a traced model, by `positions` of its inputs."""
     return positions(traced.input_vals)
 
 
@@ -37,8 +39,8 @@ def model_flops(traced: TracedModel, rows: int) -> float:
 
 @per_model(16)
 def _products(traced: TracedModel) -> list[tuple[Any, int]]:
-    """(FLOPs, symbolic in the batch; number of calls per forward) of each op that multiplies
-    matrices.
+    """(FLOPs of one call, symbolic in the batch; number of segments that run it) of each op of each
+    block class that multiplies matrices.
     """
     counts = Counter(segment.class_index for segment in traced.segments)
     dims = [

@@ -65,7 +65,7 @@ _WORDS = {"forward_s": "forward", "backward_s": "backward", "step_s": "work once
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A disagreement between a plan and its audit: what is wrong, and where."""
+    """A record of one disagreement between a plan and its audit: where it is, and what is wrong."""
 
     where: str
     what: str
@@ -76,8 +76,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The result of an audit. `segments`, `ops`, `edges` (of values inside blocks and between them)
-    and `conversions` count what was checked. `parts_s` sums to `audited_s`.
+    """The result of an audit, as data: what the plan states (`objective_s`, `predicted_bytes`) and
+    what its choices cost now (`audited_s`, `audited_bytes`; bytes by pipeline rank).
+
+    `segments`, `ops`, `edges` (of values inside blocks and between them) and `conversions` count
+    what was checked. `parts_s` sums to `audited_s`. `findings` is empty if the audit passes.
     """
 
     objective_s: float
@@ -93,11 +96,13 @@ class Audit:
 
     @property
     def disagreements(self) -> tuple[str, ...]:
-        """The findings as text."""
+        """The findings as texts, in order; () if the audit passes."""
         return tuple(map(str, self.findings))
 
     def as_dict(self) -> dict[str, Any]:
-        """The audit as plain data, in seconds and bytes."""
+        """The audit as plain data for JSON: 'passes', 'findings', seconds, bytes by rank, and the
+        counts of what was checked.
+        """
         return {
             "passes": not self.findings,
             "findings": [{"where": f.where, "what": f.what} for f in self.findings],
@@ -114,7 +119,9 @@ class Audit:
         }
 
     def table(self) -> Group:
-        """The audit as a rich renderable."""
+        """The audit as a rich renderable: a table of seconds and bytes, then a verdict, with the
+        findings if it fails.
+        """
         from rich.console import Group
         from rich.text import Text
 
@@ -134,7 +141,9 @@ class Audit:
 
 
 def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
-    """The audit of a plan: its statements compared with the costs of its choices.
+    """The audit of a plan: its statements on time and memory compared with the costs of its
+    choices, which are annotated again. What disagrees is in its `findings`; nothing is raised for
+    that.
 
     `request` says what the plan was made for, as in `plan_costs`. Raises AutoparError if the plan
     is for another model. It is also raised if the plan is too damaged to be priced: a strategy that
@@ -171,7 +180,12 @@ def audit(plan: Plan, traced: TracedModel, request: PlanRequest) -> Audit:
 
 
 def _seconds(plan: Plan, on: Sequence[Priced], of_stage: Sequence[range]) -> dict[str, float]:
-    """Seconds of a step by part. `on` has all segments at the prices of each pipeline rank."""
+    """By name of a part, seconds of a step; they add up to the step. With a pipeline the parts are
+    those of the busiest rank, its bubble, work once a step, and fixed time.
+
+    `on` has all segments at the prices of each pipeline rank, `of_stage` the segments of each
+    stage.
+    """
     ranks, micro, (base, segments) = plan.mesh.pp, plan.num_microbatches, on[0]
     once_s = max(
         fsum(s.step_s for s in owned_by(*on[rank], chain(*of_stage[rank::ranks])))
@@ -211,7 +225,7 @@ def _rank_bytes(
     of_stage: Sequence[range],
     rank: int,
 ) -> int:
-    """Peak bytes of a pipeline rank.
+    """Peak bytes on a device of a pipeline rank.
 
     This is the sum of static bytes, messages in transit, the most that is kept, and the peak of a
     backward. Under zero bubble, the most that additionally waits between the two parts of backwards
@@ -249,15 +263,18 @@ def _rank_bytes(
 
 
 def _sent_bytes(base: AnnotatedModel, segments: Sequence[Segment], stage: Sequence[int]) -> int:
-    """Bytes of what a stage has sent, if that stays until the stage's backward; otherwise 0."""
+    """Bytes of what a stage (the numbers of its segments) has sent to later ones, if that stays
+    until the stage's backward. Otherwise 0, as for the last stage.
+    """
     end = stage[-1] + 1
     keeps = base.pipeline is not None and base.pipeline.keeps_outputs and end < len(segments)
     return message_bytes(base, segments, end) if keeps else 0
 
 
 def _most_in_backward(plan: Plan, late: Sequence[int], moments: Sequence[int], rank: int) -> int:
-    """The maximum over a rank's actions of: transient bytes of the backward, plus bytes that wait
-    for gradients of parameters.
+    """The most bytes that any of a rank's actions needs for backward: transient bytes of the
+    action, plus what waits then for gradients of parameters. By stage of the rank, `moments` and
+    `late` have these.
     """
     now = most = 0
     for action in actions_of(plan)[rank]:
@@ -268,8 +285,8 @@ def _most_in_backward(plan: Plan, late: Sequence[int], moments: Sequence[int], r
 
 
 def _most_kept(plan: Plan, sizes: Sequence[int], rank: int, gone: Sequence[int]) -> int:
-    """The most bytes that a rank keeps while it runs its actions. `sizes` has the kept bytes of
-    each of its stages; `gone` has the part that the first of two parts of a backward frees.
+    """The most bytes that a rank keeps while it runs its actions. By stage of the rank, `sizes` has
+    the kept bytes, and `gone` what the first of two parts of its backward frees.
     """
     now = most = 0
     for action in actions_of(plan)[rank]:
@@ -286,8 +303,10 @@ def _most_kept(plan: Plan, sizes: Sequence[int], rank: int, gone: Sequence[int])
 def _op_findings(
     plan: Plan, segments: Sequence[Segment], numbers: Sequence[int]
 ) -> Iterator[Finding]:
-    """Findings on ops whose layouts over tp are not those of their strategy. `segments_of` checks
-    the other axes.
+    """Yields findings on ops whose layouts over tp are not those of their strategy, and on ops that
+    the plan or the model lacks. Each block of the plan is checked once.
+
+    `numbers` has the plan's block of each segment. `segments_of` checks the other axes.
     """
     for number, segment in dict(zip(numbers, segments, strict=True)).items():
         block = plan.blocks[number]
@@ -327,8 +346,8 @@ def _ledger_findings(
     numbers: Sequence[int],
     group: int,
 ) -> Iterator[Finding]:
-    """Findings on blocks and edges whose cost on a group of devices differs from the certificate's
-    ledger.
+    """Yields findings on blocks and edges whose seconds or bytes, on the devices of `group`, differ
+    from those in the certificate's ledger. `numbers` has the plan's block of each segment.
     """
     ledger = [entry for entry in plan.certificate.ledger if entry.get("group", 0) == group]
     said = [entry for entry in ledger if entry["part"] == "block"]
@@ -369,7 +388,9 @@ def _edge_findings(
     numbers: Sequence[int],
     ledger: Sequence[Mapping[str, Any]],
 ) -> Iterator[Finding]:
-    """Findings on edges between blocks; each kind of edge is checked once."""
+    """Yields findings on edges between blocks whose layout change takes other seconds than `ledger`
+    says. Edges of the same blocks, output and input are checked once.
+    """
     said = {
         (*e["from"], *e["to"]): (e["forward_s"], e["backward_s"])
         for e in ledger

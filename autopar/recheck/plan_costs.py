@@ -41,7 +41,8 @@ Chosen = Mapping[str, Strategy]
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """The cost of one virtual stage on one device, for one micro-batch.
+    """The cost of one stage of a plan (one of several on a pipeline rank, perhaps) on one device,
+    for one micro-batch.
 
     Attributes:
         times: seconds of forward and backward.
@@ -62,12 +63,12 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class PlanCosts:
-    """The costs of a plan.
+    """The costs of a plan's choices, as data.
 
     Attributes:
-        stages: its virtual stages, first to last.
-        static_bytes: always-resident bytes of each pipeline rank.
-        step_s: seconds that each rank spends once a step.
+        stages: the cost of each stage, first to last.
+        static_bytes: always-resident bytes on a device of each pipeline rank.
+        step_s: seconds that each pipeline rank spends once a step.
         hop_s: seconds of the longest message between stages.
         fixed_s: seconds that no choice changes.
     """
@@ -81,8 +82,9 @@ class PlanCosts:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment as the plan runs it. `buffer_bytes` is the buffer that its recompute mode needs;
-    `arriving` are the layout changes of its inputs.
+    """A segment as the plan runs it, with prices. `chosen` has the strategy of each op by name.
+    `buffer_bytes` is the buffer that its recompute mode needs; `arriving` are the layout changes of
+    its inputs.
     """
 
     class_index: int
@@ -93,14 +95,16 @@ class Segment:
 
     @property
     def inside(self) -> list[Strategy | Conversion]:
-        """Everything that takes time in each micro-batch inside the segment, without layout changes
-        of its inputs.
+        """All strategies and layout changes inside the segment, which take time in each
+        micro-batch. Layout changes of its inputs are left out.
         """
         return [*self.chosen.values(), *_conversions(self.block, self.chosen)]
 
     @property
     def paid(self) -> list[Strategy | Conversion]:
-        """Everything that takes time in each micro-batch."""
+        """All strategies and layout changes that take time in each micro-batch: those inside the
+        segment, and those of its inputs.
+        """
         return [*self.inside, *self.arriving]
 
     @property
@@ -117,9 +121,9 @@ class Segment:
 
     @property
     def late_bytes(self) -> int:
-        """The change in bytes, relative to `kept_bytes`, between the gradients of inputs and those
-        of parameters. Then only tensors saved for parameters are kept, and the gradients from
-        which theirs are computed.
+        """Bytes that are held between the gradients of inputs and those of parameters, minus
+        `kept_bytes`; may be negative. Held then are tensors saved for parameters, and the gradients
+        from which theirs are computed.
         """
         return (
             _largest(tensor for strategy in self.chosen.values() for tensor in strategy.late)
@@ -128,12 +132,14 @@ class Segment:
 
     @property
     def moment_bytes(self) -> int:
-        """Peak bytes that backward needs besides the kept ones."""
+        """Peak bytes that the segment's backward needs besides the kept ones."""
         return self.block.workspace_bytes + self.made_again_bytes + self.buffer_bytes
 
     @property
     def made_again_bytes(self) -> int:
-        """Bytes that backward recomputes before it starts."""
+        """Bytes of saved tensors that backward recomputes before it starts, the inputs left out. 0
+        without recomputation of the whole segment.
+        """
         return _saved_bytes(self.chosen.values(), self.block.inputs) if self.block.recompute else 0
 
     @property
@@ -144,7 +150,9 @@ class Segment:
         return self.moment_bytes - min(self.made_again_bytes, max(self.late_bytes, 0))
 
     def entry_bytes(self, name: str) -> int:
-        """Bytes of an input in the layout in which the segment reads it."""
+        """Bytes of the input op `name` when another rank sends it, in the layout in which the
+        segment reads it.
+        """
         return self.block.message_bytes(name, self.chosen[name].outputs[0])
 
 
@@ -181,8 +189,8 @@ def plan_costs(plan: Plan, traced: TracedModel, request: PlanRequest) -> PlanCos
 
 
 def actions_of(plan: Plan) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each pipeline rank in a step. Without a pipeline they are 1F1B on one rank:
-    each backward follows its forward.
+    """For each pipeline rank, its actions (forwards and backwards of stages and micro-batches) in a
+    step, in order. Without a pipeline they are 1F1B on one rank: each backward follows its forward.
     """
     ranks = plan.mesh.pp
     schedule = plan.schedule if ranks > 1 else "1f1b"
@@ -190,7 +198,9 @@ def actions_of(plan: Plan) -> tuple[tuple[Action, ...], ...]:
 
 
 def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> float:
-    """Seconds of the longest message between stages: the largest message over the slowest link."""
+    """Seconds of the longest message between stages: the largest of the messages `sent` (bytes)
+    over the slowest link of the models. 0.0 if nothing is sent.
+    """
     links = {
         (m.pipeline.hop_latency_s, m.pipeline.hop_s_per_byte)
         for m in models
@@ -203,8 +213,8 @@ def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> floa
 
 
 def stage_segments(plan: Plan, traced: TracedModel) -> list[range]:
-    """The indices of each stage's segments. Raises AutoparError if the plan's segments are not the
-    model's.
+    """For each stage, the range of the numbers of its segments. Raises AutoparError if the plan's
+    segments are not the model's, in order, or it predicts the memory of another number of ranks.
     """
     names = [segment.name for segment in traced.segments]
     placed = list(chain(*plan.stages))
@@ -219,7 +229,7 @@ def stage_segments(plan: Plan, traced: TracedModel) -> list[range]:
 
 
 def block_numbers(plan: Plan, traced: TracedModel) -> list[int]:
-    """For each segment, the index of its block in the plan."""
+    """For each segment of the model, in order, the index of the plan's block that lists it."""
     number_of = {
         name: number for number, block in enumerate(plan.blocks) for name in block.segments
     }
@@ -233,13 +243,19 @@ recompute mode.
 
 
 def segments_by_rank(plan: Plan, traced: TracedModel, request: PlanRequest) -> list[Priced]:
-    """All segments at the prices of each pipeline rank's devices."""
+    """For each pipeline rank, all segments of the model at the prices of its devices
+    (`segments_of`).
+    """
     by_group = {group: segments_of(plan, traced, request, group) for group in set(plan.mesh.groups)}
     return [by_group[group] for group in plan.mesh.groups]
 
 
 def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: int = 0) -> Priced:
-    """All segments at the prices of a group of devices."""
+    """(the model annotated without recomputation, all its segments with the plan's strategies and
+    recompute modes), at the prices of the cluster's group `group` of devices.
+
+    Raises AutoparError if the plan's choices are not possible for this model and request.
+    """
     annotator = annotator_of(traced)
     model_of = cache(lambda mode: annotator.annotate(setting_of(plan, request, mode, group)))
     base = model_of("none")
@@ -264,8 +280,8 @@ def segments_of(plan: Plan, traced: TracedModel, request: PlanRequest, group: in
 
 
 def setting_of(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setting:
-    """The setting for annotation from the plan's choices, with one recompute mode for all blocks,
-    on a group of devices.
+    """The setting under which the plan's choices are annotated, with the recompute mode `mode` for
+    all blocks, on the cluster's group `group` of devices.
     """
     cluster = request.cluster
     return Setting(
@@ -288,15 +304,17 @@ def setting_of(plan: Plan, request: PlanRequest, mode: str, group: int) -> Setti
 
 
 def _mode(plan: Plan, block: BlockPlan) -> str:
-    """The recompute mode for which a block is annotated. `every-k` applies to the whole model."""
+    """The recompute mode with which a block is annotated: its own, or the whole plan's if that is
+    `every-k`.
+    """
     return plan.recompute if is_periodic(plan.recompute) else block.recompute
 
 
 def _check_fixed_axes(
     plan: Plan, block: BlockPlan, fixed: Mapping[str, Mapping[str, AxisChoice]], ops: Sequence[str]
 ) -> None:
-    """Raise AutoparError unless the block's ops have the same choices on dp, cp and ep as the
-    annotation.
+    """Raise AutoparError unless the block's ops have the same choices on dp, cp and ep as `fixed`,
+    those of the annotation, by op and axis.
     """
     axes = [axis for axis in plan.mesh.active if axis != "tp"]
     for name in ops:
@@ -310,7 +328,9 @@ def _check_fixed_axes(
 
 
 def _strategy(op: AnnotatedOp, block: BlockPlan, tp: int) -> Strategy:
-    """The plan's strategy of an op over tp. With one tp rank it is the only one."""
+    """The strategy of an op that the plan's block names for tp. With `tp` = 1, the op's only one.
+    Raises AutoparError if the op has no such strategy.
+    """
     choice = block.ops.get(op.name, {}).get("tp")
     wanted = op.strategies[0].name if tp == 1 else choice and choice.strategy
     found = [strategy for strategy in op.strategies if strategy.name == wanted]
@@ -330,8 +350,11 @@ def _arriving(
     chosen: Chosen,
     sources: Sequence[tuple[int, int]],
 ) -> Iterator[Conversion]:
-    """The layout changes between earlier segments and a segment of class `index`, which pays for
-    them.
+    """Yields the layout changes of the inputs of a segment of class `index`, which pays for them.
+    `before` has all earlier segments. `sources` has (segment, output) for each input; -1 is an
+    input of the model.
+
+    Raises AutoparError if a change is impossible.
     """
     prices = {
         (e.source, e.source_output, e.target_input): e.conversions
@@ -351,8 +374,8 @@ def _arriving(
 
 
 def _conversions(block: AnnotatedBlock, chosen: Chosen) -> Iterator[Conversion]:
-    """The layout changes inside a segment: one for each value and each layout that an op reads and
-    the producer does not deliver.
+    """Yields the layout changes inside a segment: one for each value and each layout that an op
+    reads and the producer does not deliver. Raises AutoparError if one is impossible.
     """
     have = {
         value: layout
@@ -374,7 +397,9 @@ def _conversions(block: AnnotatedBlock, chosen: Chosen) -> Iterator[Conversion]:
 def _priced(
     conversions: Mapping[tuple[Layout, Layout], Conversion], have: Layout, need: Layout, where: str
 ) -> Conversion:
-    """The price of a layout change. Raises AutoparError if the change is impossible."""
+    """The price of the layout change from `have` to `need`. Raises AutoparError, which names
+    `where`, if the change is impossible.
+    """
     if (have, need) not in conversions:
         raise AutoparError(
             f"the plan does not fit together: {where} is made as {have} and read as {need}, and nothing converts that"
@@ -392,7 +417,9 @@ def _saved_bytes(strategies: Iterable[Strategy], without: Sequence[str] = ()) ->
 
 
 def _largest(tensors: Iterable[Saved]) -> int:
-    """Total bytes of tensors. Each tensor counts once, with its largest size."""
+    """Total bytes of saved tensors. Those with one key are one tensor, which counts with its
+    largest size.
+    """
     largest: dict[str, int] = {}
     for tensor in tensors:
         largest[tensor.key] = max(largest.get(tensor.key, 0), tensor.size_bytes)
@@ -400,8 +427,8 @@ def _largest(tensors: Iterable[Saved]) -> int:
 
 
 def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int, first: int) -> StageCost:
-    """The cost of a stage with these segments, the first of which has index `first`. It keeps
-    `sent_bytes` of its results.
+    """The cost of the stage with the segments `run`, of which the first has the number `first`. It
+    keeps `sent_bytes` of its results until backward.
 
     `last` is the class of the model's last segment. Its backward runs first, and frees what it kept
     before the other segments' backward begins.
@@ -418,7 +445,9 @@ def _stage(run: Sequence[Segment], last: int | None, sent_bytes: int, first: int
 
 
 def stage_times(run: Sequence[Segment]) -> StageTimes:
-    """Seconds of one micro-batch on a stage with these segments."""
+    """Seconds of forward, of backward, and of its part for parameters' gradients: one micro-batch
+    on a stage with the segments `run`.
+    """
     paid = [cost for segment in run for cost in segment.paid]
     return StageTimes(
         fsum(cost.forward_s for cost in paid),
@@ -428,9 +457,10 @@ def stage_times(run: Sequence[Segment]) -> StageTimes:
 
 
 def fullest_moment(run: Sequence[Segment], last: int | None, given_back: int, split: bool) -> int:
-    """Peak bytes of the backward of these segments. The backward of class `last` comes first and
-    has then freed `given_back` bytes. `split`: whether the backward runs in two parts, so that
-    bytes of earlier ones wait.
+    """Peak bytes that the backward of the segments `run` needs besides what is kept, at least 0.
+    The backward of class `last` comes first and has then freed `given_back` bytes.
+
+    `split`: whether the backward runs in two parts, so that bytes of earlier ones wait.
     """
     needed = [segment.split_moment_bytes if split else segment.moment_bytes for segment in run]
     to_come = split * sum(max(segment.late_bytes, 0) for segment in run)
@@ -442,8 +472,11 @@ def fullest_moment(run: Sequence[Segment], last: int | None, given_back: int, sp
 
 
 def passing_bytes(base: AnnotatedModel, sent: Sequence[int], rank: int) -> int:
-    """Bytes of messages in transit on a rank with several stages: one that torch has allocated
-    space for, and one that is being sent. `sent` has the message bytes of each stage.
+    """Bytes of message buffers on rank `rank` of a pipeline with several stages on each rank: twice
+    the largest message into or out of one of its stages. `sent` has the bytes that each stage
+    sends.
+
+    0 with one stage on each rank, or if outputs are not kept until backward.
     """
     setting = base.pipeline
     if setting is None or not setting.keeps_outputs or setting.stages_per_rank == 1:
@@ -468,9 +501,9 @@ def message_bytes(model: AnnotatedModel, segments: Sequence[Segment], first: int
 def owned_by(
     model: AnnotatedModel, segments: Sequence[Segment], held: Iterable[int]
 ) -> Iterator[Strategy]:
-    """The strategies whose parameters a rank with the segments `held` stores: those of its
-    segments, and for each shared parameter that it only borrows, that of the first paying
-    segment.
+    """Yields the strategies whose parameters a rank with the segments numbered `held` stores. They
+    are all of its segments and, for each shared parameter that it only borrows, that of the first
+    paying segment.
     """
     held = set(held)
     for number in sorted(held):

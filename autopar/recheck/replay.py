@@ -38,11 +38,12 @@ MEMORY_TOLERANCE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A plan's predictions and the results of its replay: seconds of a step, and peak bytes of each
-    pipeline rank.
+    """The result of a replay, as data: predicted and simulated seconds of a step, and predicted and
+    simulated peak bytes on a device of each pipeline rank.
 
     `together_bytes` are the peaks if kept and transient bytes peaked at the same time. `idle_share`
-    is the fraction of the replayed step in which the busiest rank is idle.
+    is the fraction of the simulated pipeline, without work once a step, in which the busiest rank
+    is idle.
     """
 
     predicted_s: float
@@ -54,19 +55,26 @@ class Replay:
 
     @property
     def time_difference(self) -> float:
-        """The relative difference of the replayed step time from the predicted one."""
+        """replayed / predicted step time - 1: positive if the replay takes longer."""
         return self.replayed_s / self.predicted_s - 1
 
     @property
     def memory_differences(self) -> tuple[float, ...]:
-        """The relative difference of each rank's replayed memory from the predicted one."""
+        """For each pipeline rank, replayed / predicted bytes - 1: positive if the replay holds
+        more.
+        """
         return tuple(
             b / a - 1 for a, b in zip(self.predicted_bytes, self.replayed_bytes, strict=True)
         )
 
     @property
     def disagreements(self) -> tuple[str, ...]:
-        """Texts about differences beyond the tolerances."""
+        """One text for each difference beyond the tolerances: of the step time, and of each rank's
+        memory. () if all agree.
+
+        Memory agrees if the prediction lies between the replayed peak and `together_bytes`, within
+        tolerance.
+        """
         found = []
         if abs(self.time_difference) > TIME_TOLERANCE:
             found.append(
@@ -83,13 +91,15 @@ class Replay:
 
     @property
     def ranks(self) -> list[tuple[int, int, float]]:
-        """(predicted bytes, replayed bytes, relative difference) for each rank."""
+        """(predicted bytes, replayed bytes, replayed / predicted - 1) for each pipeline rank."""
         return list(
             zip(self.predicted_bytes, self.replayed_bytes, self.memory_differences, strict=True)
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The replay as plain data, in seconds, bytes and fractions."""
+        """The replay as plain data for JSON: whether it agrees, disagreements, and predicted and
+        replayed seconds and bytes, with their differences as fractions.
+        """
         return {
             "agrees": not self.disagreements,
             "disagreements": list(self.disagreements),
@@ -105,7 +115,9 @@ class Replay:
         }
 
     def table(self) -> Group:
-        """The replay as a rich renderable."""
+        """The replay as a rich renderable: a table of predictions and replayed values, then a
+        verdict.
+        """
         from rich.console import Group
         from rich.text import Text
 
@@ -134,7 +146,9 @@ class Replay:
 
 
 def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
-    """The replay of one step of a plan. Arguments and errors are those of `plan_costs`."""
+    """Simulate one step of a plan, action by action, at prices annotated again, and return
+    predictions and results. Arguments and errors are those of `plan_costs`.
+    """
     costs = plan_costs(plan, traced, request)
     actions = actions_of(plan)
     times = [stage.times for stage in costs.stages]

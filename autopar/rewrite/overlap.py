@@ -33,8 +33,11 @@ _FREE = ("aten::reshape", "aten::contiguous")  # no view by their schema, and se
 
 
 def overlap(graph: Graph) -> Graph:
-    """Run the pass on a graph in place, and return the graph. Later transitions are handled first:
-    if one feeds another, the second starts as soon as the first has arrived.
+    """Start collectives of layout changes early and wait for them late, in place, where there is
+    work in between. Returns the graph. Values and gradients stay the same.
+
+    Later transitions are handled first: if one feeds another, the second starts as soon as the
+    first has arrived.
     """
     for node in reversed([n for n in graph.nodes if _communicates(n)]):
         _sink_free_users(node)
@@ -53,8 +56,9 @@ def _communicates(node: Node) -> bool:
 
 
 def _linears_of(node: Node) -> list[tuple[Node, Node, Node, Node | None]]:
-    """(linear, value, weight, bias) for the linear layers that read a transition's value, perhaps
-    through views, and an unchanged parameter. [] unless the transition communicates in backward.
+    """(linear, value that it reads, weight, bias or None) for the linear layers that read a
+    transition's value, perhaps through views, and an unchanged parameter. [] unless the transition
+    communicates in backward.
     """
     if node.kwargs["backward"] not in COLLECTIVES or not node.meta["whole"].is_floating_point():
         return []
@@ -73,8 +77,8 @@ def _linears_of(node: Node) -> list[tuple[Node, Node, Node, Node | None]]:
 
 
 def _has_work_between(node: Node, start: Node) -> bool:
-    """Whether the device has work between the earliest start of a transition and the first use of
-    its value.
+    """Whether any node between `start` (excluded) and the first use of the transition `node`
+    computes something on the device.
     """
     current = start.next
     while current is not min(node.users):
@@ -85,7 +89,9 @@ def _has_work_between(node: Node, start: Node) -> bool:
 
 
 def _sink_free_users(node: Node) -> None:
-    """Move the views of a transition's value to just before their first use."""
+    """Move the views of a node's value, and views of these, to just before their first use. In
+    place.
+    """
     for user in sorted(node.users, reverse=True):
         if user.users and is_view(user):
             _sink_free_users(user)
@@ -94,7 +100,9 @@ def _sink_free_users(node: Node) -> None:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node is a view."""
+    """Whether a node counts as a view of its operand: a getitem, a view op, or reshape and
+    contiguous, which seldom copy.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
     schema = node.target._schema
@@ -102,7 +110,9 @@ def is_view(node: Node) -> bool:
 
 
 def _is_work(node: Node) -> bool:
-    """Whether a node computes: it is not a transition, parameter, view or number."""
+    """Whether a node computes something on the device: a call that is no transition, read of a
+    parameter, view or number. A call of a segment is work too.
+    """
     if node.op != "call_function":
         return node.op == "call_module"
     passes = "transition" in node.meta or node.target in (wait, local_shard)
@@ -110,8 +120,8 @@ def _is_work(node: Node) -> bool:
 
 
 def _earliest(graph: Graph, node: Node) -> Node:
-    """The node after which a transition can start: its last operand, or the last input of the
-    graph. Parameters are always ready.
+    """The node after which a transition can start: the last of its operands and the inputs of the
+    graph. Reads of parameters do not count, since these are always ready.
     """
     operands = (n for n in node.all_input_nodes if n.target is not local_shard)
     return max([graph._root, *graph.find_nodes(op="placeholder"), *operands])
@@ -120,8 +130,8 @@ def _earliest(graph: Graph, node: Node) -> Node:
 def _split(
     graph: Graph, node: Node, start: Node, linears: list[tuple[Node, Node, Node, Node | None]]
 ) -> None:
-    """Move the start of a transition to its earliest place, and insert a wait before its users. In
-    between go the weight gradients of `linears`.
+    """Split a transition, in place, into a start directly after `start` and a wait before its first
+    user. The weight gradients of `linears` are computed between the two in backward.
     """
     for operand in node.all_input_nodes:
         start = _read_before(operand, start)
@@ -146,8 +156,8 @@ def _split(
 
 
 def _read_before(operand: Node, place: Node) -> Node:
-    """Move the read of a parameter to directly after `place`, unless it is earlier. Returns the
-    last of the nodes moved, or `place`.
+    """Move the read of a parameter to directly after `place`, unless it is earlier or `operand`
+    reads no parameter. Returns the last of the nodes moved, or `place`.
     """
     if operand.target is not local_shard:
         return place

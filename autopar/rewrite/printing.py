@@ -32,8 +32,8 @@ _PROGRAM = "program"
 
 
 def program_text(module: GraphModule) -> str:
-    """The text of a program: its imports, the root program, and each distinct block once, with the
-    names of the segments that share it.
+    """The Python text of a program. It has the imports, the root program, and each distinct block
+    once, with the names of the segments that share it.
     """
     graphs = {name: segment.graph for name, segment in segments_of(module).items()}
     functions = _function_names([module.graph, *graphs.values()])
@@ -52,8 +52,8 @@ def program_text(module: GraphModule) -> str:
 
 
 def _function_names(graphs: Iterable[Graph]) -> dict[Callable, str]:
-    """The name in the text of each imported function: its own, with a number if another function
-    has the same name.
+    """By function that the text imports, its name there: its own, with a number if another function
+    has the same name. ATen ops, operators and reads of parameters are left out.
     """
     called = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
     called -= {*_OPERATORS, operator.getitem, local_shard}
@@ -69,14 +69,16 @@ def _origin(function: Callable) -> str:
 
 
 def _imports(functions: Mapping[Callable, str]) -> Iterator[str]:
-    """The import lines, one per module, sorted."""
+    """Yields the import lines of the functions, one per module, sorted by module. `functions` maps
+    each to its name in the text.
+    """
     for origin in sorted({_origin(f) for f in functions}):
         found = ((f.__name__, name) for f, name in functions.items() if _origin(f) == origin)
         yield f"from {origin} import {', '.join(own if own == name else f'{own} as {name}' for own, name in sorted(found))}"
 
 
 def _unused(name: str, taken: set[str]) -> str:
-    """The name, with a number if it is taken. Adds it to `taken`."""
+    """`name`, or `name_1`, `name_2`, ... if it is taken. Adds the result to `taken`."""
     numbered = (f"{name}_{k}" for k in itertools.count(1))
     found = next(n for n in itertools.chain([name], numbered) if n not in taken)
     taken.add(found)
@@ -84,8 +86,8 @@ def _unused(name: str, taken: set[str]) -> str:
 
 
 def _value_names(graph: Graph, functions: Mapping[Callable, str]) -> dict[Node, str]:
-    """The name in the text of each value: its node's name, with a number if the text uses that name
-    for something else.
+    """By node of a graph, the name of its value in the text: the node's own, with a number if the
+    text uses that name for something else.
     """
     reserved = {*_OWN_NAMES, *functions.values()}
     taken = reserved | {node.name for node in graph.nodes}
@@ -96,7 +98,9 @@ def _value_names(graph: Graph, functions: Mapping[Callable, str]) -> dict[Node, 
 
 
 def _function(graph: Graph, functions: Mapping[Callable, str], name: str) -> str:
-    """The text of one graph as a function of `self`, which holds its parameters or segments."""
+    """The text of one graph as a function `name` of `self`, which holds its parameters or segments,
+    and the graph's inputs.
+    """
     texts = _value_names(graph, functions)
     lines, inputs = [], ["self"]
     for node in graph.nodes:

@@ -41,8 +41,8 @@ from autopar.trace.fusion.fused import fused
 
 @dataclass(frozen=True, slots=True)
 class ProgramParameter:
-    """A parameter or buffer of the program: its place (`module`.`attribute`), its spec, and its
-    layout on each axis with more than one rank.
+    """A record of a parameter or buffer of the program: its place (`module`.`attribute`), its spec,
+    and its layout on each axis with more than one rank. It holds no values.
     """
 
     module: str
@@ -53,9 +53,9 @@ class ProgramParameter:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """One pipeline stage of a program. `module` takes the values `received`, the graph inputs
-    `stage.inputs`, and NOISE if `draws`. It returns the values `sent` (a tuple), or the loss in
-    the last stage, and the new values of `updates`.
+    """One pipeline stage of a rank's program. `module` takes the values `received`, the graph
+    inputs `stage.inputs`, and NOISE if `draws` (the stage has dropout). It returns the values
+    `sent` (a tuple), or the loss in the last stage, and the new values of the buffers `updates`.
     """
 
     stage: Stage
@@ -68,7 +68,7 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The program of one rank.
+    """The program of one rank: its modules, and what they take and return.
 
     Attributes:
         module: without a pipeline, the module of the only stage. `module(**inputs)` returns the
@@ -79,11 +79,11 @@ class Program:
         rank: the rank.
         stages: the rank's stages, in order.
         parameters: its parameters and buffers; on the meta device until materialized.
-        inputs: the layouts of each graph input.
-        whole_inputs: the whole fake tensors of the user's inputs.
+        inputs: the layouts of each graph input, by name.
+        whole_inputs: the whole fake tensors of the user's inputs, by name.
         step_values: what a step computes of its whole batch, or None.
         loss: the fake tensor of the loss.
-        holders: the pp coordinates that hold each parameter and buffer.
+        holders: by name of a parameter or buffer, the pp coordinates that hold it.
         loss_axes: axes over which the loss is a partial sum. `whole_loss` adds these parts once per
             step.
     """
@@ -102,23 +102,27 @@ class Program:
 
     @property
     def graph_inputs(self) -> dict[str, torch.Tensor]:
-        """The whole fake tensor of each graph input, by name."""
+        """The whole fake tensor of each graph input, by name: the user's inputs, then the step
+        values.
+        """
         values = self.step_values
         own = {} if values is None else dict(zip(values.names, values.vals, strict=True))
         return self.whole_inputs | own
 
     @property
     def draws(self) -> bool:
-        """Whether any stage has dropout."""
+        """Whether any of the rank's stages has dropout, so that it takes NOISE."""
         return any(stage.draws for stage in self.stages)
 
     @property
     def updates(self) -> tuple[str, ...]:
-        """Names of the buffers that the stages change."""
+        """Names of the buffers that forward changes in the rank's stages, stage by stage."""
         return tuple(name for stage in self.stages for name in stage.updates)
 
     def whole_loss(self, loss: torch.Tensor, axes: Mapping[str, AxisGroup]) -> torch.Tensor:
-        """The loss of the whole batch, from this rank's part."""
+        """The loss of the whole batch, on every rank: this rank's part, all-reduced over
+        `loss_axes`. All ranks of these axes must call it.
+        """
         for axis in self.loss_axes:
             loss = apply_primitive("all_reduce", loss, axes[axis])
         return loss
@@ -138,7 +142,12 @@ class Program:
 def assemble(
     traced: TracedModel, plan: Plan, rank: int, device: torch.device, whole: bool = False
 ) -> Program:
-    """The program of `rank` under a plan. With `whole`, the rank runs every stage, as one."""
+    """The program of `rank` under a plan, with parameters on the meta device. With `whole`, the
+    rank runs every segment of the model, as one stage. Calls such as arange make their tensors on
+    `device`.
+
+    Raises AutoparError if the plan does not fit the model.
+    """
     traced, mesh = fused(traced, plan.fusion.mode), plan.mesh
     stages = cut(traced, replace(plan, mesh=replace(mesh, pp=1, deal="")) if whole else plan)
     own = [
@@ -191,8 +200,10 @@ blocks, for example in different stages.
 
 
 def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
-    """The class and the plan's block of every segment. A plan that recomputes every k-th layer has
-    two blocks for one class here.
+    """For each segment, in order: (class index, index of the plan's block that lists it). A plan
+    that recomputes every k-th layer has two blocks for one class here.
+
+    Raises AutoparError if no block lists a segment.
     """
     numbers = {name: number for number, block in enumerate(plan.blocks) for name in block.segments}
     found = []
@@ -210,8 +221,8 @@ def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
 def _crossing(
     traced: TracedModel, plan: Plan, choices: list[Key], source: Source, steady: bool
 ) -> Value:
-    """The description of a value that crosses a boundary between stages. `steady`: it is the same
-    for all micro-batches.
+    """The description of output `source.index` of segment `source.segment`, which another stage
+    reads. `steady`: it is the same for all micro-batches, unless it has a gradient.
     """
     segment, (index, number) = traced.segments[source.segment], choices[source.segment]
     graph = traced.classes[index].graph
@@ -226,7 +237,8 @@ def _crossing(
 def stored_layouts(
     traced: TracedModel, plan: Plan, choices: list[Key]
 ) -> dict[Key, dict[str, Layouts]]:
-    """The layouts in which each class' parameters are stored, by slot.
+    """By (class, plan's block) and slot, the layouts in which that parameter is stored. `choices`
+    has such a pair for each segment.
 
     Segments that share a tensor may want its gradient replicated in one place and partial in
     another. The tensor has one gradient, which is then partial; a segment that wants it replicated
@@ -255,8 +267,10 @@ def stored_layouts(
 
 
 def _agreed(held: list[tuple[str, Layouts]]) -> dict[tuple[str, str], Layout]:
-    """The layout of each parameter on each axis, agreed among all its holders. `held` lists
-    (parameter, a holder's layouts).
+    """By (parameter, axis), the layout that all its holders agree on; R/P if one of them has that.
+    `held` lists (parameter, a holder's layouts).
+
+    Raises AutoparError if holders place the tensor differently, or as a partial sum.
     """
     agreed: dict[tuple[str, str], Layout] = {}
     for name, mine in held:
@@ -283,8 +297,9 @@ def _segments(
     mesh: MeshShape,
     rank: int,
 ) -> tuple[nn.Module, list[ProgramParameter]]:
-    """(a module whose children are the segments with the indices in `keys`, their parameters). Tied
-    slots share one meta tensor.
+    """(a module whose children are the segments with the numbers in `keys`, their parameters and
+    buffers in order). `graphs` and `stored` are by the keys' values. Tied slots share one meta
+    tensor. Constants are not among the parameters.
     """
     modules, parameters = nn.Module(), []
     shared: dict[str, torch.Tensor] = {}
@@ -316,7 +331,9 @@ def _segments(
 
 
 def shard_of(whole: torch.Tensor, layouts: Layouts, mesh: MeshShape, rank: int) -> torch.Tensor:
-    """This rank's part of a whole tensor. It is a view if its patterns are contiguous."""
+    """This rank's part of a whole tensor with these layouts. It is a view if its patterns are
+    contiguous.
+    """
     for axis, layout in layouts.items():
         if layout.is_shard:
             split = Split(layout.dim, whole.shape[layout.dim], layout.pattern)
@@ -326,7 +343,7 @@ def shard_of(whole: torch.Tensor, layouts: Layouts, mesh: MeshShape, rank: int) 
 
 def evaluation_copy(program: Program) -> Program:
     """A program for evaluation that shares the parameters: without dropout and buffer updates, and
-    with running statistics instead of the batch's.
+    with running statistics instead of the batch's. The program itself if it has none of these.
     """
     graphs = (m.graph for m in program.module.modules() if isinstance(m, GraphModule))
     marked = any(graph.find_nodes(op="call_function", target=in_training) for graph in graphs)
@@ -372,7 +389,7 @@ def _evaluated(stage: StageProgram) -> StageProgram:
 
 
 def copied_graph(graph: Graph) -> Graph:
-    """A copy of a graph whose nodes keep their meta."""
+    """A copy of a graph whose nodes have copies of the meta dicts."""
     new = Graph()
     mapping: dict[Node, Node] = {}
     new.output(new.graph_copy(graph, mapping))

@@ -27,9 +27,9 @@ from autopar.rewrite.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value between segments: its name, the whole fake tensor, its layout on each axis with more
-    than one rank, and whether a gradient flows back. `steady`: it is the same for all
-    micro-batches of a step, and has no gradient.
+    """A description of a value between segments: its name, the whole fake tensor, its layout on
+    each axis with more than one rank, and whether a gradient flows back. `steady`: it is the same
+    for all micro-batches of a step, and has no gradient.
     """
 
     name: str
@@ -45,27 +45,29 @@ def module_name(segment: str) -> str:
 
 
 def input_layouts(val: torch.Tensor, mesh: MeshShape) -> Layouts:
-    """The layouts in which ranks receive a model input. Each data-parallel rank gets its own rows;
-    cp and tp ranks get the same rows.
+    """The layout, by axis, in which ranks receive the model input `val`. It is sharded by rows over
+    the axes of the batch if it has rows; cp and tp ranks get the same rows.
     """
     return {axis: S(0) if axis in BATCH_AXES and has_batch(val) else R for axis in mesh.active}
 
 
 def loss_of(traced: TracedModel) -> torch.Tensor:
-    """The fake tensor of the loss."""
+    """The fake tensor of the loss, output 0 of the last segment."""
     return output_nodes(traced.classes[traced.segments[-1].class_index].graph)[0].meta["val"]
 
 
 def segments_of(stage: nn.Module) -> dict[str, GraphModule]:
-    """The segments of a stage's module, by name. A recomputed segment wraps its graph as `body`."""
+    """By name, the graph module of each segment of a stage. A recomputed segment is wrapped; its
+    `body` is returned.
+    """
     children = {name: getattr(child, "body", child) for name, child in stage.named_children()}
     return cast(dict[str, GraphModule], children)
 
 
 class RootGraph:
-    """Builds the root graph of one stage. The graph takes the values that the stage receives, the
-    graph inputs that it reads, and NOISE if it has dropout. It returns the values that it sends,
-    or the loss if it is the last stage, and the new values of buffers.
+    """Builds the root graph of one stage, by `run`. The graph takes the values that the stage
+    receives, the graph inputs that it reads, and NOISE if it has dropout. It returns the values
+    that it sends, or the loss if it is the last stage, and the new values of buffers.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class RootGraph:
         mesh: MeshShape,
         rank: int,
     ) -> None:
-        """`sharders` are given by segment of the stage. `values` describes the values that cross
-        its boundaries.
+        """`sharders` has the sharder of each segment of the stage, by the segment's number.
+        `values` describes the values that cross the stage's boundaries.
         """
         self.traced, self.stage, self.sharders = traced, stage, sharders
         self.crossing, self.mesh, self.axes = values, mesh, mesh.active
@@ -91,7 +93,7 @@ class RootGraph:
 
     def run(self, stored: Mapping[str, Layouts]) -> Graph:
         """Build the graph and return it. `stored` has the layouts of parameters and buffers by
-        name.
+        name, to which new values of buffers are converted. Use it once.
         """
         for source in self.stage.received:
             value = self.crossing[source]
@@ -113,8 +115,8 @@ class RootGraph:
         return self.graph
 
     def _loss(self) -> Node:
-        """The loss. If it is a sum over ranks, this rank's part, from which backward can start
-        (`Program.loss_axes`).
+        """The node of the loss. Axes over which it is a sum of ranks' parts keep it as this rank's
+        part, from which backward can start (`Program.loss_axes`).
         """
         node = self.values[Source(len(self.traced.segments) - 1, 0)]
         layouts = node.meta["layouts"].items()

@@ -25,12 +25,13 @@ from autopar.rewrite.shard import local_shard
 
 
 class ProgramError(RuntimeError):
-    """A rewritten program does not match its plan. This is a bug in autopar."""
+    """The error that a rewritten program does not match its plan, which is a bug in autopar."""
 
 
 def verify_program(program: Program, rows: int = 2) -> int:
-    """Check every value of the program against its layouts, with `rows` local rows. Returns the
-    number of values checked.
+    """Run the program on the meta device and check the shape of every value against its layouts,
+    with `rows` local rows. Returns the number of values checked. Raises ProgramError at the first
+    that differs.
     """
     checker = _Checker(program, rows)
     with active_axes(simulated_axes(program.mesh, program.rank)), torch.no_grad():
@@ -52,8 +53,8 @@ def verify_program(program: Program, rows: int = 2) -> int:
 def local_shape(
     mesh: MeshShape, rank: int, whole: torch.Tensor, layouts: Layouts, rows: int
 ) -> tuple[int, ...]:
-    """The shape of a rank's part of a value, if a micro-batch has `rows` rows on each data-parallel
-    rank.
+    """The shape of a rank's part of a value with these layouts, if a micro-batch has `rows` rows on
+    each data-parallel rank. `whole` is its whole fake tensor.
     """
     shape = []
     for dim, size in enumerate(whole.shape):
@@ -104,14 +105,16 @@ class _Checker:
 
 
 class _Run(Interpreter):
-    """Runs one graph of a program and checks every value."""
+    """Runs one graph of a program, on the meta device, and checks the shape of every value."""
 
     def __init__(self, module: GraphModule, checker: _Checker) -> None:
         super().__init__(module)
         self.checker = checker
 
     def run_node(self, n: Node) -> Any:
-        """The checked value of a node. For a shard of a parameter, an empty tensor."""
+        """The value of a node, after its shape is checked. For a shard of a parameter, an empty
+        tensor.
+        """
         if n.target is local_shard:
             (parameter, *_), _ = self.fetch_args_kwargs_from_env(n)
             result = self.checker.empty(n.meta["whole"], n.meta["layouts"], parameter.dtype)
@@ -126,14 +129,14 @@ class _Run(Interpreter):
         return self.checker.run_module(self.submodules[str(target)], list(args))
 
     def call_function(self, target: Target, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result of a call, on the meta device."""
+        """The result of a call; a `device` argument is replaced by meta."""
         device = {"device": "meta"} if "device" in kwargs else {}
         return super().call_function(target, args, {**kwargs, **device})
 
 
 def checked_program(traced: TracedModel, plan: Plan, rank: int, device: torch.device) -> Program:
-    """The rank's program, with its shapes verified. Any failure raises AutoparError, because the
-    plan must be inconsistent.
+    """The program of `rank`, with its shapes verified. Any failure raises AutoparError, because the
+    plan must be inconsistent with the model.
     """
     try:
         program = assemble(traced, plan, rank, device)

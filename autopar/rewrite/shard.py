@@ -32,9 +32,9 @@ from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 
 
 def local_shard(parameter: torch.Tensor, gradients: dict[str, str]) -> torch.Tensor:
-    """This rank's shard of a parameter. `gradients` names, by axis, the placement of its gradient
-    if that differs from the parameter's: 'P' is a partial sum, which the engine reduces once per
-    step.
+    """This rank's shard of a parameter that is a DTensor; any other tensor itself. `gradients`
+    names, by axis, the placement of its gradient if that differs from the parameter's: 'P' is a
+    partial sum, which the engine reduces once per step.
     """
     from torch.distributed.tensor import DTensor, Partial
 
@@ -49,7 +49,9 @@ def local_shard(parameter: torch.Tensor, gradients: dict[str, str]) -> torch.Ten
 
 
 class ClassSharder:
-    """One run of the pass, over one class graph for one rank."""
+    """Rewrites the graph of one block class over whole tensors, by `run`, into the graph over one
+    rank's shards. `stored` has the layouts in which parameters are stored, by slot.
+    """
 
     def __init__(
         self,
@@ -74,11 +76,15 @@ class ClassSharder:
         self.noise: Node | None = None
 
     def layouts(self, name: str) -> Layouts:
-        """The layouts in which the producer makes the value called `name`."""
+        """The layout, by axis, in which the value called `name` is made by its op or arrives as
+        input.
+        """
         return self.nodes[name].meta["layouts"]
 
     def run(self) -> Graph:
-        """Run the pass and return this rank's graph."""
+        """Build this rank's graph and return it. Raises AutoparError if the plan lacks a choice, or
+        has one that is no strategy of its op. Use it once.
+        """
         for node in self.block.graph.nodes:
             if node.op == "placeholder":
                 self._input(node)
@@ -151,8 +157,9 @@ class ClassSharder:
                 self._record(name, new, val, layouts)
 
     def _convert(self, read: Node, choices: dict[str, AxisChoice], operand: int) -> Node:
-        """The value that an op reads, in the layouts that the op needs. Each conversion is made
-        once, even if several ops need it.
+        """The node that an op reads as its tensor operand number `operand`, in the layouts that
+        `choices` want. Conversions are added as needed; each is made once, even if several ops need
+        it.
         """
         if not isinstance(read.meta.get("val"), torch.Tensor):
             raise AutoparError(f"op reads {read.name}, which is not a tensor")
@@ -169,8 +176,8 @@ class ClassSharder:
 
 
 def insert_transition(node: Node, have: Layouts, axis: str, to: Layout, sizes: LocalSizes) -> Node:
-    """Append the node that changes the layout of `node` on one axis to `to`. `have` are its current
-    layouts.
+    """Append the call that changes the layout of `node` on one axis to `to`, and return it. `have`
+    are its current layouts. Returns `node` itself if neither value nor gradient changes.
     """
     tensor, source = node.meta["whole"], have[axis]
     others = {a: layout for a, layout in have.items() if a != axis}

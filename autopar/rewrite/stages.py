@@ -23,9 +23,9 @@ from autopar.ops.values import output_nodes
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage: the segments from `start` to before `end`. `received` and `sent` are the values that
-    cross its boundaries, in the order of transfer. `inputs` are the graph inputs that it reads;
-    `updates` are the buffers that it changes.
+    """A description of a stage: the segments from number `start` to before `end`. `received` and
+    `sent` are the values that cross its boundaries, in the order of transfer. `inputs` are the
+    graph inputs that it reads; `updates` are the buffers that it changes.
     """
 
     index: int
@@ -38,7 +38,8 @@ class Stage:
 
 
 def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
-    """The stages of a plan. Without a pipeline there is one, which takes every model input.
+    """The stages of a plan, in order. Without a pipeline there is one, which takes every model
+    input.
 
     Raises AutoparError if the plan's stages are not the model's segments in order, or if they
     separate a buffer from its changes.
@@ -60,7 +61,9 @@ def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
 
 
 def _ends(traced: TracedModel, plan: Plan) -> tuple[int, ...]:
-    """The index of the segment after each stage."""
+    """For each stage, the number of its last segment plus one. Raises AutoparError if the plan's
+    stages are not the model's segments in order, as many stages on each rank.
+    """
     named = [name for stage in plan.stages for name in stage]
     if (
         named != [segment.name for segment in traced.segments]
@@ -78,7 +81,9 @@ def _ends(traced: TracedModel, plan: Plan) -> tuple[int, ...]:
 
 
 def _crossing(traced: TracedModel, end: int) -> tuple[Source, ...]:
-    """The values that segments before `end` make and segments from `end` on read."""
+    """The values that segments before `end` make and segments from `end` on read, in the order in
+    which they are made. Model inputs are left out.
+    """
     later = {
         source
         for segment in traced.segments[end:]
@@ -137,8 +142,8 @@ def steady_values(traced: TracedModel) -> frozenset[Source]:
 def holders_of(
     traced: TracedModel, stages: tuple[Stage, ...], mesh: MeshShape
 ) -> dict[str, tuple[int, ...]]:
-    """The pp coordinates that hold each parameter and buffer: those whose stages read it, or 0 if
-    none does. Tied parameters have several.
+    """By name of a parameter or buffer, the pp coordinates that hold it, ascending: those whose
+    stages read it, or 0 if none does. Tied parameters may have several.
     """
     found: dict[str, set[int]] = {name: set() for name in traced.parameters}
     for stage in stages:

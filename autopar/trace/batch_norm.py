@@ -56,8 +56,11 @@ def expand_batch_norm(graph: Graph) -> None:
 
 
 def _expanded(graph: Graph, node: Node) -> tuple:
-    """(normalized, None, None, new running mean, new running variance): the results of the
-    functional form, with None for what only backward needs.
+    """Write the sums before `node`, a batch norm call, and return its results: (normalized, None,
+    None, new running mean, new running variance), as nodes. None stands for what only backward
+    needs.
+
+    In evaluation the running statistics normalize and stay as they are.
     """
     x, weight, bias, running_mean, running_var = (
         argument(node, name)

@@ -21,7 +21,9 @@ def input_names(example_inputs: ExampleInputs) -> tuple[str, ...]:
 
 
 def check_example(example_inputs: ExampleInputs) -> None:
-    """Raise AutoparError unless `example_inputs` is a batch that can be planned for."""
+    """Raise AutoparError unless `example_inputs` is a mapping or sequence of dense tensors, each
+    with one element or more.
+    """
     for name, tensor in batch_tensors(example_inputs, "example_inputs").items():
         if tensor.numel() == 0:
             what = "no rows" if tensor.shape[0] == 0 else "no elements"
@@ -33,8 +35,11 @@ def check_example(example_inputs: ExampleInputs) -> None:
 def batch_tensors(
     batch: ExampleInputs | torch.Tensor, what: str = "batch"
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a batch by flat name. Raises AutoparError for anything but a mapping or
-    sequence of tensors; `what` names the argument in the message.
+    """The tensors of a batch by flat name: their keys, or `arg0`, `arg1`, ... One tensor is a batch
+    of one.
+
+    Raises AutoparError for anything but a mapping or sequence of dense tensors, or if there is
+    none. `what` names the argument in the message.
     """
     if isinstance(batch, torch.Tensor):
         batch = (batch,)
@@ -77,8 +82,8 @@ def batch_tensors(
 def shorter_lengths(
     example_inputs: ExampleInputs, buckets: Sequence[int], batch_dims: BatchDims | None = None
 ) -> list[int]:
-    """The buckets that are shorter than the example, ascending. Raises AutoparError for an invalid
-    length, or a longer one.
+    """The sequence lengths in `buckets` that are shorter than the example's rows, ascending, each
+    once. Raises AutoparError if one is not a whole number from 1 to the example's length.
     """
     tensors = batch_tensors(example_inputs)
     longest = positions(rows_first(tensors, row_dims(tensors, batch_dims)).values())
@@ -94,7 +99,12 @@ def shorter_lengths(
 def shortened(
     example_inputs: ExampleInputs, length: int, batch_dims: BatchDims | None = None
 ) -> ExampleInputs:
-    """An example with rows of another length, as meta tensors with separate storages."""
+    """The example with sequences of `length`, as meta tensors that share no storage: a mapping for
+    a mapping, else a tuple.
+
+    Every dim as long as the example's sequences gets the new length, but for the dim of rows (dim 0
+    of an input without rows).
+    """
     tensors = batch_tensors(example_inputs)
     dims = row_dims(tensors, batch_dims)
     longest = positions(rows_first(tensors, dims).values())

@@ -49,8 +49,10 @@ _NAMED_OPS = (
 
 
 def find_segments(captured: Captured, split: LossSplit, values: StepValues | None) -> TracedModel:
-    """The traced model: `captured.graph`, after normalization, cut into segments and block
-    classes.
+    """The traced model: `captured.graph`, after normalization, cut into segments (prologue, layers,
+    glue, epilogue), with one block class for each structure.
+
+    Sets `meta['grad']` on the nodes of that graph. `split` and `values` are stored as they are.
     """
     graph = captured.graph
     mark_differentiable(captured)
@@ -108,12 +110,15 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
 def _borrowed(
     blocks: list[tuple[BlockClass, tuple[str, ...]]], captured: Captured
 ) -> list[frozenset[str]]:
-    """The slots of each segment that another segment pays for (`BlockClass.borrowed`).
+    """For each segment, the names of the slots (parameters of its graph) whose tensor another
+    segment or slot pays for (`BlockClass.borrowed`). `blocks` has each segment's class and its
+    parameters' names.
 
     A shared tensor is paid for in the slot with the most distinct tensors over the segments of one
     structure; among equal slots, in the first. A loss that reads weights of layers therefore
     borrows them, whichever comes first. Among the segments of one structure, the first that has the
-    tensor pays.
+    tensor pays. If a structure would need over `_MOST_CLASSES` classes, all segments pay for their
+    smallest tensors.
     """
     # of each tensor: segment, place of the slot
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -151,8 +156,8 @@ def _borrowed(
 
 
 def mark_differentiable(captured: Captured) -> None:
-    """Set `meta['grad']` on every node: whether a gradient flows back through it to a trainable
-    parameter.
+    """Set `meta['grad']` on every node of the captured graph: whether a gradient flows back through
+    it to a trainable parameter.
     """
     for node in captured.graph.nodes:
         if node.op == "placeholder":
@@ -170,8 +175,8 @@ def mark_differentiable(captured: Captured) -> None:
 
 
 def _block_paths(graph: Graph) -> dict[Node, str]:
-    """The outermost `container.<n>` path of each node, for containers with at least two
-    children.
+    """By node, the outermost module path of the form `container.<n>` that it was called in, for
+    containers with at least two children in the graph. Nodes outside such containers are left out.
     """
     stacks = {
         n: [path for path, _ in n.meta.get("nn_module_stack", {}).values()]
@@ -194,8 +199,11 @@ def _block_paths(graph: Graph) -> dict[Node, str]:
 
 
 def _assign(graph: Graph) -> list[tuple[str, list[Node]]]:
-    """(name, nodes) of each segment, in execution order. Levels: prologue 0, block i 2i + 1, glue
-    after it 2i + 2.
+    """(name, nodes) of each segment, in execution order: 'prologue', the module path of each block,
+    glue between blocks ('glue1' and so on), 'epilogue'. Empty ones are left out.
+
+    If blocks do not run one after the other, or there are none: all nodes as 'model'. Levels:
+    prologue 0, block i 2i + 1, glue after it 2i + 2.
     """
     paths = _block_paths(graph)
     order: dict[str, int] = {}
@@ -247,8 +255,10 @@ def _assign(graph: Graph) -> list[tuple[str, list[Node]]]:
 def _carve(
     name: str, nodes: list[Node], captured: Captured
 ) -> tuple[BlockClass, tuple[str, ...], list[Node], list[Node]]:
-    """One segment as its own graph, with the parameters of its slots, the values that it reads, and
-    the values that others read.
+    """Copies the nodes of one segment into a graph of its own.
+
+    Returns (its `BlockClass`, the names of the parameters of its slots, the nodes of the whole
+    graph that it reads, its nodes that others read). The loss is the first of the last.
     """
     inside = set(nodes)
     graph, mapping = Graph(), {}
@@ -289,7 +299,7 @@ def _carve(
 
 
 def _inputs(nodes: list[Node], captured: Captured) -> list[Node]:
-    """The values that a segment reads from other segments.
+    """The nodes outside a segment that its nodes read, parameters and constants excepted.
 
     A segment with batch-dependent sizes gets the batch size from an input. A segment that computes
     them from parameters alone, such as learned queries expanded over the batch, also takes a model
@@ -311,13 +321,17 @@ def _inputs(nodes: list[Node], captured: Captured) -> list[Node]:
 
 
 def _tells_batch(node: Node) -> bool:
-    """Whether the batch size can be read from a dim of this value."""
+    """Whether the value of a node is a tensor with a dim that is a whole multiple of the number of
+    rows.
+    """
     val = node.meta.get("val")
     return isinstance(val, torch.Tensor) and any(map(multiple_of_batch, val.shape))
 
 
 def _follows_batch(node: Node) -> bool:
-    """Whether a call takes or produces batch-dependent sizes."""
+    """Whether a symbolic size is among a call's arguments, or in a shape of its operands or
+    results.
+    """
     reads = [source.meta.get("val") for source in node.all_input_nodes]
     leaves = tree_leaves((node.args, node.kwargs, node.meta.get("val"), reads))
     return any(
@@ -332,7 +346,9 @@ def _identifier(name: str) -> str:
 
 
 def _unique(name: str, taken: dict[str, int]) -> str:
-    """The name, with a number if it is taken. `taken` holds the last number tried for each name."""
+    """`name`, or `name_1`, `name_2`, ... if it is taken. Records it in `taken`, which holds the
+    last number tried for each name.
+    """
     candidate, number = name, taken.get(name, 0)
     while candidate in taken:
         number += 1
@@ -343,7 +359,9 @@ def _unique(name: str, taken: dict[str, int]) -> str:
 
 
 def _readable(node: Node) -> str:
-    """A readable node name: the module's name for ops with weights, otherwise the op's name."""
+    """A readable name for a node: for linear layers, norms, embeddings and convolutions the name of
+    their module, otherwise that of the op.
+    """
     op = op_name(node).rpartition("::")[2] or getattr(node.target, "__name__", node.name)
     stack = list(node.meta.get("nn_module_stack", {}).values())
     if (
@@ -356,8 +374,8 @@ def _readable(node: Node) -> str:
 
 
 def _structure_hash(graph: Graph, captured: Captured) -> str:
-    """A hash that is equal for graphs that compute the same function, with the same shapes and
-    dtypes of inputs and slots.
+    """A sha256 over the graph's calls, arguments, shapes, dtypes, gradients and constants, without
+    names. Segments with equal hashes have the same structure.
     """
     index = {node: i for i, node in enumerate(graph.nodes)}
 

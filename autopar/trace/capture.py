@@ -34,7 +34,9 @@ __all__ = ["Captured", "capture", "meta_copy", "parameter_specs"]
 
 
 class _LossModule(nn.Module):
-    """A module that calls the user's model, kept as `model`, and returns only the scalar loss."""
+    """A module that calls the user's model, kept as `model`. Its forward takes the inputs by name
+    and returns a tuple: the scalar loss, then the tensors that `record` asks for.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,9 @@ class _LossModule(nn.Module):
         record: StateRecord,
         moved: Mapping[str, int],
     ) -> None:
-        """`moved`: the dims of rows, dim 0 of the tensors given, that the model has elsewhere."""
+        """`names` are all inputs in order; `keyword`: the model takes them by name. `moved`: by
+        input, the dim to which dim 0, the rows, is moved before the model is called.
+        """
         super().__init__()
         self.model, self.names, self.keyword = model, names, keyword
         self.loss_fn, self.aliases, self.record = loss_fn, aliases, record
@@ -111,7 +115,9 @@ def _target_name(names: tuple[str, ...]) -> str:
 
 
 def _find_loss(output: Any) -> Any:
-    """The loss in a model's output: the entry called loss, or the first one."""
+    """The loss in a model's output. Of a mapping: the entry 'loss', None if missing. Otherwise the
+    attribute `loss`, else the first entry of a tuple or list, else the output itself.
+    """
     loss = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -131,11 +137,13 @@ def capture(
 ) -> Captured:
     """Export `model` and its loss as one ATen graph with a symbolic batch size.
 
-    The model is not touched: a copy of its structure with fake tensors is exported, so that no memory is needed.  They are fake
-    CPU tensors, not meta ones, so that constants that forward makes from Python numbers keep their values.
-    Python state that forward changes outside of the model, generators of random numbers among it, is put back.
-    `dtype` casts its floating parameters, buffers and inputs first.  `batch_dims` says where the rows of an input are that are not dim 0,
-    or that it has none (None).  Raises AutoparError when the model cannot be captured, with the cause.
+    The model is not touched: a copy of its structure with fake tensors is exported, so that no
+    memory is needed.  They are fake CPU tensors, not meta ones, so that constants that forward
+    makes from Python numbers keep their values. Python state that forward changes outside of the
+    model, generators of random numbers among it, is put back. `loss_fn(output, target)` makes the
+    loss if given; else the model returns it. `dtype` casts floating parameters, buffers and inputs
+    first.  `batch_dims` says where the rows of an input are that are not dim 0, or that it has none
+    (None).  Raises AutoparError when the model cannot be captured, with the cause.
     """
     tensors = batch_tensors(example_inputs)
     if MICRO_BATCH_SHARE in tensors:
@@ -189,7 +197,11 @@ def capture(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The call that is captured: a copy of the user's model, fake inputs with their rows first, and the user's dims of rows."""
+    """What is captured, as data: the user's model, a copy (`structure`) with fake tensors, fake
+    inputs by name with their rows first, and the user's dims of rows.
+
+    `copies` is the memo of the copy. `keyword`: inputs are passed by name.
+    """
 
     model: nn.Module
     structure: nn.Module
@@ -201,7 +213,9 @@ class _Call:
     loss_fn: Callable | None
 
     def capture(self, record: StateRecord) -> Captured:
-        """Export the call in the current Python state."""
+        """Export the call in the current Python state as a `Captured` graph. `record` watches what
+        forward changes outside of the model. Raises AutoparError if torch.export fails.
+        """
         names = tuple(self.examples)
         moved = {name: dim for name, dim in self.dims.items() if dim}
         skeleton = _LossModule(
@@ -236,7 +250,9 @@ class _Call:
 
 
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program without in-place ops."""
+    """The program without in-place ops; the program itself if it has none. The graphs of the given
+    program may change.
+    """
     graphs = [
         m.graph for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)
     ]  # no-grad regions are graphs too
@@ -258,8 +274,9 @@ def _functional(exported: torch.export.ExportedProgram) -> torch.export.Exported
 
 
 def _correct_values(graph: torch.fx.Graph) -> None:
-    """Recompute fake values that `run_decompositions` of torch 2.13 gets wrong: it treats a
-    cross-entropy without reduction as a single number.
+    """Recompute fake values, in place, that `run_decompositions` of torch 2.13 gets wrong: those of
+    cross-entropies without reduction, which it takes for single numbers, and of nodes that read
+    them.
     """
     changed: set[torch.fx.Node] = set()
     for node in graph.nodes:
@@ -276,8 +293,8 @@ def _correct_values(graph: torch.fx.Graph) -> None:
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    """Raise AutoparError if the model has hooks that change gradients, since export would drop
-    them.
+    """Raise AutoparError if a module of the model has backward hooks, or a parameter gradient
+    hooks, since export would drop them.
     """
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
@@ -300,7 +317,9 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
-    """Parameters and buffers by their first name. Other names of tied tensors are in `aliases`."""
+    """A spec (shape, dtype, whether it is trained or a buffer) for each parameter and buffer, by
+    its first name. Other names of tied tensors are in `aliases`.
+    """
     specs: dict[str, ParameterSpec] = {}
     for is_buffer, named in ((False, model.named_parameters), (True, model.named_buffers)):
         groups: dict[int, list[str]] = {}
@@ -380,11 +399,12 @@ def _return_updates(
     first_name: dict[str, str],
     attributes: dict[str, str],
 ) -> tuple[str, ...]:
-    """Make the graph return the loss and the detached new value of each buffer that forward
-    changes. Returns their names.
+    """Change the graph to return the loss and then the detached new value of each buffer that
+    forward changes. Returns the names of these buffers, in that order.
 
     Reads of a changed buffer are wrapped in `autopar::in_training`: in evaluation the buffer does
-    not change.
+    not change. Raises AutoparError if forward changes a parameter, or another tensor that is no
+    input.
     """
     output = graph.output_node()
     nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}

@@ -11,11 +11,12 @@ from autopar.ir.traced import ParameterSpec
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A flat ATen graph.
+    """A model and its loss as one flat ATen graph, with what its placeholders stand for.
 
-    `inputs` names the user's tensors, `input_nodes` their placeholders in that order; `attributes` maps the placeholder of a parameter,
-    buffer or constant to its name in `parameters` or `constants`.  The graph returns the loss and then the new values of the buffers
-    `updates`, which forward changes in place.  `notes` says what was captured in another way than it is written.
+    `inputs` names the user's tensors, `input_nodes` their placeholders in that order; `attributes`
+    maps the placeholder of a parameter, buffer or constant to its name in `parameters` or
+    `constants`.  The graph returns the loss and then the new values of the buffers `updates`, which
+    forward changes in place.  `notes` says what was captured in another way than it is written.
     `row_dims`: the dim of rows in the user's tensors, where that is not 0; in the graph it is.
     """
 

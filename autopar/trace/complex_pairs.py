@@ -49,8 +49,11 @@ register_composite(f"real_fourier({_OPERANDS}) -> Tensor", _fourier)
 
 
 def spell_complex(graph: Graph) -> None:
-    """Replace all complex values of the graph, but for buffers and constants, which are read as
-    pairs. Raises AutoparError for an op of complex numbers that has no spelling in pairs."""
+    """Rewrite the graph, in place, so that every complex value is two real ones. Complex buffers
+    and constants stay; they are read as pairs.
+
+    Raises AutoparError for an op of complex numbers that has no spelling in pairs.
+    """
     pairs: dict[Node, Any] = {}
     for node in list(graph.nodes):
         if _is_complex(node) or any(each in pairs for each in node.all_input_nodes):
@@ -67,7 +70,9 @@ def _is_complex(node: Node) -> bool:
 
 
 class _Spelling:
-    """One node in pairs; `pairs` holds the parts of the nodes before it."""
+    """Rewrites one node of complex numbers as calls of real tensors. `pairs` maps each earlier
+    complex node to its (real, imaginary) parts; `run` adds this one.
+    """
 
     def __init__(self, graph: Graph, node: Node, pairs: dict[Node, Any]) -> None:
         self.graph, self.node, self.pairs = graph, node, pairs
@@ -75,7 +80,9 @@ class _Spelling:
         self.args: tuple[Any, ...] = node.args
 
     def run(self) -> None:
-        """Write the node's parts, or its result if that is real, before it."""
+        """Write real calls before the node. A complex result is stored in `self.pairs`; a real one
+        replaces the node, which is erased. Raises AutoparError if the op has no spelling in pairs.
+        """
         node, name = self.node, _name(self.node)
         if node.op == "output":
             raise AutoparError("forward returns a complex tensor; a loss is a real number")
@@ -105,11 +112,13 @@ class _Spelling:
             self.graph.erase_node(self.node)
 
     def emit(self, target: Callable, *args: Any, **kwargs: Any) -> Node:
-        """A call before the node, of real operands."""
+        """Insert a call of `target` with real operands before the node, and return it."""
         return call(self.graph, self.node, target, *args, **kwargs)
 
     def of(self, operand: Any) -> Pair:
-        """The parts of an operand; the imaginary part of what is real is None."""
+        """The (real, imaginary) parts of an operand: nodes or numbers. The imaginary part of what
+        is real is None.
+        """
         if isinstance(operand, complex):
             return operand.real, operand.imag
         return (
@@ -119,11 +128,13 @@ class _Spelling:
         )
 
     def real(self, operand: Any) -> Any:
-        """The real part of an operand."""
+        """The real part of an operand, a node or a number; the operand itself if it is real."""
         return self.of(operand)[0]
 
     def whole(self, operand: Any) -> Pair:
-        """The parts of an operand, with zeros for what is real."""
+        """The (real, imaginary) parts of an operand, never None: what is real gets zeros, and real
+        tensors are cast to the dtype of the node's parts.
+        """
         real, imag = self.of(operand)
         if isinstance(real, Node):
             dtype = self._dtype()
@@ -138,7 +149,9 @@ class _Spelling:
         return (val[0] if isinstance(val, (list, tuple)) else val).dtype.to_real()
 
     def _halves(self) -> Pair:
-        """The parts of a buffer or constant, after it."""
+        """The (real, imaginary) parts of the node, a complex buffer or constant, as new calls right
+        after it.
+        """
         both = call(self.graph, self.node, aten.view_as_real.default, self.node)
         with self.graph.inserting_after(both):
             imag = call(self.graph, self.node, aten.select.int, both, -1, 1)
@@ -146,7 +159,7 @@ class _Spelling:
         return real, imag
 
     def parts(self, both: Node) -> Pair:
-        """The two results of a call."""
+        """The two results of the call `both`, as new getitem nodes."""
         found = []
         for index, val in enumerate(both.meta["val"]):
             found.append(self.graph.call_function(operator.getitem, (both, index)))
@@ -163,7 +176,9 @@ def _part_of(at: _Spelling, part: int) -> Any:
 
 
 def _alike(at: _Spelling) -> Any:
-    """What moves elements, or adds them: both parts alike."""
+    """The result of an op that moves or adds elements: the op on the real parts, and on the
+    imaginary parts. A pair of nodes, or a list of pairs for an op with several results.
+    """
     node = at.node
     numbers = {key: value for key, value in node.kwargs.items() if key != "dtype"}
     results = []
@@ -182,7 +197,7 @@ def _items(at: _Spelling, several: Node) -> Iterator[Node]:
 
 
 def _joined(at: _Spelling) -> Pair:
-    """cat, stack, where: of complex operands and real ones."""
+    """The pair of nodes for cat, stack or where, whose operands may be complex or real."""
     if is_op(at.node, "where"):
         condition, *given = at.args
         operands = [at.whole(each) for each in given]
@@ -194,7 +209,9 @@ def _joined(at: _Spelling) -> Pair:
 
 
 def _multilinear(at: _Spelling) -> Pair:
-    """A product of any kind: the sum over the parts of all factors, with i * i = -1."""
+    """The pair of nodes for a product of any kind (matmul, einsum, linear, ...): the sum over the
+    parts of all factors, with i * i = -1. The bias of a linear layer is added.
+    """
     node = at.node
     listed = is_op(node, "einsum")
     factors = list(at.args[1] if listed else at.args)
@@ -289,7 +306,7 @@ def _exponential(at: _Spelling) -> Pair:
 
 
 def _length(at: _Spelling) -> Node:
-    """The norm of the pair, whose gradient at 0 is 0."""
+    """The node of the absolute values: the norm of the pair, whose gradient at 0 is 0."""
     both = at.emit(aten.stack.default, list(at.whole(at.args[0])), -1)
     return at.emit(aten.linalg_vector_norm.default, both, 2, [-1])
 
@@ -300,7 +317,9 @@ def _conjugate(at: _Spelling) -> Pair:
 
 
 def _cast(at: _Spelling) -> Any:
-    """Between two kinds of complex numbers, from real numbers, or to them."""
+    """A cast from one complex dtype to another or from a real one, as a pair of nodes. A cast to a
+    real dtype is one node, of the real part.
+    """
     operand, dtype = at.args[0], at.node.meta["val"].dtype
     if not dtype.is_complex:
         return at.emit(aten.to.dtype, at.real(operand), dtype)
@@ -309,7 +328,7 @@ def _cast(at: _Spelling) -> Any:
 
 
 def _constant(at: _Spelling) -> Pair:
-    """zeros, ones and full of a complex dtype."""
+    """The pair of nodes for zeros, ones, full, empty or scalar_tensor of a complex dtype."""
     node, kwargs = at.node, {"dtype": at.node.meta["val"].dtype.to_real()}
     name, given = _name(node), list(at.args)
     known = {"zeros": 0, "empty": 0, "ones": 1}
@@ -325,12 +344,14 @@ def _alike_filled(at: _Spelling) -> Pair:
 
 
 def _paired(at: _Spelling) -> Pair:
-    """view_as_complex: the last dim holds the parts."""
+    """The pair of nodes for view_as_complex: elements 0 and 1 of the last dim."""
     return tuple(at.emit(aten.select.int, at.args[0], -1, part) for part in (0, 1))
 
 
 def _transform(at: _Spelling) -> Any:
-    """A Fourier transform of one dim, two or any number."""
+    """A Fourier transform over one dim, two or any number, as one call: a pair of nodes, or a real
+    node for irfft and its like.
+    """
     node, name = at.node, _name(at.node)
     kind = name.removeprefix("fft_").removesuffix("2").removesuffix("n")
     real, imag = at.of(at.args[0])

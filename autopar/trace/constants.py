@@ -21,7 +21,8 @@ _Byte = int | torch.SymInt
 
 
 def read_as_attributes(exported: torch.export.ExportedProgram, registered: Registered) -> None:
-    """Make the program read parameters and buffers as such, where export treated them as constants.
+    """Make the program read parameters and buffers as such, in place, where export treated them as
+    constants. They leave `exported.constants`; real constants stay there.
 
     Fake tensors among the constants would crash torch's passes. Raises AutoparError for a part of a
     trained parameter, and for constants computed from fake tensors.
@@ -44,11 +45,11 @@ def read_as_attributes(exported: torch.export.ExportedProgram, registered: Regis
 
 
 class Aliases:
-    """Places outside the modules' registries that hold a parameter or buffer of the model: lists,
-    dicts and plain attributes.
+    """A record of the places outside the modules' registries that hold a parameter or buffer of the
+    model: lists, dicts and plain attributes.
 
     While forward runs, torch.export puts its own tensors into the registries. These places must
-    then hold the same tensors.
+    then hold the same tensors, which `refresh` sees to.
     """
 
     def __init__(self, model: nn.Module, state: Snapshot) -> None:
@@ -60,7 +61,7 @@ class Aliases:
         ]
 
     def refresh(self, model: nn.Module) -> None:
-        """Put the tensors now in the registries into the other places."""
+        """Put the tensors that are now in the registries of `model` into the recorded places."""
         tensors = _registered(model) if self._places else {}
         for put, name in self._places:
             put(tensors[name])
@@ -74,7 +75,7 @@ def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Registered:
-    """Maps a constant to the parameter or buffer that it is.
+    """Maps a constant of an exported graph to the parameter or buffer that it is, by `name`.
 
     If forward reads a tensor from a list, it is the fake tensor of the copied model. A closure
     holds the original model's tensor, or a detached one, which look the same. Trained parameters
@@ -107,8 +108,9 @@ class Registered:
                 self._trained[_storage(copies[id(tensor)])].append((0, float("inf"), part))
 
     def name(self, constant: torch.Tensor) -> str | None:
-        """The name of the parameter or buffer; None if it is neither. Raises AutoparError if it is
-        part of a parameter, or cannot be identified.
+        """The name of the parameter or buffer that `constant` is; None if it is neither. Raises
+        AutoparError if it is part of a trained parameter, or is computed from tensors of the model
+        before forward.
         """
         if not _lies(constant):
             return None
@@ -129,7 +131,7 @@ class Registered:
         return None
 
     def _part_of(self, tensor: torch.Tensor) -> str | None:
-        """The name of the trained parameter that overlaps a tensor in memory, or None."""
+        """The name of the first trained parameter whose memory overlaps that of `tensor`, or None."""
         first, end = _extent(tensor)
         return next(
             (
@@ -142,7 +144,7 @@ class Registered:
 
 
 def _lies(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is strided, with a storage; a sparse one is not."""
+    """Whether a tensor is strided, with a storage; false for sparse ones."""
     return tensor.layout == torch.strided
 
 

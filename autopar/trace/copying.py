@@ -28,7 +28,7 @@ on them.
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of the module with parameters and buffers on the meta device. Tied tensors stay
+    """A deep copy of the module with parameters and buffers on the meta device. Tied tensors stay
     tied.
     """
     return copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -40,11 +40,11 @@ def copy_with(
     memo: dict[int, Any] | None = None,
 ) -> nn.Module:
     """A deep copy of the module with `make(tensor)` in place of each parameter and buffer. `memo`
-    becomes the memo of `copy.deepcopy`.
+    becomes the memo of `copy.deepcopy`, which maps the id of an object to its copy.
 
-    Other tensors in attributes are copied without their autograd history. Locks, files, process
-    groups and the like are shared with the model. Raises AutoparError, with the attribute's name,
-    if an object can be neither copied nor shared.
+    Other tensors in attributes are copied; those that autograd computed lose their history. Locks,
+    files, process groups and the like are shared with the model. Raises AutoparError, with the
+    attribute's name, if an object can be neither copied nor shared.
     """
     memo = {} if memo is None else memo
     for name, parameter in model.named_parameters():
@@ -78,7 +78,9 @@ def copy_with(
 
 
 def held(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(path, object) for everything that module attributes hold, at any depth; each object once."""
+    """Yields (path, object) for everything that module attributes hold, at any depth, each object
+    once. Modules of the model and registered parameters and buffers are left out.
+    """
     seen: set[int] = set()
     found = [(name, module) for name, module in model.named_modules()]
     seen.update(id(module) for _, module in found)
@@ -97,7 +99,9 @@ def held(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _why_not_copied(model: nn.Module, memo: dict[int, Any], error: Exception) -> str:
-    """An error text that names the innermost object that cannot be copied."""
+    """The text of an error that names the innermost object that cannot be copied. If there is none,
+    it names the model with `error`.
+    """
     for path, value in reversed(list(held(model))):
         if isinstance(value, nn.Module) or id(value) in memo:
             continue

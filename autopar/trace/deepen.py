@@ -21,8 +21,9 @@ _ROOT = "model."
 
 @dataclass(frozen=True, slots=True)
 class Deeper:
-    """Adds `times` periods of `period` layers to the module list at `path`, such as 'layers', whose
-    layers repeat after each period.
+    """A description of a deeper model: `times` more periods of `period` layers in the module list
+    at `path`, such as 'layers', whose layers repeat after each period. Raises AutoparError for
+    numbers below 1.
     """
 
     path: str
@@ -37,19 +38,21 @@ class Deeper:
 
     @property
     def more(self) -> int:
-        """Number of layers to add."""
+        """Number of layers to add: `period` * `times`."""
         return self.period * self.times
 
     def layer(self, name: str) -> int | None:
-        """The index of the layer to which a module or parameter name belongs; None outside the
-        list.
+        """The index of the layer to which a module or parameter belongs, by its dotted name; None
+        outside the list at `path`.
         """
         prefix = f"{self.path}."
         index = name.removeprefix(prefix).partition(".")[0]
         return int(index) if name.startswith(prefix) and index.isdigit() else None
 
     def moved(self, name: str, by: int) -> str:
-        """The name moved to the layer `by` places later. A name outside the list is unchanged."""
+        """The dotted name of the same module or parameter in the layer `by` places later. A name
+        outside the list at `path` is unchanged.
+        """
         layer = self.layer(name)
         return (
             name
@@ -123,10 +126,12 @@ def deepened(captured: Captured, deeper: Deeper) -> Captured:
 
 
 def _periods(captured: Captured, deeper: Deeper) -> tuple[int, list[Node], list[Node], list[Node]]:
-    """The last layer's index, and the calls of three parts: two periods before that layer, and the
-    layer with everything after it.
+    """(index of the last layer, calls of the period before the next, calls of the period before the
+    last layer, other calls from the last layer on). Calls are in graph order.
 
-    Ops between two layers belong to the first of them.
+    Ops between two layers belong to the first of them. Raises AutoparError if the two periods are
+    not equal, there are too few layers, or the last part reads an earlier layer than the last
+    period.
     """
     nodes, period = (
         [node for node in captured.graph.nodes if node.op == "call_function"],
@@ -155,9 +160,9 @@ def _periods(captured: Captured, deeper: Deeper) -> tuple[int, list[Node], list[
 
 
 def _alike(period: list[Node], before: list[Node], captured: Captured, deeper: Deeper) -> bool:
-    """Whether two periods compute the same. They must have equal calls on corresponding values and
-    parameters. Where the later period reads the earlier one, the earlier one must read what
-    comes before it.
+    """Whether the calls of two periods of layers compute the same: equal calls, in order, on
+    corresponding values and parameters. Where the later period reads the earlier one (`before`),
+    the earlier one must read what comes before it.
     """
     twins, early = dict(zip(period, before, strict=False)), set(before)
 
@@ -180,8 +185,8 @@ def _alike(period: list[Node], before: list[Node], captured: Captured, deeper: D
 
 
 def _described(node: Node) -> str:
-    """A call without its operands, as text: target, other arguments, shapes and dtypes of the
-    results.
+    """A call as text without its operands: target, other arguments, and shapes and dtypes of the
+    results. Equal texts are equal calls.
     """
     val = node.meta.get("val")
     vals = [
@@ -191,14 +196,16 @@ def _described(node: Node) -> str:
 
 
 def _operands(node: Node) -> list[Node]:
-    """The nodes among the arguments, in order, with repetitions."""
+    """The nodes among a call's arguments, in order, with repetitions."""
     found: list[Node] = []
     torch.fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _layer_of(node: Node, deeper: Deeper) -> int | None:
-    """The index of the layer in which a node runs, or None."""
+    """The index of the layer in which a node runs, by its module stack. None if it runs outside the
+    list at `deeper.path`.
+    """
     stack = node.meta.get("nn_module_stack", {}).values()
     return next(
         (
@@ -211,7 +218,7 @@ def _layer_of(node: Node, deeper: Deeper) -> int | None:
 
 
 def _moved_meta(node: Node, deeper: Deeper, by: int) -> dict:
-    """The meta of a node, moved to the layer `by` places later."""
+    """A copy of the meta of a node whose module stack names the layer `by` places later."""
     moved = {
         key: (
             _ROOT + deeper.moved(path.removeprefix(_ROOT), by) if path.startswith(_ROOT) else path,
@@ -225,7 +232,9 @@ def _moved_meta(node: Node, deeper: Deeper, by: int) -> dict:
 def _more_parameters(
     parameters: dict[str, ParameterSpec], last: int, deeper: Deeper
 ) -> dict[str, ParameterSpec]:
-    """The parameters and then the buffers of the deeper model, each in the order of its modules."""
+    """The specs of the deeper model by name: parameters, then buffers, each in the order of its
+    modules. `last` is the index of the last layer of the shallow model.
+    """
 
     def moved(spec: ParameterSpec, by: int) -> ParameterSpec:
         return replace(
@@ -257,8 +266,8 @@ def _more_parameters(
 
 @per_model(4)
 def counted(traced: TracedModel, every: int) -> TracedModel:
-    """`traced` with every `every`-th of its layers in a class with `picked=True`. Other layers have
-    `picked=False`.
+    """A copy of `traced` with every `every`-th of its layers in a block class with `picked=True`.
+    Classes of other layers have `picked=False`, and classes without layers None.
 
     A class with both kinds of layers is split in two with the same graph. Nothing else changes, so
     segments keep their places and names.

@@ -10,7 +10,9 @@ from torch.fx.node import Argument
 
 
 def is_op(node: Node, *names: str) -> bool:
-    """Whether the node calls any overload of an ATen op with one of these names."""
+    """Whether the node calls any overload of an op with one of these names, ATen's without
+    `aten::`.
+    """
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and node.target._schema.name.removeprefix("aten::") in names
@@ -25,8 +27,8 @@ def replace(
     kwargs: dict[str, Argument] | None = None,
     val: torch.Tensor | None = None,
 ) -> Node:
-    """Replace `node` by another call with the same meta, and with the fake value `val` if given.
-    Returns the new node.
+    """Replace `node` in the graph by a call of `target`, and erase it. Returns the new node, which
+    has the meta of the old one, and the fake value `val` if given.
     """
     with graph.inserting_before(node):
         new = graph.call_function(target, args, kwargs or {})
@@ -39,8 +41,8 @@ def replace(
 
 
 def call(graph: Graph, like: Node, target: Callable, *args: Argument, **kwargs: Argument) -> Node:
-    """A new call at the insertion point, from the same module as `like`. Its fake value is computed
-    from its operands'.
+    """Insert a call at the graph's insertion point and return it. It has the meta of `like`; its
+    fake value is computed from its operands'.
     """
     new = graph.call_function(target, args, kwargs)
     new.meta = dict(like.meta)
@@ -51,8 +53,8 @@ def call(graph: Graph, like: Node, target: Callable, *args: Argument, **kwargs: 
 def full(
     graph: Graph, like: Node, value: float | torch.SymInt | torch.SymFloat, val: torch.Tensor
 ) -> Node:
-    """A new 0-d constant at the insertion point, from the same module as `like`. `val` is its fake
-    value, with its dtype.
+    """Insert a 0-d constant at the graph's insertion point and return it. It has the meta of `like`
+    and the fake value `val`, whose dtype it takes.
     """
     new = graph.call_function(torch.ops.aten.full.default, ([], value), {"dtype": val.dtype})
     new.meta = dict(like.meta) | {"val": val}
@@ -60,14 +62,14 @@ def full(
 
 
 def replace_argument(user: Node, old: Node, new: Argument) -> None:
-    """Give a call another argument wherever it takes `old`."""
+    """Make the call `user`, in place, take `new` wherever it takes the node `old`."""
     user.args, user.kwargs = torch.fx.map_arg(
         (user.args, user.kwargs), lambda node: new if node is old else node
     )
 
 
 def product(sizes: Iterable[int | torch.SymInt]) -> int | torch.SymInt:
-    """The product of sizes; symbolic if one of them is."""
+    """The product of sizes; symbolic if one of them is, and 1 for none."""
     result: int | torch.SymInt = 1
     for size in sizes:
         result = result * size

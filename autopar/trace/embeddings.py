@@ -17,8 +17,8 @@ _SUM, _MEAN = 0, 1
 
 
 def refuse_max_norm(model: nn.Module) -> None:
-    """Raise AutoparError for a table with `max_norm`, because forward would rescale its rows in
-    place.
+    """Raise AutoparError if the model has an embedding with `max_norm`, because forward would
+    rescale rows of its weight in place.
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
@@ -30,8 +30,8 @@ def refuse_max_norm(model: nn.Module) -> None:
 
 
 def expand_bags(graph: Graph) -> None:
-    """Rewrite embedding bags of one fixed size, such as those of 2-D ids, as rows of the table that
-    are summed or averaged per bag.
+    """Rewrite, in place, embedding bags of one fixed size, such as those of 2-D ids, as rows of the
+    table that are summed or averaged per bag.
 
     Other bags stay as they are: of variable size, with the maximum, averaged with padding, or with
     gradients divided by counts.
@@ -45,7 +45,9 @@ def expand_bags(graph: Graph) -> None:
 
 
 def _bag_size(node: Node) -> int:
-    """The number of ids in each bag; 0 if it varies, or if the op does more than sum or average."""
+    """The number of ids in each bag of an embedding_bag call. 0 if it varies, or if the op does
+    more than sum or average.
+    """
     offsets, options = node.args[2], ("scale_grad_by_freq", "include_last_offset")
     if not (
         isinstance(offsets, Node) and is_op(offsets, "arange") and argument(offsets, "start") == 0

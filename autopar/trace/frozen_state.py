@@ -31,8 +31,9 @@ from autopar.trace.user_lines import is_of_user, line_text
 
 @dataclass(slots=True)
 class StateRecord:
-    """The Python state around one call of `model`, a copy of the user's. `returned` are paths of
-    tensors that the captured call must return.
+    """The Python state (`Snapshot`) before and after one call of `model`, a copy of the user's.
+    Filled in by `around_call`. `returned` are paths of tensors that the captured call must return.
+    `notes` are texts for the user.
     """
 
     model: nn.Module
@@ -44,23 +45,25 @@ class StateRecord:
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """A context that records the state before and after its block."""
+        """A context that stores the state before its block in `before`, and after it in `after`."""
         self.before = Snapshot.of(self.model, self.functions)
         yield
         self.after = Snapshot.of(self.model, self.functions)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the call left at the paths `returned`."""
+        """The tensors that were at the paths `returned` after the recorded call, in that order."""
         return tuple(self.after.tensors[path] for path in self.returned)
 
 
 def check_state(
     first: Captured, record: StateRecord, capture_again: Callable[[StateRecord], Captured]
 ) -> tuple[str, ...]:
-    """Notes for the user on state that the captured call changed. Raises AutoparError if forward
-    computes with it.
+    """Notes for the user (at most one) on Python state that the captured call changed; () if it
+    changed none. Raises AutoparError if forward computes with that state, or draws from a Python
+    generator.
 
     `record` is the record of `first`; `capture_again` captures once more, with another record.
+    Leaves the Python state changed.
     """
     changed = record.before.changed(record.after)
     if not changed:
@@ -109,8 +112,8 @@ def _outputs(captured: Captured) -> list[str]:
 def _constant_tensors(
     changed: list[str], record: StateRecord, capture_again: Callable
 ) -> dict[str, torch.Tensor]:
-    """The values of tensors that the call stored in attributes and that depend on no input,
-    parameter or buffer, such as masks and tables.
+    """By path, the values of those changed tensors that depend on no input, parameter or buffer,
+    such as masks and tables. Captures once more, to see what the call stores at the changed paths.
     """
     paths = tuple(path for path in changed if path in record.after.tensors)
     if not paths:
@@ -127,8 +130,8 @@ def _constant_tensors(
 def _from_state(
     state: Snapshot, values: dict[str, torch.Tensor], record: StateRecord, capture_again: Callable
 ) -> Captured:
-    """Capture forward from the Python state `state`. `values` has known values of some tensors in
-    it.
+    """Capture forward from the Python state `state`, which is put back first. `values` has, by
+    path, known values of tensors in it, which are put in as well. `record` records the call.
     """
     state.restore()
     for path, value in values.items():
@@ -149,8 +152,8 @@ def _frozen(paths: list[str], record: StateRecord, how: str) -> str:
 
 
 def _listed(paths: list[str]) -> str:
-    """The paths as quoted text, shortened if there are many. Paths inside other listed paths are
-    left out.
+    """The first 4 paths as quoted text, and how many more there are. Paths inside other listed
+    paths are left out.
     """
     roots = [
         path
@@ -183,8 +186,8 @@ def _draw(path: str, record: StateRecord, capture_again: Callable) -> str:
 
 
 def _line_of_draw(path: str, record: StateRecord, capture_again: Callable) -> str:
-    """The user's line that first draws from the generator at `path`. Forward runs once more with a
-    trace function on the user's lines.
+    """Text that names the user's line which first draws from the generator at `path`; '' if it is
+    not found. Forward runs once more with a trace function on the user's lines.
     """
     generator, found = record.after.generators[path], list[str]()
     line_before: dict[types.FrameType, int] = {}

@@ -17,8 +17,8 @@ _MOST_ELEMENTS = 2**26
 
 
 class GraphKeys:
-    """Keys of a graph's values; equal values have equal keys. Values that depend only on constants
-    are evaluated and compared by content.
+    """Keys (hashes) of a captured graph's values. Equal keys mean that the same is computed, also
+    in another graph. Values that depend only on constants are evaluated and compared by content.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -31,14 +31,16 @@ class GraphKeys:
                 self._visit(node)
 
     def outputs(self) -> list[str]:
-        """The keys of the graph's results."""
+        """The keys of the graph's results, in order."""
         return [
             self._keys[node] if isinstance(node, Node) else repr(node)
             for node in pytree.tree_leaves(self._captured.graph.output_node().args)
         ]
 
     def value(self, node: Any) -> torch.Tensor | None:
-        """The value of a node that depends only on constants; None for any other."""
+        """The tensor that a node computes from constants alone. None for any other node, and if it
+        would have more than `_MOST_ELEMENTS` elements.
+        """
         return self._values.get(node) if isinstance(node, Node) else None
 
     def _visit(self, node: Node) -> None:
@@ -66,7 +68,9 @@ class GraphKeys:
         return f"attribute {name} {unknown}"
 
     def _constant(self, node: Node) -> torch.Tensor | None:
-        """The value of a node if it can be computed from constants alone, otherwise None."""
+        """The tensor that a node computes from constants alone, evaluated now. None for other
+        nodes, and for results that are large, random, or of unknown shape.
+        """
         if node.op == "placeholder":
             value = self._captured.constants.get(self._captured.attributes.get(node.name, ""))
             return (

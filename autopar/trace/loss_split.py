@@ -53,8 +53,11 @@ ROUTERS = "balance losses of routers"
 
 
 def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
-    """How the loss splits, and its step values. Edits the normalized graph of `captured`
-    accordingly.
+    """How the losses of micro-batches combine to that of the batch, and the values that each step
+    computes from its whole batch (None if there are none).
+
+    Edits the normalized graph of `captured` so that it reads these values as inputs. A loss that
+    does not split leaves the graph unchanged; then `joins` is '' and `reason` says why.
     """
     graph = captured.graph
     loss = output_nodes(graph)[0]
@@ -80,8 +83,8 @@ def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
 
 
 class _Analysis:
-    """Facts about the graph, taking into account terms that are computed per micro-batch by
-    convention.
+    """Finds how the loss and the nodes above it depend on rows (`RowFacts`). Balance losses of
+    routers and batch statistics are taken as computed per micro-batch, by convention.
     """
 
     def __init__(self, captured: Captured, loss: Node) -> None:
@@ -92,7 +95,9 @@ class _Analysis:
         self.widest = _widest_input(captured.graph, self.fixed)
 
     def run(self) -> tuple[RowFacts, Fact]:
-        """(the facts of all nodes, the fact of the loss)."""
+        """(the facts of all nodes, the fact of the loss). If the loss mixes rows only through terms
+        of routers, these are stored in `overruled` and counted as sums.
+        """
         while True:
             found = row_facts(self.graph, self.fixed, self.overruled, self.widest)
             fact = found.of(self.loss)
@@ -103,22 +108,26 @@ class _Analysis:
 
     @property
     def needed(self) -> set[Node]:
-        """The nodes from which the loss is computed, without the inside of terms that are per
-        micro-batch.
+        """The nodes from which the loss is computed, itself included. Nodes above terms that are
+        per micro-batch by convention are left out.
         """
         return above(
             [self.loss], lambda node: () if node in self.overruled else node.all_input_nodes
         )
 
     def conventions(self) -> tuple[str, ...]:
-        """Names of the quantities that are computed per micro-batch by convention."""
+        """Names of the quantities that are computed per micro-batch by convention: `STATISTICS`,
+        `ROUTERS`, both, or none. Call it after `run`.
+        """
         statistics = any(STATISTICS in node.meta for node in self.needed)
         return tuple(
             name for name, there in ((STATISTICS, statistics), (ROUTERS, self.overruled)) if there
         )
 
     def why(self, fact: Fact) -> str:
-        """A text that names the op at which rows are mixed, in the user's terms."""
+        """A text for the user: which op, in which line or module, combines rows. Raises ValueError
+        if the fact has no cause.
+        """
         cause = fact.cause
         if cause is None:
             raise ValueError(f"{fact} does not say which op mixes rows")
@@ -131,7 +140,9 @@ class _Analysis:
         return f"{op}{place} combines rows of the batch in a way that parts of it do not add up to"
 
     def _router_terms(self, found: RowFacts) -> set[Node]:
-        """The largest terms of the loss that mix rows and read only logits of router gates."""
+        """The largest terms of the loss that mix rows and read, of activations, only the logits of
+        routers. Terms in `overruled` are left out.
+        """
         of_gates = self._of_gates(found)
 
         def parts(node: Node) -> list[Node]:
@@ -145,7 +156,9 @@ class _Analysis:
         return (above([self.loss], parts) & of_gates) - self.overruled.keys()
 
     def _of_gates(self, found: RowFacts) -> set[Node]:
-        """The nodes that depend on logits of router gates, and otherwise on no activation."""
+        """The nodes computed from router logits and otherwise only from what is known before
+        forward, or is the same for all micro-batches.
+        """
         of_gates, free = set[Node](), set[Node]()
         for node in self.graph.nodes:
             if node.op == "output":
@@ -159,8 +172,8 @@ class _Analysis:
 
 
 class _Edits:
-    """Edits the graph so that it reads values of the whole batch where a micro-batch would compute
-    them.
+    """Edits the graph, in place by `run`, so that it reads values of the whole batch as inputs
+    where a micro-batch would compute them from its own rows.
     """
 
     def __init__(self, captured: Captured, found: RowFacts, needed: set[Node]) -> None:
@@ -173,7 +186,9 @@ class _Edits:
         self.labels = -1
 
     def settle_loss(self, power: int) -> None:
-        """Make the graph return a loss whose micro-batch values sum to the batch's loss."""
+        """Make the graph return loss * share ** power, where share is 1 / (number of
+        micro-batches). Losses of micro-batches then sum to that of the batch.
+        """
         output = self.graph.output_node()
         loss, *rest = output_nodes(self.graph)
         output.args = ((self._settled(loss, power, output), *rest),)
@@ -211,14 +226,18 @@ class _Edits:
         return values if self.share is None else values.with_share(self.share.meta["val"])
 
     def _values(self) -> StepValues:
-        """The step values, cut out of the graph before it is edited."""
+        """How the step computes the values that became inputs: two graphs cut out of this one
+        before edits.
+        """
         vals = tuple(node.meta["val"] for node in self.inputs.values())
         return StepGraphs(self.captured, self.found, self.targets).values(
             tuple(self.names), vals, self.labels
         )
 
     def _is_computed(self, node: Node) -> bool:
-        """Whether micro-batches compute a node, on the way to the loss."""
+        """Whether micro-batches compute a node on the way to the loss: the loss needs it, and it is
+        not known before forward, or is computed again.
+        """
         return node in self.needed and (not self.found.of(node).known or node in self.found.again)
 
     def _lifted(self) -> dict[Node, dict[int, torch.SymInt | torch.SymFloat]]:
@@ -229,7 +248,11 @@ class _Edits:
         return found
 
     def _lift(self, node: Node, places: Mapping[int, torch.SymInt | torch.SymFloat]) -> list[Node]:
-        """Batch-dependent number arguments of a call as new nodes with known values."""
+        """Make the batch-dependent numbers among a call's arguments (place -> value) 0-d constant
+        nodes, whose value is known before forward. Returns these nodes.
+
+        Raises ValueError if the op has no overload with tensors in place of numbers.
+        """
         args, numbers = list(node.args), []
         val, target = results(node)[0], tensor_overload(node)
         if target is None:
@@ -247,7 +270,9 @@ class _Edits:
         return numbers
 
     def _input_for(self, cut: Node) -> Node:
-        """The graph input for a known value of the whole batch. Equal values share one input."""
+        """The placeholder for `cut`, a node whose value of the whole batch is known before forward.
+        Inserts it on the first call. Nodes that compute the same share one input.
+        """
         key = self.keys.of(cut)
         if key not in self.inputs:
             labels = LABEL_COUNT in cut.meta
@@ -278,7 +303,9 @@ class _Edits:
         return node
 
     def _settled(self, operand: Node, power: int, before: Node) -> Node:
-        """A node with `operand` times (1 / number of micro-batches) ** power."""
+        """A new node, before `before`, with `operand` times (1 / number of micro-batches) ** power.
+        The graph gets an input for that share on the first call.
+        """
         if self.share is None:
             self.share = self._placeholder(
                 MICRO_BATCH_SHARE, fake_tensor(output_nodes(self.graph)[0])
@@ -296,15 +323,17 @@ class _Edits:
 
 
 class StepGraphs:
-    """Cuts out of a graph what computes known values of the whole batch."""
+    """Cuts two graphs out of a captured graph that compute `targets`, nodes whose values for the
+    whole batch are known before forward.
+    """
 
     def __init__(self, captured: Captured, found: RowFacts, targets: list[Node]) -> None:
         self.captured, self.found, self.targets = captured, found, targets
         self.input_names = dict(zip(captured.input_nodes, captured.inputs, strict=True))
 
     def values(self, names: tuple[str, ...], vals: tuple, labels: int) -> StepValues:
-        """The step values with these names, computed before the first forward of a step. `labels`
-        is the index of the label count, or -1.
+        """How a step computes the targets, as `StepValues` with these names and fake tensors.
+        `labels` is the index of the target that counts labels, or -1.
         """
         sums, whole = self._parts()
         local = self._graph(above(sums, reads), sums, {})
@@ -326,8 +355,8 @@ class StepGraphs:
         )
 
     def _parts(self) -> tuple[list[Node], set[Node]]:
-        """The sums over rows that the values use, and all nodes between these sums and the
-        values.
+        """(the sums over rows from which the targets are computed, in graph order; all nodes from
+        these sums to the targets, both included).
         """
 
         def is_sum(node: Node) -> bool:
@@ -371,14 +400,16 @@ class StepGraphs:
 
 
 class Keys:
-    """Numbers for nodes; nodes that compute the same have equal numbers."""
+    """A numbering of nodes in which nodes that compute the same have equal numbers. Random ops and
+    inputs have a number each.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[tuple, int] = {}
         self.known: dict[Node, int] = {}
 
     def of(self, node: Node) -> int:
-        """The number of a node."""
+        """The number of a node. Numbers it, and what it is computed from, on the first call."""
         for each in in_order(node.graph, above([node]) - self.known.keys()):
             kwargs = tuple(
                 (name, self._written(value)) for name, value in sorted(each.kwargs.items())
@@ -397,14 +428,14 @@ class Keys:
 
 
 def in_order(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
-    """The nodes sorted in graph order."""
+    """The nodes as a list in graph order, each once."""
     wanted = set(nodes)
     return [node for node in graph.nodes if node in wanted]
 
 
 def _fixed(captured: Captured) -> dict[str, bool]:
-    """For the placeholder of each parameter, buffer and constant: whether its value is known before
-    a forward.
+    """By name of the placeholder of each parameter, buffer and constant: whether its value is known
+    before a forward. False for parameters and for buffers that forward changes.
     """
     specs, changed = captured.parameters, set(captured.updates)
     return {
@@ -414,8 +445,8 @@ def _fixed(captured: Captured) -> dict[str, bool]:
 
 
 def _carried(captured: Captured, loss: Node) -> str:
-    """The name of a buffer through which one micro-batch affects the loss of the next; '' if there
-    is none.
+    """The name of the first buffer that forward changes and computes the loss with, so that one
+    micro-batch would affect the next. '' if there is none.
     """
     found = above(
         [loss],
@@ -426,8 +457,8 @@ def _carried(captured: Captured, loss: Node) -> str:
 
 
 def _gates_of(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:
-    """The logits (one per expert) of router gates, from which the choice or weights of routed
-    experts are computed.
+    """The nodes of router logits (one number per expert), from which the choice or the weights of
+    routed experts are computed. Empty without routed experts.
     """
     found: set[Node] = set()
     for experts in graph.nodes:
@@ -438,8 +469,8 @@ def _gates_of(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:
 
 
 def _products_above(choices: Iterable[Node], number: int, fixed: Mapping[str, bool]) -> set[Node]:
-    """The nearest learned products above `choices` with a dim of size `number`. Products further
-    up, such as in a norm of states, are not gates.
+    """The nearest matrix products with a learned operand from which `choices` are computed, with a
+    dim of size `number`. Products further up, such as in a norm of states, are not gates.
     """
 
     def is_gate(node: Node) -> bool:
@@ -456,7 +487,9 @@ def _products_above(choices: Iterable[Node], number: int, fixed: Mapping[str, bo
 
 
 def _widest_input(graph: Graph, fixed: Mapping[str, bool]) -> int:
-    """The largest number of elements per row of any integer input; at least 1."""
+    """The largest number of elements per row of any integer input of the user that has rows; at
+    least 1.
+    """
     inputs = [
         node
         for node in graph.find_nodes(op="placeholder")

@@ -20,7 +20,9 @@ FILLER = 0.5
 
 
 def refusal(node: Node) -> AutoparError:
-    """The error of a node that reads rows in another way than row by row."""
+    """An error to raise at a node that reads rows of a data-dependent number in another way than
+    row by row. It names the user's line.
+    """
     return AutoparError(
         f"forward makes or reads a tensor whose shape depends on data{line_of_node(node)}, by {node.name}, in a way that is not row by "
         "row, as boolean indexing, nonzero and unique do: use arithmetic with a mask instead, for example (loss * mask).sum() / mask.sum()"
@@ -29,23 +31,27 @@ def refusal(node: Node) -> AutoparError:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The True entries of a mask. `order`: its dims, that of the batch first."""
+    """A record of boolean indexing: the True entries of the node `mask`. `order` lists the mask's
+    dims, that of the batch first.
+    """
 
     mask: Node
     order: tuple[int, ...]
 
     def size(self, dim: int) -> Any:
-        """The size of a dim of the mask."""
+        """The size of dim `dim` of the mask."""
         return self.mask.meta["val"].shape[dim]
 
     def sizes(self, dims: Iterable[int]) -> list[Any]:
-        """The sizes of dims of the mask."""
+        """The sizes of these dims of the mask, in the order given."""
         return [self.size(dim) for dim in dims]
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The indices of a selection's entries along one dim of the mask, or along all (None)."""
+    """A record of what `nonzero(mask)` gives: the indices of the True entries of a selection, along
+    one dim of the mask, or along all (`dim` is None).
+    """
 
     of: Selection
     dim: int | None
@@ -53,7 +59,9 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A tensor with one row for each index along some dims of the mask, flattened into dim `at`."""
+    """A record of what stands for `x[mask]`: `node`, whose dim `at` has one row for each index
+    along `dims` of the mask, flattened. All rows are there, selected or not.
+    """
 
     node: Node
     of: Selection
@@ -62,18 +70,24 @@ class Rows:
 
 
 class RowEdits:
-    """Calls before one node of a graph that reorder, spread and mask rows."""
+    """Inserts calls before one node of a graph that reorder, spread and mask rows. Every method but
+    `around` inserts calls and returns their result, as a node or as `Rows`.
+    """
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.graph, self.node = graph, node
         self.args: tuple[Any, ...] = node.args
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A call before the node."""
+        """Insert a call before the node and return it. It has the node's meta and its own fake
+        value.
+        """
         return call(self.graph, self.node, target, *args, **kwargs)
 
     def flattened(self, source: Node, of: Selection, start: int, dims: tuple[int, ...]) -> Rows:
-        """A tensor whose dims from `start` are those of the mask, with these in the mask's order and flattened."""
+        """`source` as rows. Its dims from `start` on correspond to `dims` of the mask; they are put
+        in the order of the selection and flattened into one. Raises a refusal if sizes differ.
+        """
         shape = source.meta["val"].shape
         if [str(s) for s in shape[start : start + len(dims)]] != [str(s) for s in of.sizes(dims)]:
             raise refusal(self.node)
@@ -88,7 +102,7 @@ class RowEdits:
         return Rows(source, of, ordered, start)
 
     def filled(self, rows: Rows) -> Rows:
-        """The rows, with a number in those that are not selected."""
+        """The rows with `FILLER` in those that are not selected. Rows of integers stay as they are."""
         if not rows.node.meta["val"].is_floating_point():
             return rows
         valid = self.valid(rows, rows.dims)
@@ -98,7 +112,9 @@ class RowEdits:
         )
 
     def valid(self, rows: Rows, dims: tuple[int, ...]) -> Node:
-        """Whether an entry of the mask is True at a row, in the shape of rows over `dims`."""
+        """A bool node: whether any entry of the mask is True at each index along `dims`. Its dim 0
+        has the rows; further dims of size 1 broadcast it over what is behind the rows.
+        """
         of, mask = rows.of, rows.of.mask
         if mask.meta["val"].dtype != torch.bool:
             mask = self.emit(aten.ne.Scalar, mask, 0)
@@ -112,7 +128,9 @@ class RowEdits:
         return self.reshaped(mask, [product(of.sizes(dims)), *[1] * behind])
 
     def reshaped(self, source: Node, shape: list) -> Node:
-        """A tensor in another shape, whose one size that follows the batch is written -1."""
+        """`source` in another shape; itself if it has that shape. The one size that follows the
+        batch is written -1.
+        """
         if [str(s) for s in source.meta["val"].shape] == [str(s) for s in shape]:
             return source
         symbolic = [k for k, size in enumerate(shape) if is_symbolic(size)]
@@ -120,7 +138,9 @@ class RowEdits:
         return self.emit(aten.reshape.default, source, written)
 
     def spread(self, rows: Rows, dims: tuple[int, ...]) -> Rows:
-        """The same rows, for each index along more dims."""
+        """The rows repeated for each index along `dims`, which contain their own dims of the mask.
+        The same object if these are equal.
+        """
         if rows.dims == dims:
             return rows
         before, after = self.around(rows)
@@ -131,19 +151,21 @@ class RowEdits:
         return Rows(self.reshaped(wide, [*before, product(sizes), *after]), rows.of, dims, rows.at)
 
     def around(self, rows: Rows) -> tuple[list, list]:
-        """The sizes before and behind the dim of rows."""
+        """(sizes of the dims before the dim of rows, sizes of those behind it)."""
         shape = rows.node.meta["val"].shape
         return list(shape[: rows.at]), list(shape[rows.at + 1 :])
 
     def masked(self, rows: Rows) -> Rows:
-        """Rows over all dims of the mask, 0 where they are not selected."""
+        """The rows spread over all dims of the mask, with 0 in those that are not selected."""
         rows = self.spread(rows, rows.of.order)
         zero = self.emit(aten.zeros_like.default, rows.node)
         kept = self.emit(aten.where.self, self.valid(rows, rows.dims), rows.node, zero)
         return Rows(kept, rows.of, rows.dims, rows.at)
 
     def arranged(self, value: Node, have: list[int], wanted: tuple[int, ...], start: int) -> Node:
-        """Dims of the mask that lie from `start` on in the order `have`, in the order `wanted`."""
+        """`value` with dims permuted: from `start` on it has the mask's dims in the order `have`,
+        and gets them in the order `wanted`.
+        """
         order = [start + have.index(dim) for dim in wanted]
         if order == sorted(order):
             return value

@@ -37,8 +37,8 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 
 def class_means(graph: Graph) -> None:
-    """Rewrite means of cross-entropies as the sum divided by the number, or total weight, of valid
-    labels.
+    """Rewrite means of cross-entropies and NLL losses, in place, as the sum divided by the number,
+    or total weight, of valid labels. With probabilities as targets, by the number of samples.
     """
     for node in list(graph.nodes):
         if not is_op(node, *_CLASS_LOSSES) or argument(node, "reduction", _MEAN) != _MEAN:
@@ -57,7 +57,9 @@ def class_means(graph: Graph) -> None:
 
 
 def _label_count(graph: Graph, node: Node, logits: Node, target: Node) -> Node:
-    """A node with the number of valid labels, or the sum of their class weights."""
+    """A node, before `node`, with the number of valid labels. With class weights, the sum of their
+    weights.
+    """
     emit = partial(call, graph, node)
     ignored, weight = argument(node, "ignore_index", -100), argument(node, "weight")
     counts = emit(aten.ne.Scalar, target, ignored)
@@ -71,8 +73,8 @@ def _label_count(graph: Graph, node: Node, logits: Node, target: Node) -> Node:
 
 
 def batch_means(graph: Graph) -> None:
-    """Rewrite means over the batch dim as sums divided by the number of elements, which each rank
-    knows.
+    """Rewrite means over the batch dim, and means of element-wise losses, in place, as sums divided
+    by the number of elements, which each rank knows.
     """
     for node in list(graph.nodes):
         source = (
@@ -96,7 +98,9 @@ def batch_means(graph: Graph) -> None:
 
 
 def row_means(graph: Graph) -> None:
-    """Rewrite losses per row as the mean, or sum, of the unreduced losses."""
+    """Rewrite reduced losses of ops that give one loss per row, in place, as the mean, or sum, of
+    the unreduced losses.
+    """
     for node in list(graph.nodes):
         if is_op(node, *_ROW_LOSSES) and (reduction := argument(node, "reduction", _MEAN)) != _NONE:
             rows = _with(graph, node, _NONE)
@@ -109,7 +113,9 @@ def row_means(graph: Graph) -> None:
 
 
 def _with(graph: Graph, node: Node, reduction: int) -> Node:
-    """The same loss with another reduction, inserted before `node`."""
+    """A copy of a loss call with another reduction (0 none, 1 mean, 2 sum), inserted before `node`.
+    Its fake value is still that of `node`.
+    """
     args, kwargs = list(node.args), dict(node.kwargs)
     for place, name in enumerate(argument_names(node)):
         if name == "reduction" and place < len(args):
@@ -123,7 +129,7 @@ def _with(graph: Graph, node: Node, reduction: int) -> Node:
 
 
 def _broadcast(node: Node) -> list:
-    """The shape over which an element-wise loss averages."""
+    """The shape, as a list, to which the tensor operands of an element-wise loss broadcast."""
     shapes = [
         n.meta["val"].shape
         for n in node.all_input_nodes

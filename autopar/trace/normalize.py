@@ -37,7 +37,9 @@ _ASSERTIONS = (
 
 
 def normalize(graph: Graph) -> None:
-    """Run all passes on a graph."""
+    """Run all passes of `PASSES`, in order, on a graph, in place, with dead code removed after
+    each.
+    """
     for graph_pass in PASSES:
         graph_pass(graph)
         graph.eliminate_dead_code()
@@ -45,7 +47,11 @@ def normalize(graph: Graph) -> None:
 
 
 def inline_no_grad_regions(graph: Graph) -> None:
-    """Inline the bodies of wrap_with_set_grad_enabled. Results of a no-grad region are detached."""
+    """Put the bodies of no-grad and disabled-autocast regions, which export keeps as graphs of
+    their own, in the place of their calls. Results of a no-grad region are detached.
+
+    Changes the graph in place. Raises AutoparError for a region of enabled autocast.
+    """
     for node in list(graph.nodes):
         if node.op != "call_function" or getattr(node.target, "__name__", "") not in (
             "wrap_with_set_grad_enabled",
@@ -96,7 +102,9 @@ def _detached(graph: Graph, node: Node) -> Node:
 
 
 def drop_assertions(graph: Graph) -> None:
-    """Remove assertions: they have no result, and capture has already checked them."""
+    """Remove assertions from the graph, in place: they have no result, and capture has already
+    checked them. Then remove what only they read, tensors excepted.
+    """
     for node in list(graph.nodes):
         if node.op == "call_function" and (
             is_op(node, *_ASSERTIONS) or getattr(node.target, "__name__", "") in _ASSERTIONS
@@ -112,9 +120,9 @@ def drop_assertions(graph: Graph) -> None:
 
 
 def drop_no_ops(graph: Graph) -> None:
-    """Remove casts to the same dtype, slices of everything, inactive dropout, contiguity hints, and
-    additions of 0. `sum(losses)` starts with 0, and a sum plus something else could not stay
-    partial over ranks.
+    """Remove, in place, casts to the same dtype, slices of everything, inactive dropout, contiguity
+    hints, and additions of 0. `sum(losses)` starts with 0, and a sum plus something else could not
+    stay partial over ranks.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
@@ -167,8 +175,8 @@ def drop_no_ops(graph: Graph) -> None:
 
 
 def expand_feature_dropout(graph: Graph) -> None:
-    """Rewrite dropout of whole channels: one random value per row and channel keeps or drops the
-    channel.
+    """Rewrite active dropout of whole channels, in place: one random value per row and channel, by
+    `dropout` of ones, keeps or drops the channel. Raises AutoparError for its in-place form.
     """
     for node in list(graph.nodes):
         if (
@@ -198,8 +206,8 @@ def expand_feature_dropout(graph: Graph) -> None:
 
 
 def inline_symbolic_sizes(graph: Graph) -> None:
-    """Replace every symbolic integer node by its expression, so that no size is passed between
-    segments.
+    """Put the expression of every symbolic number in the place of its node, in place, so that no
+    size is passed between segments. The nodes are removed.
     """
     for node in list(graph.nodes):
         if (

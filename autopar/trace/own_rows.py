@@ -21,8 +21,9 @@ _PLACES = ("reshape", "view", "unsqueeze", "expand", "to", "_to_copy")
 
 
 def index_own_rows(graph: Graph) -> None:
-    """Rewrite all such indexing in a graph, for any number of entries per row, or the same entries
-    in all rows.
+    """Rewrite, in place, all reads and writes of `x[torch.arange(batch), index]` as gathers and
+    scatters along dim 1, for any number of entries per row. The same entries in all rows become
+    `x[:, index]`.
     """
     for node in list(graph.nodes):
         if is_op(node, "index", "index_put") and (entries := _own_entries(node)) is not None:
@@ -32,8 +33,8 @@ def index_own_rows(graph: Graph) -> None:
 
 
 def _own_entries(node: Node) -> Node | None:
-    """The index into dim 1, if the index into dim 0 is each row's own number along the first dim of
-    the result; otherwise None.
+    """The node of the index into dim 1, if a read or write indexes dims 0 and 1 and the index into
+    dim 0 is each row's own number. Otherwise None.
     """
     source, indices = fake_tensor(input_node(node, 0)), argument(node, "indices")
     if (
@@ -60,7 +61,9 @@ def _own_entries(node: Node) -> Node | None:
 
 
 def _counts_rows(node: Node, batch: str) -> bool:
-    """Whether a node holds 0, 1, ..., batch - 1."""
+    """Whether a node holds 0, 1, ..., batch - 1, perhaps reshaped or cast. `batch` is the symbol as
+    text.
+    """
     while is_op(node, *_PLACES) and isinstance(node.args[0], Node):
         node = node.args[0]
     if not is_op(node, "arange"):
@@ -70,7 +73,9 @@ def _counts_rows(node: Node, batch: str) -> bool:
 
 
 def _indexed(graph: Graph, node: Node, entries: Node) -> Node:
-    """The result of the read or write, without rows in the index."""
+    """The new node that has the result of the read or write `node`, without an index into rows.
+    `entries` is the index into dim 1.
+    """
     emit, source, written = partial(call, graph, node), input_node(node, 0), node.args[2:]
     rows, _ = argument(node, "indices")
     whole, shape = source.meta["val"].shape, entries.meta["val"].shape

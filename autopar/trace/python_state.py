@@ -67,8 +67,8 @@ _SEED = 0x5EED_0F_CA97
 
 @contextlib.contextmanager
 def torch_seeded() -> Iterator[None]:
-    """A context with a torch seed that no user would choose, so that a seed set by forward is
-    detected. The state is restored at the end.
+    """A context in which torch's default generator has a seed that no user would choose, so that a
+    seed set by forward is detected. The generator's state is restored at the end.
     """
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(_SEED)
@@ -79,8 +79,10 @@ def torch_seeded() -> Iterator[None]:
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """(step, object) for everything that an object holds; the step is '.name' or '[0]'. Registered
-    tensors and modules are left out.
+    """Yields (step, object) for everything that an object holds directly; the step is '.name' or
+    '[key]'. Nothing for numbers, texts, functions, tensors and modules of Python.
+
+    Of an nn.Module, registered parameters, buffers and modules are left out.
     """
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", child) for key, child in list(value.items()))
@@ -118,10 +120,11 @@ def _slots(kind: type) -> Iterator[str]:
 
 @dataclass(slots=True)
 class Snapshot:
-    """The content of each path at one time.
+    """The content of all places of Python state at one time, by path such as 'layers.0.count'.
 
-    `tensors` has tensors by path. `puts` has functions that store a tensor at a path. `names` has
-    the names of attributes and variables on the way to a path.
+    `held` has a comparable content for each path. `tensors` has tensors by path. `puts` has
+    functions that store a tensor at a path. `names` has the names of attributes and variables on
+    the way to a path. `generators` has random number generators. Make one by `of`.
     """
 
     held: dict[str, Any] = field(default_factory=dict)
@@ -133,13 +136,13 @@ class Snapshot:
     seen: dict[int, str] = field(default_factory=dict)
 
     def restore(self) -> None:
-        """Restore the content of every place."""
+        """Put the recorded content back into every place, in place."""
         for restorer in self.restorers:
             restorer()
 
     def changed(self, later: Snapshot) -> list[str]:
-        """Paths whose content differs in a later snapshot. A different tensor object counts as a
-        change, even with equal values.
+        """Sorted paths whose content differs in a later snapshot, or is in one of the two alone. A
+        different tensor object counts as a change, even with equal values.
         """
         moved = {
             path
@@ -149,7 +152,9 @@ class Snapshot:
         return sorted(moved | set(self.differing(later)))
 
     def differing(self, later: Snapshot) -> list[str]:
-        """Like `changed`, but tensors of the same shape and dtype count as equal."""
+        """Sorted paths whose content differs in a later snapshot. Tensors of the same shape and
+        dtype count as equal.
+        """
         missing = object()
         return sorted(
             path
@@ -160,7 +165,9 @@ class Snapshot:
     def _take(
         self, path: str, value: Any, put: Callable[[Any], None], names: tuple[str, ...]
     ) -> None:
-        """Record what `path` holds, and everything inside."""
+        """Record that `path` holds `value`, and everything inside it, in this snapshot. `put`
+        stores another value at the path; `names` are the attributes and variables on the way.
+        """
         self.names[path] = names
         if isinstance(value, torch.Tensor):
             self.held[path] = ("tensor", str(tuple(value.shape)), value.dtype)
@@ -186,8 +193,8 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: nn.Module, functions: Functions) -> Snapshot:
-        """The state of the model's attributes, of variables that its functions and the loss reach,
-        and of random number generators.
+        """A snapshot of the model's attributes, of the variables outside the model that `functions`
+        name, and of the random number generators of `random`, NumPy and torch.
         """
         taken = cls()
         for name, module in model.named_modules():
@@ -253,7 +260,9 @@ def _summary(value: Any, inner: list) -> Any:
 
 
 def _restorer(value: Any) -> Callable[[], object] | None:
-    """A function that restores the content of a container or object, or None."""
+    """A function that puts back what a container, array, file or object holds now. None for a value
+    that holds nothing that can be put back.
+    """
     if isinstance(value, dict):
         return functools.partial(_refill, value.clear, value.update, dict(value))
     if isinstance(value, set):
@@ -294,7 +303,9 @@ def _attributes_restorer(value: Any) -> Callable[[], object]:
 
 
 def _set_in(holder: Any, step: str, value: Any) -> None:
-    """Store a tensor inside `holder`, at the place that `step` names."""
+    """Store `value` inside `holder` at the place that `step` ('.name' or '[key]') names. Tuples are
+    left as they are.
+    """
     if step.startswith("."):
         setattr(holder, step[1:], value)
     elif isinstance(holder, dict):
@@ -305,7 +316,7 @@ def _set_in(holder: Any, step: str, value: Any) -> None:
 
 
 def generator_state(generator: Any) -> Any:
-    """The state of a random number generator, comparable with `==`."""
+    """The state of a random number generator as a value for `==`. For one of torch, its seed."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -344,7 +355,7 @@ _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
 
 
 def _wrapped(value: Any) -> Any:
-    """The function inside a wrapper of one of the types `_WRAPPERS`."""
+    """The function inside a property, cached_property, staticmethod or classmethod."""
     if isinstance(value, property):
         return value.fget
     return value.func if isinstance(value, functools.cached_property) else value.__func__
@@ -352,8 +363,8 @@ def _wrapped(value: Any) -> Any:
 
 @dataclass(slots=True)
 class Functions:
-    """The user's functions that forward and the loss can reach, and the variables outside the model
-    that they name.
+    """The user's functions that forward and the loss can call (`codes`), and the variables outside
+    the model that they name. Functions of libraries such as torch are left out. Make one by `of`.
     """
 
     codes: list[types.FunctionType] = field(default_factory=list)
@@ -364,7 +375,9 @@ class Functions:
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: Callable | None) -> Functions:
-        """All functions that a model and its loss can call."""
+        """All functions of the user that the model's modules, their hooks and `loss_fn` (if not
+        None) can call, directly or through others.
+        """
         found = cls()
         for module in model.modules():
             found._add(module)
@@ -372,7 +385,9 @@ class Functions:
         return found
 
     def places(self) -> Iterator[tuple[str, str, Any, Callable[[Any], None]]]:
-        """(path, name, current value, setter) of each variable."""
+        """Yields (path, name, current value, setter) of each variable outside the model that is
+        set. The setter stores a value unless it is there already.
+        """
         missing = object()
         for path, (name, get, put) in self._places.items():
             value = get(missing)
@@ -380,7 +395,9 @@ class Functions:
                 yield path, name, value, functools.partial(_set_if_other, get, put)
 
     def _add(self, value: Any) -> None:
-        """Add what a value can call: a function, a method, a class, or the methods of an object."""
+        """Add all functions that a value can call, with the variables that they name: of a
+        function, a method, a class, an object, or the entries of a container. Each value once.
+        """
         if id(value) in self._seen or isinstance(value, (*_PLAIN, torch.Tensor)):
             return
         if isinstance(value, types.FunctionType):
@@ -534,7 +551,9 @@ def _contents(cell: types.CellType, missing: Any) -> Any:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """The names of globals and attributes in a function, including functions defined inside it."""
+    """The names of globals and attributes that a code object reads or sets, functions defined
+    inside it included. Each once.
+    """
     found = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

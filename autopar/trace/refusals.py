@@ -21,7 +21,9 @@ _FIXED = re.compile(r"\['([^']+)'\]\.size\(\)\[0\] as dynamic")
 def why_not_captured(
     error: Exception, model: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> str:
-    """One paragraph on the user's mistake: what is wrong, in which line, and the remedy."""
+    """The text of an error about a failed capture: what the user's forward does, in which line, and
+    the remedy. `error` is what torch.export raised; `tensors` are the inputs.
+    """
     name, reason = type(model).__name__, _reason(error)
     where, kind = line_of_error(error), type(error).__name__
     if _BATCH_IS_A_NUMBER in str(error):
@@ -77,13 +79,15 @@ def why_not_captured(
 
 
 def _reason(error: Exception) -> str:
-    """The first lines of torch's message as one line, without what torch.export appends."""
+    """The first three lines of an error's message as one line of at most 400 characters, without
+    what torch.export appends.
+    """
     text = str(error).strip().partition("The error above occurred when calling torch.export")[0]
     return " ".join(" ".join(text.splitlines()[:3]).split())[:400].rstrip(". ")
 
 
 def shape_text(tensor: torch.Tensor) -> str:
-    """A shape for a message; the batch size is written `batch`."""
+    """A tensor's sizes for a message, such as 'batch, 3, 4'; the batch size is written `batch`."""
     sizes = (
         "batch" if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol else str(size)
         for size in tensor.shape
@@ -92,7 +96,9 @@ def shape_text(tensor: torch.Tensor) -> str:
 
 
 def check_values(captured: Captured) -> None:
-    """Raise AutoparError if a parameter or an input is complex, or a number is read out of a tensor."""
+    """Raise AutoparError if a trained parameter or an input is complex, or if the graph reads a
+    number out of a tensor.
+    """
     fixed = {
         name
         for name in captured.attributes
@@ -113,7 +119,9 @@ def check_values(captured: Captured) -> None:
 
 
 def check_symbols(captured: Captured) -> None:
-    """Raise AutoparError unless the sizes of all inputs that are not numbers follow the one batch."""
+    """Raise AutoparError if two inputs have rows whose numbers may differ, or if a constant is on
+    the meta device.
+    """
     placeholders = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
     batch: dict[str, str] = {}
     for name, node_name in zip(captured.inputs, captured.input_nodes, strict=True):

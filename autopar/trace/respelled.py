@@ -19,8 +19,8 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def symbolic_lengths() -> Iterator[None]:
-    """A context in which `len` of a tensor returns its symbolic size. Python's own `len` would make
-    it a fixed number.
+    """A context in which `len` of a tensor returns its symbolic size, by a replaced `builtins.len`.
+    Python's own would make it a fixed number.
     """
     plain = builtins.len
 
@@ -40,7 +40,9 @@ def symbolic_lengths() -> Iterator[None]:
 def _take_along_dim(
     input: Tensor, indices: Tensor, dim: int | None = None, **more: Any
 ) -> Tensor | None:
-    """take_along_dim as a gather with broadcasting; None if torch's own function must be used."""
+    """torch.take_along_dim as a gather of broadcast tensors. None if torch's own function must be
+    used: without `dim`, or with more arguments.
+    """
     if dim is None or more:
         return None
     dim %= input.dim()
@@ -54,8 +56,8 @@ def _take_along_dim(
 
 
 def _linspace(start: Any, end: Any, steps: Any = None, **options: Any) -> Tensor | None:
-    """linspace with a symbolic number of steps, computed from both ends as in torch; None if
-    torch's own function must be used.
+    """torch.linspace with a symbolic number of steps, computed from both ends as in torch. None if
+    torch's own function must be used: other steps, tensor ends, or `out`.
     """
     if (
         not isinstance(steps, torch.SymInt)
@@ -82,8 +84,8 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor | None:
-    """gaussian_nll_loss without its check for negative variances, which reads values; None if
-    torch's own function must be used.
+    """F.gaussian_nll_loss without its check for negative variances, which reads values. None if
+    torch's own function must be used: the variance is a number, or the reduction unknown.
     """
     if not isinstance(var, Tensor) or reduction not in ("none", "mean", "sum"):
         return None

@@ -47,9 +47,18 @@ _CASTS = ("to", "_to_copy", "type_as")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What is known about one tensor. `outer`: element i along the dim of rows belongs to row (i //
-    inner) mod batch, and the batch repeats `outer` times. `cause`: the node at which it became
-    mixed.
+    """A record of how one tensor depends on the rows of the batch, of which a micro-batch is some.
+
+    `kind` is one of:
+
+    - 'same': the value is equal for every micro-batch.
+    - 'rows': one dim has a part for each row, which depends on that row alone.
+    - 'sum': the whole value is the sum of the values of the micro-batches.
+    - 'mixed': none of these.
+
+    With n micro-batches, the whole is their values (joined or added) times n ** -`power`. `known`:
+    it is computed from inputs, buffers and constants alone, so before forward. `outer`: the dim of
+    rows holds the batch `outer` times. `cause`: the node at which it became mixed, or None.
     """
 
     kind: str
@@ -60,13 +69,15 @@ class Fact:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the value combines rows."""
+        """Whether the value combines several rows: its kind is 'sum' or 'mixed'."""
         return self.kind in (SUM, MIXED)
 
 
 @dataclass(slots=True)
 class RowFacts:
-    """The facts of a graph's nodes, and the edits that they require.
+    """How each node of a graph depends on the rows of the batch, and the edits by which
+    micro-batches can compute it. `facts` has a `Fact` for each node, or a tuple for several
+    results.
 
     `cuts` are known values to be taken from the whole batch. `again` are known values that each
     micro-batch still computes, from cuts. `settled` maps (node, operand) to a power k: the operand
@@ -81,7 +92,9 @@ class RowFacts:
     lifted: dict[tuple[Node, int], torch.SymInt | torch.SymFloat] = field(default_factory=dict)
 
     def of(self, node: Node) -> Fact:
-        """The fact of a node with one result. For several results, one that represents them."""
+        """The fact of a node. For several results, the first mixed one, else that of the first
+        result. Raises KeyError for an unknown node.
+        """
         fact = self.facts[node]
         if isinstance(fact, tuple):  # of an op with several results, all alike where it matters
             return next((each for each in fact if each.kind == MIXED), fact[0])
@@ -94,7 +107,8 @@ def row_facts(
     overruled: Mapping[Node, Fact],
     widest: int,
 ) -> RowFacts:
-    """The facts of all nodes.
+    """How every node of the graph depends on the rows of the batch, by the op rules. Does not
+    change the graph.
 
     `fixed` maps placeholders of parameters to False, and of buffers and constants with known values
     to True; other placeholders are inputs. `overruled` has facts that hold by convention. `widest`
@@ -119,7 +133,9 @@ def row_facts(
 
 
 def gathered_inputs(node: Node, found: RowFacts) -> list[Node]:
-    """The inputs from whose rows a known value is computed in ways other than a sum over rows."""
+    """The placeholders from whose rows the value of `node`, known before forward, is computed in
+    ways other than a sum over rows. Every rank needs all rows of these.
+    """
 
     def is_whole(each: Node) -> bool:
         return found.of(each).kind in (SAME, SUM)
@@ -132,8 +148,8 @@ def above(
     nodes: Iterable[Node],
     inputs: Callable[[Node], Iterable[Node]] = lambda node: node.all_input_nodes,
 ) -> set[Node]:
-    """The nodes and everything that they are computed from. `inputs(node)` returns the direct
-    inputs of a node.
+    """The nodes and everything that they are computed from, as a set. `inputs(node)` returns the
+    nodes to follow from a node; by default all its operands.
     """
     found, stack = set(), list(nodes)
     while stack:
@@ -145,14 +161,16 @@ def above(
 
 
 def row_dim_of(node: Node) -> int | None:
-    """The dim of a node's tensor whose size depends on the batch; None if there is none or more
-    than one.
+    """The one dim of a node's tensor whose size is symbolic, if that is proportional to the batch
+    size. None otherwise, and for what is no tensor.
     """
     return _row_dim(node.meta.get("val"))
 
 
 def elements_a_row(node: Node) -> int:
-    """Number of elements of a tensor per batch row."""
+    """Number of elements of a node's tensor per batch row: the product of its sizes that are not
+    symbolic.
+    """
     return prod(1 if is_symbolic(size) else int(size) for size in node.meta["val"].shape)
 
 
@@ -160,15 +178,17 @@ _LIKE = {"zeros_like": 0, "ones_like": 1, "full_like": None, "empty_like": 0}
 
 
 def reads(node: Node) -> list[Node]:
-    """The nodes whose values a node depends on. Ops such as `ones_like` depend only on the shape of
-    their operand.
+    """The operands whose values a node depends on. The operand of ops such as `ones_like` is left
+    out, since only its shape counts.
     """
     like = node.args[0] if is_op(node, *_LIKE) else None
     return [each for each in node.all_input_nodes if each is not like]
 
 
 def fill_value(node: Node) -> Any:
-    """The value with which an op such as `ones_like` fills a tensor; None for any other op."""
+    """The number with which a `zeros_like`, `ones_like`, `full_like` or `empty_like` (0) fills its
+    tensor; None for any other op.
+    """
     if not is_op(node, *_LIKE):
         return None
     name = op_name(node).removeprefix("aten::")
@@ -176,12 +196,12 @@ def fill_value(node: Node) -> Any:
 
 
 def follows_batch(val: Any) -> bool:
-    """Whether any size of the tensor depends on the batch."""
+    """Whether `val` is a tensor with a size that depends on the batch."""
     return isinstance(val, torch.Tensor) and any(map(is_symbolic, val.shape))
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers."""
+    """Whether a node draws random numbers, by torch's tag of its op."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags
 
@@ -197,7 +217,9 @@ _ROWS_TRIED = (1, 2, 3, 5, 7, 64, 2**20)
 
 
 def degree(size: Any) -> int | None:
-    """k if a size or number is proportional to the k-th power of the batch size; None otherwise."""
+    """k if a symbolic size or number is proportional to the k-th power of the batch size, for k
+    from -2 to 2. None otherwise. Tried on a few batch sizes.
+    """
     return _degree(size.node.expr)
 
 
@@ -218,7 +240,9 @@ def _degree(expr: sympy.Expr) -> int | None:
 
 
 class _Transfer:
-    """Computes the fact of one call from the facts of its operands."""
+    """Computes, by `run`, how one call depends on rows from how its operands do. Marks in `found`
+    the edits that this takes.
+    """
 
     def __init__(self, node: Node, found: RowFacts, widest: int, again: bool = False) -> None:
         """`again`: the node is computed per micro-batch although it is known."""
@@ -234,8 +258,11 @@ class _Transfer:
         )
 
     def _cut(self, operand: Node, fact: Fact) -> Fact:
-        """The fact of an operand. A known value that combines rows is marked to be taken from the
-        whole batch, if possible.
+        """How an operand depends on rows, as a call reads it that is not known before forward.
+
+        A known value that combines rows is marked in `found.cuts`, to be taken from the whole
+        batch, if it and the inputs behind it are small enough. Otherwise each micro-batch computes
+        it again.
         """
         if not (fact.known and fact.is_joined):
             return fact
@@ -252,7 +279,9 @@ class _Transfer:
         return not source.meta["val"].is_floating_point() or elements_a_row(source) <= self.widest
 
     def _again(self, operand: Node, fact: Fact) -> Fact:
-        """The fact of a known value that is computed per micro-batch, from cuts."""
+        """How a known value depends on rows if each micro-batch computes it again, from values of
+        the whole batch. The result is stored in `found.again`.
+        """
         if operand.op != "call_function" or operand in self.found.again:
             return self.found.again.get(operand, fact)
         found = _Transfer(operand, self.found, self.widest, again=True).run()
@@ -283,7 +312,9 @@ class _Transfer:
         return self._by_kind(0)
 
     def _of_shape(self) -> Fact:
-        """The fact of a tensor made like another one: equal rows, if the other one has rows."""
+        """How a tensor filled like another one (`ones_like`) depends on rows: equal rows if that
+        has rows, 'same' if its shape is fixed, otherwise mixed.
+        """
         val, fact = results(self.node)[0], self.facts[0]
         if not follows_batch(val):
             return Fact(SAME, known=True)
@@ -294,7 +325,9 @@ class _Transfer:
         )
 
     def _is_last_of_running_sum(self) -> bool:
-        """Whether the node selects the last entry of a running sum over rows."""
+        """Whether the node selects the last entry of a cumsum along the dim of rows, which is the
+        sum over rows.
+        """
         source = self.operands[0] if self.operands else None
         if not is_op(self.node, "select") or source is None or not is_op(source, "cumsum"):
             return False
@@ -311,8 +344,11 @@ class _Transfer:
         return Fact(MIXED, known=self.known, cause=self.node)
 
     def _lift(self, numbers: list[tuple[int, torch.SymInt | torch.SymFloat]]) -> bool:
-        """Whether batch-dependent numbers that are not factors can become known tensors, which is
-        then recorded.
+        """Whether the batch-dependent numbers among the call's arguments, (place, value) each, can
+        become tensors that are known before forward. If so, records them in `found.lifted`.
+
+        False if they are factors of a value that is not 'same', or the op has no overload with
+        tensors.
         """
         if _factor(self.node, numbers) is not None and any(f.kind != SAME for f in self.facts):
             return False
@@ -401,14 +437,14 @@ class _Transfer:
         )
 
     def _adds_nothing(self, dims: OpDims) -> bool:
-        """Whether all operands that are added to a sum over rows are zeros."""
+        """Whether all operands that the op adds to its sum, such as a bias, are zeros."""
         return all(
             is_op(self.operands[k], "zeros", "zeros_like", "new_zeros") for k in dims.additive
         )
 
     def _power_of_rows(self, dims: OpDims, power: int) -> int:
-        """The power of a result with rows. Powers add if the op is linear in each operand;
-        otherwise operands are marked to be settled.
+        """The power of a result with rows; `power` is what number arguments add. Powers of operands
+        add if the op is linear in each; operands in which it is not are marked in `found.settled`.
         """
         powers = [fact.power if fact.kind == ROWS else 0 for fact in self.facts]
         if not any(powers):
@@ -476,7 +512,7 @@ class _Transfer:
         return self._mixed()
 
     def _told(self, facts: Fact | tuple[Fact, ...]) -> Any:
-        """The facts, with `known` set."""
+        """The same facts with `known` set to whether this call is known before forward."""
         if isinstance(facts, Fact):
             return replace(facts, known=self.known)
         return tuple(replace(fact, known=self.known) for fact in facts)
@@ -486,8 +522,11 @@ class _Transfer:
         return tuple(fact for _ in results(self.node)) if many else fact
 
     def _summands(self, group: frozenset[int]) -> Fact:
-        """The fact of a sum of terms, which must have equal powers. A term that is the same for
-        every micro-batch has power 1.
+        """How the sum of the operands in `group` (their indices) depends on rows. Their powers must
+        be equal; a term that is the same for every micro-batch has power 1.
+
+        If powers differ, operands are marked in `found.settled` to make all 0; a known sum is then
+        mixed.
         """
         powers = {k: self.facts[k].power if self.facts[k].kind == SUM else 1 for k in group}
         wanted = set(powers.values())
@@ -501,8 +540,10 @@ class _Transfer:
         return Fact(SUM, 0)
 
     def _with_number(self) -> Fact:
-        """The fact of a sum combined with a number. The number is the same for every micro-batch,
-        like a mean, so the sum must have power 1.
+        """How a sum over rows, plus or minus a number, depends on rows. The number is the same for
+        every micro-batch, like a mean, so the sum must have power 1.
+
+        Otherwise the operand is marked in `found.settled` to get it; a known result is then mixed.
         """
         fact = self.facts[0]
         if fact.power == 1:
@@ -514,8 +555,8 @@ class _Transfer:
 
 
 def _reshaped(node: Node, source: Node, fact: Fact) -> Fact | None:
-    """The fact of a reshaped tensor. Elements keep their order, and so do rows; only the repetition
-    of the batch may change. None if rows are not kept.
+    """How `node`, which reshapes `source`, depends on rows. Elements keep their order, and so do
+    rows; only the repetition of the batch may change. None if rows are not kept.
     """
     before, after = source.meta["val"].shape, node.meta["val"].shape
     here, there = row_dim_of(source), row_dim_of(node)
@@ -528,8 +569,8 @@ def _reshaped(node: Node, source: Node, fact: Fact) -> Fact | None:
 
 
 def _batches_in_a_row(node: Node, sources: Sequence[Node], facts: Sequence[Fact]) -> Fact | None:
-    """The fact of a concatenation of several batches along their dim of rows; None if it is not
-    one.
+    """How a cat of several whole batches along their dim of rows depends on rows: the batch repeats
+    once for each. None if the operands are no such batches of equal size.
     """
     dim = argument(node, "dim", 0) % max(sources[0].meta["val"].dim(), 1)
     sizes = {str(each.meta["val"].shape[dim]) for each in sources}
@@ -539,8 +580,8 @@ def _batches_in_a_row(node: Node, sources: Sequence[Node], facts: Sequence[Fact]
 
 
 def _single_batches(node: Node, source: Node, fact: Fact) -> tuple[Fact, ...] | None:
-    """The facts of the parts of a concatenation of batches that is split again; None if it is not
-    one.
+    """How the parts of a split depend on rows, one for each part, if `source` is several batches
+    along the dim of rows and each part is one of them. None otherwise.
     """
     vals, dim = results(node), argument(node, "dim", 0) % max(source.meta["val"].dim(), 1)
     alike = len({str(val.shape[dim]) for val in vals}) == 1
@@ -550,7 +591,7 @@ def _single_batches(node: Node, source: Node, fact: Fact) -> tuple[Fact, ...] | 
 
 
 def _cuts_off(node: Node) -> bool:
-    """Whether a cast is not linear: to integers or bool."""
+    """Whether a node is a cast that is not linear: to bool, or from a floating dtype to integers."""
     if not is_op(node, *_CASTS):
         return False
     before, after = operands(node)[0].meta["val"], results(node)[0]
@@ -560,8 +601,8 @@ def _cuts_off(node: Node) -> bool:
 
 
 def tensor_overload(node: Node) -> torch._ops.OpOverload | None:
-    """The overload of an arithmetic op or comparison that takes tensors instead of numbers, or
-    None.
+    """The overload of an arithmetic op or comparison that takes tensors in the place of numbers.
+    None for any other op.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
@@ -588,7 +629,9 @@ def tensor_overload(node: Node) -> torch._ops.OpOverload | None:
 
 
 def _numbers(node: Node) -> list[tuple[int, torch.SymInt | torch.SymFloat]]:
-    """(place, value) of the arguments that are batch-dependent numbers, not sizes."""
+    """(place, value) of the call's arguments that are numbers which depend on the batch, such as a
+    divisor. Sizes are left out.
+    """
     found: list[tuple[int, torch.SymInt | torch.SymFloat]] = []
     if not isinstance(node.target, torch._ops.OpOverload):
         return found
@@ -601,7 +644,10 @@ def _numbers(node: Node) -> list[tuple[int, torch.SymInt | torch.SymFloat]]:
 
 
 def _factor(node: Node, numbers: list[tuple[int, torch.SymInt | torch.SymFloat]]) -> int | None:
-    """The power that a number adds as a factor or divisor; None if it is neither."""
+    """The power that a batch-dependent number adds to the result: 1 for a division by the batch
+    size, -1 for a product with it. None if it is neither factor nor divisor, or no power of the
+    batch size.
+    """
     if (
         not is_op(node, "mul", "div")
         or [place for place, _ in numbers] != [1]
@@ -613,8 +659,8 @@ def _factor(node: Node, numbers: list[tuple[int, torch.SymInt | torch.SymFloat]]
 
 
 def _row_letter(dims: OpDims, entry: str) -> str | None:
-    """The outermost letter of an entry if its size depends on the batch, else None. An entry with
-    several letters is a flattened dim.
+    """The outermost letter of `entry`, one dim of an operand in letters, if its size depends on the
+    batch; None otherwise. An entry with several letters is a flattened dim.
     """
     letters = letters_of(entry)
     first = letters[0] if letters else None

@@ -31,7 +31,9 @@ aten = torch.ops.aten
 
 
 def selection_notes(graph: Graph) -> tuple[str, ...]:
-    """What a user must know of the boolean indexing in a captured graph."""
+    """Notes for the user on the boolean indexing in a captured graph: one text, or () if there is
+    none.
+    """
     count = sum(_makes_unknown(node) for node in graph.nodes)
     if not count:
         return ()
@@ -42,7 +44,11 @@ def selection_notes(graph: Graph) -> tuple[str, ...]:
 
 
 def spell_selections(graph: Graph) -> None:
-    """Rewrite what depends on boolean indexing. Raises AutoparError for a shape that depends on data otherwise."""
+    """Rewrite boolean indexing, and what depends on it, as arithmetic over all rows with a mask, in
+    place.
+
+    Raises AutoparError for a shape that depends on data in another way than row by row.
+    """
     found: dict[Node, Any] = {}
     for node in list(graph.nodes):
         if _makes_unknown(node) or any(each in found for each in node.all_input_nodes):
@@ -58,7 +64,9 @@ def spell_selections(graph: Graph) -> None:
 
 
 def _is_unknown(val: Any) -> bool:
-    """Whether a value, or one of its sizes, depends on data."""
+    """Whether a number, or a size of a tensor, depends on data. Of a list, whether one of its
+    entries does.
+    """
     if isinstance(val, (list, tuple)):
         return any(map(_is_unknown, val))
     sizes = val.shape if isinstance(val, Tensor) else (val,)
@@ -74,7 +82,10 @@ def _makes_unknown(node: Node) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two nodes compute the same, as `y > 0` that is written twice does."""
+    """Whether two nodes compute the same, call by call, as `y > 0` that is written twice does.
+    Random calls and calls with keyword arguments equal only themselves. Other values compare by
+    `==`.
+    """
     if a is b or not (isinstance(a, Node) and isinstance(b, Node)):
         return a is b or (not isinstance(a, Node) and type(a) is type(b) and a == b)
     if a.op != "call_function" or a.target is not b.target or is_random(a) or a.kwargs or b.kwargs:
@@ -83,7 +94,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class _Rewrite(RowEdits):
-    """One node; `found` holds what the nodes before it are."""
+    """Rewrites one node, by `run`, that makes or reads rows of a data-dependent number. `found`
+    maps earlier nodes to what they are (`Index`, `Rows` or several), and gets this one.
+    """
 
     def __init__(self, graph: Graph, node: Node, found: dict[Node, Any]) -> None:
         super().__init__(graph, node)
@@ -112,7 +125,9 @@ class _Rewrite(RowEdits):
     # ------------------------------------------------------------------------------- indices
 
     def _indices(self) -> Any:
-        """What `where`, `nonzero` and reorderings of their results are; None for anything else."""
+        """The `Index` that the node is, if it is `where(mask)`, `nonzero(mask)`, or takes or
+        reorders their results. None for anything else.
+        """
         node = self.node
         source = self.args[0]
         if is_op(node, "where", "nonzero", "nonzero_numpy", "argwhere") and len(self.args) == 1:
@@ -149,7 +164,9 @@ class _Rewrite(RowEdits):
     # ---------------------------------------------------------------------------------- rows
 
     def _gathered(self) -> Any:
-        """x[indices], x[mask]: the rows of x themselves."""
+        """The `Rows` for x[indices] or x[mask]: all rows of x, with a filler where they are not
+        selected.
+        """
         node = self.node
         source = self.args[0]
         indices = (
@@ -163,7 +180,11 @@ class _Rewrite(RowEdits):
         return self.filled(self.flattened(source, of, start, dims))
 
     def _places(self, indices: list) -> tuple[Selection, int, tuple[int, ...]]:
-        """The selection by which indices index, the first dim that they index, and which dim of the mask indexes each dim from there."""
+        """(the selection by which `indices` index, the first dim that they index, which dim of the
+        mask indexes each dim from there on).
+
+        `indices` has a node or None for each dim. Raises a refusal for other indexing.
+        """
         given = [(k, each) for k, each in enumerate(indices) if each is not None]
         start = given[0][0]
         known: list[Any] = [self.found.get(each) for _, each in given]
@@ -184,7 +205,10 @@ class _Rewrite(RowEdits):
     # ------------------------------------------------------------------------------ between
 
     def _operands(self) -> tuple[dict[Node, Rows], Selection, tuple[int, ...]]:
-        """The operands that have rows, spread over the same dims of one mask."""
+        """(by operand that has rows, these rows, spread over the same dims; their selection; these
+        dims of the mask). Raises a refusal if there is none, or if they belong to several
+        selections.
+        """
         rows = {each: self.found[each] for each in self.node.all_input_nodes if each in self.found}
         if not rows or not all(isinstance(each, Rows) for each in rows.values()):
             raise refusal(self.node)
@@ -195,7 +219,9 @@ class _Rewrite(RowEdits):
         return {node: self.spread(each, dims) for node, each in rows.items()}, of, dims
 
     def _row_by_row(self) -> Any:
-        """An op whose rule says that each row is computed from its own."""
+        """The `Rows` of an op whose rule says that each row is computed from its own; several for
+        several results. Raises a refusal for any other op.
+        """
         node = self.node
         if not isinstance(node.target, torch._ops.OpOverload):  # an item of several results
             known = self.found[self.args[0]]
@@ -227,7 +253,9 @@ class _Rewrite(RowEdits):
         return _Several(items, of)
 
     def _shaped(self, rows: Rows) -> Rows:
-        """reshape and expand, which keep the dim of rows whole."""
+        """The `Rows` of a reshape or expand that keeps the dim of rows whole. Raises a refusal for
+        any other.
+        """
         shape = list(self.node.meta["val"].shape)
         ats = [k for k, size in enumerate(shape) if _is_unknown(size)]
         before, _ = self.around(rows)
@@ -245,7 +273,9 @@ class _Rewrite(RowEdits):
     # ------------------------------------------------------------------------------ the end
 
     def _written(self) -> Node:
-        """What is added to rows of a tensor, or takes their place."""
+        """The node of a tensor after selected rows were written or added: `index_put`, `index_add`
+        or `index_copy`. Rows that are not selected keep their values.
+        """
         node = self.node
         base = self.args[0]
         if is_op(node, "index_put"):
@@ -280,7 +310,9 @@ class _Rewrite(RowEdits):
         return self.emit(aten.where.self, self.arranged(chosen, left, dims, 0), total, base)
 
     def _reduced(self) -> Any:
-        """A sum or mean over the rows, or a loss that takes one."""
+        """The node of a sum or mean over selected rows, or of a loss; `Rows` if the reduction keeps
+        the dim of rows.
+        """
         node = self.node
         if not is_op(node, "sum", "mean"):
             return self._loss()
@@ -300,7 +332,9 @@ class _Rewrite(RowEdits):
         return self.emit(aten.div.Tensor, total, count)
 
     def _loss(self) -> Any:
-        """Labels that are not selected are ignored."""
+        """A cross-entropy over selected rows, as a node; `Rows` if it is not reduced. Labels of
+        rows that are not selected become the ignored index.
+        """
         node = self.node
         rows, of, _ = self._operands()
         logits, target = (rows.get(each) for each in self.args[:2])
@@ -320,7 +354,7 @@ class _Rewrite(RowEdits):
 
 @dataclass(frozen=True, slots=True)
 class _Several:
-    """The results of an op that has several."""
+    """A record of the rows of an op with several results: one `Rows` for each, in order, by `[]`."""
 
     items: list[Rows]
     of: Selection

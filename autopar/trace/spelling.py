@@ -34,8 +34,8 @@ _SPLITS = (
 
 
 def unify_spelling(graph: Graph) -> None:
-    """Rewrite every view as reshape, cast as to.dtype, split as split_with_sizes, and reordering as
-    permute or transpose.
+    """Rewrite every view as reshape, cast as to.dtype, split as split_with_sizes, reordering as
+    permute or transpose, and aliases by their main name. In place.
     """
     for node in list(graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
@@ -59,7 +59,9 @@ def _respell_view(graph: Graph, node: Node) -> None:
 
 
 def _respell_dropout(graph: Graph, node: Node) -> None:
-    """Rewrite native_dropout, which functionalization produces, as dropout."""
+    """Rewrite native_dropout, which functionalization produces, as dropout, in place, unless its
+    mask is read.
+    """
     if any(user.args[1] != 0 for user in node.users):
         return
     node.target, node.meta["val"] = aten.dropout.default, node.meta["val"][0]
@@ -71,7 +73,7 @@ def _respell_dropout(graph: Graph, node: Node) -> None:
 
 def _respell_broadcast(graph: Graph, node: Node) -> None:
     """Rewrite broadcast_tensors, which functionalization produces in losses with two operands, as
-    expand.
+    one expand for each operand that grows. In place.
     """
     for user in list(node.users):
         part, whole = argument(node, "tensors")[result_index(user)], user.meta["val"]
@@ -89,8 +91,8 @@ def _respell_reshape(graph: Graph, node: Node) -> None:
 
 
 def _respell_copy(graph: Graph, node: Node) -> None:
-    """Rewrite copy, which remains of an assignment to a slice, as its source in the target's dtype
-    and shape.
+    """Rewrite copy, which remains of an assignment to a slice, as its source, cast and expanded to
+    the target's dtype and shape. In place.
     """
     source, val = input_node(node, 1), node.meta["val"]
     if source.meta["val"].dtype != val.dtype:
@@ -100,8 +102,8 @@ def _respell_copy(graph: Graph, node: Node) -> None:
 
 
 def _respell_constant(graph: Graph, node: Node, name: str) -> None:
-    """Rewrite new_* and *_like constants by size, dtype and device, so that their tensor operand
-    need not be gathered.
+    """Rewrite new_zeros and its like by size, dtype and device, in place, so that their tensor
+    operand need not be gathered.
     """
     val = node.meta["val"]
     filled = (argument(node, "fill_value"),) if name == "new_full" else ()
@@ -162,7 +164,9 @@ def _respell_narrow(graph: Graph, node: Node) -> None:
 
 
 def _respell_cat(graph: Graph, node: Node) -> None:
-    """Without the operands that have no elements, as a cache of keys has before its first token."""
+    """Drop the operands of a cat that have no elements, as a cache of keys has before its first
+    token. A single operand that is left replaces the node. In place.
+    """
     val, sources = node.meta["val"], operands(node)
     kept = [
         source
@@ -199,12 +203,14 @@ _SPELLINGS: dict[str, Callable[[Graph, Node], None]] = {
 
 
 def _rank(node: Node) -> int:
-    """Number of dims of the first operand."""
+    """Number of dims of the first operand of a node."""
     return fake_tensor(input_node(node, 0)).dim()
 
 
 def _repeats_ones(source: Node, val: torch.Tensor) -> bool:
-    """Whether every dim that grows has size 1, so that repeat is the same as expand."""
+    """Whether every dim of `source` that grows to the shape of `val` has size 1, so that repeat is
+    the same as expand.
+    """
     shape = source.meta["val"].shape
     offset = len(val.shape) - len(shape)
     return all(
@@ -214,7 +220,7 @@ def _repeats_ones(source: Node, val: torch.Tensor) -> bool:
 
 
 def _moved(rank: int, source: int | list[int], destination: int | list[int]) -> list[int]:
-    """The order of dims after movedim of a tensor with `rank` dims."""
+    """The order of dims, as permute takes it, that equals movedim of a tensor with `rank` dims."""
     pairs = zip(
         *(x if isinstance(x, (list, tuple)) else [x] for x in (destination, source)), strict=True
     )
@@ -232,8 +238,8 @@ def _written_shape(shape: torch.Size) -> list:
 
 
 def join_slices(graph: Graph) -> None:
-    """Rewrite slices that together cover one dim of a tensor as one split_with_sizes, as in a fused
-    query-key-value projection.
+    """Rewrite slices of one module that together cover one dim of a tensor, in place, as one
+    split_with_sizes, as in a fused query-key-value projection.
     """
     slices: dict[tuple, dict[tuple[int, int], list[Node]]] = defaultdict(lambda: defaultdict(list))
     for node in graph.nodes:

@@ -37,7 +37,9 @@ def read_of(names: Collection[str], functions: Iterable[types.FunctionType]) -> 
 
 
 def methods_of(model: nn.Module) -> list[types.FunctionType]:
-    """The functions of all classes of the model's modules."""
+    """The methods that the classes of the model's modules, and their bases outside torch, define.
+    Wrappers by functools.wraps are taken off.
+    """
     kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
     mine = [base for base in kinds if not base.__module__.startswith(("torch.", "builtins"))]
     return [
@@ -56,7 +58,9 @@ def _all_names(code: types.CodeType) -> set[str]:
 
 
 def _tree_of(code: types.CodeType) -> _Function | None:
-    """The syntax tree of a function from its source file, or None."""
+    """The syntax tree of a function, parsed from its source file. None if there is no source, or
+    the function is not found in it.
+    """
     lines = linecache.getlines(code.co_filename)
     try:
         tree = ast.parse("".join(lines)) if lines else None
@@ -106,7 +110,9 @@ def _read_in(node: ast.AST, names: set[str]) -> ast.expr | None:
 
 
 def _only_changes(statement: ast.AST, names: set[str]) -> bool:
-    """Whether a statement only changes state called `names`, or prints it."""
+    """Whether a statement only sets state called `names`, calls a method on it, or prints. An `if`
+    counts by its branches alone.
+    """
     if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         return all(_is_state(target, names) for target in targets)
@@ -121,7 +127,9 @@ def _only_changes(statement: ast.AST, names: set[str]) -> bool:
 
 
 def _is_state(node: ast.AST, names: set[str]) -> bool:
-    """Whether an expression is state called `names`, or part of such state."""
+    """Whether an expression is a variable or attribute called one of `names`, or something inside
+    of one.
+    """
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         if isinstance(node, ast.Attribute) and node.attr in names:
             return True

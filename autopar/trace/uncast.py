@@ -25,13 +25,13 @@ def uncast_buffers(
     specs: dict[str, ParameterSpec],
     among: Collection[str] | None = None,
 ) -> dict[str, ParameterSpec]:
-    """Read buffers in their own dtype that capture cast to half precision, if forward casts them
-    back before any other use. An example is the rotary frequencies of transformers.
+    """Undo the cast to half precision, in the graph, of buffers that forward casts back to their
+    own dtype before any other use. An example is the rotary frequencies of transformers.
 
     - `attributes`: the name in `specs` of each placeholder of a parameter or buffer.
     - `among`: names of the buffers for which this is allowed; None allows all.
 
-    Returns the specs, with `keeps_dtype` set for these buffers.
+    Returns a copy of the specs, with `keeps_dtype` set for these buffers.
     """
     slots: dict[str, list[Node]] = defaultdict(list)
     for node in graph.find_nodes(op="placeholder"):
@@ -51,8 +51,8 @@ def uncast_buffers(
 
 
 def _reads(placeholders: Sequence[Node], own: torch.dtype) -> tuple[list[Node], list[Node]] | None:
-    """The placeholders of a buffer with all views, and the casts back to its dtype; None if forward
-    reads it in any other way.
+    """(the placeholders of a buffer and all views of them, the casts back to its dtype `own` or a
+    wider one). None if there is no such cast, or if forward reads the buffer in any other way.
 
     The search ends at the first such read and visits each view once, so its time is linear in the
     number of views.
@@ -101,7 +101,9 @@ def _tensors(node: Node) -> list[torch.Tensor]:
 
 
 def _read_as(graph: Graph, views: Sequence[Node], casts: Sequence[Node], own: torch.dtype) -> None:
-    """Set the dtype of the views to the buffer's own, and remove casts that then have no effect."""
+    """Set the fake values of `views` to the dtype `own`, and remove those of `casts` that then have
+    no effect. In place.
+    """
     for node in views:
         val = node.meta["val"]
         node.meta["val"] = (

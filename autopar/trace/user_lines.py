@@ -21,25 +21,31 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
 def line_of_error(error: Exception) -> str:
-    """' (file.py:12: its text)' for the innermost frame outside of torch and autopar, or ''."""
+    """Text ' (file.py:12: its text)' for the innermost frame of an error's traceback that is
+    outside torch, autopar and the standard library. '' if there is none.
+    """
     return _innermost(
         (frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
     )
 
 
 def line_now() -> str:
-    """Like `line_of_error`, for the current call."""
+    """Text ' (file.py:12: its text)' for the innermost frame of the current call stack in the
+    user's code. '' if there is none.
+    """
     return _innermost((frame.filename, frame.lineno) for frame in traceback.extract_stack())
 
 
 def line_of_node(node: torch.fx.Node) -> str:
-    """Like `line_of_error`, for the call that made a node of a captured graph."""
+    """Text ' (file.py:12: its text)' for the user's line whose call made a node of a captured
+    graph. '' if it is not known.
+    """
     frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
     return _innermost((frame["file"], int(frame["line"])) for frame in frames)
 
 
 def line_of_nodes(nodes: Iterable[torch.fx.Node]) -> str:
-    """Like `line_of_node`, for the first of the nodes whose line is known."""
+    """`line_of_node` of the first node for which it is known; '' if there is none."""
     return next(filter(None, map(line_of_node, nodes)), "")
 
 
@@ -54,7 +60,9 @@ def line_text(file: str, number: int | None) -> str:
 
 
 def is_of_user(file: str) -> bool:
-    """Whether a file belongs neither to Python's standard library nor to torch or autopar."""
+    """Whether a file (by its path) belongs neither to Python's standard library nor to torch or
+    autopar.
+    """
     return not file.startswith(_OWN) and (
         not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file
     )

@@ -44,10 +44,12 @@ _ROWS = {
 
 @contextlib.contextmanager
 def watched_forward() -> Iterator[list[str]]:
-    """Run a model under export inside of this.  Yields a list that fills with notes on what was captured in another way than written.
+    """A context in which to export a model.  Yields a list that fills with notes on what was
+    captured in another way than written.
 
-    An autograd.Function becomes one op.  Raises AutoparError where hooks change gradients.  Checkpointed functions are called plainly,
-    and torch's own log of what export could not do is silent.
+    An autograd.Function becomes one op.  Raises AutoparError where hooks change gradients.
+    Checkpointed functions are called plainly, and torch's own log of what export could not do is
+    silent.
     """
     notes: list[str] = []
     with _silent_logs(), _plain_checkpoints(notes), _own_gradients(notes):
@@ -56,10 +58,11 @@ def watched_forward() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def values_unread() -> Iterator[list[str]]:
-    """Run forward itself inside of this.  Yields a list that fills with notes on tensors that are printed.
+    """A context in which forward itself runs under export.  Yields a list that fills with notes on
+    tensors that are printed.
 
-    Raises AutoparError, which names the user's line, where ops depend on the values of tensors.  (Torch's own error would have
-    torch print the whole graph.)
+    Raises AutoparError, which names the user's line, where ops depend on the values of tensors.
+    (Torch's own error would have torch print the whole graph.)
     """
     notes: list[str] = []
     try:
@@ -72,8 +75,9 @@ def values_unread() -> Iterator[list[str]]:
 
 
 class _ValueReads(TorchFunctionMode):
-    """A mode that refuses functions that read a Python value out of a tensor with unknown
-    values.
+    """A torch function mode that raises AutoparError where the user's code reads a Python value out
+    of a tensor with unknown values. It also replaces the functions in `RESPELLED`, and notes
+    prints.
     """
 
     def __init__(self, notes: list[str]) -> None:
@@ -122,7 +126,9 @@ class _ValueReads(TorchFunctionMode):
 
 
 def _number_of(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The number that `func` reads. Raises AutoparError unless it is known during capture."""
+    """The Python number that `func`, called `name` in messages, reads out of a tensor. Raises
+    AutoparError unless it is known during capture.
+    """
     name = ".tolist()" if _is_within("tolist") else name
     try:
         found = func(*args, **kwargs)
@@ -154,8 +160,8 @@ def _reads(what: str, how: str, where: str | None = None) -> AutoparError:
 
 
 def _is_within(name: str) -> bool:
-    """Whether a function called `name` is on the stack: fake tensors have their own `tolist`, which
-    iterates over rows.
+    """Whether a function called `name` is on the call stack. Fake tensors have their own `tolist`,
+    which iterates over rows.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != name:
@@ -168,7 +174,9 @@ def _known(tensor: Tensor) -> bool:
 
 
 def _operand(args: tuple, kwargs: dict) -> Tensor:
-    """The tensor that a function of one tensor is called with."""
+    """The tensor that a function is called with: its first argument, or `input`. Raises TypeError
+    if that is no tensor.
+    """
     tensor = args[0] if args else kwargs.get("input")
     if not isinstance(tensor, Tensor):
         raise TypeError(f"a function of a tensor is called with {type(tensor).__name__}")
@@ -189,7 +197,7 @@ def _follows_batch(func: Callable, args: tuple, kwargs: dict) -> bool:
 
 @contextlib.contextmanager
 def _replaced(owner: type | types.ModuleType, name: str, value: object) -> Iterator[None]:
-    """Another attribute of a class or module inside of this."""
+    """A context in which the attribute `name` of a class or module is `value`."""
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:
@@ -200,7 +208,12 @@ def _replaced(owner: type | types.ModuleType, name: str, value: object) -> Itera
 
 @contextlib.contextmanager
 def _own_gradients(notes: list[str]) -> Iterator[None]:
-    """Have export keep the backward of autograd.Functions, each as one op; raise where hooks change gradients."""
+    """A context in which export keeps the backward of the user's autograd.Functions, each as one
+    op.
+
+    Raises AutoparError where forward calls `Tensor.register_hook`. Reentrant checkpoints are called
+    plainly, with a note.
+    """
     # where `apply` leads, also that of names such as `swish = Swish.apply` from before
     base: Any = torch.autograd.function._SingleLevelFunction
     inside: list[type] = []  # the function that runs
@@ -232,7 +245,11 @@ def _own_gradients(notes: list[str]) -> Iterator[None]:
 
 
 def _kept_function(cls: type, args: tuple) -> Any:
-    """`cls.apply(*args)` as one op, `autopar::custom_function`."""
+    """The result of `cls.apply(*args)`, called as one op, `autopar::custom_function`.
+
+    Raises AutoparError if an argument is a module or is changed in place, or if the op cannot run
+    the function.
+    """
     what = f"autograd.Function {cls.__name__}{line_now()}"
     if any(isinstance(each, torch.nn.Module) for each in torch.utils._pytree.tree_leaves(args)):
         raise AutoparError(
@@ -254,7 +271,7 @@ def _kept_function(cls: type, args: tuple) -> Any:
 @contextlib.contextmanager
 def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
     """A context in which `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` calls its
-    function directly.
+    function directly. Each such call adds a note to `notes`, once.
 
     Users may have imported `checkpoint` under any name. Therefore the internal generator that it
     calls is replaced.
@@ -270,8 +287,8 @@ def _plain_checkpoints(notes: list[str]) -> Iterator[None]:
 
 
 def _reentrant(notes: list[str], function: Callable, args: tuple) -> Any:
-    """The result of `checkpoint(function, *args, use_reentrant=True)`: without gradients if no
-    argument has any, as in eager mode.
+    """The result of `checkpoint(function, *args, use_reentrant=True)`, called plainly: without
+    gradients if no argument has any, as in eager mode. Adds notes to `notes`.
     """
     _add_checkpoint_note(notes)
     if not torch.is_grad_enabled() or any(

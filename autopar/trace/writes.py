@@ -16,8 +16,9 @@ aten = torch.ops.aten
 
 
 def spell_writes(graph: Graph) -> None:
-    """Remove slices of everything, and rewrite masked writes as `where` and fills along an index as
-    index_put.
+    """Rewrite writes into parts of tensors, in place. A slice that is written whole becomes its new
+    values, and `zero` becomes zeros_like. Masked writes of one value become `where`, and fills
+    along an index index_put.
     """
     for node in list(graph.nodes):
         with graph.inserting_before(node):
@@ -27,7 +28,7 @@ def spell_writes(graph: Graph) -> None:
 
 
 def _written(graph: Graph, node: Node) -> Node | None:
-    """The rewritten value of a write; None if the node stays as it is."""
+    """A node with the rewritten value of a write. None if the node stays as it is."""
     if is_op(node, "slice_scatter"):
         source = argument(node, "src")
         return source if _replaces_all(source, node) else None
@@ -53,7 +54,9 @@ def _replaces_all(source: Node, node: Node) -> bool:
 
 
 def _value(graph: Graph, node: Node, value: Node | float) -> Node:
-    """A number or tensor as a node in the dtype of the tensor that it is written to."""
+    """`value` as a node in the dtype of `node`, the tensor that it is written to. Numbers become
+    0-d constants.
+    """
     val = node.meta["val"]
     if not isinstance(value, Node):
         return full(graph, node, value, val.new_empty([]))
@@ -62,8 +65,8 @@ def _value(graph: Graph, node: Node, value: Node | float) -> Node:
 
 
 def _where(graph: Graph, node: Node) -> Node | None:
-    """`x[mask] = value` as `where`, if the value is the same at all selected places; otherwise
-    None.
+    """A node for the non-accumulating index_put `x[mask] = value` as `where`. None if the index is
+    no single bool mask, or if the value differs between selected places.
     """
     target, indices, value = (argument(node, name) for name in ("self", "indices", "values"))
     masks = [index for index in indices if index is not None]

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def verify_table(report: VerifyReport) -> Group:
-    """The table of `autopar verify`, one row per mesh."""
+    """The report as a rich renderable: a head, a table with one row per mesh, failures, and the
+    verdict.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -61,10 +63,13 @@ def _verified(mesh: MeshReport) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshReport:
-    """The result for one mesh. `worst_error` is update-relative, except for tiny updates: there it
-    is the absolute error over the absolute allowance, times the tolerance. `collectives` are
-    those of the program per micro-batch, by kind. `failure` is '' or why the program did not
-    run.
+    """The result of training under one plan, compared with one device. `exact` is the verdict.
+    `losses` has one loss for each step.
+
+    `worst_error` is update-relative (error / update), except for tiny updates: there it is the
+    absolute error over the absolute allowance, times the tolerance. `worst_tensor` is the parameter
+    that has it. `collectives` are those of the program per micro-batch, by kind. `failure` is '' or
+    why the program did not run; errors are then infinite.
     """
 
     mesh: dict[str, int | str]
@@ -85,8 +90,11 @@ class MeshReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """The result of `verify`. `moved` is how far training moved the median tensor, relative to its
-    norm. `skipped` lists meshes that this model or batch does not allow, with the reason.
+    """The result of `verify`: settings, the losses on one device, and one `MeshReport` for each
+    mesh.
+
+    `moved` is how far training moved the median tensor, relative to its norm. `skipped` lists
+    meshes that this model or batch does not allow, with the reason.
     """
 
     model: str
@@ -107,7 +115,9 @@ class VerifyReport:
         return bool(self.meshes) and all(mesh.exact for mesh in self.meshes)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as plain data. Infinities (a run without numbers) become the text 'inf'."""
+        """The report as plain data for JSON, with 'exact'. Infinities (a run without numbers)
+        become the text 'inf'.
+        """
         data = asdict(self) | {"exact": self.exact}
         for mesh in data["meshes"]:
             for key in ("worst_error", "loss_error"):

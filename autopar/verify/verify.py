@@ -72,7 +72,9 @@ class FactorySpec(ModelSpec):
 
     @classmethod
     def of(cls, factory: Factory) -> FactorySpec:
-        """The spec of a factory, named after the function."""
+        """The spec of a factory (a function that returns (model, example inputs)), named after it.
+        Does not call it.
+        """
         return cls(getattr(factory, "__qualname__", "model"), 0, 0, 0, factory)
 
     def _make(self) -> nn.Module:
@@ -81,20 +83,23 @@ class FactorySpec(ModelSpec):
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str = "meta"
     ) -> dict[str, Tensor]:
-        """The function's example inputs, with rows repeated to `batch`. `seq` is ignored."""
+        """The function's example inputs, copied to `device`, with rows (dim 0) repeated or cut to
+        `batch`. `seq` is ignored.
+        """
         inputs = self.factory()[1]
         rows = {name: value[torch.arange(batch) % value.shape[0]] for name, value in inputs.items()}
         return {name: value.clone().to(device) for name, value in rows.items()}
 
     def shrunk(self) -> ModelSpec:
-        """The spec itself: it is not shrunk."""
+        """The spec itself, since only the user's function could make a smaller model."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings that all processes must share. It is hashable, so that each process makes the
-    case once.
+    """The settings from which every process makes the same case (`make_case`): model, precision,
+    number of steps, tokens per sequence, and sequences per batch. It is hashable, so that each
+    makes it once.
     """
 
     spec: ModelSpec
@@ -135,10 +140,11 @@ def verify(
     compile: bool | Mapping[str, Any] = False,
 ) -> VerifyReport:
     """Train a shrunken `model` under plans for `nproc` CPU processes and on one device, and report
-    the differences.
+    the differences of losses and parameters.
 
-    Without a pin of tp or dp, every mesh dp x tp of `nproc` devices is verified. A program that
-    fails to run is reported as not exact.
+    Without a pin of tp or dp, every mesh dp x tp of `nproc` devices is verified. So are meshes with
+    cp, ep and ZeRO-3 where the model has a use for them. A program that fails to run is reported as
+    not exact.
 
     Args:
         model: a spec, or a function that returns (model, example inputs).
@@ -189,8 +195,8 @@ def verify(
 
 
 def free_network(devices: int) -> ClusterSpec:
-    """A cluster of CPU devices with a free network and kernels that launch in no time, so that
-    sharding always pays.
+    """A cluster of `devices` CPU devices on one node, with a free network and kernels that launch
+    in no time. Sharding then always pays.
     """
     cluster = ClusterSpec.parse(f"cpu:{devices}")
     assert isinstance(cluster, ClusterSpec)  # devices of one kind
@@ -204,7 +210,7 @@ def free_network(devices: int) -> ClusterSpec:
 
 
 def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]:
-    """The pins of each mesh to verify.
+    """For each mesh to verify, the pins of its plan: `pin` and those that fix the mesh.
 
     If tp or dp is pinned, that is one mesh. Otherwise it is every dp x tp, one mesh with cp if the
     model has attention, one with ep if it has routed experts, and one with ZeRO-3. A pipeline is
@@ -231,8 +237,8 @@ def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]
 def _plans(
     setup: Setup, case: Case, nproc: int, pin: dict[str, Any], software: Software
 ) -> tuple[list[Plan], tuple]:
-    """(one plan for each mesh to verify, meshes left out because this model or batch does not allow
-    them). A mesh that was pinned raises the error instead.
+    """(one plan for each mesh to verify, (mesh, reason) of the meshes left out because this model
+    or batch does not allow them). If no mesh can be planned, raises the AutoparError of the first.
     """
     plans, refused = [], []
     for chosen in _meshes(case, nproc, pin):
@@ -273,14 +279,19 @@ def _solved(
 
 
 def widened(precision: str) -> contextlib.AbstractContextManager:
-    """The mode `Widened` in fp64, otherwise a context without effect."""
+    """A context: the mode `Widened`, which turns casts to fp32 into casts to fp64, for precision
+    'fp64'. Otherwise one without effect.
+    """
     return Widened() if precision == "fp64" else contextlib.nullcontext()
 
 
 @lru_cache(maxsize=2)
 def make_case(setup: Setup) -> Case:
-    """The case of a setup: model built, traced, and trained on one device. The last two cases are
-    cached. Forked workers inherit them; spawned ones compute equal ones.
+    """The case of a setup: the model built and traced, and the results of training a copy on one
+    device. The last two cases are cached. Forked workers inherit them; spawned ones compute equal
+    ones.
+
+    Raises AutoparError if no learning rate that is tried moves the tensors enough.
     """
     state = torch.get_rng_state()
     torch.manual_seed(0)
@@ -310,7 +321,9 @@ def make_case(setup: Setup) -> Case:
 
 
 def _disturb(model: nn.Module) -> None:
-    """Add small values to vectors in place: initial zeros and ones would hide errors."""
+    """Add small values to the model's vectors (1-D parameters), in place, because initial zeros and
+    ones would hide errors.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -319,8 +332,9 @@ def _disturb(model: nn.Module) -> None:
 
 
 def _batches(setup: Setup) -> list[dict[str, Tensor]]:
-    """One batch per step. Integer tensors of tokens are random; each row has a random number of
-    labels of -100.
+    """One batch by name per step, on the CPU, made from the spec's example inputs. 2-D `input_ids`
+    and `labels` are random tokens if the vocabulary is known. Each row of 2-D labels begins with a
+    random number of -100.
     """
     generator = torch.Generator().manual_seed(3)
     batches = []
@@ -351,7 +365,9 @@ Trained = tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, ...]]
 
 
 def _train(setup: Setup, case: Case, rate: float) -> Trained:
-    """Results of training a copy of the model on one device, in eager mode."""
+    """(parameters before, parameters after, losses) of training a copy of the case's model on its
+    batches on one device, in eager mode, with the learning rate `rate`.
+    """
     model = copy.deepcopy(case.model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer, losses = _optimizer(rate)([p for p in model.parameters() if p.requires_grad]), []
@@ -367,7 +383,9 @@ def _train(setup: Setup, case: Case, rate: float) -> Trained:
 
 
 def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    """The model's output. If the model fails, the AutoparError says that verify made this data."""
+    """The model's output on a batch. If the model fails, raises AutoparError, which says that
+    verify made this data.
+    """
     try:
         return model(**batch)
     except Exception as error:  # a user's model may raise anything
@@ -380,9 +398,11 @@ def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 def _train_by_engine(
     setup: Setup, case: Case, rate: float, number: int = 1, dp: int = 1
 ) -> Trained:
-    """Like `_train`, by autopar's engine on one device. It draws the dropout masks that every plan
-    draws. It can split a batch into `number` micro-batches, each with the rows of `dp`
-    data-parallel ranks.
+    """(parameters before, parameters after, losses) as from `_train`, but by autopar's engine on
+    one device, which draws the dropout masks that every plan draws.
+
+    It can split a batch into `number` micro-batches, each with the rows of `dp` data-parallel
+    ranks.
     """
     rows = torch.arange(setup.rows).view(dp, number, -1).transpose(0, 1).flatten()
     batches = [
@@ -399,8 +419,8 @@ def _train_by_engine(
 
 
 def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
-    """How far training moved the median tensor, relative to its norm; NaN if any value is not
-    finite.
+    """The median, over tensors, of ||after - before|| / ||before||. NaN if a value of `after` is
+    not finite; 0.0 if all tensors were zero.
     """
     if not all(bool(t.isfinite().all()) for t in after.values()):
         return float("nan")
@@ -415,7 +435,9 @@ def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
 def _verify_plan(
     setup: Setup, case: Case, plan: Plan, compile: bool | Mapping[str, Any] = False
 ) -> MeshReport:
-    """The report of one plan, run on as many processes as its mesh has devices."""
+    """The report of one plan, run on as many processes as its mesh has devices. If a process fails,
+    the report says so in `failure`.
+    """
     start = time.perf_counter()
     choices = ("micro_batch", "recompute", "schedule", "zero", "shard")
     chosen = {name: getattr(plan, name) for name in choices}
@@ -464,7 +486,10 @@ def rank_errors(
     after: dict[str, Tensor],
     compile: bool | Mapping[str, Any] = False,
 ) -> tuple[float, str, list[float]]:
-    """(worst error against `after`, name of its tensor, losses) of this rank."""
+    """(worst error of a parameter against `after`, its name, the loss of each step) of this
+    process, which trains the case of `setup` under the plan in `plan_text`. Every rank must call
+    it.
+    """
     case = make_case(setup)
     engine = make_engine(case, Plan.from_json(plan_text), compile)
     losses = [float(engine.step(engine.local_batch(batch))) for batch in case.batches]
@@ -473,7 +498,9 @@ def rank_errors(
 
 
 def make_engine(case: Case, plan: Plan, compile: bool | Mapping[str, Any] = False) -> Engine:
-    """This process's engine for a plan of the case's model, with the optimizer of the reference."""
+    """This process's engine, on CPU, for a plan of the case's model, with the optimizer of the
+    reference. The model keeps its weights.
+    """
     chosen: dict[str, Any] = {
         "max_grad_norm": None,
         "weights": None,
@@ -486,7 +513,8 @@ def make_engine(case: Case, plan: Plan, compile: bool | Mapping[str, Any] = Fals
 def compare(
     before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[str, Tensor], precision: str
 ) -> tuple[float, str]:
-    """(largest update-relative error of `state` against `after`, name of its tensor). A missing
+    """(largest update-relative error of `state` against `after`, name of its tensor). An error is
+    divided by the update `after` - `before`, or by a small allowance if that is more. A missing
     tensor is an infinite error.
     """
     tolerance, absolute = TOLERANCE[precision]

@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class Widened(TorchFunctionMode):
-    """A mode in which casts to fp32, explicit or by a `dtype` argument, become casts to fp64.
-    Grouped matrix products run in fp64 too.
+    """A torch function mode in which casts to fp32, by `.float()`, `.to`, `.type` or the `dtype` of
+    softmax, become casts to fp64. Grouped matrix products run in fp64 too.
     """
 
     def __torch_function__(
@@ -22,7 +22,7 @@ class Widened(TorchFunctionMode):
         args: tuple = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The result of the call with its casts widened."""
+        """The result of the call of `function`, with casts to fp32 widened to fp64."""
         kwargs, name = dict(kwargs or {}), getattr(function, "__name__", "")
         if name in ("grouped_mm", "_grouped_mm") and not torch.compiler.is_compiling():
             return _grouped_mm(function, *args, **kwargs)

@@ -21,7 +21,8 @@ from autopar.ir.mesh import AXES, COPIES, MeshShape
 
 @dataclass(frozen=True, slots=True)
 class AxisGroup:
-    """This rank's group along one mesh axis.
+    """A record of this rank's group along the mesh axis `name`. Raises ValueError if the fields do
+    not go together.
 
     `index` is this rank's coordinate; `group_name` is the c10d name of the process group (None for
     one rank). With `simulate` there is no process group, and collectives return zeros of the right
@@ -46,8 +47,11 @@ class AxisGroup:
 
 
 def simulated_axes(shape: MeshShape, rank: int, shard: int = 0) -> dict[str, AxisGroup]:
-    """The simulated groups of `rank` in a mesh, for running its program alone to get shapes. With
-    `shard`, dp is divided into ZeRO groups, as in `mesh_axes` of the runtime.
+    """By mesh axis, the simulated group of `rank`, for running its program alone to get shapes.
+    Raises AutoparError if the mesh has no such rank.
+
+    With `shard`, dp is divided into ZeRO groups of that many data-parallel ranks: the axis dp is
+    then inside a group, and the axis `COPIES` goes from group to group.
     """
     if not 0 <= rank < shape.num_devices:
         raise AutoparError(
@@ -92,8 +96,8 @@ def active_axes(axes: Mapping[str, AxisGroup]) -> Iterator[None]:
 
 @torch.compiler.assume_constant_result
 def axis_group(axis: str) -> AxisGroup:
-    """The active group of the mesh axis called `axis`. A compiled program treats it as a
-    constant.
+    """The group of the mesh axis `axis` in the active context (`active_axes`). A compiled program
+    treats it as a constant. Raises AutoparError if no context is active, or the axis is not in it.
     """
     axes = _axes_by_thread.get(threading.get_ident())
     if axes is None:

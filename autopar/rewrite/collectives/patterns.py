@@ -17,8 +17,8 @@ from autopar.ir.sharding import CONTIGUOUS, Pattern, local_extent, shard_extent
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one tensor dim is sharded over an axis: which dim, its size before sharding, the pattern,
-    and the number of batch rows flattened into it.
+    """A description of how one tensor dim is sharded over an axis: which dim, its size before
+    sharding, the pattern, and the number of batch rows flattened into it.
     """
 
     dim: int
@@ -27,7 +27,7 @@ class Split:
     rows: int = 1
 
     def extent(self, parts: int, index: int) -> int:
-        """The size of the dim on rank `index` of `parts`."""
+        """The size of the dim on rank `index` of `parts` ranks."""
         return local_extent(self.size, parts, index, self.pattern)
 
     def section_sizes(self) -> list[int]:
@@ -39,8 +39,8 @@ class Split:
 
 
 def rank_major(x: Tensor, split: Split, parts: int) -> Tensor:
-    """The whole `x`, reordered along the dim: first the elements of rank 0, then those of rank 1,
-    and so on.
+    """The whole `x`, reordered along the dim of `split`: first the elements of rank 0 of `parts`,
+    then those of rank 1, and so on. `x` itself if the pattern is contiguous.
     """
     if split.pattern.is_contiguous:
         return x
@@ -57,7 +57,9 @@ def rank_major(x: Tensor, split: Split, parts: int) -> Tensor:
 
 
 def natural_order(x: Tensor, split: Split, parts: int) -> Tensor:
-    """`x` in its original order: the inverse of `rank_major`."""
+    """The whole `x`, whose dim of `split` is in the order of `rank_major`, back in its original
+    order. `x` itself if the pattern is contiguous.
+    """
     if split.pattern.is_contiguous:
         return x
     dim = split.dim + 1
@@ -72,7 +74,9 @@ def natural_order(x: Tensor, split: Split, parts: int) -> Tensor:
 
 
 def pick(x: Tensor, split: Split, parts: int, index: int) -> Tensor:
-    """The shard of rank `index` of the whole `x`. It is a view if the pattern is contiguous."""
+    """The shard of rank `index` of `parts`, of the whole `x`. It is a view if the pattern is
+    contiguous.
+    """
     if split.pattern.is_contiguous:
         return x.narrow(split.dim, *shard_extent(split.size, parts, index))
     length = split.size // parts

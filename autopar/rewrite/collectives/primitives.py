@@ -34,17 +34,21 @@ def _identity(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None)
 
 
 def _mask(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Tensor:
-    """R -> P: x on the first rank of the axis, zeros on the others."""
+    """Replicated to partial (R -> P): x on the first rank of the axis, zeros on the others."""
     return x if group.index == 0 else torch.zeros_like(x)
 
 
 def _slice(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Tensor:
-    """R -> S: a copy of this rank's shard, so that the whole tensor can be freed."""
+    """Replicated to sharded (R -> S): a copy of this rank's shard, so that the whole tensor can be
+    freed.
+    """
     return pick(x, dst, group.size, group.index).clone(memory_format=torch.contiguous_format)
 
 
 def _pad(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Tensor:
-    """S -> P: this rank's shard, padded with zeros to the whole size."""
+    """Sharded to partial (S -> P): this rank's shard at its place in the whole size, zeros
+    elsewhere.
+    """
     length = x.shape[src.dim]
     start = length * group.index
     if src.pattern.is_contiguous:
@@ -58,15 +62,15 @@ def _pad(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Tensor:
 
 @dataclass(slots=True)
 class Started:
-    """A running collective. `finish` computes the result from the received tensor. Without it,
-    `received` is already the result.
+    """A collective that has been started on this rank. `finish` computes the result from the
+    received tensor; if it is None, `received` is already the result.
     """
 
     received: Tensor | None
     finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
-        """Wait for the collective and return its result. It can be called only once."""
+        """Wait for the collective and return its result. Raises RuntimeError if it is called twice."""
         received, self.received = self.received, None
         if received is None:
             raise RuntimeError("a collective is waited for once; this one has been")
@@ -80,13 +84,15 @@ class Started:
 
 
 def _start_all_reduce(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> Started:
-    """P -> R: start an all-reduce."""
+    """Partial to replicated (P -> R): start an all-reduce, whose result is the sum over the group."""
     sent = _c10d.all_reduce(x.contiguous(), "sum", group.group_name)
     return Started(sent, lambda received: received)
 
 
 def _start_all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Started:
-    """S -> R: start an all-gather."""
+    """Sharded to replicated (S -> R): start an all-gather, whose result is the whole tensor in its
+    original order.
+    """
     shard = _resize(x, src.dim, ceil(src.size / group.size)).contiguous()
 
     def finish(gathered: Tensor) -> Tensor:
@@ -97,7 +103,9 @@ def _start_all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None
 
 
 def _start_reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Started:
-    """P -> S: start a reduce-scatter."""
+    """Partial to sharded (P -> S): start a reduce-scatter, whose result is this rank's shard of the
+    sum.
+    """
     step = ceil(dst.size / group.size)
     whole = _resize(rank_major(x, dst, group.size), dst.dim, step * group.size)
     stacked = whole if dst.dim == 0 else torch.cat(whole.split(step, dst.dim), 0)
@@ -111,7 +119,9 @@ def _start_reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: S
 
 
 def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
-    """S(d) -> S(e): start an all-to-all, which cuts along e and joins along d."""
+    """Sharded along one dim to sharded along another (S(d) -> S(e)): start an all-to-all, which
+    cuts along e and joins along d. The result is this rank's shard along e.
+    """
     x = rank_major(x, dst, group.size)
     pieces = list(x.split([dst.extent(group.size, rank) for rank in range(group.size)], dst.dim))
     shapes = [list(pieces[group.index].shape) for _ in pieces]
@@ -129,8 +139,8 @@ def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> St
 
 
 def _start_reshuffle(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
-    """S(d) -> S(d) with another pattern: start an all-gather, of which each rank keeps its
-    shard.
+    """Sharded along a dim to sharded along it in another pattern: start an all-gather, of which
+    each rank keeps its new shard.
     """
     gathering = _start_all_gather(x, group, src, None)
     return _then(gathering, lambda whole: _slice(whole, group, None, dst))
@@ -141,7 +151,9 @@ def _at_once(primitive: Callable[[Tensor, AxisGroup, Any, Any], Tensor]) -> _Pri
 
 
 def _then(started: Started, last: Callable[[Tensor], Tensor]) -> Started:
-    """The same collective, followed by the local step `last`."""
+    """The started collective, whose result is further changed by the local step `last`. `started`
+    itself must not be waited for any more.
+    """
     finish = started.finish
     if finish is None:
         return Started(last(started.wait()))
@@ -167,7 +179,8 @@ _PRIMITIVES: dict[str, _Primitive] = {
 def apply_primitive(
     name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None
 ) -> Tensor:
-    """Run one primitive on this rank's `x`, without gradient.
+    """Run the primitive called `name` on this rank's `x`, without gradient, and wait for the
+    result.
 
     `src` describes how x is sharded by the group, `dst` how the result is (None: not sharded).
     Raises ValueError if the shape of x does not match.
@@ -176,7 +189,9 @@ def apply_primitive(
 
 
 def sum_in_place(x: Tensor, group: AxisGroup) -> Tensor:
-    """The all-reduced sum of a contiguous tensor, computed in its own memory."""
+    """The sum of a contiguous tensor over the group, all-reduced in its own memory. The same tensor
+    is returned; a simulated group fills it with zeros.
+    """
     if group.size == 1 or not x.numel():
         return x
     if group.simulate:
@@ -187,8 +202,8 @@ def sum_in_place(x: Tensor, group: AxisGroup) -> Tensor:
 def start_primitive(
     name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None
 ) -> Started:
-    """Start the primitive that `apply_primitive` runs. A primitive without communication is
-    complete at once.
+    """Start the primitive that `apply_primitive` runs, with the same arguments. Its `wait` gives
+    the result. A primitive without communication, and every one on CPU, is complete at once.
     """
     whole, result = list(x.shape), list(x.shape)
     if src is not None:

@@ -10,8 +10,8 @@ _NOTHING = nullcontext()
 
 
 def named(*words: object) -> AbstractContextManager:
-    """A context whose ops appear under these words in the trace of a running profiler. Without a
-    profiler it does almost nothing.
+    """A context whose ops appear under these words, joined by spaces, in the trace of a running
+    profiler. Without a profiler, or while compiling, it does nothing.
     """
     if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
         return _NOTHING

@@ -43,8 +43,9 @@ from autopar.rewrite.collectives.primitives import Started, apply_primitive, sta
 
 
 class _Transition(torch.autograd.Function):
-    """An autograd function: primitive `forward_name` in forward, and `backward_name`, with source
-    and destination exchanged, in backward.
+    """An autograd function that changes a layout. It runs the primitive (data movement)
+    `forward_name` in forward, and `backward_name`, with source and destination exchanged, in
+    backward.
     """
 
     @staticmethod
@@ -70,8 +71,8 @@ class _Transition(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Handle:
-    """The running collective between the start and the wait of an asynchronous transition, in
-    forward or backward.
+    """Holds the running collective between the start and the wait of an asynchronous transition (a
+    layout change), in forward or backward. None before the start and after the wait.
     """
 
     started: Started | None = None
@@ -95,8 +96,9 @@ _Move = tuple[str, AxisGroup, Split | None, Split | None]
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The result of a started asynchronous transition. `token`, an empty tensor, carries the
-    gradient back. `arrival` has the handle and the primitive of the gradient.
+    """The result of a started asynchronous transition, which `wait` turns into the value. `token`,
+    an empty tensor, carries the gradient back. `arrival` has the handle and the primitive of the
+    gradient.
 
     Without an arrival, the token is the value itself.
     """
@@ -106,12 +108,14 @@ class Pending:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient flows back through it."""
+        """Whether a gradient flows back through this pending value."""
         return self.token.requires_grad
 
 
 class _Start(torch.autograd.Function):
-    """An autograd function: the start of an asynchronous transition."""
+    """An autograd function: starts the collective of an asynchronous transition in forward, and
+    waits for that of the gradient in backward. Forward returns an empty token.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, handle: _Handle, move: _Move) -> Tensor:
@@ -126,8 +130,8 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """An autograd function: the wait of an asynchronous transition. It starts the primitive of the
-    gradient in backward.
+    """An autograd function: waits for the collective of an asynchronous transition in forward, and
+    starts that of the gradient in backward.
     """
 
     @staticmethod
@@ -181,7 +185,9 @@ def _move(
 
 
 def wait(pending: Pending) -> Tensor:
-    """The value of an asynchronous transition, waited for."""
+    """The value of an asynchronous transition, after its collective has arrived. In backward it
+    starts the collective of the gradient. Each `Pending` is waited for once.
+    """
     return (
         pending.token if pending.arrival is None else _Wait.apply(pending.token, *pending.arrival)
     )
@@ -195,7 +201,9 @@ def _split(dim: int, size: int, pattern: str, rows: int) -> Split:
 def identity(
     x: Tensor, axis: str, backward: str = "all_reduce", async_op: bool = False
 ) -> Tensor | Pending:
-    """The value unchanged; only its gradient changes placement."""
+    """The value unchanged; in backward its gradient runs the primitive `backward` over `axis`. A
+    `Pending` if `async_op`.
+    """
     return _move(x, axis, "identity", backward, async_op=async_op)
 
 
@@ -208,9 +216,11 @@ def shard(
     rows: int = 1,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """This rank's shard, along `dim`, of a replicated value. `pattern` is a `Pattern` as text (''
-    is contiguous), and `rows` the number of batch rows flattened into the dim; both mean the
-    same in the functions below.
+    """This rank's shard, along `dim`, of a value that is replicated over `axis`. `pattern` is a
+    `Pattern` as text ('' is contiguous), and `rows` the number of batch rows flattened into the
+    dim.
+
+    The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
     """
     return _move(
         x, axis, "slice", backward, dst=_split(dim, x.shape[dim], pattern, rows), async_op=async_op
@@ -218,8 +228,8 @@ def shard(
 
 
 def mask(x: Tensor, axis: str, backward: str = "identity") -> Tensor | Pending:
-    """A replicated value as a partial sum: unchanged on coordinate 0 of the axis, zero
-    elsewhere.
+    """A value that is replicated over `axis` as a partial sum: unchanged on coordinate 0 of the
+    axis, zero elsewhere. The gradient runs the primitive `backward`.
     """
     return _move(x, axis, "mask", backward)
 
@@ -234,7 +244,12 @@ def all_gather(
     rows: int = 1,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """The whole of a value that is sharded along `dim`, which has `size` elements in total."""
+    """The whole, on every rank of `axis`, of a value that is sharded along `dim`, which has `size`
+    elements in total. `pattern` is its `Pattern` as text, `rows` the number of batch rows flattened
+    into the dim.
+
+    The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
+    """
     return _move(
         x, axis, "all_gather", backward, src=_split(dim, size, pattern, rows), async_op=async_op
     )
@@ -254,7 +269,10 @@ def all_to_all(
     async_op: bool = False,
 ) -> Tensor | Pending:
     """A value sharded along `src_dim` (`src_size` elements in total), sharded along `dst_dim`
-    instead.
+    (`dst_size`) instead. Patterns are `Pattern`s as text; `rows` batch rows are flattened into a
+    dim with rows.
+
+    The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
     """
     src = _split(src_dim, src_size, src_pattern, rows)
     dst = _split(dst_dim, dst_size, dst_pattern, rows)
@@ -271,7 +289,9 @@ def pad(
     rows: int = 1,
 ) -> Tensor | Pending:
     """A value sharded along `dim` as a partial sum: each rank's shard, padded with zeros to `size`
-    elements.
+    elements at its place in the whole. The gradient runs the primitive `backward`.
+
+    `pattern` is its `Pattern` as text, `rows` the number of batch rows flattened into the dim.
     """
     return _move(x, axis, "pad", backward, src=_split(dim, size, pattern, rows))
 
@@ -279,7 +299,9 @@ def pad(
 def all_reduce(
     x: Tensor, axis: str, backward: str = "identity", async_op: bool = False
 ) -> Tensor | Pending:
-    """The sum of a partial value over the axis."""
+    """The sum over the axis of a value of which each rank holds a part. The gradient runs the
+    primitive `backward`. A `Pending` if `async_op`.
+    """
     return _move(x, axis, "all_reduce", backward, async_op=async_op)
 
 
@@ -293,7 +315,12 @@ def reduce_scatter(
     rows: int = 1,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """This rank's shard, along `dim` of `size` elements, of the sum of a partial value."""
+    """This rank's shard, along `dim` of `size` elements, of the sum over the axis of a value of
+    which each rank holds a part. `pattern` is the shard's `Pattern` as text, `rows` the number of
+    batch rows flattened into the dim.
+
+    The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
+    """
     return _move(
         x, axis, "reduce_scatter", backward, dst=_split(dim, size, pattern, rows), async_op=async_op
     )
@@ -310,7 +337,11 @@ def reshuffle(
     rows: int = 1,
     async_op: bool = False,
 ) -> Tensor | Pending:
-    """A value sharded along `dim` of `size` elements, with its pattern changed."""
+    """A value sharded along `dim` of `size` elements by `src_pattern`, sharded by `dst_pattern`
+    instead (both as text). `rows` is the number of batch rows flattened into the dim.
+
+    The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
+    """
     src, dst = (_split(dim, size, pattern, rows) for pattern in (src_pattern, dst_pattern))
     return _move(x, axis, "reshuffle", backward, src, dst, async_op=async_op)
 

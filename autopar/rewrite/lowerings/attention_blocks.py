@@ -28,8 +28,8 @@ _EFFICIENT_LSE_MULTIPLE = 32
 
 
 class Operands(NamedTuple):
-    """The operands of one block: `query` (b, hq, s, d), `key` (b, hkv, t, d) and `value` (b, hkv,
-    t, dv).
+    """The operands of attention of some queries over some keys (a block): `query` (b, hq, s, d),
+    `key` (b, hkv, t, d) and `value` (b, hkv, t, dv).
 
     `mask`, boolean or additive, has 4 dims and broadcasts to (b, hq, s, t). With `is_causal`, query
     i sees keys up to i (s == t, no mask). `scale=None` divides scores by the square root of d.
@@ -132,8 +132,9 @@ def _plain_backward(
 
 
 def _kernel(operands: Operands) -> str:
-    """The name of the implementation for this block. Forward and backward must use the same one,
-    since they share the log-sum-exp.
+    """The implementation that computes a block: 'flash_cpu', 'flash', 'efficient' (ATen's) or
+    'plain' (matrix products). Forward and backward must use the same one, since they share the
+    log-sum-exp.
     """
     query, key, value, mask, is_causal, _ = operands
     if query.device.type == "cpu":
@@ -154,8 +155,8 @@ def _kernel(operands: Operands) -> str:
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask as numbers to add to scores of queries with `dtype`. A boolean mask is converted to
-    `dtype`, an additive one to the accumulation dtype.
+    """The mask as numbers to add to scores of queries with `dtype`; None for None. A boolean mask
+    is converted to `dtype`, an additive one to the accumulation dtype.
     """
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.to(accumulation_dtype(dtype))
@@ -167,7 +168,7 @@ def _scale(operands: Operands) -> float:
 
 
 def _scores(operands: Operands) -> Tensor:
-    """Scaled and masked scores (b, hq, s, t), in fp32 or fp64."""
+    """Scaled and masked scores (b, hq, s, t) of a block, in fp32 or fp64. Hidden ones are -inf."""
     query, key, _, mask, is_causal, _ = operands
     wide = accumulation_dtype(query.dtype)
     products = _per_key_head(query.to(wide), key) @ key.to(wide).mT
@@ -201,7 +202,9 @@ def _sum_heads(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class OnlineSoftmax:
-    """Attention accumulated over blocks of keys, which may be added in any order."""
+    """The attention of some queries, accumulated over blocks of keys, which may be added in any
+    order.
+    """
 
     def __init__(self, query: Tensor, value_dim: int) -> None:
         self._dtype = query.dtype
@@ -210,7 +213,9 @@ class OnlineSoftmax:
         self._lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge the attention `out` of the queries `rows` over new keys, with its log-sum-exp."""
+        """Merge in the attention `out` of the queries `rows` over keys that were not added yet, and
+        the log-sum-exp `lse` of their scores.
+        """
         old = self._lse[:, :, rows]
         merged = torch.logaddexp(old, lse)
         # no key seen yet: both weights are exp(-inf), not exp(nan)
@@ -220,5 +225,7 @@ class OnlineSoftmax:
         self._lse[:, :, rows] = merged
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(out, lse) as `block_backward` needs them. lse is +inf where a query saw no key."""
+        """(attention in the queries' dtype, log-sum-exp of the scores), over all keys that were
+        added. `block_backward` takes both. The log-sum-exp is +inf where a query saw no key.
+        """
         return self._out.to(self._dtype), self._lse.masked_fill(self._lse.isneginf(), torch.inf)

@@ -116,7 +116,9 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def _spans(size: int, group: AxisGroup, index: int, zigzag: bool) -> Spans:
-    """The positions that rank `index` of the group holds, ascending."""
+    """(start, length) of the runs of positions that rank `index` of the group holds, of `size` in
+    total, ascending: one run, or two with zigzag.
+    """
     if not zigzag:
         return (shard_extent(size, group.size, index),)
     chunk = size // (2 * group.size)
@@ -172,8 +174,8 @@ def _check(
 
 
 def _and_causal(mask: Tensor, rows: Spans) -> Tensor:
-    """The mask (.., s or 1, kv_seq) combined with the causal mask for queries at positions
-    `rows`.
+    """The mask (.., s or 1, kv_seq) combined with the causal mask for queries at the positions
+    `rows`: (.., s, kv_seq), boolean or additive as it was.
     """
     positions = torch.cat(
         [torch.arange(start, start + length, device=mask.device) for start, length in rows]
@@ -200,8 +202,9 @@ def _whole_attention(operands: Operands) -> Tensor:
 
 
 def _no_heads(operands: Operands) -> Tensor:
-    """The result if tensor parallelism leaves this rank no query head. No rank of the context group
-    has one then, so nothing is sent. Gradients are zero instead of missing.
+    """An empty result (b, 0, s, dv), for a rank to which tensor parallelism leaves no query head.
+    No rank of the context group has one then, so nothing is sent. Gradients are zero instead of
+    missing.
     """
     query, value = operands.query, operands.value
     leaves = [x.sum() for x in operands[:4] if x is not None and x.requires_grad]
@@ -215,8 +218,8 @@ def _no_heads(operands: Operands) -> Tensor:
 def _ulysses(
     operands: Operands, axis: str, group: AxisGroup, seq: int, kv_seq: int, zigzag: bool
 ) -> Tensor:
-    """The ulysses method: all-to-all from sequence shards to head shards, attention over the whole
-    sequence, and back.
+    """This rank's part of attention by the ulysses method: all-to-all from sequence shards to head
+    shards, attention over the whole sequence, and back to sequence shards.
     """
     query, key, value, mask, *_ = operands
     heads, kv_heads, ranks = query.shape[1], key.shape[1], group.size
@@ -245,7 +248,9 @@ def _ulysses(
 
 
 def _reordered(x: Tensor, order: list[int]) -> Tensor:
-    """x with the chunks of its sequence dim in the order `order`."""
+    """x cut into len(order) chunks along its sequence dim (2), which are joined in the order
+    `order`.
+    """
     chunks = x.chunk(len(order), 2)
     return torch.cat([chunks[chunk] for chunk in order], 2)
 
@@ -254,8 +259,8 @@ def _reordered(x: Tensor, order: list[int]) -> Tensor:
 
 
 class _Block(NamedTuple):
-    """The work of one kernel: which of the rank's queries (rows), over which of the present keys
-    (columns).
+    """A description of the work of one kernel: which of the rank's queries (rows), over which of
+    the present keys (columns), and whether causally.
     """
 
     rows: slice
@@ -264,8 +269,8 @@ class _Block(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One step of a schedule: how many keys are present, their positions, and the blocks to
-    compute.
+    """A description of one step: how many keys are present, their positions in the sequence
+    (`columns`), and the blocks to compute over them.
     """
 
     keys: int
@@ -275,8 +280,8 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Schedule:
-    """The steps of attention: one for each shard of the keys, in order of arrival. `ring` is None
-    if all keys are present.
+    """The steps of attention on this rank: one for each shard of the keys, in order of arrival.
+    `ring` is the group round which keys move; None if all keys are present.
     """
 
     ring: AxisGroup | None
@@ -284,8 +289,8 @@ class _Schedule:
 
 
 def _causal_blocks(rows: Spans) -> tuple[_Block, ...]:
-    """Blocks for queries at positions `rows` over whole keys under a causal mask: all keys before
-    each run of queries, and the triangle of the run itself.
+    """The blocks (pieces of work) for queries at positions `rows` over whole keys under a causal
+    mask. For each run of queries: all keys before it, and the triangle of the run itself.
     """
     blocks, done = [], 0
     for start, length in rows:
@@ -299,8 +304,9 @@ def _causal_blocks(rows: Spans) -> tuple[_Block, ...]:
 def _ring_blocks(
     queries: int, keys: int, index: int, source: int, is_causal: bool, zigzag: bool
 ) -> tuple[_Block, ...]:
-    """Blocks for this rank's `queries` over the `keys` of rank `source`, without those that a
-    causal mask hides completely.
+    """The blocks (pieces of work) for this rank's `queries`, at `index` of the ring, over the
+    `keys` of rank `source`. What a causal mask hides completely is left out, so there is one block
+    or none.
 
     In zigzag order rank i has chunks i and 2p-1-i. For an earlier rank, its first chunk of keys
     precedes both chunks of queries, and its second follows both. For a later rank, both chunks of
@@ -385,8 +391,9 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _part(whole: Operands, block: _Block, step: _Step) -> Operands:
-    """The operands of one block of a step. Of the mask (.., s or 1, kv_seq), which includes the
-    causal mask, it takes the block's rows and the positions of its keys.
+    """The operands of one block of a step, cut out of those of the step. Of the mask (.., s or 1,
+    kv_seq), which includes the causal mask, it takes the block's rows and the positions of its
+    keys.
     """
     query, keys, values, mask, is_causal, _ = whole
     if mask is not None:
@@ -405,8 +412,8 @@ def _part(whole: Operands, block: _Block, step: _Step) -> Operands:
 def _visiting(
     schedule: _Schedule, key: Tensor, value: Tensor
 ) -> Iterator[tuple[_Step, Tensor, Tensor]]:
-    """(step, keys, values) for each step. While the caller computes, the keys and values move to
-    the next rank, and the next ones arrive.
+    """Yields (step, keys, values) for each step of the schedule. While the caller computes, the
+    keys and values move to the next rank of the ring, and those of the next step arrive.
     """
     steps, ring, keys, values, packed = schedule.steps, schedule.ring, key, value, None
     for number, step in enumerate(steps):
@@ -424,7 +431,9 @@ def _visiting(
 
 
 def _packed_size(key: Tensor, value: Tensor, keys: int) -> int:
-    """Number of elements in one message: `keys` keys and values of all heads."""
+    """Number of elements in one message: `keys` keys and values of all heads and batch rows of
+    `key` and `value`.
+    """
     return key.shape[0] * key.shape[1] * keys * (key.shape[3] + value.shape[3])
 
 
@@ -435,10 +444,11 @@ def _unpack(packed: Tensor, key: Tensor, value: Tensor, keys: int) -> tuple[Tens
 
 
 def _exchange(ring: AxisGroup, outgoing: Tensor, incoming: Tensor, tag: int) -> list[dist.Work]:
-    """Start sending `outgoing` to the next rank and receiving `incoming` from the previous one.
+    """Start sending `outgoing` to the next rank and receiving into `incoming` from the previous
+    one. Returns what to wait for: [] if nothing is sent or received.
 
     Keys and gradients use different tags, since both may be in transit at once. An empty shard is
-    not sent, and its receiver does not wait.
+    not sent, and its receiver does not wait. In a simulated group `incoming` becomes 0.
     """
     if ring.group_name is None or outgoing.is_meta or isinstance(outgoing, FakeTensor):
         incoming.zero_()

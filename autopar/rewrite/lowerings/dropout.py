@@ -53,7 +53,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 def philox(counter: Sequence[Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
     """The hash Philox-4x32-10: four 32-bit words from a counter of four words and a key of two.
-    Counter words are ints or int64 tensors.
+    Counter words are ints or int64 tensors that broadcast; results are of the same kind.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -120,8 +120,8 @@ def keep_mask(
 def _counter(
     index: list[Tensor], sizes: Sequence[int | None], last: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox's counter for every element, from its `index` along each dim. The index along dim
-    `last` counts groups of four elements.
+    """Philox's four counter words for every element, as broadcasting int64 tensors, from its
+    `index` along each dim. The index along dim `last` counts groups of four elements.
     """
     element = torch.zeros([1] * len(index), dtype=torch.int64, device=device)
     stride, rows = 1, []
@@ -143,7 +143,7 @@ def counter_dropout(
     sizes: Sequence[int | None],
 ) -> Tensor:
     """x with each element kept with probability 1 - p and scaled by 1 / (1 - p); zero elsewhere.
-    Backward keeps one bool per element.
+    Backward keeps one bool per element. x itself if p <= 0.
 
     `key` identifies the draw. `positions` and `sizes` say which part of the whole tensor x is; see
     `keep_mask`.
@@ -184,21 +184,25 @@ def _chunked(
 
 
 def step_noise(seed: int, step: int, first_row: int, rows: int) -> Tensor:
-    """The program's input NOISE for one micro-batch, which starts at row `first_row` of the `rows`
-    rows of each data-parallel rank.
+    """The program's input NOISE for one micro-batch: an int64 tensor (seed, step, 0, first_row,
+    rows). The micro-batch starts at row `first_row` of the `rows` rows of each data-parallel rank.
     """
     return torch.tensor([seed % 2**63, step, 0, first_row, rows], dtype=torch.int64)
 
 
 def segment_noise(noise: Tensor, segment: int) -> Tensor:
-    """The noise of one segment. Segments of one class share a graph but must not share masks."""
+    """A copy of the noise with the number of a segment in it. Segments of one class share a graph
+    but must not share masks.
+    """
     own = noise.clone()
     own[2] = segment
     return own
 
 
 def call_key(noise: Tensor, call: int) -> tuple[int, int]:
-    """The key of call number `call` of a segment: a hash of seed, step, segment and call."""
+    """The key (two 32-bit words) of dropout call number `call` of a segment: a hash of seed, step,
+    segment and call. (0, 0) on meta.
+    """
     if noise.is_meta:
         return 0, 0
     seed, step, segment = noise.tolist()[:3]
@@ -215,8 +219,11 @@ def dropout(
     positions: Sequence[Position],
     sizes: Sequence[int | None],
 ) -> Tensor:
-    """x with dropout applied: the replacement of aten::dropout. `call` is the number of the dropout
-    call in its segment.
+    """x with dropout applied: the replacement of aten::dropout. Each element's mask is a hash of
+    seed, step, segment (all in `noise`), call and its index in the whole tensor.
+
+    `call` is the number of the dropout call in its segment. `positions` and `sizes` say which part
+    of the whole tensor x is; see `keep_mask`.
     """
     return counter_dropout(x, p, call_key(noise, call), positions, sizes)
 
@@ -265,7 +272,9 @@ first.
 
 
 def held_indices(size: int, splits: Splits) -> Tensor:
-    """The indices of a dim of `size` elements that this rank holds, in its order."""
+    """A 1-D tensor of the indices of a dim of `size` elements that this rank holds, in its order.
+    The axes in `splits` have sharded the dim one after the other.
+    """
     held = torch.arange(size)
     for parts, index, pattern in splits:
         held = pick(held, Split(0, held.shape[0], parse_pattern(pattern)), parts, index)
@@ -275,10 +284,11 @@ def held_indices(size: int, splits: Splits) -> Tensor:
 def row_positions(
     x: Tensor, dim: int, noise: Tensor, per_row: int, ranks: Sequence[int], splits: Splits
 ) -> Tensor:
-    """Indices in the whole step of a dim with `per_row` entries per batch row. This rank holds the
-    entries that `splits` select.
+    """A 1-D tensor: for each entry of x along `dim`, its index in the whole step's tensor. The dim
+    has `per_row` entries per batch row, of which this rank holds those that `splits` select.
 
-    The rows are those of the micro-batches of the data-parallel `ranks`, one rank after the other.
+    The rows of x are those of the micro-batches of the data-parallel `ranks`, one rank after the
+    other.
     """
     if x.is_meta:
         return torch.empty(x.shape[dim], dtype=torch.int64, device=x.device)
@@ -291,8 +301,10 @@ def row_positions(
 
 
 def other_positions(x: Tensor, dim: int, noise: Tensor, index: int) -> Tensor:
-    """Indices of a dim whose size depends on the batch but is not a whole number of entries per
-    row. They include the micro-batch, so that each has its own mask.
+    """A 1-D tensor of indices for a dim of x whose size depends on the batch but is not a whole
+    number of entries per row. They include the micro-batch, so that each has its own mask.
+
+    `index` is the rank's data-parallel coordinate if dp shards the dim, else negative.
     """
     if x.is_meta:
         return torch.empty(x.shape[dim], dtype=torch.int64, device=x.device)
@@ -348,8 +360,11 @@ def local_positions(
 def lower_draw(
     node: Node, args: tuple, sizes: LocalSizes, result: Layouts, noise: Node, call: int
 ) -> tuple[Any, tuple, dict]:
-    """(target, args, kwargs) of the node that replaces a call with dropout. `args` name local
-    values; `result` has the layouts of the call's result.
+    """(target, args, kwargs) of the node that replaces a call with dropout. Nodes for positions are
+    added to the graph first.
+
+    `args` are the call's, with local values; `result` has the layouts of its result. `noise` is the
+    segment's noise node, `call` the number of the call in its segment.
     """
     out, call_of = node.meta["val"], Call(node)
     if op_name(node) == "aten::dropout":

@@ -117,8 +117,8 @@ def _expert_of_rows(counts: Tensor, rows: int) -> Tensor:
 
 
 def _exchange(rows: Tensor, send: list[int], receive: list[int], group: AxisGroup) -> Tensor:
-    """Rows (sum of receive, H) sorted by source, exchanged for rows (sum of send, H) sorted by
-    destination. Differentiable.
+    """The rows that all ranks send to this one (sum of receive, H), sorted by sender. `rows` (sum
+    of send, H) are sorted by the rank that each goes to. Differentiable.
     """
     return _Exchange.apply(rows, send, receive, group)
 
@@ -138,8 +138,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: AxisGroup) -> Tensor:
-    """An all-to-all of slices of dim 0, one for each rank. In a simulated group it returns zeros of
-    the right shape.
+    """The slices of dim 0 that this rank receives, joined in the order of senders. It sends
+    `send[r]` rows to rank r and receives `receive[r]`. In a simulated group: zeros of the right
+    shape.
     """
     if group.simulate:
         return x.new_zeros(sum(receive), *x.shape[1:])

@@ -26,7 +26,9 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(slots=True)
 class _Handle:
-    """A function that computes the weight's gradient, once the gradient of the result is known."""
+    """Holds a function that computes the weight's gradient. It is set by backward once the gradient
+    of the layer's result is known; None before.
+    """
 
     compute: Callable[[], Tensor] | None = None
 
@@ -34,7 +36,7 @@ class _Handle:
 @dataclass(frozen=True, slots=True)
 class LateGradient:
     """The path of a weight's gradient. `token` is an empty tensor through which autograd reaches
-    the weight. It is empty if autograd computes the gradient as usual.
+    the weight. Both fields are None if autograd computes the gradient as usual.
     """
 
     token: Tensor | None = None
@@ -104,7 +106,9 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def late_gradient(weight: Tensor) -> LateGradient:
-    """A path for the gradient of `weight`, which is computed when backward reaches this call."""
+    """A path for the gradient of `weight`, to be passed to `late_linear`. Backward computes the
+    gradient when it reaches this call. Has no token under a compiler or autocast.
+    """
     if _is_plain(weight):
         return LateGradient()
     handle = _Handle()
@@ -118,8 +122,8 @@ def late_linear(
     bias: Tensor | None = None,
     transposed: bool = False,
 ) -> Tensor:
-    """x (..., in) times the transpose of weight (out, in), plus bias (out). The weight's gradient
-    is computed by `late`.
+    """The linear layer x (..., in) times the transpose of weight (out, in), plus bias (out). The
+    weight's gradient is computed later, where `late` was made.
 
     If `transposed`, the weight is (in, out).
     """

@@ -33,9 +33,10 @@ Lowered = tuple[Any, tuple, dict]
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """The input for lowering a call: the call over whole tensors, the plan's choice on each axis,
-    this rank's sizes and device. For a call with dropout, `noise` is the segment's noise node
-    and the call's number.
+    """The input for lowering a call (finding the call that this rank runs in its place), as data.
+
+    It has the call over whole tensors, the plan's choice on each axis, this rank's sizes and
+    device. For a call with dropout, `noise` is the segment's noise node and the call's number.
     """
 
     node: Node
@@ -46,23 +47,29 @@ class Lowering:
 
     @property
     def result(self) -> Layouts:
-        """The layouts of the first result."""
+        """The layout of the call's first result on each axis, by name."""
         return {axis: choice.outputs[0] for axis, choice in self.choices.items()}
 
     def operand(self, i: int) -> Layouts:
-        """The layouts of operand `i`."""
+        """The layout of tensor operand `i` on each axis, by name."""
         return {axis: choice.inputs[i] for axis, choice in self.choices.items()}
 
     @property
     def special(self) -> dict[str, str]:
-        """The special lowerings that the choices need: name -> axis."""
+        """By name of a special lowering (another way to compute the sharded op, such as 'ring')
+        that the choices need, the axis over which it runs. {} if none is needed.
+        """
         dims = op_dims(self.node)
         named = {lowering_of(dims, x.strategy): axis for axis, x in self.choices.items()}
         return {name: axis for name, axis in named.items() if name}
 
 
 def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
-    """The call that this rank runs. `args` and `kwargs` already contain local values."""
+    """(function, args, kwargs) of the call that this rank runs. `args` and `kwargs` are those of
+    the whole call, with local values in the place of tensors. May add nodes for sizes to the graph.
+
+    Raises AutoparError if the choices need two special lowerings that cannot be combined.
+    """
     node, sizes, special = op.node, op.sizes, op.special
     name, asked = sparse_argument(node)
     if asked:
@@ -91,7 +98,9 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
 
 
 def _local_sections(op: Lowering) -> list:
-    """The sizes of the parts of a split on this rank."""
+    """The sizes of the parts of a split on this rank, in order: numbers, or nodes that compute
+    them.
+    """
     dim = Call(op.node).dim(default=0)
     sections = []
     for k, part in enumerate(Call(op.node).results):
@@ -101,8 +110,8 @@ def _local_sections(op: Lowering) -> list:
 
 
 def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:
-    """The shape argument of reshape and expand on this rank. The one dim that depends on the batch
-    becomes -1 if that is unambiguous.
+    """The shape argument of reshape and expand on this rank: numbers, and nodes that compute sizes.
+    The one dim that depends on the batch becomes -1 if that is unambiguous.
     """
     val, source = node.meta["val"], Call(node).tensors[0]
     symbolic = [d for d, s in enumerate(val.shape) if is_symbolic(s)]
@@ -121,7 +130,9 @@ def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:
 
 
 def whole_sizes(value: Any, sizes: LocalSizes) -> Any:
-    """An argument with batch-dependent sizes replaced by nodes that compute them."""
+    """An argument (nested in lists, tuples and dicts) in which batch-dependent sizes are nodes that
+    compute them from the local batch, for the whole micro-batch over all ranks.
+    """
     if isinstance(value, (list, tuple)):
         return type(value)(whole_sizes(v, sizes) for v in value)
     if isinstance(value, dict):
@@ -147,7 +158,9 @@ def _cross_entropy(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
 
 
 def _local_groups(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
-    """The call with its number of channel groups replaced by the number on this rank."""
+    """The call, as (function, args, kwargs), with its number of channel groups divided by the
+    number of ranks that shard them.
+    """
     name = "groups" if "groups" in argument_names(op.node) else "num_groups"
     over = [axis for axis, choice in op.choices.items() if choice.strategy == "g"]
     parts = prod(op.sizes.mesh.size(axis) for axis in over)
@@ -155,8 +168,8 @@ def _local_groups(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
 
 
 def _replaced(node: Node, args: tuple, kwargs: dict, name: str, value: Any) -> tuple[tuple, dict]:
-    """The arguments with another value for the one that the schema calls `name`, whether it was
-    passed by position or keyword.
+    """(args, kwargs) with `value` for the argument that the schema calls `name`, whether it was
+    passed by position or keyword. It must have been passed, or be the next positional one.
     """
     position = argument_names(node).index(name)
     if name in kwargs:
@@ -165,7 +178,9 @@ def _replaced(node: Node, args: tuple, kwargs: dict, name: str, value: Any) -> t
 
 
 def _statistics_loss(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
-    """The op's other arguments by name, without those that are as the schema has them."""
+    """The call of `vocab_parallel_statistics` that replaces a fused cross-entropy whose classes are
+    sharded, as (function, args, kwargs). Arguments that are None are left out.
+    """
     call, axis = Call(op.node), op.special["vocab_parallel_statistics"]
     schema = argument_names(op.node)
     given = dict(zip(schema, args, strict=False)) | kwargs
@@ -178,8 +193,9 @@ _CONTEXT = {"context_gather": "gather", "ring": "ring", "ulysses": "ulysses"}
 
 
 def _attention(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
-    """The lowered attention call. If this rank's query heads need a selection of key heads, nodes
-    for that come first. The attention runs over this rank's positions, or whole.
+    """The call that replaces attention whose positions or grouped heads are sharded, as (function,
+    args, kwargs). If this rank's query heads need a selection of key heads, nodes for that are
+    added first.
     """
     call, special = Call(op.node), op.special
     query, key, value, *rest = args
@@ -207,8 +223,8 @@ def _attention(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
 
 
 def _experts(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
-    """The lowered call of routed experts: the op's arguments in the order of its schema, then the
-    axis and the total number of experts.
+    """The call of `expert_parallel` that replaces routed experts, as (function, args, kwargs): the
+    op's arguments in the order of its schema, then the axis and the total number of experts.
     """
     schema = argument_names(op.node)
     given = dict(zip(schema, args, strict=False)) | kwargs

@@ -38,7 +38,8 @@ have more than two operands.
 
 
 class LocalSizes:
-    """Converts whole sizes to this rank's sizes inside one segment's graph.
+    """Converts sizes of whole tensors to this rank's sizes: numbers, or nodes that it adds to one
+    segment's graph, which compute them from the batch.
 
     The local batch size is read from the first segment input with a dim that is a multiple of the
     batch size. The batch of the whole micro-batch is that times the ranks that shard this input,
@@ -52,8 +53,8 @@ class LocalSizes:
         self._nodes: dict[str, Node] = {}
 
     def offer(self, placeholder: Node, tensor: torch.Tensor, layouts: Layouts) -> None:
-        """Use a segment input as the source of the batch size, if there is none yet and it has a
-        suitable dim.
+        """Read the batch size from the segment input `placeholder`, if none has been taken yet and
+        one of its dims is a multiple of the batch. `tensor` is its whole fake tensor.
         """
         if self._source is not None:
             return
@@ -65,15 +66,15 @@ class LocalSizes:
                 return
 
     def _parts(self, dim: int, layouts: Layouts, rows: bool) -> int:
-        """The number of ranks over which the batch in a dim is split; with `rows`, over which the
-        part flattened with it is split.
+        """The number of ranks over which the batch in dim `dim` is split. With `rows`, the number
+        over which what is flattened with the batch is split.
         """
         splits = [axis for axis, x in layouts.items() if (x.dim, x.pattern.rows) == (dim, rows)]
         return prod(self.mesh.size(axis) for axis in splits)
 
     def rows(self, layouts: Layouts) -> int | Node:
-        """The number of batch rows on this rank, for a value whose batch is flattened with
-        something else and has these layouts.
+        """The number of batch rows on this rank, for a value with these layouts whose batch is
+        flattened with something else. 1 if no layout has a pattern of rows.
         """
         dims = {x.dim for x in layouts.values() if x.pattern.rows}
         if not dims:
@@ -82,11 +83,15 @@ class LocalSizes:
         return self._build(sympy.simplify(self._whole_rows() / parts))
 
     def whole(self, size: Any) -> int | float | Node:
-        """The size over all ranks, for operands that are not sharded over dp."""
+        """The size over all ranks of the micro-batch, for operands that are not sharded over dp. A
+        number, or a node that computes it from the local batch.
+        """
         return self._emit(size, 1)
 
     def local(self, size: Any, dim: int, layouts: Layouts) -> int | Node:
-        """The size of `dim` on this rank, for a value with these layouts."""
+        """The size on this rank of dim `dim`, which has `size` elements in the whole value, under
+        these layouts. A number, or a node that computes it from the local batch.
+        """
         if is_symbolic(size):
             parts = prod(self._parts(dim, layouts, rows) for rows in (False, True))
             return self._emit(size, parts)
@@ -98,7 +103,9 @@ class LocalSizes:
         return int(size)
 
     def shape(self, tensor: torch.Tensor, layouts: Layouts) -> list[int | Node]:
-        """The shape of a value on this rank."""
+        """The shape on this rank of a value with these layouts: numbers, and nodes for sizes that
+        depend on the batch. `tensor` is its whole fake tensor.
+        """
         return [self.local(size, dim, layouts) for dim, size in enumerate(tensor.shape)]
 
     def _batch(self) -> Node:
@@ -117,12 +124,14 @@ class LocalSizes:
         return self._nodes["batch"]
 
     def _emit(self, size: Any, parts: int) -> Any:
-        """A node that computes `size` / `parts` from the batch."""
+        """`size` / `parts` as a number, or as a node that computes it from the local batch. A
+        symbolic float is not divided.
+        """
         expr = size.node.expr.subs({s: self._whole_rows() for s in size.node.expr.free_symbols})
         return self._build(sympy.simplify(expr / parts) if isinstance(size, torch.SymInt) else expr)
 
     def _whole_rows(self) -> Any:
-        """The rows of the whole micro-batch as an expression in the local rows."""
+        """The rows of the whole micro-batch as a sympy expression in the local rows, `batch`."""
         batch = sympy.Symbol("batch", positive=True, integer=True)
         return batch * (self._source[3] if self._source is not None else 1)
 

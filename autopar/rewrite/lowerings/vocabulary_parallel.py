@@ -21,8 +21,8 @@ _kernels = torch.ops.autopar
 
 
 def in_training(batch: Tensor, running: Tensor) -> Tensor:
-    """The batch's statistic, which training uses. `evaluation_copy` replaces this call by the
-    running statistic.
+    """The first operand, the batch's statistic, which training uses. `evaluation_copy` replaces
+    this call by the second, the running statistic.
     """
     return batch
 
@@ -129,7 +129,9 @@ def vocab_parallel_statistics(
 
 
 def _gathered(x: Tensor, group: AxisGroup) -> Tensor:
-    """The tensors of all ranks, stacked: (ranks, *x.shape)."""
+    """The tensors `x` of all ranks of the group, stacked in rank order: (ranks, *x.shape). In a
+    simulated group, copies of this rank's.
+    """
     if group.size == 1 or group.simulate:
         return x.unsqueeze(0).expand(group.size, *x.shape)
     with named("all_gather over", group.name):

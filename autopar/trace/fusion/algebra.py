@@ -32,14 +32,14 @@ _MOST_PARTS = 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """A value by its node."""
+    """A term for a value of which the algebra knows nothing but its node."""
 
     node: Node
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cast:
-    """`of` in another floating dtype."""
+    """A term: the term `of`, rounded or widened to another floating dtype."""
 
     of: Term
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """coefficient * the factors, each to its exponent."""
+    """A term: coefficient * the product of all terms in `factors`, each to the exponent beside it."""
 
     factors: tuple[tuple[Term, float], ...]
     coefficient: float
@@ -55,7 +55,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sum:
-    """constant + the summands, each with its coefficient."""
+    """A term: constant + the sum of all terms in `summands`, each times the coefficient beside it."""
 
     summands: tuple[tuple[Term, float], ...]
     constant: float
@@ -63,14 +63,14 @@ class Sum:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mean:
-    """The mean over the last dim, kept with size 1."""
+    """A term: the mean of the term `of` over the last dim, kept with size 1."""
 
     of: Term
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Function:
-    """A function of terms, by name; `attributes` are its other arguments."""
+    """A term: a function, by name, of the terms `of`; `attributes` are its other arguments."""
 
     name: str
     of: tuple[Term, ...]
@@ -81,7 +81,8 @@ Term = Leaf | Cast | Product | Sum | Mean | Function
 
 
 class Algebra:
-    """The terms of the floating values of a graph.
+    """The real floating values of a graph as terms: expressions in which equal ones are one object,
+    however the graph spells them.
 
     `terms` has the term of each node, `nodes` the first node that computes a term.
     """
@@ -100,23 +101,26 @@ class Algebra:
     # ------------------------------------------------------------------------------------------------------- the constructors
 
     def leaf(self, node: Node) -> Term:
-        """A value as it is."""
+        """The term for a node's value of which nothing else is known."""
         return self._one(Leaf, node)
 
     def cast(self, term: Term, dtype: torch.dtype) -> Term:
-        """A term in another dtype."""
+        """The term for `term` rounded or widened to `dtype`."""
         return self._one(Cast, term, dtype)
 
     def function(self, name: str, *of: Term, attributes: tuple[Any, ...] = ()) -> Term:
-        """A function of terms."""
+        """The term for the function `name` of the terms `of`; `attributes` are its other arguments."""
         return self._one(Function, name, of, attributes)
 
     def mean(self, term: Term) -> Term:
-        """The mean over the last dim."""
+        """The term for the mean over the last dim, kept with size 1."""
         return self._one(Mean, term)
 
     def product(self, factors: Iterable[tuple[Term, float]], coefficient: float = 1.0) -> Term:
-        """A product of powers, with products among the factors opened."""
+        """The term for coefficient * the product of (factor, exponent). Products among the factors
+        are opened where that is exact, and equal factors are joined. A single factor alone is
+        returned as it is.
+        """
         exponents: dict[Term, float] = {}
         for factor, exponent in factors:
             inner: Iterable[tuple[Term, float]] = ((factor, 1.0),)
@@ -134,7 +138,9 @@ class Algebra:
         return self._one(Product, parts, coefficient)
 
     def sum(self, summands: Iterable[tuple[Term, float]], constant: float = 0.0) -> Term:
-        """A sum, with sums among the summands opened."""
+        """The term for constant + the sum of (summand, coefficient), with sums among the summands
+        opened and equal summands joined. A single summand without a constant becomes a product.
+        """
         coefficients: dict[Term, float] = {}
         for summand, coefficient in summands:
             inner: Iterable[tuple[Term, float]] = ((summand, 1.0),)
@@ -152,11 +158,11 @@ class Algebra:
         return self._one(Sum, parts, constant)
 
     def power(self, term: Term, exponent: float) -> Term:
-        """A term to a power."""
+        """The term for `term` ^ `exponent`."""
         return self.product(((term, exponent),))
 
     def quotient(self, whole: Term, *divisors: Term) -> Product:
-        """whole / divisors, as a product even if that is a single term."""
+        """whole / divisors as a `Product`, which may have a single factor or none."""
         found = self.product(((whole, 1.0), *((divisor, -1.0) for divisor in divisors)))
         if isinstance(found, Product):
             return found
@@ -165,11 +171,13 @@ class Algebra:
         return product
 
     def factors(self, term: Term) -> set[Term]:
-        """The terms that a product multiplies; a term alone is its only factor."""
+        """The terms that a product multiplies, without exponents; {term} for any other term."""
         return {factor for factor, _ in term.factors} if isinstance(term, Product) else {term}
 
     def value(self, term: Term, widened: bool) -> Node | None:
-        """The node of a term; with `widened`, of what the term only widens."""
+        """The first node that computes a term, or None. With `widened`, casts to a wider dtype are
+        taken off the term first, as far as nodes compute what is inside.
+        """
         while widened and isinstance(term, Cast) and term.of in self.nodes:
             inner = dtype_of(self.nodes[term.of])
             if torch.promote_types(inner, term.dtype) != term.dtype:
@@ -178,13 +186,15 @@ class Algebra:
         return self.nodes.get(term)
 
     def _one(self, kind: Callable[..., Term], *fields: Any) -> Term:
-        """The one term with these fields."""
+        """The one object for the term of class `kind` with these fields; made if it is new."""
         term = self._known.setdefault((kind, fields), kind(*fields))
         self._numbers.setdefault(term, len(self._numbers))
         return term
 
     def _ordered(self, parts: Mapping[Term, float]) -> tuple[tuple[Term, float], ...]:
-        """Parts that are not zero, in the order in which their terms were met."""
+        """(term, number) of the parts whose number is not 0, in the order in which their terms were
+        met.
+        """
         present = [(term, number) for term, number in parts.items() if number]
         return tuple(sorted(present, key=lambda part: self._numbers[part[0]]))
 
@@ -197,30 +207,32 @@ class Algebra:
         return self.leaf(node) if found is None or len(parts) > _MOST_PARTS else found
 
     def operand(self, node: Node, of: Node) -> Term:
-        """The term of an operand, in the dtype of the op that reads it."""
+        """The term of the operand `node` of the call `of`, cast to the dtype of that call's result."""
         term, own, wanted = self.terms[node], dtype_of(node), dtype_of(of)
         return term if own == wanted else self.cast(term, wanted)
 
 
 def at(node: Node, place: int = 0) -> Any:
-    """The argument of a call at a place: a node, a number or a list."""
+    """The positional argument number `place` of a call: a node, a number or a list. Raises
+    IndexError if there is none.
+    """
     return node.args[place]
 
 
 def is_floating(node: Node) -> bool:
-    """Whether a node is one real floating tensor."""
+    """Whether a node's value is one tensor of a real floating dtype; false for the output node."""
     val = node.meta.get("val")
     return isinstance(val, torch.Tensor) and val.is_floating_point() and node.op != "output"
 
 
 def dtype_of(node: Node) -> torch.dtype:
-    """The dtype of a node that is a tensor."""
+    """The dtype of the fake value of a node, which must be a tensor."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype
 
 
 def _is_inverse(product: Product) -> bool:
-    """Whether a product is 1 / a for one term a."""
+    """Whether a product is term ^ -1 for one term, with coefficient 1."""
     return product.coefficient == 1.0 and [power for _, power in product.factors] == [-1.0]
 
 
@@ -228,7 +240,9 @@ _Rule = Callable[[Algebra, Node], Term | None]
 
 
 def _split_operands(algebra: Algebra, node: Node) -> tuple[list[Term], list[float]] | None:
-    """The operands of an op of two as terms and numbers; None if one is neither."""
+    """(terms, numbers) among the first two arguments of a call, each in order. None if one is
+    neither a floating value of the graph nor a number.
+    """
     terms, numbers = [], []
     for arg in node.args[:2]:
         if isinstance(arg, Node):

@@ -38,9 +38,14 @@ _MATCHERS: dict[str, tuple[Matcher, ...]] = {
 
 @per_model(8)
 def fused(traced: TracedModel, mode: str) -> TracedModel:
-    """`traced` with the ops of a mode of `FUSE_MODES` in the place of their subgraphs; its `fusion` says what was done.
+    """A copy of `traced` in which subgraphs that compute a fused op of `mode` are that op; its
+    `fusion` says what was done.
 
     A model that was fused in this mode already is returned as it is.
+
+    Args:
+        traced: the traced model.
+        mode: one of `FUSE_MODES`: 'off', 'norms' or 'all'.
 
     Raises:
         ValueError: the mode is unknown, or the model was fused in another one.
@@ -65,9 +70,11 @@ def _described(block: BlockClass, match: Match, name: str) -> FusedOp:
 
 
 def select(graph: Graph, matchers: tuple[Matcher, ...]) -> tuple[list[Match], list[Miss]]:
-    """Matches that do not overlap, in the order of the graph, and what nearly matched.
+    """(matches that do not overlap, misses), both in the order of the graph. A match is a subgraph
+    with the op that computes the same. A miss is one that nearly matched and is in no match.
 
-    Nodes are tried from the last to the first, so that the largest subgraph has its op.
+    Nodes are tried from the last to the first, and matchers in order, so that the largest subgraph
+    has its op.
     """
     algebra = Algebra(graph)
     taken: set[Node] = set()
@@ -89,7 +96,11 @@ def select(graph: Graph, matchers: tuple[Matcher, ...]) -> tuple[list[Match], li
 def _tried(
     algebra: Algebra, node: Node, matchers: tuple[Matcher, ...], taken: set[Node]
 ) -> Iterator[Match | Miss]:
-    """What each matcher says about a node: matches that hold, larger ones first, and misses."""
+    """Yields what each matcher in turn says about a node: a match that holds, with its residual
+    first if that is possible, or a miss.
+
+    `taken` has the nodes of earlier matches, which no match may contain.
+    """
     for matcher in matchers:
         if node in taken:
             return
@@ -107,7 +118,9 @@ def _tried(
 
 
 def _refused(match: Match, taken: set[Node]) -> str:
-    """Why a match does not hold; '' if it does."""
+    """Why a match may not replace its subgraph, as text; '' if it may. The subgraph overlaps
+    `taken`, has inner values that others read, or computes something else than the op.
+    """
     if not taken.isdisjoint(match.interior):
         return "a part of it is a part of another op"
     if (node := used_outside(match)) is not None:
@@ -116,12 +129,16 @@ def _refused(match: Match, taken: set[Node]) -> str:
 
 
 def rewritten(graph: Graph, matches: list[Match]) -> tuple[Graph, dict[Match, str]]:
-    """A graph with each match's op in the place of its subgraph, and the names of the new nodes."""
+    """(a copy of the graph in which each match's op replaces its subgraph, match -> name of the new
+    node). The graph given is not changed.
+    """
     return _Rewriting(graph, matches).run()
 
 
 class _Rewriting:
-    """One copy of a graph in which matches are ops."""
+    """Makes one copy of a graph in which each match's op replaces its subgraph. Use it once, by
+    `run`.
+    """
 
     def __init__(self, graph: Graph, matches: list[Match]) -> None:
         self._source = graph
@@ -132,7 +149,7 @@ class _Rewriting:
         self._names: dict[Match, str] = {}
 
     def run(self) -> tuple[Graph, dict[Match, str]]:
-        """The new graph and the names of the new nodes."""
+        """(the new graph, without dead code; match -> name of its new node)."""
         with warnings.catch_warnings():
             # sizes of the batch are expressions in our graphs
             warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
@@ -145,7 +162,9 @@ class _Rewriting:
         return self._graph, self._names
 
     def _copy(self, node: Node) -> Node:
-        """The copy of a node, after those of what it reads."""
+        """The node of the new graph for `node`. On the first call it is inserted, after those that
+        it reads; a result of a match becomes its op.
+        """
         if node not in self._copies:
             if node in self._matches:
                 self._insert(self._matches[node])

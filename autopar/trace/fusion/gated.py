@@ -29,7 +29,11 @@ _ACTIVATIONS = {
 
 
 def match_gated(algebra: Algebra, node: Node) -> Match | Miss | None:
-    """The gated activation that a node is the result of."""
+    """The gated activation, act(gate) * (up + shift), whose result is `node`.
+
+    A `Miss` with the reason if it looks like one that the op cannot compute; None if it does not
+    look like one.
+    """
     term = algebra.terms[node]
     rounded = isinstance(term, Cast)
     if isinstance(term, Cast):
@@ -55,12 +59,16 @@ def match_gated(algebra: Algebra, node: Node) -> Match | Miss | None:
 
 
 def _at(algebra: Algebra, activated: tuple[Term, ...], node: Node) -> Node:
-    """The node of the activation, or of its sigmoid."""
+    """The first node that computes the last factor of the activation (the activation itself, or its
+    sigmoid); `node` if there is none.
+    """
     return algebra.nodes.get(activated[-1], node)
 
 
 def _activated(algebra: Algebra, term: Product) -> Iterator[tuple[str, tuple[Term, ...], Term]]:
-    """(activation, the factors that are it, what it is of) for the activations among the factors of a product."""
+    """Yields (activation, the factors that are it, what it is of) for each activation among the
+    factors of a product. 'silu' may be two factors, x and sigmoid(x).
+    """
     factors = dict(term.factors)
     for factor, exponent in term.factors:
         inner = factor
@@ -78,7 +86,12 @@ def _activated(algebra: Algebra, term: Product) -> Iterator[tuple[str, tuple[Ter
 def _glu(
     algebra: Algebra, node: Node, act: str, shift: float, gate: Node | None, up: Node | None
 ) -> Match | str:
-    """The op of an activation and what it is multiplied by, or why there is none."""
+    """The match of `autopar::glu` for act(gate) * (up + shift), or the reason why there is none, as
+    text.
+
+    Where gate and up are halves of one projection that nothing else reads, the op reads the whole
+    projection.
+    """
     if gate is None or up is None:
         return "what it multiplies is no single value"
     shapes = {str(list(each.meta["val"].shape)) for each in (gate, up, node)}
@@ -99,7 +112,9 @@ def _glu(
 
 
 def _halves(gate: Node, up: Node) -> tuple[Node, str] | None:
-    """(a projection, the order of its halves) where gate and up are its two halves along the last dim."""
+    """(the node of which gate and up are the two halves along the last dim, 'gate_up' or 'up_gate'
+    for their order). None if they are not.
+    """
     if gate.target is not operator.getitem or up.target is not operator.getitem:
         return None
     split, index = at(gate), at(gate, 1)

@@ -21,7 +21,11 @@ _VIEWS = {f"aten::{name}" for name in ("reshape", "slice", "squeeze", "unsqueeze
 
 
 def match_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
-    """The cross-entropy that a node is the result of."""
+    """The match of `autopar::cross_entropy` for a call of torch's cross-entropy, summed or
+    unreduced.
+
+    A `Miss` with the reason if the op cannot compute it; None for any other call.
+    """
     if op_name(node) != "aten::cross_entropy_loss":
         return None
     logits, target = at(node), at(node, 1)
@@ -60,7 +64,9 @@ def match_loss(algebra: Algebra, node: Node) -> Match | Miss | None:
 
 
 def _before_cast(logits: Node) -> tuple[Node, tuple[Node, ...]]:
-    """(the logits as they came, the cast and the views after it), if only the loss reads what is in between."""
+    """(the node before a widening cast of the logits, the cast and the views after it, in order).
+    (`logits`, ()) if there is no such cast, or if others read what is in between.
+    """
     moved: list[Node] = []
     node = logits
     while op_name(node) in _VIEWS and len(node.users) == 1 and not node.kwargs:

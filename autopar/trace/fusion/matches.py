@@ -21,7 +21,7 @@ View = tuple[tuple[Any, tuple[Any, ...]], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """An op that computes what a subgraph computes.
+    """A record of a subgraph and the op that computes the same.
 
     Attributes:
         op: the overload of the op.
@@ -49,14 +49,16 @@ class Match:
 
     @property
     def name(self) -> str:
-        """The name of the op, such as 'autopar::rms_norm'."""
+        """The schema name of the op, such as 'autopar::rms_norm'."""
         name: str = self.op._schema.name
         return name
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A subgraph that looks like an op of ours, recognised at the node `at`, and why it is none."""
+    """A record of a subgraph that looks like the fused op named `op`, was recognised at the node
+    `at`, and is left as it is for `reason`.
+    """
 
     op: str
     at: Node
@@ -69,9 +71,10 @@ Matcher = Callable[[Algebra, Node], "Match | Miss | None"]
 def interior_of(
     algebra: Algebra, result: Node, operands: Iterable[Node]
 ) -> tuple[tuple[Node, ...], dict[Node, Node]]:
-    """(the calls on all paths from operands to a result, in the order of the graph; other nodes that compute an operand -> it).
+    """(the calls from which `result` is computed, back to `operands`, in graph order; other nodes
+    that compute an operand -> that operand).
 
-    What does not come from an operand is there too, down to inputs and parameters.
+    Calls that do not come from an operand are in that list too, down to inputs and parameters.
     """
     ends = set(operands)
     terms: dict[Term, Node] = {algebra.terms[n]: n for n in ends if n in algebra.terms}
@@ -92,14 +95,21 @@ def interior_of(
 
 
 def viewed(match: Match, name: str, tensor: Any, call: Callable[..., Any]) -> Any:
-    """What the op reads as an operand, from its tensor or node; `call` is given an op and its arguments."""
+    """What the op of a match reads as the operand called `name`: `tensor` after the match's views
+    of that operand.
+
+    `tensor` may be a node or a real tensor. `call(op, tensor, *arguments)` runs or inserts each
+    view.
+    """
     for op, arguments in match.views.get(name, ()):
         tensor = call(op, tensor, *arguments)
     return tensor
 
 
 def used_outside(match: Match) -> Node | None:
-    """The first value inside a match that something outside reads, other than its results."""
+    """The first inner node of a match, other than its results, that a node outside the match reads.
+    None if there is none.
+    """
     inside = set(match.interior)
     hidden = (node for node in match.interior if node not in match.results)
     return next((node for node in hidden if not inside.issuperset(node.users)), None)

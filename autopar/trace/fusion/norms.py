@@ -32,7 +32,8 @@ _RMS, _LAYER = "autopar::rms_norm", "autopar::layer_norm"
 
 @dataclass(frozen=True, slots=True)
 class _Core:
-    """x / root, with the factors beside them.
+    """The parts of a product in which x is divided by its root mean square, as terms of the
+    algebra.
 
     Attributes:
         x: the term that is normalised.
@@ -53,14 +54,18 @@ class _Core:
 
 @dataclass(frozen=True, slots=True)
 class _Unlike:
-    """A root of a mean that is that of no norm, and why."""
+    """A record: `root`, a negative power of a mean, belongs to no RMS norm, and the reason."""
 
     root: Term
     reason: str
 
 
 def match_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
-    """The norm that a node is the result of."""
+    """The RMS norm, in any spelling, or torch's layer_norm, whose result is `node`.
+
+    A `Miss` with the reason if it looks like a norm that no op computes; None if it does not look
+    like one.
+    """
     if op_name(node) == "aten::rms_norm":
         return _of_torch(node, _RMS)
     if op_name(node) == "aten::layer_norm":
@@ -75,7 +80,9 @@ def match_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
 
 
 def _of_torch(node: Node, name: str) -> Match | Miss:
-    """A norm that is one op of torch already."""
+    """The match for a call of torch's rms_norm or layer_norm; `name` is our op for it. A `Miss` if
+    the call normalises several dims together.
+    """
     x, shape = at(node), argument(node, "normalized_shape")
     if len(shape) != 1:
         return Miss(name, node, f"it normalises {len(shape)} dims together, the op one")
@@ -94,7 +101,11 @@ def _of_torch(node: Node, name: str) -> Match | Miss:
 
 
 def _core(algebra: Algebra, term: Term) -> _Core | _Unlike | None:
-    """The core of a value that may be a norm; the reason why it is none; None if it does not look like one."""
+    """The core (x / root mean square, and its scale) of a term that may be an RMS norm, with or
+    without a rounding.
+
+    `_Unlike` with the reason if it looks like one and is none; None if it does not look like one.
+    """
     one = algebra.quotient(term, term)
     if isinstance(term, Cast):
         return _scaled(algebra, term.of, one, term.dtype)
@@ -118,7 +129,11 @@ def _core(algebra: Algebra, term: Term) -> _Core | _Unlike | None:
 def _scaled(
     algebra: Algebra, term: Term, outside: Product, rounded: torch.dtype | None
 ) -> _Core | _Unlike | None:
-    """The core of a product in which something is divided by its root mean square."""
+    """The core of `term` if it is a product that divides something by its root mean square.
+
+    `outside` and `rounded` are stored in it. `_Unlike` if it has a root of another mean; None if it
+    has none.
+    """
     if not isinstance(term, Product) or len(term.factors) < 2:
         return None
     for factor, exponent in term.factors:
@@ -142,7 +157,7 @@ def _scaled(
 
 
 def _mean_and_constant(term: Term) -> tuple[Mean | None, float]:
-    """A mean and the constant that is added to it; None for anything else."""
+    """(m, c) of a term m or m + c, where m is a mean. (None, 0.0) for any other term."""
     if isinstance(term, Mean):
         return term, 0.0
     if isinstance(term, Sum) and len(term.summands) == 1:
@@ -153,7 +168,9 @@ def _mean_and_constant(term: Term) -> tuple[Mean | None, float]:
 
 
 def _root_of(algebra: Algebra, square: Term) -> Term | None:
-    """The term whose square this is, written as a product of even powers."""
+    """The term whose square is `square`. None unless that is a product of even powers with a
+    positive coefficient.
+    """
     if not isinstance(square, Product) or square.coefficient <= 0:
         return None
     if any(exponent % 2 for _, exponent in square.factors):
@@ -163,7 +180,9 @@ def _root_of(algebra: Algebra, square: Term) -> Term | None:
 
 
 def _rms_norm(algebra: Algebra, node: Node, core: _Core) -> Match | str:
-    """The op that computes a core with its weight, or why there is none."""
+    """The match of `autopar::rms_norm` for a core and its weight, with the result `node`. Text if
+    there is none: the reason.
+    """
     x = algebra.value(core.x, widened=core.rounded is not None)
     if x is None:
         return "what is normalised is no value of the graph"
@@ -193,7 +212,12 @@ def _rms_norm(algebra: Algebra, node: Node, core: _Core) -> Match | str:
 
 
 def _cast(core: _Core, of_x: torch.dtype, of_weight: torch.dtype) -> str | None:
-    """Where the norm rounds, by the names of `autopar_kernels.norms`; None where no name says it."""
+    """Where the norm rounds: 'none', 'after', 'before' or 'weight', as `autopar_kernels.norms`
+    names it.
+
+    None if it rounds to a dtype for which there is no name. `of_x` and `of_weight` are the dtypes
+    of the operands.
+    """
     if core.rounded is None:
         return "none"
     if not core.outside.factors:
@@ -204,7 +228,9 @@ def _cast(core: _Core, of_x: torch.dtype, of_weight: torch.dtype) -> str | None:
 
 
 def _weight(algebra: Algebra, factors: Product) -> tuple[Node, float] | None:
-    """(the weight, what is added to it) of a scale that is one vector, or a constant and one."""
+    """(the node of the weight, the constant that is added to it) if the scale is one vector, or a
+    constant and one. None otherwise.
+    """
     if len(factors.factors) != 1:
         return None
     ((term, exponent),) = factors.factors
@@ -225,9 +251,11 @@ _WITH_RESIDUAL = {
 
 
 def with_residual(match: Match) -> Match | None:
-    """The match of a norm together with the addition that gives its input, whose sum is a second result; None if there is none.
+    """The match of a norm joined with the addition that computes its input: the sum is then a
+    second result of the op. None if there is no such addition.
 
-    Both terms have the shape and dtype of the sum, and nothing is fused whose attributes the joint op lacks.
+    Also None unless both terms have the shape and dtype of the sum, and the joint op has all
+    attributes of the norm.
     """
     total = match.operands["x"]
     known = {spec.name for spec in _WITH_RESIDUAL[match.name]._schema.arguments}

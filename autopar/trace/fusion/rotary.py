@@ -24,7 +24,11 @@ _ROTARY = "autopar::rotary_single"
 
 
 def match_rotary(algebra: Algebra, node: Node) -> Match | Miss | None:
-    """The rotation that a node is the result of."""
+    """The rotary position embedding, x cos + turned(x) sin, whose result is `node`.
+
+    A `Miss` with the reason if it looks like one that the op cannot compute; None if it does not
+    look like one.
+    """
     term = algebra.terms[node]
     if not isinstance(term, Sum):
         return None
@@ -37,7 +41,12 @@ def match_rotary(algebra: Algebra, node: Node) -> Match | Miss | None:
 
 
 def _turned_factor(algebra: Algebra, summand: Term) -> tuple[Term, Node, Node, bool] | None:
-    """(the other factor, the turned node, what it turns, whether neighbours) of a product with a turned factor."""
+    """(the other factor, the turned node, the node that it turns, whether neighbours) for a product
+    of two factors of which one is turned.
+
+    Turned means that halves or neighbours are swapped, and one of them negated. None for any other
+    term.
+    """
     if not isinstance(summand, Product) or len(summand.factors) != 2:
         return None
     for number, (factor, exponent) in enumerate(summand.factors):
@@ -105,7 +114,11 @@ def _match(
 
 
 def _table(table: Node, shape: torch.Size) -> tuple[bool, View] | None:
-    """(whether heads follow tokens, how the table becomes one of three dims) for x of a shape."""
+    """(whether heads are dim 2 of x, the view that gives the table three dims) for a table of
+    cosines or sines and x of `shape` (4 dims).
+
+    None if the table is not aligned with x.
+    """
     own = list(map(str, table.meta["val"].shape))
     batch, first, second, columns = map(str, shape)
     if own == [first, columns] or own == [second, columns]:
@@ -123,7 +136,9 @@ def _table(table: Node, shape: torch.Size) -> tuple[bool, View] | None:
 
 
 def _turned(node: Node) -> tuple[Node, bool] | None:
-    """(x, whether neighbours) where a node is x with halves, or neighbours, swapped and one of them negated."""
+    """(x, whether neighbours) if a node is x with the halves of its last dim, or neighbours,
+    swapped and one of them negated. None otherwise.
+    """
     if op_name(node) == "aten::cat":
         parts = at(node)
         rank = node.meta["val"].dim()
@@ -147,13 +162,15 @@ def _turned(node: Node) -> tuple[Node, bool] | None:
 
 
 def _negated(node: Node) -> Node | None:
-    """What a node negates."""
+    """The node that a node negates, or None."""
     negates = op_name(node) == "aten::neg" or (op_name(node) == "aten::mul" and at(node, 1) == -1)
     return at(node) if negates else None
 
 
 def _half(node: Node | None) -> tuple[Node, str] | None:
-    """(x, 'low', 'high', 'even' or 'odd') where a node is such a half of the last dim of x."""
+    """(x, 'low', 'high', 'even' or 'odd') if a node is that half of the last dim of x; None
+    otherwise.
+    """
     if node is None:
         return None
     if node.target is operator.getitem:

@@ -25,7 +25,9 @@ Values = dict[Node, Tensor]
 
 
 def wrong(match: Match) -> str:
-    """What a match computes otherwise than its subgraph; '' if it computes the same."""
+    """What the op of a match computes otherwise than the subgraph, as text; '' if both agree.
+    Evaluates both on small random tensors.
+    """
     given = _operands(match)
     try:
         wide = {node: _widened(value) for node, value in given.items()}
@@ -51,7 +53,9 @@ def _described(tensor: Tensor) -> str:
 
 
 def _operands(match: Match) -> Values:
-    """Random tensors for the operands: symbolic dims have 2 elements, others at most `_ROWS`, the last dim all."""
+    """Random tensors by operand node, in the graph's dtypes: symbolic dims have 2 elements, others
+    at most `_ROWS`, the last dim all. Integers are 0 or 1.
+    """
     generator = torch.Generator().manual_seed(0)
     found: Values = {}
     for number, node in enumerate(match.operands.values()):
@@ -65,14 +69,18 @@ def _operands(match: Match) -> Values:
 
 
 def _small_shape(node: Node) -> list[int]:
-    """The shape of a node where a match is evaluated."""
+    """The small shape that a node's tensor has where a match is evaluated: dims by `small`, the
+    last dim whole unless it is symbolic.
+    """
     shape = node.meta["val"].shape
     last = [int(size) if isinstance(size, int) else small(size) for size in shape[-1:]]
     return [small(size) for size in shape[:-1]] + last
 
 
 def small(size: Any) -> int:
-    """The size of a dim where a match is evaluated."""
+    """The size that stands for `size` where a match is evaluated: at most `_ROWS`, and 2 for a
+    symbolic size.
+    """
     return min(int(size), _ROWS) if isinstance(size, int) else 2
 
 
@@ -84,7 +92,9 @@ Evaluation = Callable[[Match, Mapping[Node, Tensor], "torch.dtype | None"], Sequ
 
 
 def _op(match: Match, given: Mapping[Node, Tensor], wide: torch.dtype | None) -> Sequence[Tensor]:
-    """The results of the op."""
+    """The results of the op on tensors by operand node (`given`). If `wide` is None, the first is
+    rounded as the match says.
+    """
     tensors = {
         name: given[node]
         if match.moved
@@ -100,7 +110,9 @@ def _op(match: Match, given: Mapping[Node, Tensor], wide: torch.dtype | None) ->
 def _subgraph(
     match: Match, given: Mapping[Node, Tensor], wide: torch.dtype | None
 ) -> Sequence[Tensor]:
-    """The results of the subgraph; casts are to `wide` if that is given."""
+    """The results of the replaced nodes on tensors by operand node (`given`). All casts are to
+    `wide` unless that is None.
+    """
     values: dict[Node, Any] = dict(given) | {n: given[of] for n, of in match.copies.items()}
     for node in match.interior:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -118,7 +130,9 @@ def _subgraph(
 
 
 def _cast_to(wide: torch.dtype, value: Any) -> Any:
-    """Arguments in which every floating dtype is the wide one."""
+    """The arguments (nested in dicts, lists and tuples) with `wide` in the place of every floating
+    dtype.
+    """
     if isinstance(value, dict):
         return {name: _cast_to(wide, inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -127,7 +141,12 @@ def _cast_to(wide: torch.dtype, value: Any) -> Any:
 
 
 def _with_gradients(match: Match, given: Values, evaluate: Evaluation) -> dict[str, Tensor]:
-    """Results, and the gradients of the operands that have one, under random gradients of the results."""
+    """The results in fp64 ('result 0', ...) and the gradients of operands that have one ('gradient
+    of x', ...), by these names.
+
+    Gradients of the results are random, the same in each call. An operand that is not read has the
+    gradient 0.
+    """
     leaves = {
         node: value.detach().requires_grad_(_has_gradient(node)) for node, value in given.items()
     }
@@ -146,13 +165,15 @@ def _with_gradients(match: Match, given: Values, evaluate: Evaluation) -> dict[s
 
 
 def _has_gradient(node: Node) -> bool:
-    """Whether a gradient flows back through an operand."""
+    """Whether an operand is a floating tensor through which a gradient flows back (`meta['grad']`)."""
     floating: bool = node.meta["val"].is_floating_point()
     return floating and bool(node.meta.get("grad"))
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """The largest difference, relative to the largest element of the other."""
+    """The largest difference of elements, relative to the largest element of `other`; inf if one is
+    NaN, 0.0 without elements.
+    """
     if not other.numel():
         return 0.0
     scale = float(other.double().abs().max()) or 1.0
