@@ -64,7 +64,9 @@ class DataParallelSampler(Sampler[list[int]]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches among the rows, and the last one unless it is dropped."""
+        """The number of batches of an epoch; one that the rows do not fill counts unless it is
+        dropped.
+        """
         return (
             self.rows // self.global_batch if self.drop_last else -(-self.rows // self.global_batch)
         )

@@ -63,8 +63,9 @@ class StepInputs:
         tensors: Mapping[str, Tensor],
         device: torch.device,
     ) -> list[Tensor]:
-        """The step values of a batch of `rows` rows, from the sums of all ranks' parts. `inputs`
-        have the rows of all ranks.
+        """The step values of a batch of `rows` rows, in the order of `values.names`. `parts` is the
+        sum of all ranks' parts; `inputs` have the rows of all ranks. `tensors` are whole buffers
+        and constants by name.
         """
         pieces = parts.split([prod(shape) for shape in self.shapes]) if self.shapes else ()
         added = {
@@ -86,9 +87,9 @@ class StepInputs:
 def evaluate(
     graph: Graph, given: Mapping[str, Mapping[str, Tensor]], rows: int, device: torch.device
 ) -> Sequence[Tensor]:
-    """The results of a graph for a batch of `rows` rows. `given` has the tensors by kind (input,
-    tensor, part) and then by name, since an input and a buffer may have the same name. Sums of
-    floating-point numbers are in fp64.
+    """The results of a graph for a batch of `rows` rows, in the order of its outputs. `given` has
+    the tensors by kind ("input", "tensor", "part") and then by name, since an input and a buffer
+    may have the same name. Sums of floating-point numbers are in fp64.
     """
     found: dict = {}
 
@@ -123,8 +124,8 @@ def evaluate(
 
 
 def _of_one_dtype(read: dict[Node, Any]) -> dict[Node, Any]:
-    """The operands of an op, all converted to fp64 if one of them is: products and writes need a
-    single dtype.
+    """The operands of an op by node. If one is fp64, all floating-point ones are converted to fp64,
+    since products and writes need a single dtype.
     """
     if not any(
         isinstance(value, Tensor) and value.dtype == torch.float64 for value in read.values()

@@ -86,7 +86,7 @@ is at most one.
 
 
 def settle_saving() -> None:
-    """Wait until no save of this process is running."""
+    """Wait until no save of this process is running. Errors of these saves are not raised."""
     while _under_way:
         _under_way.pop().settle()
 
@@ -101,7 +101,7 @@ class Checkpoints:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group for messages about files."""
+        """The gloo process group for messages about files; None without torch.distributed."""
         return file_group()
 
     def wait(self) -> None:
@@ -116,7 +116,9 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------------------- save
 
     def save(self, directory: Path, extra: Extra, keep: int | None, asynchronous: bool) -> Saving:
-        """Write a checkpoint; see `Engine.save`."""
+        """Write a checkpoint, and return its `Saving`. If `asynchronous`, that may still be
+        running. The arguments are those of `Engine.save`.
+        """
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise AutoparError(
                 f"keep={shown(keep)} must be a whole number of checkpoints, at least 1"
@@ -235,7 +237,9 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------------------- load
 
     def load(self, directory: Path, extra: Extra, optimizer: bool, missing_ok: bool) -> int:
-        """Load a checkpoint; see `Engine.load`. Returns its number of steps."""
+        """Load a checkpoint; the arguments are those of `Engine.load`. Returns its number of steps;
+        0 if there is none and `missing_ok` is True.
+        """
         _check_named(extra)
         self.wait()
         with lost_ranks("while loading"):
@@ -246,7 +250,10 @@ class Checkpoints:
         return self.engine.steps
 
     def _load(self, found: Found, extra: Extra, optimizer: bool) -> None:
-        """Check everything, then change the engine."""
+        """Load the complete checkpoint `found` into the engine and the objects `extra`. Every rank
+        checks everything before the engine is changed; an error is raised on all ranks.
+        `optimizer`: whether to load the optimizer's state.
+        """
         engine, held = self.engine, self.engine.held()
         saved: dict[str, tuple[int, ...]] = {}
         state: dict[str, Any] = {}
@@ -318,7 +325,9 @@ def _names(saved: dict[str, tuple[int, ...]], kind: str) -> dict[str, tuple[int,
 
 
 def _keys(saved: dict[str, tuple[int, ...]]) -> dict[str, set[str]]:
-    """The keys of the optimizer's state tensors, by parameter."""
+    """For each parameter, the names of its optimizer state tensors in a checkpoint. `saved` has the
+    shapes of all tensors by their names there.
+    """
     keys: dict[str, set[str]] = {}
     for entry in _names(saved, "optimizer"):
         name, _, key = entry.rpartition("/")

@@ -63,8 +63,8 @@ class Durable(CheckpointSource):
         return whole.clone()
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shapes of the parameters and persistent buffers that a checkpoint contains.
-        Tied ones have their first name.
+        """The whole shapes of the parameters and persistent buffers that a checkpoint contains, by
+        name. Tied ones have their first name. Tensors without elements are left out.
         """
         return {
             name: spec.shape
@@ -74,10 +74,10 @@ class Durable(CheckpointSource):
         }
 
     def held(self) -> dict[str, Held]:
-        """This rank's parts of the tensors in `saved_shapes`.
+        """This rank's parts of the tensors in `saved_shapes`, by name.
 
-        For a trained parameter, this is the master, which the optimizer updates. If another rank
-        holds the master, there is no entry.
+        For a trained parameter, this is the master, which the optimizer updates. A tensor that this
+        rank lacks, or whose master another rank holds, has no entry.
         """
         found, own = {}, self.parameters
         for name, shape in self.saved_shapes().items():

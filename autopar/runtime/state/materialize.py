@@ -115,11 +115,11 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def initialized(model: nn.Module, names: set[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Initialize a meta model on the CPU, one module at a time, and yield its named tensors, each
-    once.
+    """Initialize a meta model on the CPU, one module at a time, and yield (name, tensor) for
+    `names`, each tensor once.
 
     Every module is seeded from `seed` and its name, so the result does not depend on the rank or
-    the plan.
+    the plan. torch's random state is restored.
     """
     done: set[int] = set()
     state = torch.get_rng_state()
