@@ -360,8 +360,8 @@ def _grouped_mm_fallback_backward(*args, out_val=None, **kwargs) -> int:
 
 
 def formulas() -> dict[Any, Any]:
-    """FLOP formulas by op: those that FlopCounterMode lacks in torch 2.13, of transformers' experts
-    (if loaded), and of autopar's ops.
+    """FLOP formulas by op, for FlopCounterMode: those that it lacks in torch 2.13, of autopar's
+    grouped products, and of transformers' experts if loaded.
     """
     found = dict(_FORMULAS)
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):

@@ -40,8 +40,8 @@ def _local(
     soft_cap: float | None,
     chunk: int,
 ) -> Tensor:
-    """The statistics (3, R) of a shard's logits, (4, R) if `smooth`, as
-    `autopar::cross_entropy_local` gives them.
+    """The statistics (3, R) of a shard's logits hidden weight^T, (4, R) if `smooth`, as
+    `autopar::cross_entropy_local` gives them. `chunk` rows' logits exist at a time.
     """
     out = _local_fake(hidden, weight, target, class_weight, first, smooth, soft_cap, chunk)
     rows, flat = rows_of(hidden), target.reshape(-1)

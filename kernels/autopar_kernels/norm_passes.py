@@ -87,8 +87,9 @@ class Forward:
         return scale if self.cast == "weight" else torch.promote_types(self.total, scale)
 
     def outputs(self, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """New tensors for (result, x + residual, mean, 1 / deviation); those that are absent are
-        empty.
+        """New tensors for (result, x + residual, mean, 1 / deviation). The last two are (rows,
+        groups) in `wide`. The sum without a residual, and the mean without `center`, are empty
+        tensors.
         """
         x = self.x
         rstd = x.new_empty((math.prod(x.shape[:-1]), self.groups), dtype=wide)
@@ -181,6 +182,7 @@ class Backward:
         x: what was normalised: the argument, or the sum.
         mean: the mean of each row and group, (rows, groups), or None without centering.
         rstd: 1 / deviation, (rows, groups).
+        vector: the dtype of the gradients of weight and bias.
         needs: whether the gradients of x, weight, bias and gate are asked for.
     """
 

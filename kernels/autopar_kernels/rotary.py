@@ -259,7 +259,7 @@ def rotary_single(
     heads_last: bool = False,
     promote: bool = False,
 ) -> Tensor:
-    """`rotary` of one tensor."""
+    """`rotary` of one tensor x, without keys; the other arguments are the same."""
     flags = (last, interleaved, heads_last, promote)
     out: Tensor = _rotate(x, None, cos, sin, positions, rotated, *flags)
     return out
