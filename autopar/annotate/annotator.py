@@ -57,8 +57,8 @@ class Annotator:
         self._priced: dict[Setting, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def axis_choices(self, setting: Setting) -> AxisChoices:
-        """The choice of each op on dp, ep and cp. The choice on dp depends only on whether dp
-        exceeds 1.
+        """For each class, op -> axis -> its choice, on those of dp, ep and cp that have more than
+        one rank. On dp they depend only on whether dp exceeds 1.
         """
         mesh = setting.mesh
         context = self._context(_of_calls(setting, setting.mesh, "none")) if mesh.cp > 1 else None
@@ -75,7 +75,9 @@ class Annotator:
         return self._propagated[key]
 
     def context(self, setting: Setting) -> ContextSetting:
-        """The context-parallel setting: load balancing, and the method of every attention op."""
+        """The context-parallel setting: whether positions are balanced (zigzag), and the method of
+        every attention op. Raises AutoparError if the pinned method is not possible for one.
+        """
         mesh, calls = setting.mesh, []
         for index, block in enumerate(self.traced.classes):
             for node in ops(block.graph):
@@ -279,8 +281,8 @@ class Annotator:
     def _edges(
         self, setting: Setting, choices: AxisChoices, pricers: list[ClassPricer]
     ) -> tuple[BoundaryEdge, ...]:
-        """The edges between classes, each with the number of times that an output of one class
-        feeds an input of another.
+        """One edge for each output of a class that feeds an input of another class. It has the
+        number of times that it does so, and the prices of its layout conversions over tp.
         """
         multiplicity: Counter = Counter()
         for segment in self.traced.segments:
@@ -342,8 +344,8 @@ def _of_calls(setting: Setting, mesh: MeshShape, recompute: str) -> Setting:
 
 
 def _lie_alike(one: MeshShape, other: MeshShape, axes: Iterable[str]) -> bool:
-    """Whether the groups of both meshes over each of these axes have the same stride between
-    ranks.
+    """Whether groups over each of these axes have the same stride between ranks in both meshes.
+    Axes of size 1 in `other` do not count.
     """
     return all(one.stride(axis) == other.stride(axis) for axis in axes if other.size(axis) > 1)
 

@@ -73,8 +73,8 @@ def buffer_bytes(setting: Setting, pricers: Sequence[ClassPricer], model: ModelF
 def _scalars_by_segment(
     pricers: Sequence[ClassPricer], model: ModelFacts
 ) -> tuple[list[int], list[int]]:
-    """Trained scalars per segment, where parameters are gathered or fetched by segment: (read by
-    this segment alone, shared and present in its backward).
+    """Trained scalars per segment, where parameters are gathered or fetched by segment. Returns two
+    lists by segment: (read by this segment alone, shared and present in its backward).
 
     A shared parameter is present from the backward of its last reader to the backward of its first.
     """

@@ -29,8 +29,17 @@ _GROUPED = ("autopar::grouped_mm", "aten::_grouped_mm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedCall:
-    """A call under one strategy. `read` and `written` are the bytes of this rank's operands and
-    results; `kept` lists the tensors that autograd keeps.
+    """A call under one strategy, as its kernels see it on one rank.
+
+    Attributes:
+        names, outs: names of the operands and of the results.
+        grads: for each operand, whether backward computes its gradient.
+        added: for each operand, whether autograd adds that gradient to another one.
+        fixed: the choices on the axes that propagation decides, by axis.
+        shares: which operands and results a fused kernel moves; None if the op is not fused.
+        choice: the strategy over tp.
+        read, written: bytes of this rank's operands and results.
+        kept: the tensors that autograd keeps.
     """
 
     node: Node
@@ -55,7 +64,7 @@ class PricedCall:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients of all operands."""
+        """Bytes of the gradients of all operands that get one."""
         return sum(b for b, grad in zip(self.read, self.grads, strict=True) if grad)
 
     @property
@@ -69,12 +78,14 @@ class PricedCall:
 
     @property
     def kept_values(self) -> list[Saved]:
-        """The values of the graph that backward reads."""
+        """The kept tensors that are values of the graph, as opposed to private ones of the op."""
         return [s for s in self.kept if s.key != f"{self.node.name}:own"]
 
 
 def kernel_time(local: LocalClass, call: PricedCall) -> KernelTime:
-    """Seconds of the op's kernels, forward and backward."""
+    """Seconds of a call's kernels on one rank, forward and backward: by a model for its kind of op,
+    otherwise as a memory-bound op. Free ops take 0.
+    """
     name, dims = op_name(call.node), call.dims
     if dims is not None and dims.movement_free:
         return FREE

@@ -287,8 +287,8 @@ class CallPricer:
         names: tuple[str, ...],
         outs: tuple[str, ...],
     ) -> Strategy:
-        """A strategy under selective recomputation: what it keeps then, with its forward time added
-        to backward if the op runs again.
+        """A strategy under selective recomputation: with what it keeps then, and its forward time
+        added to backward if the op runs again. Also notes in `rerun_bytes` what it no longer keeps.
         """
         local, rerun = self.local, self.local.rerun
         kept = kept_tensors(local, node, choice, names, outs, rerun.kept)

@@ -82,8 +82,8 @@ def _added_s(local: LocalClass, call: PricedCall, added: list[int]) -> float:
 def _sent(
     local: LocalClass, call: PricedCall, computed: KernelTime, paid: Sequence[PaidMove]
 ) -> tuple[list[float], list[float]]:
-    """Seconds (forward, backward) besides the op's kernels, as two lists: local work, and
-    communication.
+    """Seconds besides the op's kernels, as two lists [forward, backward]: of local work (waiting,
+    copies), and of communication.
     """
     local_s, sent_s = [0.0, 0.0], [0.0, 0.0]
     if call.choice.lowering == "vocab_parallel_cross_entropy":
@@ -120,7 +120,8 @@ def _context_extra(
     local: LocalClass, call: PricedCall, computed: KernelTime
 ) -> tuple[tuple[float, float], ...]:
     """What context parallelism adds to an attention op, for forward and for backward: (seconds of
-    waiting for the slowest rank, seconds of communication that compute does not hide).
+    waiting for the slowest rank, seconds of communication that compute does not hide). Empty if cp
+    does not shard its positions.
     """
     letter, _, pattern = call.fixed["cp"].strategy.partition(" ")
     if letter not in ("s", "ring", "ulysses"):

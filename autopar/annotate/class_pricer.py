@@ -120,7 +120,9 @@ class ClassPricer:
         }
 
     def _kept_bytes(self, op: AnnotatedOp) -> dict[Layout, int]:
-        """Bytes of a segment input that is kept for recomputation, by layout."""
+        """Bytes of a segment input that is kept for recomputation, for each layout over tp in which
+        it may arrive.
+        """
         local, size = self.local, self.local.bytes[op.outputs[0]]
         return {
             s.outputs[0]: held_bytes(local, local.pricing.sharded(size, s.outputs[0]))

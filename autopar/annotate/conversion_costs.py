@@ -18,7 +18,7 @@ def conversion_costs(
     have: set[Layout],
     wanted: set[Layout],
 ) -> Conversions:
-    """Prices of all allowed layout changes of a value.
+    """Prices of all allowed layout changes over tp of a value, by (from, to).
 
     The sequence-parallelism pin requests Megatron's layout. Weights stay as they are stored, and
     their gradients are summed once a step. What a product shards along features stays sharded, up
@@ -97,7 +97,7 @@ def _beside(
     local: LocalClass, calls: Sequence[AnnotatedOp], name: str, readers: Sequence[AnnotatedOp]
 ) -> tuple[float, float]:
     """Seconds (forward, backward) of the products that run at the same time as a value's
-    communication over tp.
+    communication over tp; 0 if the software overlaps none.
     """
     software = local.setting.software
     if software.tp_overlap:

@@ -64,8 +64,8 @@ FUSIBLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class FusedShare:
-    """Which operands and results of an op go through memory. For results, True also marks the end
-    of a kernel.
+    """The share of an op in the memory traffic of its fused kernel: for each operand and result,
+    whether this op pays to read or write it. A True in `writes` also marks the end of a kernel.
     """
 
     reads: tuple[bool, ...]
@@ -75,7 +75,9 @@ class FusedShare:
 def fuse(
     graph: Graph, dims: dict[str, OpDims | None], joins: Joins = "compiler"
 ) -> dict[str, FusedShare]:
-    """The memory traffic of every fusible op of a class, by op name."""
+    """What every fusible op of a class reads from and writes to memory, by op name. `joins` says
+    which ops join: as a compiler does, or as hand-written kernels do.
+    """
     views = {
         n.name
         for n in ops(graph)
@@ -146,7 +148,9 @@ def _levels(
 
 
 def is_fusible(node: Node) -> bool:
-    """Whether a compiler joins the op with its neighbours."""
+    """Whether the op is element-wise, a reduction or a join, which a compiler makes one kernel with
+    its neighbours.
+    """
     return op_name(node) in FUSIBLE
 
 

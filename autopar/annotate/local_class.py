@@ -49,7 +49,7 @@ class LocalClass:
     rerun: Rerun
 
     def along_positions(self, name: str, layout: Layout) -> bool:
-        """Whether a layout of a value shards positions of sequences."""
+        """Whether a layout shards the value `name` along a dim that is positions of sequences."""
         return layout.is_shard and any(
             dim == layout.dim and pattern.rows == layout.pattern.rows
             for dim, pattern in self.facts.positions.get(name, ())

@@ -63,8 +63,8 @@ class Pricing:
         return self._sizes[key]
 
     def local_shape(self, shape: Shape, layouts: dict[str, Layout]) -> Shape:
-        """The shape of the largest shard of a tensor under the layouts on its axes. `shape` is over
-        all ranks.
+        """The shape of a tensor's largest shard; `layouts` has its layout on each axis. `shape` is
+        over all ranks.
         """
         sizes = list(shape)
         for axis, layout in layouts.items():
@@ -143,11 +143,13 @@ class Pricing:
         )
 
     def sharded(self, size_bytes: int, layout: Layout) -> int:
-        """Bytes of a value on one tp rank."""
+        """Bytes of a value of `size_bytes` on one tp rank under a layout over tp."""
         return ceil(size_bytes / self.tp) if layout.is_shard else size_bytes
 
     def move_s(self, primitive: str, size_bytes: int, axis: str = "tp") -> float:
-        """Seconds of one layout primitive over an axis, for a value of `size_bytes`."""
+        """Seconds of one layout primitive over an axis, for a value of `size_bytes` before the axis
+        divides it.
+        """
         if primitive == "identity":
             return 0.0
         key = primitive, size_bytes, axis
@@ -191,7 +193,9 @@ class Pricing:
     def conversions(
         self, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool
     ) -> Conversions:
-        """Prices of all possible layout changes from `have` to `want`."""
+        """Prices of all layout changes over tp from a layout of `have` to another of `want`, by
+        (from, to). Without `grad`, backward costs nothing.
+        """
         return {
             (src, dst): self._conversion(size_bytes, grad, src, dst)
             for src in have
