@@ -113,7 +113,9 @@ def in_switch_all_reduce_s(size_bytes: float, ranks: int, link: Link) -> float:
 
 
 def message_s(size_bytes: float, link: Link, rate_Bps: float) -> float:
-    """Seconds of one point-to-point message, priced as a ring of one step."""
+    """Seconds of one point-to-point message at `rate_Bps`, priced as a ring of one step, by the
+    faster of LL and Simple.
+    """
     return min(
         (
             _RING_BASE[p]

@@ -47,10 +47,11 @@ def lattice_path_s(
     hop_s: float,
     least: bool = False,
 ) -> float:
-    """Seconds of the longest path of the family.
+    """Seconds of the longest path that changes ranks only at a few micro-batches of each lap (the
+    marks). It is a lower bound on the schedule's time.
 
     Rows are in the order in which chunks run: forward first to last, backward last to first.
-    `least` restricts the family to paths that exist for all rows with equal or longer times.
+    `least` restricts the paths to those that exist for all rows with equal or longer times.
     """
     anchors = spread(order.ranks) if least else _anchors(order, forward, backward, weight)
     rounds = order.micro_batches // order.lap

@@ -238,7 +238,7 @@ def _yields(action: Action) -> list[_Item]:
 
 
 def _receiver(action: Action, home: list[int]) -> int | None:
-    """The rank that waits for the result of an action, or None."""
+    """The rank that has the stage which needs the result of an action; None if no stage does."""
     neighbour = {"F": action.stage + 1, "B": action.stage - 1, "I": action.stage - 1, "W": -1}[
         action.kind
     ]
