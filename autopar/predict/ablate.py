@@ -71,7 +71,9 @@ class Mechanism:
         return found.step_time_s - sum(found.breakdown.get(part, 0.0) for part in self.parts)
 
     def slopes(self, table: np.ndarray) -> np.ndarray:
-        """The sensitivities of errors to constants without the mechanism, from those with it."""
+        """The sensitivities of errors to constants, (runs, constants), without the mechanism.
+        `table` has those with it.
+        """
         found = table.copy()
         places = [FREE.index(name) for name in self.joined]
         if places:
@@ -172,9 +174,9 @@ MECHANISMS = (
 class Without:
     """Errors without one mechanism.
 
-    `errors` are relative, by run. `refitted` are the errors after fitting the constants again.
-    `changed` are the runs whose step time it changes. `refused` are runs that cannot be predicted
-    without it; they keep their prediction.
+    `errors` are relative errors of step time, by run. `refitted` are the errors after fitting the
+    constants again. `changed` are the ids of runs whose step time it changes. `refused` are those
+    of runs that cannot be predicted without it; they keep their prediction.
     """
 
     mechanism: Mechanism

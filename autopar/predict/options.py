@@ -164,8 +164,9 @@ def read_sharding(text: str) -> Stated:
 
 
 def read_recompute(text: str, stated: Stated) -> Stated:
-    """The recompute field from `none`, `selective` or `full`. The options (`selective`) say what a
-    selective recomputation selects.
+    """The recompute field from `none`, `selective` or `full`; {} if the text is blank and the
+    options say nothing. The options (`selective` in `stated`) say what a selective recomputation
+    selects; otherwise the field is None. Raises AutoparError for other text.
     """
     lower = text.strip().lower()
     if lower in ("none", "no", "off", "0"):
@@ -182,7 +183,7 @@ def read_recompute(text: str, stated: Stated) -> Stated:
 
 def read_dtype(text: str) -> Stated:
     """The dtype fields from a text. It is the dtype of linear layers; everything else is bf16 if
-    that is narrower than 16 bits.
+    that is narrower than 16 bits. Raises AutoparError if the text names no known dtype.
     """
     lower = text.strip().lower()
     found = re.search(
