@@ -366,7 +366,9 @@ class Engine(Durable):
     # ----------------------------------------------------------------------------------------------------------- gradients
 
     def gradient_axes(self, name: str) -> tuple[str, ...]:
-        """The axes over which the gradient of a parameter is a partial sum after backward."""
+        """The axes over which the gradient of a parameter is a partial sum after backward; () if it
+        is complete.
+        """
         return partial_axes(self._layouts.get(name, {}))
 
     def _gradients(self) -> dict[str, torch.Tensor]:
@@ -424,10 +426,11 @@ def agree_on_plan(decide: Callable[[], Plan]) -> Plan:
 
 
 def start_process_group(device_type: str, timeout_s: float = TIMEOUT_S) -> torch.device:
-    """This process' device. Under torchrun, the process group is started if there is none: NCCL for
-    CUDA, gloo for CPU.
+    """This process' device; for CUDA, it also becomes the current one. Under torchrun, the process
+    group is started if there is none: NCCL for CUDA, gloo for CPU.
 
-    A rank that waits longer than `timeout_s` seconds in a collective raises an error.
+    A rank that waits longer than `timeout_s` seconds in a collective raises an error. Raises
+    AutoparError for CUDA without a GPU.
     """
     if device_type == "cuda" and not torch.cuda.is_available():
         raise AutoparError(

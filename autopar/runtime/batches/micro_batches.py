@@ -149,8 +149,8 @@ class BatchSplitter:
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank's share of a global batch. ep is the inner part of the
-        data-parallel ranks.
+        """The index of this rank's share of a global batch, among all data-parallel ranks: ep is
+        their inner axis.
         """
         return self.axes["dp"].index * self.axes["ep"].size + self.axes["ep"].index
 
@@ -301,7 +301,9 @@ class BatchSplitter:
         return found
 
     def _fits(self, number: int) -> bool:
-        """Whether the plan's pipeline can run this number of micro-batches."""
+        """Whether the plan's pipeline can run this number of micro-batches. True without a
+        pipeline.
+        """
         if not self.plan.schedule or self.axes["pp"].size == 1:
             return True
         try:
@@ -332,8 +334,8 @@ class BatchSplitter:
 
     @property
     def _numbers(self) -> int:
-        """The number of elements of the step values' parts; the same for programs of all
-        lengths.
+        """The number of elements that each rank sends so that step values (numbers that need the
+        whole batch) can be computed; 0 if no program takes any. It is the same for all lengths.
         """
         return max(0 if values is None else values.numbers for values in self._values)
 
@@ -389,8 +391,8 @@ class BatchSplitter:
         return found
 
     def _counted(self, values: Mapping[str, torch.Tensor]) -> float | None:
-        """The number of labels of the step that count; None if no cross-entropy averages over
-        them.
+        """The number of labels that count in the step's loss, from the step values by name. None if
+        no cross-entropy averages over them.
         """
         own = self.program.step_values
         if own is None or own.labels < 0:
@@ -459,8 +461,8 @@ def _whole(count: float | None) -> float | None:
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> float:
-    """A number that differs between batches with different elements or a different order of
-    elements.
+    """A weighted sum of all elements, which shows whether two batches have other elements or
+    another order. 0 without tensors.
     """
     total: float | torch.Tensor = 0.0
     for k, tensor in enumerate(tensors, start=1):

@@ -49,8 +49,8 @@ class Padding:
 
     @staticmethod
     def of(program: Program) -> Padding:
-        """The padding for a program. Raises AutoparError if padding would always change the
-        loss.
+        """How to pad batches for a program. Raises AutoparError if padding would always change the
+        loss: it is no mean over valid targets, or what is padded counts.
         """
         length, values = positions(program.whole_inputs.values()), program.step_values
         vals = {
@@ -102,7 +102,9 @@ class Padding:
         return Padding(length, dims, targets, frozenset(counted) - targets)
 
     def length_of(self, tensors: Mapping[str, Tensor]) -> int:
-        """The positions of a batch; `length` if the batch has no such dim."""
+        """The positions of a batch before padding; `length` if the batch has no dim of
+        positions.
+        """
         given = (
             tensors[name].shape[dims[0]]
             for name, dims in self.dims.items()

@@ -23,7 +23,9 @@ from autopar.ops.values import output_nodes
 
 
 class StepInputs:
-    """Computes the step values of one program."""
+    """Computes the step values of one program: numbers that need the whole batch. Each rank
+    computes parts from its rows, and the parts are summed over ranks.
+    """
 
     def __init__(self, values: StepValues, dtype: torch.dtype) -> None:
         """`dtype` is that of step values that are single numbers, which half precision would
@@ -33,12 +35,12 @@ class StepInputs:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the parts, in order."""
+        """The shape of each part (a tensor that a rank computes from its rows), in order."""
         return [tuple(node.meta["val"].shape) for node in output_nodes(self.values.local)]
 
     @property
     def numbers(self) -> int:
-        """The total number of elements of the parts."""
+        """The number of elements of all parts together."""
         return sum(map(prod, self.shapes))
 
     def parts(
@@ -48,8 +50,8 @@ class StepInputs:
         tensors: Mapping[str, Tensor],
         device: torch.device,
     ) -> Tensor:
-        """The parts from this rank's `rows` rows, as one vector of fp64. `tensors` are whole
-        buffers and constants by name.
+        """The parts from this rank's `rows` rows, flattened and joined to one fp64 vector. `inputs`
+        are model inputs by name, `tensors` whole buffers and constants by name.
         """
         found = evaluate(self.values.local, {"tensor": tensors, "input": inputs}, rows, device)
         flat = [part.to(torch.float64).reshape(-1) for part in found]

@@ -57,7 +57,9 @@ names.
 
 
 class Saving:
-    """A save that may still be running."""
+    """A save that may still be running. `wait` waits for it, and `waited_for` says whether that was
+    called.
+    """
 
     def __init__(self, future: Future[Path]) -> None:
         self._future, self.waited_for = future, False
@@ -92,7 +94,7 @@ def settle_saving() -> None:
 
 
 class Checkpoints:
-    """Saves and loads one engine."""
+    """Saves and loads the checkpoints of one engine. Every rank must call each method."""
 
     def __init__(self, engine: CheckpointSource) -> None:
         self.engine = engine
@@ -339,7 +341,9 @@ def _keys(saved: dict[str, tuple[int, ...]]) -> dict[str, set[str]]:
 
 
 def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a checkpoint's tensors, by name."""
+    """The whole shapes of the tensors in the checkpoint at `path`, by their names there. Raises
+    AutoparError if it cannot be read.
+    """
     with disk_errors(f"cannot read {path / '.metadata'}"):
         entries = tensors_in(dcp.FileSystemReader(path).read_metadata())
         return {name: tuple(entry.size) for name, entry in entries.items()}

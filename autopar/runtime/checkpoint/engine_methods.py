@@ -40,8 +40,8 @@ class Durable(CheckpointSource):
     _state_names: set[str]
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole tensors by the model's own names, including tied names. The result is equal on
-        every rank. Every rank must call it.
+        """Whole parameters (masters if trained) and persistent buffers by the model's own names,
+        including tied names. The result is equal on every rank. Every rank must call it.
         """
         wholes = {name: self._whole(name) for name in self.parameters.leaves}
         state: dict[str, torch.Tensor] = {}
@@ -54,8 +54,8 @@ class Durable(CheckpointSource):
         return state
 
     def _whole(self, name: str) -> torch.Tensor:
-        """The whole of a tensor of which this rank holds a part. Every rank that holds a part must
-        call it.
+        """A copy of the whole of a parameter or buffer of which this rank holds a part, gathered
+        over all axes. Every rank that holds a part must call it.
         """
         whole = self.parameters.whole(name)
         for group, split in reversed(self.parameters.holding.cuttings[name].splits):

@@ -121,8 +121,8 @@ def partial_of(path: Path) -> Path:
 
 
 def begin(directory: Path, steps: int) -> Path:
-    """The path of the next checkpoint. An empty partial directory is made for it, and remains of
-    crashed saves are removed.
+    """The path of the next checkpoint, which is saved after `steps` steps. Makes an empty partial
+    directory for it, and removes what crashed saves have left.
     """
     with disk_errors(f"cannot save to {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
@@ -134,8 +134,8 @@ def begin(directory: Path, steps: int) -> Path:
 
 
 def finish(final: Path, state: bytes, header: dict[str, Any], checksums: dict[str, int]) -> None:
-    """Write the last files and rename the checkpoint, which makes it visible. `checksums` are those
-    of the tensor files.
+    """Write state.pt and autopar.json and rename the checkpoint, which makes it visible.
+    `checksums` are those of the tensor files, by file name.
     """
     partial = partial_of(final)
     with disk_errors(f"cannot save {final}"):

@@ -80,8 +80,8 @@ def named_segments(program: Program, names: Iterable[str]) -> Iterator[None]:
 
 
 class _Forward:
-    """The range of one segment's forward. It registers hooks on the results that open the range of
-    the backward.
+    """Opens and closes the profiler range of one segment's forward, as forward hooks. It also
+    registers hooks on the results, which open the range of the backward.
     """
 
     def __init__(self, name: str, backward: _Backward) -> None:

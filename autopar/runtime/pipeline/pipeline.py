@@ -371,7 +371,9 @@ class _StageModule(nn.Module):
         return _no_view(results[0])
 
     def _ready(self, value: Value, x: Tensor) -> Tensor:
-        """A value in a form that can be sent: contiguous, and not a view."""
+        """A value in a form that can be sent: contiguous, and not a view. RuntimeError if it has a
+        gradient although the program says that it has none.
+        """
         if x.requires_grad and not value.has_gradient:
             raise RuntimeError(
                 f"a gradient flows back through {value.name}, which the program says has none: a bug in autopar"

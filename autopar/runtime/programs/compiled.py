@@ -223,7 +223,9 @@ class Compiler:
             values[node] = graph.node_copy(node, values.__getitem__)
 
         def close() -> None:
-            """Append the current region to the graph: as one call if it has more than one op."""
+            """Append the current region to the graph and empty it: as one call if it has more than
+            one op, else as it is, which counts as not compiled.
+            """
             if sum(map(_works, region)) > 1:
                 self._call(graph, root, region, values)
             else:
@@ -324,7 +326,9 @@ def _only_computes(node: Node) -> bool:
 
 
 def _described(node: Node) -> str:
-    """A value's shape and dtype before sharding, and its layouts, as text."""
+    """A value's shape and dtype before sharding, and its layouts, as text; '' if the node has none
+    of these.
+    """
     whole = node.meta.get("whole")
     return "" if whole is None else f"{whole.dtype} {tuple(whole.shape)} {node.meta['layouts']}"
 

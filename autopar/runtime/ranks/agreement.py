@@ -22,7 +22,7 @@ access.
 
 
 class LostRanks(AutoparError):
-    """Another rank has ended, or did not respond within the time limit."""
+    """Raised if another rank has ended, or did not respond within the time limit."""
 
 
 def from_first(group: dist.ProcessGroup | None, function: Callable[[], T]) -> T:

@@ -59,8 +59,8 @@ def global_norm(
     axes: Mapping[str, AxisGroup],
     device: torch.device,
 ) -> Tensor:
-    """The 2-norm of all gradients together. Squares of shards are summed over the axes that shard
-    them.
+    """The 2-norm of all gradients together, equal on all ranks. Squares of shards are summed over
+    the axes that shard them, so every rank must call it.
     """
     squares: dict[tuple[str, ...], Tensor] = {(): torch.zeros((), device=device)}
     for name, grad in grads.items():
@@ -199,6 +199,6 @@ class Gradients:
         add_up(grads, holding.layouts_of_masters(grads), holding.axes, self._put)
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients: set them to None."""
         for one in self.trained.values():
             one.leaf.grad = one.master.grad = one.total = None

@@ -37,7 +37,7 @@ class Cutting:
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks hold parts of the tensor."""
+        """Whether ranks hold only parts of the tensor."""
         return bool(self.splits or self.share.cuts)
 
 

@@ -211,8 +211,8 @@ def _initialized_over(model: nn.Module, module: nn.Module, prefix: str, number: 
 
 
 class open_weights:
-    """Reads tensors by name from a .safetensors file, a directory of them (with or without an
-    index), or a torch checkpoint.
+    """Reads tensors by name (`reader(name)`) from a .safetensors file, a directory of them (with or
+    without an index), or a torch checkpoint. AutoparError if there is none or it cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -262,7 +262,7 @@ class open_weights:
         return set(self._files) | set(self._loaded)
 
     def has(self, name: str) -> bool:
-        """Whether the files contain a tensor."""
+        """Whether the files contain a tensor called `name`."""
         return name in self._files or name in self._loaded
 
     def __call__(self, name: str) -> torch.Tensor:

@@ -155,7 +155,9 @@ def _couples(optimizer: torch.optim.Optimizer, cut: bool, plan: Plan) -> bool:
 
 
 def _keep_owned(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
-    """Remove from the optimizer the parameters that other ranks update."""
+    """Remove from the optimizer's groups the parameters that other ranks update, with
+    their state.
+    """
     others = {
         id(master) for name, master in parameters.masters.items() if not parameters.has_master(name)
     }

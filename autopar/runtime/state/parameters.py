@@ -69,7 +69,7 @@ class Parameters:
 
     def cuts(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
         """The groups over which a master is sharded, outermost first, each with its split: tp and
-        ep, then those of ZeRO.
+        ep, then those of ZeRO. () for a parameter that is updated whole.
         """
         if name in self.wholes:
             return ()

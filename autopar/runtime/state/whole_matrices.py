@@ -58,7 +58,9 @@ class WholeMatrices:
             load[self._owner[name]] += prod(cuttings[name].shape)
 
     def owns(self, name: str) -> bool:
-        """Whether this rank owns a parameter and holds its whole master."""
+        """Whether this rank owns the parameter, so that it holds its whole master and
+        updates it.
+        """
         return self._owner[name] in (EVERY_RANK, self.rank)
 
     def most_elements(self) -> int:

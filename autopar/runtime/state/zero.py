@@ -39,7 +39,7 @@ class Share:
 
     @property
     def dim(self) -> int:
-        """The dim that is cut, or -1."""
+        """The dim that is cut; -1 if none is."""
         return self.cuts[0][1].dim if self.cuts else -1
 
     @property
