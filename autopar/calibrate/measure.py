@@ -201,7 +201,7 @@ class _Clock:
         return begin.elapsed_time(end) / 1e3, host_s
 
     def host_s(self, work: Work) -> float:
-        """Host seconds to run `work` once."""
+        """Host seconds to run `work` once, as the mean of repeated runs."""
         times = max(1, int(self.effort.point_s / self.slowest_s(work)))
         return self.run(work, times, False)[1] / times
 

@@ -231,7 +231,7 @@ def mutations_of(trial: Trial) -> list[Mutation]:
 
 
 def _others(node: Node) -> list[str]:
-    """The wrong backwards of a transition that its function allows."""
+    """The backwards that the transition's function allows, other than the right one, by name."""
     return [
         backward
         for backward in _LEGAL_BACKWARD[_PRIMITIVE[node.target]]

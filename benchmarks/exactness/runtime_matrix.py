@@ -72,7 +72,9 @@ equally exact.
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination; `schedule` is 'none' without a pipeline."""
+    """One combination of the matrix: model, degrees of the mesh, ZeRO stage, recompute mode,
+    schedule. `schedule` is 'none' without a pipeline.
+    """
 
     model: str
     pp: int
@@ -144,7 +146,7 @@ class Outcome:
     time_s: float = 0.0
 
     def as_line(self) -> str:
-        """One line of JSON."""
+        """The outcome as one line of JSON, which `of_line` reads."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -100,7 +100,9 @@ class Compared:
 
     @property
     def noise(self) -> float:
-        """How much the two measurements of the chosen plan differ, as a share."""
+        """The difference between the two measurements of the chosen plan, as a share of
+        the first.
+        """
         return abs(self.measured_s[AGAIN] / self.measured_s["chosen"] - 1)
 
 
@@ -111,8 +113,8 @@ def predicted(task: Task, count: int, seed: int, time_limit_s: float) -> Compare
 
 
 def measured(task: Task, count: int, seed: int, rounds: int) -> Compared:
-    """A task with measured times: each rival that the engine runs is measured once, and the chosen
-    plan twice.
+    """Plan a task and its rivals (`count` random ones, drawn from `seed`), and measure on CPUs.
+    Each rival that the engine runs is measured once, the chosen plan twice, over `rounds` steps.
     """
     found = tuple(
         rivals(task.planner(precision="fp32", runnable=True), task.cluster_spec, True, count, seed)

@@ -68,7 +68,9 @@ class Counts:
             self.lacking.append(verdict)
 
     def lines(self) -> list[str]:
-        """The lines of the table of counts."""
+        """The lines of a table: how many results are of each kind of `KINDS`, plans priced, and the
+        largest `lacks`.
+        """
         rows = [f"  {self.kinds[kind]:6}  {words}" for kind, words in KINDS.items()]
         worst = max((v.lacks for v in self.lacking), default=0.0)
         rows.append(f"  {self.plans:6}  plans priced (those that cost the same, once)")

@@ -321,8 +321,8 @@ class _Drawing:
         return block
 
     def layouts(self, most: int) -> list[Layout]:
-        """Layouts of an op's strategies. The first is replicated, so that some placement can always
-        run.
+        """Random layouts for the strategies of an op, `most` at most. The first is replicated, so
+        that some placement can always run.
         """
         wanted = min(self.rng.choice(range(1, most + 1)), self.budget[0], len(self.task.palette))
         self.budget[0] //= wanted

@@ -94,7 +94,9 @@ def _gradient(
     chunk: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of hidden, gradient of weight); one that is not asked for is empty."""
+    """(gradient of hidden, gradient of weight), each an empty tensor unless its entry of `needs` is
+    True. `grad` (R,) is the gradient of each row's loss.
+    """
     dhidden = hidden.new_empty(hidden.shape) if needs[0] else absent(hidden)
     wide = statistics.dtype
     total = torch.zeros_like(weight, dtype=wide) if needs[1] else absent(weight)

@@ -178,8 +178,8 @@ def _gradient(
     z_loss: float,
     soft_cap: float | None,
 ) -> Tensor:
-    """The gradient of a shard's logits, from the gradient of each row's loss (R,) and the merged
-    statistics.
+    """The gradient of a shard's logits, in their shape, from the gradient `grad` of each row's loss
+    (R,) and the merged statistics. 0 for ignored rows.
     """
     out = logits.new_empty(logits.shape)
     flat = target.reshape(-1).contiguous()

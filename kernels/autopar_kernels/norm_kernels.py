@@ -180,8 +180,8 @@ def norm_backward_kernel(
     N: tl.constexpr, OFFSET: tl.constexpr, GATE_FIRST: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients of x and gate, and this program's partial sums over its rows (one row of
-    dweight and dbias).
+    """Write gradients of x and gate, and this program's partial sums over its rows, as one row of
+    dweight and of dbias. Tensors that are None are left out.
     """
     group, width = tl.program_id(1), tl.num_programs(1) * N
     statistic = tl.num_programs(1)

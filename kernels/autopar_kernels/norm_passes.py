@@ -80,7 +80,7 @@ class Forward:
 
     @property
     def result(self) -> torch.dtype:
-        """The dtype of the result."""
+        """The dtype of the norm's result, which follows from `cast`, the dtypes and the gate."""
         scale = self.total if self.weight is None else self.weight.dtype
         if self.cast == "after" or (self.gate is not None and not self.gate_first):
             return self.total
