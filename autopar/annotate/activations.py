@@ -104,8 +104,8 @@ def workspace_bytes(
     weights: bool,
     alone: bool,
 ) -> int:
-    """Peak bytes that backward of a segment needs beyond what forward keeps, each value under its
-    smallest strategy.
+    """Peak bytes that backward of a segment (one layer, or what is before or after the layers)
+    needs beyond what forward keeps. Each value has the size under its smallest strategy.
 
     Args:
         local: the class.
@@ -175,7 +175,8 @@ def _while_it_runs(
 
 
 def _waiting_bytes(local: LocalClass) -> int:
-    """Bytes of the gradient of a tied head's weight, which waits for the gradient of the embedding.
+    """Bytes of the gradient of a tied head's weight, which waits for the gradient of the embedding;
+    0 if none waits while segments of this class run.
 
     Autograd holds it through the backward of all segments in between. Megatron's fused product adds
     to the gradient buffer directly, so the result is then 0.
@@ -189,8 +190,8 @@ def _waiting_bytes(local: LocalClass) -> int:
 
 
 def own_tensors(local: LocalClass, kept: Iterable[Saved]) -> tuple[Saved, ...]:
-    """The kept tensors that this segment owns, as opposed to shared inputs, with sizes in bytes of
-    device memory.
+    """The kept tensors without inputs that many segments share and that are counted once elsewhere.
+    Sizes are in bytes of device memory (`held_bytes`).
     """
     return tuple(
         Saved(s.key, held_bytes(local, s.size_bytes)) for s in kept if s.key not in local.as_made
@@ -250,8 +251,9 @@ def _own_bytes(local: LocalClass, node: Node, per_row: float) -> int:
 
 
 def _gathers_again(local: LocalClass, node: Node, root: str, layout: Layout) -> bool:
-    """Whether a layer keeps the sharded form of an input that it gathered along positions, and
-    gathers it again in backward.
+    """Whether an op keeps only its tp shard of the operand `root` that it reads gathered along
+    positions, and gathers it again in backward. It does so under the sequence-parallelism pin, with
+    software that works like Megatron.
     """
     pinned = (
         local.setting.sequence_parallel is True
@@ -267,9 +269,9 @@ def _gathers_again(local: LocalClass, node: Node, root: str, layout: Layout) -> 
 
 
 def _fused_experts_bytes(local: LocalClass, node: Node) -> int:
-    """Bytes that fused kernels of routed experts keep for each choice: inputs of both products, and
-    what the activation reads. The weights of choices multiply inside the activation, so nothing
-    is kept after the second product.
+    """Bytes that fused kernels of routed experts keep for all choices of a rank: inputs of both
+    products, and what the activation reads. The weights of choices multiply inside the activation,
+    so nothing is kept after the second product.
     """
     call, software = Call(node), local.setting.software
     x, up, down = local.facts.tensors[operand_names(node)[0]], call.arg("up"), call.arg("down")

@@ -137,7 +137,9 @@ class Annotator:
     def _priced_alike(
         self, alike: Setting, choices: AxisChoices
     ) -> tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]:
-        """The priced classes and edges of a setting from `alike`, computed once and cached."""
+        """(pricers of all classes, edges between classes) for a setting that `alike` has returned.
+        They are computed once for each such setting.
+        """
         if alike not in self._priced:
             plain: Sequence[ClassPricer | None] = [None] * len(self.facts.classes)
             edges = None
@@ -152,8 +154,8 @@ class Annotator:
         return self._priced[alike]
 
     def _keep_common(self, pricers: list[ClassPricer]) -> None:
-        """Make the last segment keep the values that many segments share, so that a micro-batch
-        holds each once.
+        """Change the pricers so that the last segment keeps the values that many segments share,
+        and a micro-batch holds each once.
 
         In a pipeline, other stages hold them among the values that they send. When backward reaches
         earlier segments, the last segment has freed everything but these values.
@@ -207,9 +209,9 @@ class Annotator:
         return flat if _lie_alike(flat := replace(whole, pp=1), whole, whole.active) else whole
 
     def _sharded_by_rows(self, index: int, choices: dict[str, dict[str, AxisChoice]]) -> bool:
-        """Whether dp shards every value of a class whose size depends on the batch. A layout change
-        in between is allowed only if its price does not depend on the number of ranks, or if it
-        is sent over dp (`CallPricer.over_dp`).
+        """Whether dp shards every value of the class `index` whose size depends on the batch. A
+        layout change in between is allowed only if its price does not depend on the number of
+        ranks, or if it is sent over dp (`CallPricer.over_dp`).
         """
         have: dict[str, Layout] = {}
         for node in self.traced.classes[index].graph.nodes:

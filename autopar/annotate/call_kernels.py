@@ -69,8 +69,9 @@ class PricedCall:
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of the dropout mask that backward reads. Other private tensors of an op are
-        ignored: they are statistics, or artefacts of a composite op on the meta device.
+        """Bytes of the dropout mask that backward reads; 0 for an op without dropout. Other private
+        tensors of an op are ignored: they are statistics, or artefacts of a composite op on the
+        meta device.
         """
         return sum(
             s.size_bytes for s in self.kept if s.key == f"{self.node.name}:own" and drops(self.node)
@@ -120,7 +121,9 @@ def kernel_time(local: LocalClass, call: PricedCall) -> KernelTime:
 
 
 def _flops(local: LocalClass, call: PricedCall) -> int:
-    """FLOPs of this rank's part. An axis divides the FLOPs if it shards any operand or result."""
+    """FLOPs of forward for this rank's part; 0 for an op without FLOPs. An axis divides the FLOPs
+    if it shards any operand or result.
+    """
     if not (flops := local.pricing.number(call.letters.total_flops())):
         return 0
     for axis, own in call.fixed.items():
@@ -145,8 +148,8 @@ def _product(local: LocalClass, call: PricedCall) -> Product | None:
 
 
 def _convolution(local: LocalClass, call: PricedCall) -> Product | None:
-    """A convolution as a matrix product, for each group: positions x (channels x kernel) x
-    channels; None if it is not one.
+    """A convolution as a matrix product, one for each group of channels: (positions, channels x
+    kernel) by (channels x kernel, channels). None if a size is 0.
     """
     x, weight, space = (
         _operand_shape(local, call, 0),
@@ -308,8 +311,8 @@ def _streamed(local: LocalClass, call: PricedCall) -> KernelTime:
 
 
 def _kept_bytes(local: LocalClass, call: PricedCall, shares: FusedShare | None) -> int:
-    """Bytes of saved tensors that backward reads. In a chain of fused ops only the tensors that
-    enter the chain count.
+    """Bytes of saved values of the graph that backward reads. In a chain of fused ops (`shares`)
+    only those that enter the chain count.
     """
     if shares is None:
         return sum(s.size_bytes for s in call.kept_values)

@@ -111,7 +111,9 @@ def fuse(
 
 
 def _roots(graph: Graph, views: set[str]) -> dict[str, str]:
-    """The value that owns the storage of each value: view -> base."""
+    """For each value, the value that owns its storage: the base of a view, otherwise the value
+    itself.
+    """
     roots: dict[str, str] = {}
     for node in graph.nodes:
         if node.op == "output" or is_getitem(node):
@@ -127,7 +129,9 @@ def _roots(graph: Graph, views: set[str]) -> dict[str, str]:
 def _levels(
     graph: Graph, views: set[str], roots: dict[str, str], joins: Joins
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """(level of each fusible op, op that writes each base value)."""
+    """(level of each fusible op, name of the op that writes each base value). The level is the
+    largest number of other kernels on a path to the op; neighbours of one level make one kernel.
+    """
     reached: dict[str, int] = {}  # root value -> level of an op that reads nothing else
     level: dict[str, int] = {}
     producer: dict[str, str] = {}
@@ -159,8 +163,8 @@ FUSED_LOSS = "autopar::cross_entropy"
 
 
 def heads_of(graph: Graph, dims: dict[str, OpDims | None]) -> set[str]:
-    """The vocabulary heads: products whose results reach a loss over classes without another
-    product in between.
+    """Names of the vocabulary heads: products whose results reach a loss over classes without
+    another product in between.
     """
     found: set[str] = set()
     for loss in ops(graph):

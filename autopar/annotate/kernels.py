@@ -333,7 +333,7 @@ class Kernels:
 
     def grouped(self, rows: int, groups: int, n: int, k: int, differentiable: bool) -> KernelTime:
         """Kernel time of one grouped product and the two products of its backward: (rows, k) by
-        `groups` matrices (k, n), with rows spread evenly.
+        `groups` matrices (k, n), with rows spread evenly. Not `differentiable`: backward takes 0.
         """
         counts = [rows // groups + (g < rows % groups) for g in range(groups)]
         forward_s = grouped_matmul_time_s(counts, n, k, self.device, self.precision)

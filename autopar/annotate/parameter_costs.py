@@ -149,7 +149,7 @@ class ParameterCosts:
     # ------------------------------------------------------------------------------------------------ how they are stored
 
     def _stored(self, name: str) -> list[Layout]:
-        """The layouts over tp in which a parameter may be stored."""
+        """The layouts over tp in which a parameter may be stored; replicated alone if tp is 1."""
         facts, tp = self.local.facts, self.local.pricing.tp
         if tp == 1:
             return [R]
@@ -348,8 +348,9 @@ class ParameterCosts:
         size_bytes: int,
         bucket_bytes: int,
     ) -> float:
-        """The share of `numel` elements in the seconds of a collective. The parameters of a block
-        travel together; below ZeRO-3 gradients also travel in buckets.
+        """The part of a collective's seconds that `numel` parameters pay, for their `size_bytes`.
+        The parameters of a block travel together; below ZeRO-3 gradients also travel in buckets. 0
+        for one rank.
         """
         if not levels or not size_bytes:
             return 0.0

@@ -143,7 +143,7 @@ class Propagation:
     def options(
         self, index: int, node: Node, input_grads: list[bool], output_grads: list[bool]
     ) -> list[OpStrategy]:
-        """All strategies of an op on this axis: unsharded, or one of `candidates`."""
+        """All strategies of an op on this axis: the unsharded one first, then `candidates`."""
         whole = (
             replicated_partial(input_grads, output_grads)
             if any(output_grads)
@@ -319,8 +319,8 @@ def moved(
 def _parameter_shards(
     graph: Graph, chosen: dict[str, OpStrategy], parameters: set[str]
 ) -> dict[str, Layout]:
-    """The parameters that may be stored sharded, because all readers want the same shard, with that
-    layout.
+    """Name -> layout of the parameters that may be stored sharded, because all readers want the
+    same shard.
     """
     wanted: dict[str, set[Layout]] = {}
     for node in ops(graph):

@@ -167,14 +167,16 @@ class Pricing:
         return self._moves[key]
 
     def exposed_s(self, compute_s: float, transfer_s: float) -> float:
-        """Seconds that a transfer adds to `compute_s` seconds of kernels that overlap with it."""
+        """Seconds that a transfer adds to `compute_s` seconds of kernels that overlap with it. On a
+        CPU, or without compute, these are all its seconds.
+        """
         if not self.overlaps or not compute_s:
             return transfer_s
         return overlapped_s(compute_s, transfer_s, self.setting.software.fitted) - compute_s
 
     def overlapped(self, conversion: Conversion, forward_s: float, backward_s: float) -> Conversion:
-        """The price of a layout change that overlaps with `forward_s` and `backward_s` seconds of
-        kernels.
+        """The price of a layout change whose communication overlaps with `forward_s` and
+        `backward_s` seconds of kernels. Only the exposed part is left.
         """
         if not (
             (forward_s and conversion.forward_comm_s) or (backward_s and conversion.backward_comm_s)

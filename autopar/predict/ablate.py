@@ -186,8 +186,8 @@ class Without:
     refused: tuple[str, ...]
 
     def mape(self, refitted: bool = False, changed: bool = False) -> float:
-        """The mean absolute relative error over all runs, or over the `changed` ones; NaN if there
-        is none.
+        """The mean absolute relative error over all runs, or if `changed` over the runs that the
+        mechanism changes; with constants fitted again if `refitted`. NaN if there is no run.
         """
         found = self.refitted if refitted else self.errors
         return mape(found[run] for run in (self.changed if changed else found))
@@ -209,7 +209,8 @@ def ablate(
     mechanisms: Sequence[Mechanism] = MECHANISMS,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Ablation:
-    """The ablation of all runs that have a measured step time and can be predicted. Runs are
+    """Predict all runs with each mechanism switched off in turn. Runs without a measured step time,
+    and runs that cannot be predicted, are left out. Raises AutoparError if none remains. Runs are
     processed one by one, so that a model is traced once.
     """
     tables: list[Sensitivities] = []

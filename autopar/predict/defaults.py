@@ -99,7 +99,7 @@ def _head_dim(row: Stated) -> int:
 
 def _tied(row: Stated) -> bool:
     """Whether embeddings are tied: usual for the family, unless the published number of parameters
-    says otherwise.
+    fits only the other way within 2 %.
     """
     habit = row["family"] == "gpt"
     published = row.get("parameters")

@@ -132,7 +132,8 @@ def _valued_option(key: str, value: str) -> Stated | None:
 
 def read_sharding(text: str) -> Stated:
     """The fields zero, sharding and shard_group from texts such as `3 (FSDP FULL_SHARD)`, `fsdp2`,
-    `fsdp(megatron)`, `hsdp(shard=8)`, `1 (dist optimizer)`, `0`.
+    `fsdp(megatron)`, `hsdp(shard=8)`, `1 (dist optimizer)`, `0`. Fields that the text does not tell
+    are left out. Raises AutoparError for unknown text.
     """
     lower = text.strip().lower()
     if not lower:
@@ -198,7 +199,8 @@ def read_dtype(text: str) -> Stated:
 
 
 def read_memory_kind(text: str) -> tuple[str, float]:
-    """(scope, bytes per unit) of a memory figure.
+    """(scope, bytes per unit) of a memory figure. The scope is 'analytic', 'device', 'reserved',
+    'allocated', or '' if unknown.
 
     The column is in GiB. A kind that begins with `GB` marks figures in GB. Those were read from
     nvidia-smi, which prints MiB, and then rounded, so 1 GB may be 1e9 to 1.07e9 bytes; 1e9 is used.

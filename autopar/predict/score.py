@@ -41,7 +41,9 @@ class Scored:
 
     @property
     def memory_error(self) -> float | None:
-        """The signed relative error of the peak memory; None if it was not measured."""
+        """The signed relative error of the peak memory; None if it was not measured, as an analytic
+        figure is not.
+        """
         measured = self.run.measured
         size_bytes = measured.memory_bytes if measured.has_memory else None
         return relative_error(self.prediction.peak_memory_bytes, size_bytes)

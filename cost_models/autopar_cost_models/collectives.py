@@ -85,8 +85,8 @@ def _uses_nccl(path: nccl.Path) -> bool:
 
 
 def _measured_s(name: str, size_bytes: float, path: nccl.Path, traffic: Traffic) -> float | None:
-    """Seconds of this transfer by the link's measured curve; None if the group spans nodes or was
-    not measured.
+    """Seconds of the transfer `name` by the link's measured curve. None if the group spans nodes,
+    or no curve was measured for its size.
     """
     measured = (
         path.intra.curves.get(name, {}).get(2 if name == "point_to_point" else path.ranks)
@@ -112,7 +112,7 @@ def _tree_all_reduce_s(size_bytes: float, ranks: int, latency_s: float, rate_Bps
 
 
 def _rank_rates(path: nccl.Path, topology: Topology, traffic: Traffic) -> tuple[float, float]:
-    """Bytes/s available to one rank of the group, inside its node and across nodes."""
+    """(bytes/s inside its node, bytes/s across nodes) available to one rank of the group."""
     inter_Bps = (
         topology.group_inter_Bps(path.ranks_per_node, traffic.concurrent_groups)
         / path.ranks_per_node
@@ -200,13 +200,14 @@ def _nccl_all_reduces_s(size_bytes: float, path: nccl.Path, traffic: Traffic) ->
 def all_to_all_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
-    """Seconds to change the sharded dim of a tensor of `size_bytes` (all shards together) over the
-    group.
+    """Seconds to change the sharded dim of a tensor of `size_bytes` (all shards together) over a
+    group of `group_size` ranks that lie `stride` apart.
 
-    Each rank holds size/n and sends size/n**2 to every other rank: to p-1 of them inside the node,
-    and to n-p outside. Both links work at the same time. Messages to one node travel together, so
-    latency counts nodes, not ranks (PXN of NCCL 2.12, see "Doubling all2all Performance with NVIDIA
-    Collective Communication Library 2.12", NVIDIA developer blog, 2022).
+    Let p of the n ranks be on each node. Each rank holds size/n and sends size/n**2 to every other
+    rank: to p-1 of them inside the node, and to n-p outside. Both links work at the same time.
+    Messages to one node travel together, so latency counts nodes, not ranks (PXN of NCCL 2.12, see
+    "Doubling all2all Performance with NVIDIA Collective Communication Library 2.12", NVIDIA
+    developer blog, 2022).
     """
     positive("size_bytes", size_bytes, zero_allowed=True)
     path = _path(group_size, stride, topology, traffic)

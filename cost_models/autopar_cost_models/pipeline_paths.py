@@ -37,9 +37,9 @@ def pivot_path_s(
     hop_s: float,
     least: bool = False,
 ) -> float:
-    """Seconds of the longest path that ramps up to the first backward of some rank, follows that
-    rank's work (or loops through ranks) up to its last forward, and ramps down. It is a lower bound
-    on the schedule's time.
+    """Seconds of the longest path of a family, which is a lower bound on the schedule's time. A
+    path ramps up to the first backward of some rank, follows its work (or loops through ranks) up
+    to its last forward, and ramps down.
 
     Rows are in the order in which chunks run: forward first to last, backward last to first.
     `least` restricts the paths to those that exist for all rows with equal or longer times.
@@ -178,8 +178,8 @@ def _done_s(row: list[float], lap: int, count: int) -> float:
 def _span_s(
     order: Order, rank: int, first: Rows, extra: Rows | None, start: int, stop: int
 ) -> float:
-    """Seconds of operations start..stop-1 of kind `first`, and of the `extra` operations that come
-    with them.
+    """Seconds of a rank's operations start..stop-1 of kind `first`, and of the `extra` operations
+    (weight gradients, if time is reversed; None without) that run with them.
     """
     lap = order.lap
     if order.chunks == 1 or stop <= order.chunks * lap:  # all in the last lap

@@ -67,8 +67,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The result of a simulation. A micro-batch is *in flight* after its forward and before the end
-    of its backward (of W if it is split).
+    """The result of a simulation. `timelines` has the spans of each rank, in order. A micro-batch
+    is *in flight* after its forward and before the end of its backward (of W if it is split).
     """
 
     makespan_s: float
