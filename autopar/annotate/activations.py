@@ -190,8 +190,8 @@ def _waiting_bytes(local: LocalClass) -> int:
 
 
 def own_tensors(local: LocalClass, kept: Iterable[Saved]) -> tuple[Saved, ...]:
-    """The kept tensors without inputs that many segments share and that are counted once elsewhere.
-    Sizes are in bytes of device memory (`held_bytes`).
+    """Of the kept tensors, those that this segment owns: all but inputs that many segments share,
+    which are counted once elsewhere. Their sizes become bytes of device memory (`held_bytes`).
     """
     return tuple(
         Saved(s.key, held_bytes(local, s.size_bytes)) for s in kept if s.key not in local.as_made
@@ -223,8 +223,8 @@ def held_bytes(local: LocalClass, size_bytes: int) -> int:
 
 
 def _own_bytes(local: LocalClass, node: Node, per_row: float) -> int:
-    """Bytes that an op keeps besides values of the graph, before axes divide them. `per_row` is
-    what was observed for one batch row. A fused norm keeps two fp32 statistics a row; an unfused
+    """Bytes that an op keeps besides values of the graph, before cp and tp divide them. `per_row`
+    is what was observed for one batch row. A fused norm keeps two fp32 statistics a row; an unfused
     norm keeps its intermediate results.
     """
     own = int(per_row * local.setting.micro_batch)

@@ -257,8 +257,8 @@ class Annotator:
             )
 
         def message_s(size_bytes: int) -> float:
-            """Seconds of one message between pipeline ranks. If every tp rank has the whole value,
-            each sends one part and the receivers all-gather it.
+            """Seconds of one message between pipeline ranks. If every tp rank has the whole value
+            and the software scatters messages, each sends one part and the receivers all-gather it.
             """
             if (
                 mesh.tp == 1

@@ -56,8 +56,8 @@ network.
 
 
 class Propagation:
-    """Propagation of one axis of `parts` ranks through a model. Subclasses define `input_layout`
-    and `candidates`.
+    """Chooses how one axis of `parts` ranks (not tp) shards a model, op by op in the order of
+    forward. Subclasses define `input_layout` and `candidates`.
     """
 
     def __init__(self, traced: TracedModel, reach: Reach, parts: int) -> None:

@@ -47,8 +47,8 @@ class Pricing:
         return at_batch(size, self.setting.micro_batch * self.setting.mesh.dp)
 
     def size_bytes(self, tensor: torch.Tensor, layouts: dict[str, Layout]) -> int:
-        """Bytes of a value on one rank of the axes that propagation decides, before tp divides
-        them.
+        """Bytes of a value on one rank, sharded as its `layouts` over dp, ep and cp say, before tp
+        divides them.
         """
         key = id(tensor), *layouts.items()  # of a graph that outlives this
         if key not in self._sizes:
@@ -135,7 +135,9 @@ class Pricing:
         return self.move_s("all_to_all", 8 * experts * ranks, "ep") + 2 * rows_s, 2 * rows_s
 
     def itemsize(self, tensor: torch.Tensor) -> int:
-        """Bytes of an element. A floating-point tensor has the precision of the setting."""
+        """Bytes of an element. A floating-point tensor counts in the setting's precision, any other
+        in its own dtype.
+        """
         return (
             activation_itemsize(self.setting.precision)
             if tensor.is_floating_point()

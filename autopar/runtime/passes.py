@@ -28,9 +28,9 @@ Draw = Callable[[int], torch.Tensor]
 
 @dataclass(kw_only=True)
 class Passes:
-    """What runs the micro-batches of a batch on this rank. `programs` has one program per batch
-    length; `stage_group` is the process group of its pipeline, or None. `evaluations` and
-    `pipelines` cache what is made on first use.
+    """Runs the micro-batches of a batch on this rank. `programs` has one program per batch length;
+    `stage_group` is the process group of its pipeline, or None. `evaluations` and `pipelines` cache
+    what is made on first use.
     """
 
     plan: Plan

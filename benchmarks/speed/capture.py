@@ -149,7 +149,9 @@ class DenseSkips(Stack):
 
 
 class UNet(Stack):
-    """The last half of the layers read the results of the first half, in reverse order."""
+    """Each layer of the second half also reads the result of a layer of the first half, the last
+    one first.
+    """
 
     def run(self, x: Tensor, tokens: Tensor) -> Tensor:
         half, kept = len(self.layers) // 2, []

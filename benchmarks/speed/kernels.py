@@ -52,7 +52,7 @@ class Case:
         fused: computes the result or results from the arguments with autopar's op.
         eager: computes the same in plain PyTorch.
         forward_bytes: the bytes that forward must move; 0 if not known.
-        both_bytes: the bytes that forward and backward must move; 0 if not known.
+        both_bytes: the bytes that forward and backward must move; 0 if not known or not timed.
         rivals: the same in other libraries, by name; None if a library is not installed.
     """
 

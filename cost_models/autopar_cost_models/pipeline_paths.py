@@ -195,8 +195,8 @@ def _span_s(
 
 
 def _extra_s(order: Order, rank: int, extra: Rows, chunk: int) -> float:
-    """Seconds of the `extra` operations after the first operation of the previous lap, up to the
-    first of this lap.
+    """Seconds of the `extra` operations after the first operation of the previous lap (for chunk 0,
+    from the start), up to the first operation of this lap, that of `chunk`.
     """
     lap, row, ahead = order.lap, extra[rank], order.lag[rank] + 1
     if ahead <= lap:

@@ -34,7 +34,9 @@ CASTS = ("before", "weight", "after", "none")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
-    """The arguments of `autopar::norm_forward`, checked: see `norms.rms_norm`; `center` subtracts the mean first."""
+    """The arguments of `autopar::norm_forward`, as `norms.rms_norm` takes them; `center` subtracts
+    the mean first. ValueError if they do not fit together.
+    """
 
     x: Tensor
     residual: Tensor | None

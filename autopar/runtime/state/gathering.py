@@ -100,7 +100,7 @@ class Gathering:
         self._present.update(names)
 
     def free(self, names: Sequence[str] | None = None) -> None:
-        """Empty leaves; by default all."""
+        """Take the memory of the leaves `names` that have some; by default of all."""
         if names is None:
             self._arrive()
         for name in list(self._present) if names is None else names:

@@ -110,9 +110,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def captured_in(precision: str | None, runnable: bool) -> str | None:
-    """The precision in which to capture a model. For a program that will run, its precision. For a
-    prediction in half precision None, which means the model's own: the cost models know what
-    stays in fp32.
+    """The precision in which to capture a model: `precision` itself for a program that will run,
+    and for fp32 and fp64. A prediction in half precision gets None, which means the model's own:
+    the cost models know what stays in fp32.
     """
     return precision if runnable or precision not in HALF else None
 
