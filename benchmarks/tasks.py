@@ -39,8 +39,10 @@ class Task:
     def planner(
         self, time_limit_s: float = 60.0, precision: str | None = None, runnable: bool = False
     ) -> PlanUnder:
-        """A function from pins to a plan of this task. The model is traced here, once.
+        """A function from pins to a plan of this task. The model is traced here, once. A search for
+        a plan takes at most `time_limit_s` seconds.
 
+        `precision` None: that of the model when tracing, the cluster's default when planning.
         `runnable`: search only what the engine can run.
         """
         spec, cluster = parse_model(self.model), self.cluster_spec

@@ -31,8 +31,9 @@ _PASSES = (
 
 
 def late_tensors(node: Node, saved: tuple[Saved, ...], written: list[int]) -> tuple[Saved, ...]:
-    """The saved tensors from which gradients of parameters are computed: normally all that the op
-    saved. A norm written op by op needs only the tensors that it made itself.
+    """Of the tensors that an op saved, those from which gradients of parameters are computed:
+    normally all. A norm written op by op needs only the tensors that it made itself. `written` has
+    the bytes of the op's results.
     """
     own = tuple(one for one in saved if one.key.endswith(":own"))
     return (
@@ -50,8 +51,9 @@ def kept_tensors(
     outs: tuple[str, ...],
     keeping: dict[str, SavedByOp],
 ) -> tuple[Saved, ...]:
-    """The tensors that autograd keeps for a call under a strategy. `keeping` overrides the observed
-    saved tensors of some ops.
+    """The tensors that autograd keeps for a call under a strategy, with bytes on one device; none
+    if no gradient flows. `names` and `outs` name the call's operands and results. `keeping`
+    replaces, by op name, what was observed to be saved.
     """
     observed = keeping.get(node.name, local.facts.saved.get(node.name))
     if observed is None or not node.meta.get("grad"):
@@ -102,8 +104,8 @@ def workspace_bytes(
     weights: bool,
     alone: bool,
 ) -> int:
-    """Peak bytes that backward of a segment needs beyond what forward keeps, each value under its
-    smallest strategy.
+    """Peak bytes that backward of a segment (one layer, or what is before or after the layers)
+    needs beyond what forward keeps. Each value has the size under its smallest strategy.
 
     Args:
         local: the class.
@@ -134,7 +136,7 @@ def workspace_bytes(
 
 def _least_sizes(local: LocalClass, made: Iterable[AnnotatedOp]) -> dict[str, int]:
     """Bytes of the gradient of each result of these ops, by value name, under its smallest
-    strategy.
+    strategy. 0 for a value without gradient, or inside a fused kernel.
     """
     sizes: dict[str, int] = {}
     for op in made:
@@ -155,8 +157,10 @@ def _while_it_runs(
     sizes: Mapping[str, int],
     gradients: Mapping[str, int],
 ) -> int:
-    """Bytes that only the backward of one op needs, besides the gradients that it reads and
-    writes.
+    """Bytes that only the backward of one op needs, besides the gradients that it reads and writes.
+    Negative for a loss that writes its gradient over the logits. `keeps` are the bytes that the op
+    keeps, `sizes` those of values' gradients, `gradients` those of parameters' gradients; all by
+    name.
     """
     software = local.setting.software
     if op_name(node) in LOSSES and software.loss_kernel == "plain":
@@ -171,7 +175,8 @@ def _while_it_runs(
 
 
 def _waiting_bytes(local: LocalClass) -> int:
-    """Bytes of the gradient of a tied head's weight, which waits for the gradient of the embedding.
+    """Bytes of the gradient of a tied head's weight, which waits for the gradient of the embedding;
+    0 if none waits while segments of this class run.
 
     Autograd holds it through the backward of all segments in between. Megatron's fused product adds
     to the gradient buffer directly, so the result is then 0.
@@ -185,8 +190,8 @@ def _waiting_bytes(local: LocalClass) -> int:
 
 
 def own_tensors(local: LocalClass, kept: Iterable[Saved]) -> tuple[Saved, ...]:
-    """The kept tensors that this segment owns, as opposed to shared inputs, with sizes in bytes of
-    device memory.
+    """Of the kept tensors, those that this segment owns: all but inputs that many segments share,
+    which are counted once elsewhere. Their sizes become bytes of device memory (`held_bytes`).
     """
     return tuple(
         Saved(s.key, held_bytes(local, s.size_bytes)) for s in kept if s.key not in local.as_made
@@ -195,7 +200,7 @@ def own_tensors(local: LocalClass, kept: Iterable[Saved]) -> tuple[Saved, ...]:
 
 def _least_kept(op: AnnotatedOp) -> dict[str, int]:
     """Bytes that an op keeps under its smallest strategy: value name, or a key that ends in `:own`,
-    -> bytes.
+    -> bytes. What some strategy does not keep is left out.
     """
     found = [
         {(s.key if s.key.endswith(":own") else s.value): s.size_bytes for s in strategy.saved}
@@ -209,8 +214,8 @@ def _least_kept(op: AnnotatedOp) -> dict[str, int]:
 
 
 def held_bytes(local: LocalClass, size_bytes: int) -> int:
-    """Bytes of device memory that an activation takes, including what the GPU's caching allocator
-    loses to fragmentation.
+    """Bytes of device memory that an activation takes. On a GPU this includes what the caching
+    allocator loses to fragmentation.
     """
     if local.pricing.device.generation == "cpu":
         return size_bytes
@@ -218,8 +223,9 @@ def held_bytes(local: LocalClass, size_bytes: int) -> int:
 
 
 def _own_bytes(local: LocalClass, node: Node, per_row: float) -> int:
-    """Bytes that an op keeps besides values of the graph. A fused norm keeps two fp32 statistics a
-    row; an unfused norm keeps its intermediate results.
+    """Bytes that an op keeps besides values of the graph, before cp and tp divide them. `per_row`
+    is what was observed for one batch row. A fused norm keeps two fp32 statistics a row; an unfused
+    norm keeps its intermediate results.
     """
     own = int(per_row * local.setting.micro_batch)
     software, name = local.setting.software, op_name(node)
@@ -245,8 +251,9 @@ def _own_bytes(local: LocalClass, node: Node, per_row: float) -> int:
 
 
 def _gathers_again(local: LocalClass, node: Node, root: str, layout: Layout) -> bool:
-    """Whether a layer keeps the sharded form of an input that it gathered along positions, and
-    gathers it again in backward.
+    """Whether an op keeps only its tp shard of the operand `root` that it reads gathered along
+    positions, and gathers it again in backward. It does so under the sequence-parallelism pin, with
+    software that works like Megatron.
     """
     pinned = (
         local.setting.sequence_parallel is True
@@ -262,9 +269,9 @@ def _gathers_again(local: LocalClass, node: Node, root: str, layout: Layout) -> 
 
 
 def _fused_experts_bytes(local: LocalClass, node: Node) -> int:
-    """Bytes that fused kernels of routed experts keep for each choice: inputs of both products, and
-    what the activation reads. The weights of choices multiply inside the activation, so nothing
-    is kept after the second product.
+    """Bytes that fused kernels of routed experts keep for all choices of a rank: inputs of both
+    products, and what the activation reads. The weights of choices multiply inside the activation,
+    so nothing is kept after the second product.
     """
     call, software = Call(node), local.setting.software
     x, up, down = local.facts.tensors[operand_names(node)[0]], call.arg("up"), call.arg("down")
@@ -284,7 +291,7 @@ def _fused_experts_bytes(local: LocalClass, node: Node) -> int:
 
 def _whole_rows_bytes(local: LocalClass, node: Node, names: tuple[str, ...]) -> int:
     """Bytes that routed experts keep under any tp sharding: the row of each choice before the first
-    product and after the second.
+    product and after the second. 0 for other ops.
     """
     if op_name(node) != _EXPERTS:
         return 0

@@ -57,8 +57,8 @@ class Annotator:
         self._priced: dict[Setting, tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]] = {}
 
     def axis_choices(self, setting: Setting) -> AxisChoices:
-        """The choice of each op on dp, ep and cp. The choice on dp depends only on whether dp
-        exceeds 1.
+        """For each class, op -> axis -> its choice, on those of dp, ep and cp that have more than
+        one rank. On dp they depend only on whether dp exceeds 1.
         """
         mesh = setting.mesh
         context = self._context(_of_calls(setting, setting.mesh, "none")) if mesh.cp > 1 else None
@@ -75,7 +75,9 @@ class Annotator:
         return self._propagated[key]
 
     def context(self, setting: Setting) -> ContextSetting:
-        """The context-parallel setting: load balancing, and the method of every attention op."""
+        """The context-parallel setting: whether positions are balanced (zigzag), and the method of
+        every attention op. Raises AutoparError if the pinned method is not possible for one.
+        """
         mesh, calls = setting.mesh, []
         for index, block in enumerate(self.traced.classes):
             for node in ops(block.graph):
@@ -135,7 +137,9 @@ class Annotator:
     def _priced_alike(
         self, alike: Setting, choices: AxisChoices
     ) -> tuple[list[ClassPricer], tuple[BoundaryEdge, ...]]:
-        """The priced classes and edges of a setting from `alike`, computed once and cached."""
+        """(pricers of all classes, edges between classes) for a setting that `alike` has returned.
+        They are computed once for each such setting.
+        """
         if alike not in self._priced:
             plain: Sequence[ClassPricer | None] = [None] * len(self.facts.classes)
             edges = None
@@ -150,8 +154,8 @@ class Annotator:
         return self._priced[alike]
 
     def _keep_common(self, pricers: list[ClassPricer]) -> None:
-        """Make the last segment keep the values that many segments share, so that a micro-batch
-        holds each once.
+        """Change the pricers so that the last segment keeps the values that many segments share,
+        and a micro-batch holds each once.
 
         In a pipeline, other stages hold them among the values that they send. When backward reaches
         earlier segments, the last segment has freed everything but these values.
@@ -205,9 +209,9 @@ class Annotator:
         return flat if _lie_alike(flat := replace(whole, pp=1), whole, whole.active) else whole
 
     def _sharded_by_rows(self, index: int, choices: dict[str, dict[str, AxisChoice]]) -> bool:
-        """Whether dp shards every value of a class whose size depends on the batch. A layout change
-        in between is allowed only if its price does not depend on the number of ranks, or if it
-        is sent over dp (`CallPricer.over_dp`).
+        """Whether dp shards every value of the class `index` whose size depends on the batch. A
+        layout change in between is allowed only if its price does not depend on the number of
+        ranks, or if it is sent over dp (`CallPricer.over_dp`).
         """
         have: dict[str, Layout] = {}
         for node in self.traced.classes[index].graph.nodes:
@@ -253,8 +257,8 @@ class Annotator:
             )
 
         def message_s(size_bytes: int) -> float:
-            """Seconds of one message between pipeline ranks. If every tp rank has the whole value,
-            each sends one part and the receivers all-gather it.
+            """Seconds of one message between pipeline ranks. If every tp rank has the whole value
+            and the software scatters messages, each sends one part and the receivers all-gather it.
             """
             if (
                 mesh.tp == 1
@@ -279,8 +283,8 @@ class Annotator:
     def _edges(
         self, setting: Setting, choices: AxisChoices, pricers: list[ClassPricer]
     ) -> tuple[BoundaryEdge, ...]:
-        """The edges between classes, each with the number of times that an output of one class
-        feeds an input of another.
+        """One edge for each output of a class that feeds an input of another class. It has the
+        number of times that it does so, and the prices of its layout conversions over tp.
         """
         multiplicity: Counter = Counter()
         for segment in self.traced.segments:
@@ -342,8 +346,8 @@ def _of_calls(setting: Setting, mesh: MeshShape, recompute: str) -> Setting:
 
 
 def _lie_alike(one: MeshShape, other: MeshShape, axes: Iterable[str]) -> bool:
-    """Whether the groups of both meshes over each of these axes have the same stride between
-    ranks.
+    """Whether groups over each of these axes have the same stride between ranks in both meshes.
+    Axes of size 1 in `other` do not count.
     """
     return all(one.stride(axis) == other.stride(axis) for axis in axes if other.size(axis) > 1)
 

@@ -57,9 +57,11 @@ class _Linear:
 
 
 def windows(traced: TracedModel) -> dict[tuple[int, str], int | None]:
-    """(class index, attention op) -> its sliding window, None for none, of the attention whose mask shows at most what a causal one does.
+    """Attention ops whose mask is causal, or causal with a sliding window: (class index, op name)
+    -> size of the window, None for causal alone.
 
-    Attention without an entry has another mask, or none.
+    Attention without an entry has another mask, or none. A mask may hide more besides, such as
+    padding.
     """
     found: dict[tuple[int, str], int | None] = {}
     known: dict[tuple[int, Node], Bounds | None] = {}
@@ -77,8 +79,8 @@ def windows(traced: TracedModel) -> dict[tuple[int, str], int | None]:
 def _bounds(
     traced: TracedModel, index: int, node: Node, known: dict[tuple[int, Node], Bounds | None]
 ) -> Bounds | None:
-    """The bounds of a mask, traced back across segments to where it is computed; None if it is not
-    recognized. `known` caches results.
+    """The bounds of a mask on i - j (query position less key position), traced back across segments
+    to where it is computed. None if it is not recognized. `known` caches results.
     """
     if (index, node) not in known:
         known[index, node] = _new_bounds(
@@ -90,8 +92,8 @@ def _bounds(
 def _new_bounds(
     traced: TracedModel, index: int, node: Node, bounds_of: Callable[[int, Node], Bounds | None]
 ) -> Bounds | None:
-    """The bounds of a mask, computed from the bounds of its operands; None if it is not
-    recognized.
+    """The bounds of a mask on i - j, computed from those of its operands, which `bounds_of(class
+    index, node)` gives. None if it is not recognized.
     """
     if node.op == "placeholder":
         position = [n for n in traced.classes[index].graph.nodes if n.op == "placeholder"].index(
@@ -124,7 +126,9 @@ def _new_bounds(
 
 
 def _distance(found: _Linear, low: float, high: float) -> Bounds | None:
-    """The condition `low <= found <= high` as bounds on i - j."""
+    """The condition `low <= found <= high` as bounds on i - j. None if `found` is no difference of
+    query and key position.
+    """
     if (found.rows, found.columns) == (1, -1):
         return low - found.constant, high - found.constant
     return (

@@ -19,8 +19,8 @@ from autopar.ops.dims import at_batch, has_batch
 
 
 def gathered_row_bytes(traced: TracedModel, setting: Setting) -> int:
-    """Bytes that every rank gathers to compute step values: whole-batch inputs, and step values
-    that have a row per sequence.
+    """Bytes that every rank gathers to compute step values (numbers that need the whole batch):
+    whole-batch inputs, and step values that have a row per sequence. 0 if the model needs none.
     """
     values = traced.step_values
     if values is None:
@@ -73,8 +73,8 @@ def buffer_bytes(setting: Setting, pricers: Sequence[ClassPricer], model: ModelF
 def _scalars_by_segment(
     pricers: Sequence[ClassPricer], model: ModelFacts
 ) -> tuple[list[int], list[int]]:
-    """Trained scalars per segment, where parameters are gathered or fetched by segment: (read by
-    this segment alone, shared and present in its backward).
+    """Trained scalars per segment, where parameters are gathered or fetched by segment. Returns two
+    lists by segment: (read by this segment alone, shared and present in its backward).
 
     A shared parameter is present from the backward of its last reader to the backward of its first.
     """
@@ -94,8 +94,8 @@ def _scalars_by_segment(
 def gathered_bytes(
     setting: Setting, pricers: Sequence[ClassPricer], model: ModelFacts
 ) -> list[int]:
-    """Bytes per class of gathered parameters, and of gradients being reduced, while a segment runs
-    backward.
+    """For each class, bytes of gathered parameters, and of gradients being reduced, while one of
+    its segments runs backward. All 0 unless the setting gathers parameters by segment.
 
     A parameter is freed when its gradient is ready. A parameter of several segments stays, with the
     gradient that accumulates. Meanwhile a bucket of gradients of the preceding segment is being

@@ -29,8 +29,17 @@ _GROUPED = ("autopar::grouped_mm", "aten::_grouped_mm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedCall:
-    """A call under one strategy. `read` and `written` are the bytes of this rank's operands and
-    results; `kept` lists the tensors that autograd keeps.
+    """A call under one strategy, as its kernels see it on one rank.
+
+    Attributes:
+        names, outs: names of the operands and of the results.
+        grads: for each operand, whether backward computes its gradient.
+        added: for each operand, whether autograd adds that gradient to another one.
+        fixed: the choices on the axes that propagation decides, by axis.
+        shares: which operands and results a fused kernel moves; None if the op is not fused.
+        choice: the strategy over tp.
+        read, written: bytes of this rank's operands and results.
+        kept: the tensors that autograd keeps.
     """
 
     node: Node
@@ -55,13 +64,14 @@ class PricedCall:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients of all operands."""
+        """Bytes of the gradients of all operands that get one."""
         return sum(b for b, grad in zip(self.read, self.grads, strict=True) if grad)
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of the dropout mask that backward reads. Other private tensors of an op are
-        ignored: they are statistics, or artefacts of a composite op on the meta device.
+        """Bytes of the dropout mask that backward reads; 0 for an op without dropout. Other private
+        tensors of an op are ignored: they are statistics, or artefacts of a composite op on the
+        meta device.
         """
         return sum(
             s.size_bytes for s in self.kept if s.key == f"{self.node.name}:own" and drops(self.node)
@@ -69,12 +79,14 @@ class PricedCall:
 
     @property
     def kept_values(self) -> list[Saved]:
-        """The values of the graph that backward reads."""
+        """The kept tensors that are values of the graph, as opposed to private ones of the op."""
         return [s for s in self.kept if s.key != f"{self.node.name}:own"]
 
 
 def kernel_time(local: LocalClass, call: PricedCall) -> KernelTime:
-    """Seconds of the op's kernels, forward and backward."""
+    """Seconds of a call's kernels on one rank, forward and backward: by a model for its kind of op,
+    otherwise as a memory-bound op. Free ops take 0.
+    """
     name, dims = op_name(call.node), call.dims
     if dims is not None and dims.movement_free:
         return FREE
@@ -109,7 +121,9 @@ def kernel_time(local: LocalClass, call: PricedCall) -> KernelTime:
 
 
 def _flops(local: LocalClass, call: PricedCall) -> int:
-    """FLOPs of this rank's part. An axis divides the FLOPs if it shards any operand or result."""
+    """FLOPs of forward for this rank's part; 0 for an op without FLOPs. An axis divides the FLOPs
+    if it shards any operand or result.
+    """
     if not (flops := local.pricing.number(call.letters.total_flops())):
         return 0
     for axis, own in call.fixed.items():
@@ -134,8 +148,8 @@ def _product(local: LocalClass, call: PricedCall) -> Product | None:
 
 
 def _convolution(local: LocalClass, call: PricedCall) -> Product | None:
-    """A convolution as a matrix product, for each group: positions x (channels x kernel) x
-    channels; None if it is not one.
+    """A convolution as a matrix product, one for each group of channels: (positions, channels x
+    kernel) by (channels x kernel, channels). None if a size is 0.
     """
     x, weight, space = (
         _operand_shape(local, call, 0),
@@ -297,8 +311,8 @@ def _streamed(local: LocalClass, call: PricedCall) -> KernelTime:
 
 
 def _kept_bytes(local: LocalClass, call: PricedCall, shares: FusedShare | None) -> int:
-    """Bytes of saved tensors that backward reads. In a chain of fused ops only the tensors that
-    enter the chain count.
+    """Bytes of saved values of the graph that backward reads. In a chain of fused ops (`shares`)
+    only those that enter the chain count.
     """
     if shares is None:
         return sum(s.size_bytes for s in call.kept_values)

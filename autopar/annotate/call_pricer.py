@@ -28,12 +28,13 @@ from autopar.ops.values import operand_names, ops, result_names
 
 
 class CallPricer:
-    """The priced calls of one class, in order (`ops`).
+    """The priced calls (`ops`, in order) of one class (all segments with one structure), on the
+    mesh and micro-batch of `local`.
 
     `plain` has the prices without selective recomputation, if the setting has it. `over_dp` has
-    what each call sends over dp. It is priced for each mesh, so that meshes that differ only in dp
-    share all other prices. `rerun_bytes` is the bytes of recomputed values, each under its smallest
-    strategy.
+    what each call sends over dp, by op name. That is priced for each mesh, so that meshes that
+    differ only in dp share all other prices. `rerun_bytes` has the bytes of recomputed values by
+    name, each under its smallest strategy.
     """
 
     def __init__(self, local: LocalClass, plain: CallPricer | None = None) -> None:
@@ -81,7 +82,9 @@ class CallPricer:
 
     @cached_property
     def rerun(self) -> list[AnnotatedOp]:
-        """The priced calls if the whole block is recomputed."""
+        """The priced calls if the whole block is recomputed: backward then also takes their
+        forward's time.
+        """
         return [_run_again(op) if op.name in self.run_again else op for op in self.ops]
 
     def least_s(self, again: bool) -> tuple[float, float]:
@@ -161,8 +164,8 @@ class CallPricer:
     # --------------------------------------------------------------------------------------------------- what is sent before
 
     def _paid_moves(self, node: Node, names: tuple[str, ...]) -> list[PaidMove]:
-        """The layout changes on propagated axes that this op is the first to request, and therefore
-        pays for.
+        """The layout changes over dp, ep and cp that this op is the first to request, and therefore
+        pays for. Notes them as paid.
         """
         local, found = self.local, []
         for axis, choice in local.choices.get(node.name, {}).items():
@@ -179,8 +182,8 @@ class CallPricer:
     def _sent_over_dp(
         self, paid: Iterable[PaidMove], names: tuple[str, ...], outs: tuple[str, ...]
     ) -> list[PaidMove]:
-        """The layout changes among `paid` that communicate over dp. If no gradient flows, their
-        backward is the identity.
+        """Those of the layout changes `paid` that need a collective over dp. If no gradient flows,
+        their backward is the identity.
         """
         grads = self.local.facts.grads
         differentiable = any(grads[name] for name in outs)
@@ -225,7 +228,10 @@ class CallPricer:
         outs: tuple[str, ...],
         paid: Sequence[PaidMove],
     ) -> Iterator[Strategy]:
-        """The strategies of an op, with their prices."""
+        """Yields the priced strategy (a way to shard over tp) for each of `choices`, in order.
+        `names` and `outs` name the op's operands and results; `paid` are the layout changes that it
+        pays for.
+        """
         local, facts, pricing = self.local, self.local.facts, self.local.pricing
         fixed = local.choices.get(node.name, {})
         whole = [
@@ -287,8 +293,8 @@ class CallPricer:
         names: tuple[str, ...],
         outs: tuple[str, ...],
     ) -> Strategy:
-        """A strategy under selective recomputation: what it keeps then, with its forward time added
-        to backward if the op runs again.
+        """A strategy under selective recomputation: with what it keeps then, and its forward time
+        added to backward if the op runs again. Also notes in `rerun_bytes` what it no longer keeps.
         """
         local, rerun = self.local, self.local.rerun
         kept = kept_tensors(local, node, choice, names, outs, rerun.kept)

@@ -20,7 +20,7 @@ from autopar.ops.dims import Call
 
 @dataclass(frozen=True, slots=True)
 class PaidMove:
-    """A layout change on a propagated axis, paid by the first call that requests it. It has the
+    """A layout change over dp, ep or cp, paid by the first call that requests it. It has the
     operand's index, the primitives of forward and backward, and bytes before tp divides them.
     """
 
@@ -38,8 +38,9 @@ def call_strategy(
     saved: tuple[Saved, ...],
     late: tuple[Saved, ...],
 ) -> Strategy:
-    """The strategy with its prices and saved tensors. `paid` are the layout changes that this op is
-    the first to request; those over dp are left out (`CallPricer.over_dp`).
+    """The priced strategy of a call: seconds, saved tensors, and the tensors `late` that gradients
+    of parameters need. `paid` are the layout changes that this op is the first to request; those
+    over dp are left out (`CallPricer.over_dp`).
     """
     computed = kernel_time(local, call)
     local_s, sent_s = _sent(local, call, computed, paid)
@@ -69,7 +70,7 @@ def call_strategy(
 
 def _added_s(local: LocalClass, call: PricedCall, added: list[int]) -> float:
     """Seconds in which autograd sums the gradients from several readers of a value: a kernel for
-    each reader but the first, or one more read of a fused kernel.
+    each of the sizes `added`. With a compiler it is one more read of a fused kernel.
     """
     if local.setting.software.compiled:
         fused = call.shares is None or not any(
@@ -82,8 +83,8 @@ def _added_s(local: LocalClass, call: PricedCall, added: list[int]) -> float:
 def _sent(
     local: LocalClass, call: PricedCall, computed: KernelTime, paid: Sequence[PaidMove]
 ) -> tuple[list[float], list[float]]:
-    """Seconds (forward, backward) besides the op's kernels, as two lists: local work, and
-    communication.
+    """Seconds besides the op's kernels, as two lists [forward, backward]: of local work (waiting,
+    copies), and of communication.
     """
     local_s, sent_s = [0.0, 0.0], [0.0, 0.0]
     if call.choice.lowering == "vocab_parallel_cross_entropy":
@@ -120,7 +121,8 @@ def _context_extra(
     local: LocalClass, call: PricedCall, computed: KernelTime
 ) -> tuple[tuple[float, float], ...]:
     """What context parallelism adds to an attention op, for forward and for backward: (seconds of
-    waiting for the slowest rank, seconds of communication that compute does not hide).
+    waiting for the slowest rank, seconds of communication that compute does not hide). Empty if cp
+    does not shard its positions.
     """
     letter, _, pattern = call.fixed["cp"].strategy.partition(" ")
     if letter not in ("s", "ring", "ulysses"):

@@ -94,7 +94,7 @@ class ClassFacts:
         return sum(self.tensors[name].numel() for name in self.weights - self.borrowed)
 
     def mask_of(self, node: Node) -> tuple[bool, int | None]:
-        """(causal, sliding window) of an attention op."""
+        """(causal, sliding window) of an attention op; the window is None without one."""
         if node.name in self.windows:
             return True, self.windows[node.name]
         return bool(Call(node).arg("is_causal", False)), None
@@ -243,7 +243,9 @@ class ModelFacts:
         return {place for place, count in read.items() if count == counts[place[0]]}
 
     def _tied_to_last(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of the class `last` that other classes hold too."""
+        """The parameters of the class `last` that other classes hold too; () if there is no such
+        class.
+        """
         if self.last is None:
             return ()
         tied = {name for group in self.ties for place, name in group if place == self.last}
@@ -333,7 +335,7 @@ def _weights(graph: Graph) -> frozenset[str]:
 
 
 def _borrowed(block: BlockClass) -> frozenset[str]:
-    """The parameter nodes whose bytes another class counts, because the tensor is tied."""
+    """Names of the parameter nodes whose bytes another class counts, because the tensor is tied."""
     return frozenset(
         node.name
         for node in block.graph.nodes

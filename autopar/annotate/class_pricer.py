@@ -24,7 +24,8 @@ LayoutsOf = dict[str, set[Layout]]
 
 
 class ClassPricer:
-    """One block class with its prices.
+    """One block class (all segments with one structure) with its prices: `inputs`, `parameters`,
+    `calls`, `outputs`, and conversions of `values`.
 
     `trained` caches the costs of parameters by class and setting. `plain` has the class priced
     without selective recomputation, if the setting has it. `staying_bytes` is what the last segment
@@ -105,8 +106,8 @@ class ClassPricer:
 
     @cached_property
     def _rerun_values(self) -> dict[str, AnnotatedValue]:
-        """The values if the whole block is recomputed: layout changes of what the recomputed calls
-        read then run again.
+        """By name, the values with the prices of their conversions, if the whole block is
+        recomputed. Conversions of what the recomputed calls read then run again.
         """
         again = self.calls.run_again
         read = {name for op in self.calls.ops if op.name in again for name in op.inputs}
@@ -120,7 +121,9 @@ class ClassPricer:
         }
 
     def _kept_bytes(self, op: AnnotatedOp) -> dict[Layout, int]:
-        """Bytes of a segment input that is kept for recomputation, by layout."""
+        """Bytes of a segment input that is kept for recomputation, for each layout over tp in which
+        it may arrive.
+        """
         local, size = self.local, self.local.bytes[op.outputs[0]]
         return {
             s.outputs[0]: held_bytes(local, local.pricing.sharded(size, s.outputs[0]))
@@ -147,8 +150,9 @@ class ClassPricer:
         return self._workspaces[key]
 
     def _adding_up_bytes(self, recompute: bool) -> int:
-        """Bytes of gradients of common values that later segments have accumulated when backward
-        reaches this class, less the least bytes that such a segment has freed.
+        """Bytes of gradients of values common to all segments that later segments have accumulated
+        when backward reaches this class, less the least bytes that such a segment has freed. At
+        least 0.
         """
         grads = self.local.facts.grads
         gradients = sum(max(of.values()) for name, of in self.common_bytes.items() if grads[name])

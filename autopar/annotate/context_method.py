@@ -47,8 +47,9 @@ class ContextAttention:
 def context_extra_s(
     method: str, op: ContextAttention, mesh: MeshShape, cluster: ClusterSpec, gathers: bool
 ) -> tuple[float, float]:
-    """Seconds (forward, backward) beyond a balanced 1/cp of the compute. `gathers`: whether to
-    count the all-gathers of keys and values, which a program runs as separate layout changes.
+    """Seconds (forward, backward) that a method ("gather", "ring" or "ulysses") takes beyond a
+    balanced 1/cp of the compute: waiting, and communication that is not hidden. `gathers`: whether
+    to count the all-gathers of keys and values, which a program runs as separate layout changes.
     """
     cp, stride, topology = mesh.cp, mesh.stride("cp"), cluster.topology
     forward, backward = op.forward_s * op.waste(cp), op.backward_s * op.waste(cp)
@@ -86,7 +87,9 @@ def context_extra_s(
 def choose_method(
     op: ContextAttention, legal: tuple[str, ...], mesh: MeshShape, cluster: ClusterSpec
 ) -> str:
-    """The legal method with the lowest time, forward plus backward."""
+    """The method of `legal` ("gather", "ring", "ulysses") with the lowest time, forward plus
+    backward.
+    """
     return min(
         legal, key=lambda method: sum(context_extra_s(method, op, mesh, cluster, gathers=True))
     )

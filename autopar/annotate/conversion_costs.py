@@ -18,7 +18,7 @@ def conversion_costs(
     have: set[Layout],
     wanted: set[Layout],
 ) -> Conversions:
-    """Prices of all allowed layout changes of a value.
+    """Prices of all allowed layout changes over tp of a value, by (from, to).
 
     The sequence-parallelism pin requests Megatron's layout. Weights stay as they are stored, and
     their gradients are summed once a step. What a product shards along features stays sharded, up
@@ -48,8 +48,8 @@ def conversion_costs(
 
 
 def boundary_layouts(local: LocalClass, name: str, layouts: set[Layout]) -> set[Layout]:
-    """The layouts that the sequence-parallelism pin allows for a value between segments. If it is
-    on, activations of blocks are sharded along positions.
+    """Those of `layouts` that the sequence-parallelism pin allows for a value between segments. If
+    the pin is on, values with gradients are sharded along positions where they can be.
     """
     pin = local.setting.sequence_parallel
     positions = {x for x in layouts if local.along_positions(name, x)}
@@ -59,7 +59,9 @@ def boundary_layouts(local: LocalClass, name: str, layouts: set[Layout]) -> set[
 
 
 def _pinned(local: LocalClass, name: str, layouts: set[Layout], found: Conversions) -> Conversions:
-    """The layout changes of an activation that the sequence-parallelism pin allows."""
+    """Those of the layout changes `found`, by (from, to), that the sequence-parallelism pin allows
+    for an activation. `layouts` are all that the value may have.
+    """
     pin = local.setting.sequence_parallel
     if pin is None or not local.facts.grads[name]:
         return found
@@ -73,8 +75,9 @@ def _pinned(local: LocalClass, name: str, layouts: set[Layout], found: Conversio
 def _gathered_in_fp8(
     local: LocalClass, name: str, readers: Sequence[AnnotatedOp], found: Conversions
 ) -> Conversions:
-    """The layout changes with cheaper gathers in fp8: of a value that only fp8 products read, or of
-    the gradient of a value that an fp8 product made.
+    """Make all-gathers of a value cheaper, in place, and return `found`. Software that gathers in
+    fp8 does so in forward if only fp8 products read the value, and in backward if an fp8 product
+    made it.
     """
     read = bool(readers) and all(op.name in local.narrow for op in readers)
     made = name in local.narrow
@@ -97,7 +100,7 @@ def _beside(
     local: LocalClass, calls: Sequence[AnnotatedOp], name: str, readers: Sequence[AnnotatedOp]
 ) -> tuple[float, float]:
     """Seconds (forward, backward) of the products that run at the same time as a value's
-    communication over tp.
+    communication over tp; 0 if the software overlaps none.
     """
     software = local.setting.software
     if software.tp_overlap:

@@ -64,8 +64,8 @@ FUSIBLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class FusedShare:
-    """Which operands and results of an op go through memory. For results, True also marks the end
-    of a kernel.
+    """The share of an op in the memory traffic of its fused kernel: for each operand and result,
+    whether this op pays to read or write it. A True in `writes` also marks the end of a kernel.
     """
 
     reads: tuple[bool, ...]
@@ -75,7 +75,9 @@ class FusedShare:
 def fuse(
     graph: Graph, dims: dict[str, OpDims | None], joins: Joins = "compiler"
 ) -> dict[str, FusedShare]:
-    """The memory traffic of every fusible op of a class, by op name."""
+    """What every fusible op of a class reads from and writes to memory, by op name. `joins` says
+    which ops join: as a compiler does, or as hand-written kernels do.
+    """
     views = {
         n.name
         for n in ops(graph)
@@ -109,7 +111,9 @@ def fuse(
 
 
 def _roots(graph: Graph, views: set[str]) -> dict[str, str]:
-    """The value that owns the storage of each value: view -> base."""
+    """For each value, the value that owns its storage: the base of a view, otherwise the value
+    itself.
+    """
     roots: dict[str, str] = {}
     for node in graph.nodes:
         if node.op == "output" or is_getitem(node):
@@ -125,7 +129,9 @@ def _roots(graph: Graph, views: set[str]) -> dict[str, str]:
 def _levels(
     graph: Graph, views: set[str], roots: dict[str, str], joins: Joins
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """(level of each fusible op, op that writes each base value)."""
+    """(level of each fusible op, name of the op that writes each base value). The level is the
+    largest number of other kernels on a path to the op; neighbours of one level make one kernel.
+    """
     reached: dict[str, int] = {}  # root value -> level of an op that reads nothing else
     level: dict[str, int] = {}
     producer: dict[str, str] = {}
@@ -146,7 +152,9 @@ def _levels(
 
 
 def is_fusible(node: Node) -> bool:
-    """Whether a compiler joins the op with its neighbours."""
+    """Whether the op is element-wise, a reduction or a join, which a compiler makes one kernel with
+    its neighbours.
+    """
     return op_name(node) in FUSIBLE
 
 
@@ -155,8 +163,8 @@ FUSED_LOSS = "autopar::cross_entropy"
 
 
 def heads_of(graph: Graph, dims: dict[str, OpDims | None]) -> set[str]:
-    """The vocabulary heads: products whose results reach a loss over classes without another
-    product in between.
+    """Names of the vocabulary heads: products whose results reach a loss over classes without
+    another product in between.
     """
     found: set[str] = set()
     for loss in ops(graph):

@@ -165,7 +165,9 @@ class Kernels:
     # ----------------------------------------------------------------------------------------------------------- matrix products
 
     def product(self, p: Product) -> KernelTime:
-        """Kernel time of a matrix product and of the products of its backward."""
+        """Kernel time of a matrix product and of the products of its backward, in fp8 if the
+        product may and the software does so.
+        """
         if p not in self._known:
             self._known[p] = (
                 self._fp8_product(p)
@@ -331,7 +333,7 @@ class Kernels:
 
     def grouped(self, rows: int, groups: int, n: int, k: int, differentiable: bool) -> KernelTime:
         """Kernel time of one grouped product and the two products of its backward: (rows, k) by
-        `groups` matrices (k, n), with rows spread evenly.
+        `groups` matrices (k, n), with rows spread evenly. Not `differentiable`: backward takes 0.
         """
         counts = [rows // groups + (g < rows % groups) for g in range(groups)]
         forward_s = grouped_matmul_time_s(counts, n, k, self.device, self.precision)
@@ -429,8 +431,9 @@ class Kernels:
     def stream(
         self, forward_bytes: float, backward_bytes: float, differentiable: bool, kernels: int = 1
     ) -> KernelTime:
-        """Time of `kernels` memory-bound kernels that move these bytes. With `kernels=0` it is a
-        part of a chain that another call launches.
+        """Time of `kernels` memory-bound kernels that move these bytes. Without `backward_bytes`,
+        or if not `differentiable`, backward takes 0. With `kernels=0` it is a part of a chain that
+        another call launches.
         """
 
         def seconds(size_bytes: float) -> float:

@@ -49,7 +49,7 @@ class LocalClass:
     rerun: Rerun
 
     def along_positions(self, name: str, layout: Layout) -> bool:
-        """Whether a layout of a value shards positions of sequences."""
+        """Whether a layout shards the value `name` along a dim that is positions of sequences."""
         return layout.is_shard and any(
             dim == layout.dim and pattern.rows == layout.pattern.rows
             for dim, pattern in self.facts.positions.get(name, ())
@@ -118,8 +118,8 @@ def _common(
     choices: AxisChoices,
     fixed: dict[str, dict[str, Layout]],
 ) -> dict[str, tuple[int, int]]:
-    """The inputs common to all segments (`ClassPlace.common`) that reach each segment in the layout
-    in which they were made.
+    """Input -> the (segment, output) that makes it, for inputs common to all segments
+    (`ClassPlace.common`) that reach each segment in the layout in which they were made.
 
     A converted input is a separate copy for each reader, so it is not common. Over tp the solver
     may convert a value with a gradient; values without a gradient are replicated from the start.
@@ -134,7 +134,9 @@ def _common(
 
 
 def _unwritten(facts: ClassFacts, shares: dict[str, FusedShare]) -> frozenset[str]:
-    """Values that live inside one fused kernel, so that they are never written to memory."""
+    """Names of values that live inside one fused kernel, so that they are never written
+    to memory.
+    """
     return frozenset(
         name
         for node in ops(facts.graph)

@@ -140,8 +140,8 @@ class ParameterCosts:
 
     @cached_property
     def gathered(self) -> list[int]:
-        """Trained scalars of each parameter that the class does not borrow. These are gathered with
-        its segments.
+        """For each parameter that the class does not borrow, in order, its trained scalars on one
+        rank of tp and ep. These are gathered with the class's segments.
         """
         borrowed = self.local.facts.borrowed
         return [scalars for name, scalars in self.scalars_of.items() if name not in borrowed]
@@ -149,7 +149,7 @@ class ParameterCosts:
     # ------------------------------------------------------------------------------------------------ how they are stored
 
     def _stored(self, name: str) -> list[Layout]:
-        """The layouts over tp in which a parameter may be stored."""
+        """The layouts over tp in which a parameter may be stored; replicated alone if tp is 1."""
         facts, tp = self.local.facts, self.local.pricing.tp
         if tp == 1:
             return [R]
@@ -166,8 +166,7 @@ class ParameterCosts:
 
     def _stays_sharded(self, name: str) -> bool:
         """Whether the sequence-parallelism pin (Megatron's layout) keeps a parameter sharded over
-        tp. It applies to the matrices of a block's products, except for very small ones such as
-        a router.
+        tp. It does so for matrices of products, except very small ones such as a router.
         """
         facts, tensor = self.local.facts, self.local.facts.tensors[name]
         if self.local.setting.sequence_parallel is None or tensor.dim() != 2:
@@ -349,8 +348,9 @@ class ParameterCosts:
         size_bytes: int,
         bucket_bytes: int,
     ) -> float:
-        """The share of `numel` elements in the seconds of a collective. The parameters of a block
-        travel together; below ZeRO-3 gradients also travel in buckets.
+        """The part of a collective's seconds that `numel` parameters pay, for their `size_bytes`.
+        The parameters of a block travel together; below ZeRO-3 gradients also travel in buckets. 0
+        for one rank.
         """
         if not levels or not size_bytes:
             return 0.0

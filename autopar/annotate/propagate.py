@@ -56,15 +56,17 @@ network.
 
 
 class Propagation:
-    """Propagation of one axis of `parts` ranks through a model. Subclasses define `input_layout`
-    and `candidates`.
+    """Chooses how one axis of `parts` ranks (not tp) shards a model, op by op in the order of
+    forward. Subclasses define `input_layout` and `candidates`.
     """
 
     def __init__(self, traced: TracedModel, reach: Reach, parts: int) -> None:
         self.traced, self.reach, self.parts = traced, reach, parts
 
     def run(self) -> list[Choices]:
-        """The choice of every op on this axis, for each class."""
+        """For each class, the choice on this axis of every input, parameter, op and output, by
+        name.
+        """
         choices: list[Choices] = [{} for _ in self.traced.classes]
         produced: dict[tuple[int, int], Layout] = {}
         vals = self.traced.graph_inputs
@@ -96,7 +98,9 @@ class Propagation:
         input_grads: list[bool],
         output_grads: list[bool],
     ) -> list[OpStrategy]:
-        """The strategies that shard an op on this axis."""
+        """The strategies that shard the op `node` of the class with number `index` on this axis.
+        `input_grads` and `output_grads`: whether operands and results have gradients.
+        """
         raise NotImplementedError
 
     def work(self, dims: OpDims, elements: float) -> float:
@@ -139,7 +143,7 @@ class Propagation:
     def options(
         self, index: int, node: Node, input_grads: list[bool], output_grads: list[bool]
     ) -> list[OpStrategy]:
-        """All strategies of an op on this axis: unsharded, or one of `candidates`."""
+        """All strategies of an op on this axis: the unsharded one first, then `candidates`."""
         whole = (
             replicated_partial(input_grads, output_grads)
             if any(output_grads)
@@ -157,7 +161,7 @@ class Propagation:
 
 
 class BatchPropagation(Propagation):
-    """Propagation of dp or ep. On ep, ops that can shard experts do so."""
+    """Propagation of dp, or with `experts` of ep, on which ops that can shard experts do so."""
 
     def __init__(
         self, traced: TracedModel, reach: Reach, parts: int, experts: bool = False
@@ -302,8 +306,8 @@ def propagate(
 def moved(
     have: list[Layout], want: tuple[Layout, ...], sizes: Sequence[float], grads: list[bool]
 ) -> float:
-    """Elements communicated to convert the operands from `have` to `want`: forward and, where a
-    gradient flows, backward.
+    """The cost of converting operands from `have` to `want`: elements communicated, weighted by
+    primitive (all-reduce counts twice). Backward counts where a gradient flows (`grads`).
     """
     total = 0.0
     for src, dst, size, grad in zip(have, want, sizes, grads, strict=True):
@@ -315,8 +319,8 @@ def moved(
 def _parameter_shards(
     graph: Graph, chosen: dict[str, OpStrategy], parameters: set[str]
 ) -> dict[str, Layout]:
-    """The parameters that may be stored sharded, because all readers want the same shard, with that
-    layout.
+    """Name -> layout of the parameters that may be stored sharded, because all readers want the
+    same shard.
     """
     wanted: dict[str, set[Layout]] = {}
     for node in ops(graph):

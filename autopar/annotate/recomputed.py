@@ -109,8 +109,8 @@ def _layer_again(
 def _between(
     nodes: Iterable[Node], saved: dict[str, SavedByOp], roots: dict[str, str], dear: frozenset[str]
 ) -> tuple[set[str], set[str]]:
-    """Ops to run again under a compiler, and the values that they and backward read. `dear` are the
-    ops whose results are kept.
+    """(ops to run again under a compiler, values that they and backward read), by name. `dear` are
+    the ops whose results are kept.
     """
     producers = {name: node for node in nodes for name in result_names(node)}
     again: set[str] = set()
@@ -141,8 +141,8 @@ def _between(
 def _until_last(
     nodes: Iterable[Node], saved: dict[str, SavedByOp], dear: frozenset[str]
 ) -> tuple[set[str], set[str]]:
-    """Ops to run again in eager mode, and the values that they read. The second call ends at the
-    last op with saved tensors.
+    """(ops to run again in eager mode, values that they read), by name. The second run ends at the
+    last op with saved tensors; both are empty if there is none.
     """
     listed = list(nodes)
     asking = [

@@ -19,9 +19,9 @@ _DEFAULT = Software()
 class Setting:
     """The choices of a candidate that prices depend on. `micro_batch` is in sequences per rank.
 
-    `offload` names what lies in host memory; it needs a cluster that describes its host. On a
-    cluster of several kinds of devices a setting is about one kind: `cluster` is that group, and
-    `between` is the link to the other pipeline ranks.
+    `offload` says what is in host memory: "none", "optimizer" or "parameters"; the latter two need
+    a cluster that describes its host. On a cluster of several kinds of devices a setting is about
+    one kind: `cluster` is that group, and `between` is the link to the other pipeline ranks.
     """
 
     mesh: MeshShape
@@ -62,7 +62,9 @@ class Setting:
         return self.gathers_by_segment or self.offload == "parameters"
 
     def recomputes(self, block: BlockClass) -> bool:
-        """Whether segments of a class keep only their inputs, and recompute everything else."""
+        """Whether segments of a class keep only their inputs, and recompute everything else: layers
+        in mode "full", picked classes in mode `every-k`.
+        """
         if self.recompute == "full":
             return block.is_layer
         return is_periodic(self.recompute) and bool(block.picked)

@@ -47,8 +47,8 @@ class Pricing:
         return at_batch(size, self.setting.micro_batch * self.setting.mesh.dp)
 
     def size_bytes(self, tensor: torch.Tensor, layouts: dict[str, Layout]) -> int:
-        """Bytes of a value on one rank of the axes that propagation decides, before tp divides
-        them.
+        """Bytes of a value on one rank, sharded as its `layouts` over dp, ep and cp say, before tp
+        divides them.
         """
         key = id(tensor), *layouts.items()  # of a graph that outlives this
         if key not in self._sizes:
@@ -63,8 +63,8 @@ class Pricing:
         return self._sizes[key]
 
     def local_shape(self, shape: Shape, layouts: dict[str, Layout]) -> Shape:
-        """The shape of the largest shard of a tensor under the layouts on its axes. `shape` is over
-        all ranks.
+        """The shape of a tensor's largest shard; `layouts` has its layout on each axis. `shape` is
+        over all ranks.
         """
         sizes = list(shape)
         for axis, layout in layouts.items():
@@ -135,7 +135,9 @@ class Pricing:
         return self.move_s("all_to_all", 8 * experts * ranks, "ep") + 2 * rows_s, 2 * rows_s
 
     def itemsize(self, tensor: torch.Tensor) -> int:
-        """Bytes of an element. A floating-point tensor has the precision of the setting."""
+        """Bytes of an element. A floating-point tensor counts in the setting's precision, any other
+        in its own dtype.
+        """
         return (
             activation_itemsize(self.setting.precision)
             if tensor.is_floating_point()
@@ -143,11 +145,13 @@ class Pricing:
         )
 
     def sharded(self, size_bytes: int, layout: Layout) -> int:
-        """Bytes of a value on one tp rank."""
+        """Bytes of a value of `size_bytes` on one tp rank under a layout over tp."""
         return ceil(size_bytes / self.tp) if layout.is_shard else size_bytes
 
     def move_s(self, primitive: str, size_bytes: int, axis: str = "tp") -> float:
-        """Seconds of one layout primitive over an axis, for a value of `size_bytes`."""
+        """Seconds of one layout primitive over an axis, for a value of `size_bytes` before the axis
+        divides it.
+        """
         if primitive == "identity":
             return 0.0
         key = primitive, size_bytes, axis
@@ -165,14 +169,16 @@ class Pricing:
         return self._moves[key]
 
     def exposed_s(self, compute_s: float, transfer_s: float) -> float:
-        """Seconds that a transfer adds to `compute_s` seconds of kernels that overlap with it."""
+        """Seconds that a transfer adds to `compute_s` seconds of kernels that overlap with it. On a
+        CPU, or without compute, these are all its seconds.
+        """
         if not self.overlaps or not compute_s:
             return transfer_s
         return overlapped_s(compute_s, transfer_s, self.setting.software.fitted) - compute_s
 
     def overlapped(self, conversion: Conversion, forward_s: float, backward_s: float) -> Conversion:
-        """The price of a layout change that overlaps with `forward_s` and `backward_s` seconds of
-        kernels.
+        """The price of a layout change whose communication overlaps with `forward_s` and
+        `backward_s` seconds of kernels. Only the exposed part is left.
         """
         if not (
             (forward_s and conversion.forward_comm_s) or (backward_s and conversion.backward_comm_s)
@@ -191,7 +197,9 @@ class Pricing:
     def conversions(
         self, size_bytes: int, have: set[Layout], want: set[Layout], grad: bool
     ) -> Conversions:
-        """Prices of all possible layout changes from `have` to `want`."""
+        """Prices of all layout changes over tp from a layout of `have` to another of `want`, by
+        (from, to). Without `grad`, backward costs nothing.
+        """
         return {
             (src, dst): self._conversion(size_bytes, grad, src, dst)
             for src in have

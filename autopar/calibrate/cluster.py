@@ -88,8 +88,9 @@ def calibrate(
 def assemble(
     device_type: str, kernels: Sequence[Kernels], transfers: dict[str, dict[int, list[Points]]]
 ) -> ClusterSpec:
-    """The cluster of one node that consists of these ranks. `transfers` maps a transfer and group
-    size to the points of every rank.
+    """The cluster of one node that consists of these ranks; `kernels` has the measurements of each.
+    `transfers` is name of a transfer -> group size -> the points of each rank. It is empty for one
+    rank.
     """
     first, nproc, cpu = kernels[0], len(kernels), device_type == "cpu"
     memory = merged([found.memory for found in kernels])
@@ -152,7 +153,8 @@ def assemble(
 
 
 def merged(ranks: Sequence[Points]) -> Curve:
-    """One curve from the points of several ranks: the median at each size.
+    """One curve of (size, seconds) from the points of several ranks, which have the same sizes: the
+    median at each size.
 
     If noise makes a larger size seem faster, both points get their mean (isotonic regression by
     pooling adjacent violators, Barlow et al. 1972).

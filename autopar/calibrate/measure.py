@@ -85,8 +85,13 @@ CUDA_EFFORT = Effort(
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Measurements of one rank's device. `operation_s` is the host's time for an operation, without
-    its kernel.
+    """Measurements of one rank's device.
+
+    Attributes:
+        name, memory_bytes, compute_units, generation: what the device is.
+        matmuls: for each dtype, (FLOPs, seconds) of products of square matrices.
+        memory: (bytes, seconds) of element-wise kernels.
+        operation_s: the host's seconds for an operation, without its kernel.
     """
 
     name: str
@@ -114,8 +119,8 @@ def measure_kernels(rank: int, device_type: str, effort: Effort, operations: flo
 def measure_transfers(
     rank: int, ranks: int, size: int, device_type: str, effort: Effort
 ) -> dict[str, Points]:
-    """The measured collectives among groups of `size` neighbours, over NCCL on CUDA. All `ranks` of
-    the world must call it.
+    """(bytes, seconds) points of each collective, by its name, among groups of `size` neighbours;
+    over NCCL on CUDA. All `ranks` of the world must call it.
     """
     device = _device(rank, device_type)
     clock, group = _Clock(device, effort), _group(rank, ranks, size, device)
@@ -196,7 +201,7 @@ class _Clock:
         return begin.elapsed_time(end) / 1e3, host_s
 
     def host_s(self, work: Work) -> float:
-        """Host seconds to run `work` once."""
+        """Host seconds to run `work` once, as the mean of repeated runs."""
         times = max(1, int(self.effort.point_s / self.slowest_s(work)))
         return self.run(work, times, False)[1] / times
 
@@ -280,7 +285,9 @@ def _matmul_curve(clock: _Clock, dtype: str) -> Points:
 
 
 def _group(rank: int, ranks: int, size: int, device: torch.device) -> AxisGroup:
-    """This rank's group of `size` neighbours. Every rank must create all groups."""
+    """This rank's group of `size` neighbours, where `size` divides `ranks`. Every rank must call
+    it, since it creates all groups.
+    """
     groups = _groups(ranks, size, device)
     return AxisGroup("measured", size, rank % size, groups[rank // size].group_name)
 

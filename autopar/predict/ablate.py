@@ -71,7 +71,9 @@ class Mechanism:
         return found.step_time_s - sum(found.breakdown.get(part, 0.0) for part in self.parts)
 
     def slopes(self, table: np.ndarray) -> np.ndarray:
-        """The sensitivities of errors to constants without the mechanism, from those with it."""
+        """The sensitivities of errors to constants, (runs, constants), without the mechanism.
+        `table` has those with it.
+        """
         found = table.copy()
         places = [FREE.index(name) for name in self.joined]
         if places:
@@ -172,9 +174,9 @@ MECHANISMS = (
 class Without:
     """Errors without one mechanism.
 
-    `errors` are relative, by run. `refitted` are the errors after fitting the constants again.
-    `changed` are the runs whose step time it changes. `refused` are runs that cannot be predicted
-    without it; they keep their prediction.
+    `errors` are relative errors of step time, by run. `refitted` are the errors after fitting the
+    constants again. `changed` are the ids of runs whose step time it changes. `refused` are those
+    of runs that cannot be predicted without it; they keep their prediction.
     """
 
     mechanism: Mechanism
@@ -184,8 +186,8 @@ class Without:
     refused: tuple[str, ...]
 
     def mape(self, refitted: bool = False, changed: bool = False) -> float:
-        """The mean absolute relative error over all runs, or over the `changed` ones; NaN if there
-        is none.
+        """The mean absolute relative error over all runs, or if `changed` over the runs that the
+        mechanism changes; with constants fitted again if `refitted`. NaN if there is no run.
         """
         found = self.refitted if refitted else self.errors
         return mape(found[run] for run in (self.changed if changed else found))
@@ -207,7 +209,8 @@ def ablate(
     mechanisms: Sequence[Mechanism] = MECHANISMS,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Ablation:
-    """The ablation of all runs that have a measured step time and can be predicted. Runs are
+    """Predict all runs with each mechanism switched off in turn. Runs without a measured step time,
+    and runs that cannot be predicted, are left out. Raises AutoparError if none remains. Runs are
     processed one by one, so that a model is traced once.
     """
     tables: list[Sensitivities] = []

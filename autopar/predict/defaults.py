@@ -98,8 +98,8 @@ def _head_dim(row: Stated) -> int:
 
 
 def _tied(row: Stated) -> bool:
-    """Whether embeddings are tied: usual for the family, unless the published number of parameters
-    says otherwise.
+    """Whether embeddings are tied: usual for the family, unless that misses the published number of
+    parameters by over 2 % and the other choice is nearer.
     """
     habit = row["family"] == "gpt"
     published = row.get("parameters")

@@ -39,8 +39,9 @@ NOISE = 0.04
 
 @dataclass(frozen=True, slots=True)
 class Sensitivities:
-    """`errors`, by run: log(predicted / measured) with the constants in use. `slopes`, by (run,
-    constant): the change of that per unit of the constant's logarithm.
+    """How errors of step time depend on the constants in `FREE`. `errors`, by run: log(predicted /
+    measured) with the constants in use. `slopes`, by (run, constant): the change of that per unit
+    of the constant's logarithm.
     """
 
     runs: tuple[Run, ...]
@@ -48,8 +49,8 @@ class Sensitivities:
     slopes: np.ndarray
 
     def fit(self, chosen: np.ndarray) -> np.ndarray:
-        """The changes of the constants' logarithms that minimize the absolute errors of the runs in
-        the mask `chosen`.
+        """The changes of the constants' logarithms, in the order of `FREE`, that minimize the
+        absolute errors of the runs in the mask `chosen`.
         """
         errors, slopes, change = self.errors[chosen], self.slopes[chosen], np.zeros(len(FREE))
         for _ in range(100):
@@ -59,7 +60,7 @@ class Sensitivities:
         return change
 
     def errors_after(self, change: np.ndarray) -> dict[str, float]:
-        """The relative error of each run's step time after this change of the constants'
+        """By run id, the relative error of the step time after this change of the constants'
         logarithms.
         """
         errors = np.exp(self.errors + self.slopes @ change) - 1
@@ -100,8 +101,9 @@ def sensitivities(
     evaluate: Callable[[Run, FittedConstants], RunPrediction],
     tell: Callable[[str], None] = lambda text: None,
 ) -> Sensitivities:
-    """The sensitivities of every run that has a measured step time and can be priced, with each
-    constant changed in turn.
+    """The sensitivities of every run that has a measured step time and can be priced. Each run is
+    priced again by `evaluate` with each constant changed in turn. Raises AutoparError if there is
+    no such run.
     """
     found, errors, slopes = [], [], []
     for run in runs:

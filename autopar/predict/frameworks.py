@@ -116,7 +116,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def framework_fields(run: Run) -> dict[str, Any]:
-    """The fields of `Software` that follow from a run's framework."""
+    """The fields of `Software` that follow from a run's framework, by name, with their values.
+    Fields without a rule that applies are left out.
+    """
     found: dict[str, Any] = {}
     for rule in RULES:
         if rule.field not in found and rule.applies(run):

@@ -45,8 +45,8 @@ def config_of(
     dropout: float = 0.0,
     layers: int | None = None,
 ) -> NativeConfig:
-    """The reference model's configuration. Only gpt models have dropout, and attention as separate
-    ops if not `flash`.
+    """The reference model's configuration; `vocab` and `layers` replace those of `dims`. Only gpt
+    models have dropout, and attention as separate ops if not `flash`.
     """
     layers = dims.layers if layers is None else layers
     common: dict[str, Any] = {

@@ -132,7 +132,8 @@ def _valued_option(key: str, value: str) -> Stated | None:
 
 def read_sharding(text: str) -> Stated:
     """The fields zero, sharding and shard_group from texts such as `3 (FSDP FULL_SHARD)`, `fsdp2`,
-    `fsdp(megatron)`, `hsdp(shard=8)`, `1 (dist optimizer)`, `0`.
+    `fsdp(megatron)`, `hsdp(shard=8)`, `1 (dist optimizer)`, `0`. Fields that the text does not tell
+    are left out. Raises AutoparError for unknown text.
     """
     lower = text.strip().lower()
     if not lower:
@@ -164,8 +165,9 @@ def read_sharding(text: str) -> Stated:
 
 
 def read_recompute(text: str, stated: Stated) -> Stated:
-    """The recompute field from `none`, `selective` or `full`. The options (`selective`) say what a
-    selective recomputation selects.
+    """The recompute field from `none`, `selective` or `full`; {} if the text is blank and the
+    options say nothing. The options (`selective` in `stated`) say what a selective recomputation
+    selects; otherwise the field is None. Raises AutoparError for other text.
     """
     lower = text.strip().lower()
     if lower in ("none", "no", "off", "0"):
@@ -182,7 +184,7 @@ def read_recompute(text: str, stated: Stated) -> Stated:
 
 def read_dtype(text: str) -> Stated:
     """The dtype fields from a text. It is the dtype of linear layers; everything else is bf16 if
-    that is narrower than 16 bits.
+    that is narrower than 16 bits. Raises AutoparError if the text names no known dtype.
     """
     lower = text.strip().lower()
     found = re.search(
@@ -197,7 +199,8 @@ def read_dtype(text: str) -> Stated:
 
 
 def read_memory_kind(text: str) -> tuple[str, float]:
-    """(scope, bytes per unit) of a memory figure.
+    """(scope, bytes per unit) of a memory figure. The scope is 'analytic', 'device', 'reserved',
+    'allocated', or '' if unknown.
 
     The column is in GiB. A kind that begins with `GB` marks figures in GB. Those were read from
     nvidia-smi, which prints MiB, and then rounded, so 1 GB may be 1e9 to 1.07e9 bytes; 1e9 is used.

@@ -169,7 +169,9 @@ def _rows(predictions: Predictions) -> Table:
 
 
 def layout_words(run: Run) -> str:
-    """A layout in short form, such as `tp8 pp6 dp8 mb4 zero1 full`. Degrees of 1 are omitted."""
+    """A layout in short form, such as `tp8 pp6 dp8 mb4 zero1 recompute full bf16`. Degrees of 1 are
+    omitted.
+    """
     by = run.degrees
     sizes = {name: getattr(by, name) for name in ("tp", "pp", "vpp", "dp", "cp", "ep")}
     words = [f"{name}{size}" for name, size in sizes.items() if size > 1]

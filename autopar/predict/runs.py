@@ -196,8 +196,9 @@ def _number(cells: Mapping[str, str], column: str, whole: bool = False) -> Any:
 
 
 def _measured(cells: Mapping[str, str], row: Stated) -> Measured:
-    """The measurements of a row: the step time as printed or from the throughput, and the memory in
-    bytes.
+    """The measurements of a row: the step time as printed, otherwise from the throughput, and the
+    memory in bytes. They are None where unpublished. A row without a step time may be known to have
+    run out of memory.
     """
     time_s, throughput = _number(cells, "step_time_s"), _number(cells, "tokens_per_s_per_gpu")
     if time_s is None and throughput is not None:

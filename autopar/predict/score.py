@@ -41,7 +41,9 @@ class Scored:
 
     @property
     def memory_error(self) -> float | None:
-        """The signed relative error of the peak memory; None if it was not measured."""
+        """The signed relative error of the peak memory; None if it was not measured, as an analytic
+        figure is not.
+        """
         measured = self.run.measured
         size_bytes = measured.memory_bytes if measured.has_memory else None
         return relative_error(self.prediction.peak_memory_bytes, size_bytes)
@@ -253,7 +255,9 @@ def score_times(results: Iterable[Scored], worst: int = WORST) -> TimeScore:
 
 
 def score_ranks(results: Iterable[Scored]) -> RankScore:
-    """The scores of how well layouts of one model on one cluster are ordered."""
+    """The scores of how well predictions order layouts of one model on one cluster, over all groups
+    of `comparable`.
+    """
     groups = tuple(map(rank_group, comparable(results)))
     regrets = [group.regret for group in groups]
     return RankScore(
@@ -267,7 +271,9 @@ def score_ranks(results: Iterable[Scored]) -> RankScore:
 
 
 def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()) -> MemoryScore:
-    """The scores of measured memory, and of predictions whether layouts fit."""
+    """The scores of measured memory, and of predictions whether layouts fit. `out_of_memory` are
+    layouts that are known not to fit.
+    """
     everything = [*results, *out_of_memory]
     ran = [r for r in everything if not r.run.measured.out_of_memory]
     failed = [r for r in everything if r.run.measured.out_of_memory and r.fits is not None]
@@ -321,7 +327,9 @@ def select(results: Iterable[Scored], selection: str) -> list[Scored]:
 
 
 def grouped(results: Iterable[Scored], by: str) -> dict[str, list[Scored]]:
-    """The results grouped by a field of `GROUPINGS`, in order of appearance."""
+    """The results by the text that a function of `GROUPINGS` gives for their run, such as its
+    source; groups in order of appearance.
+    """
     found: dict[str, list[Scored]] = {}
     for result in results:
         found.setdefault(GROUPINGS[by](result.run), []).append(result)

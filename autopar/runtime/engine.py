@@ -55,8 +55,8 @@ def _checked_compiler(
     compile: bool | Mapping[str, Any],
     device_type: str,
 ) -> Compiler:
-    """The compiler of segments. Raises AutoparError for a plan that does not run with these
-    options.
+    """The compiler of segments for the option `compile`. Raises AutoparError if the engine cannot
+    run the plan, or not with these options.
     """
     compiler = Compiler(compile)
     if plan.precision not in PRECISIONS:
@@ -174,7 +174,10 @@ class Engine(Durable):
         return splitter
 
     def _placed_parameters(self, model: nn.Module, weights: str | Path | None) -> Parameters:
-        """This rank's parts of the model's tensors, in the program."""
+        """Put this rank's parts of the model's tensors into the program, and return them as
+        `Parameters`. They are read from `weights`, or if that is None, from the model, which
+        initializes them if it is on the meta device.
+        """
         plan, kind = self.plan, self.device.type
         specs = {name: spec for name, spec in self._all_specs.items() if self._shared.holds(name)}
         sharing_mesh, sharing = self.device_mesh, self.axes
@@ -208,8 +211,8 @@ class Engine(Durable):
         return self._compiler.coverage
 
     def _step_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Whole buffers and constants from which step values are computed. Every rank must call
-        it.
+        """Whole buffers and constants, by name, from which step values (numbers that need the whole
+        batch) are computed. Cached. Every rank must call it.
         """
         values = self.program.step_values
         names = () if values is None else values.tensors
@@ -225,8 +228,8 @@ class Engine(Durable):
     # --------------------------------------------------------------------------------------------------------------- steps
 
     def local_batch(self, batch: Any) -> Any:
-        """This data-parallel rank's rows of a global batch, as the same structure (mapping or
-        tuple).
+        """This data-parallel rank's rows of a global batch: a mapping if `batch` is one, otherwise
+        a tuple. Tensors without rows stay whole.
         """
         return self.batches.local(batch)
 
@@ -292,7 +295,7 @@ class Engine(Durable):
 
     def _update(self) -> None:
         """Reduce and clip the gradients and run the optimizer, unless the gradients overflowed
-        under the loss scale.
+        under the loss scale. In both cases count the step and drop the gradients.
         """
         self.reduce_gradients()
         if self.loss_scale.unscale(self._gradients(), self.axes.values(), self.device):
@@ -326,7 +329,8 @@ class Engine(Durable):
     @lost_ranks("in an evaluation")
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The mean loss over the global batch, without gradients, with dropout off and batch norm
-        on running statistics.
+        on running statistics. A scalar that is equal on every rank. `batch` has this data-parallel
+        rank's rows.
         """
         work = self.batches.split(batch)
         self._check_filled_up(work)
@@ -362,21 +366,25 @@ class Engine(Durable):
     # ----------------------------------------------------------------------------------------------------------- gradients
 
     def gradient_axes(self, name: str) -> tuple[str, ...]:
-        """The axes over which the gradient of a parameter is a partial sum after backward."""
+        """The axes over which the gradient of a parameter is a partial sum after backward; () if it
+        is complete.
+        """
         return partial_axes(self._layouts.get(name, {}))
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         return self.parameters.gradients.so_far()
 
     def reduce_gradients(self) -> None:
-        """Sum the partial gradients of a step. Under ZeRO each rank keeps the parts that it
-        owns.
+        """Sum this step's partial gradients over ranks, in place: tied parameters over stages, then
+        all over their axes. Under ZeRO each rank keeps only the parts that it owns.
         """
         self._shared.add_up_tied(self.parameters)
         self.parameters.gradients.reduce()
 
     def gradient_norm(self) -> torch.Tensor:
-        """The global 2-norm of the reduced gradients."""
+        """The global 2-norm of the reduced gradients: a scalar that is equal on every rank. Every
+        rank must call it.
+        """
         counted = {
             name: grad for name, grad in self._gradients().items() if self._shared.counts(name)
         }
@@ -389,7 +397,9 @@ class Engine(Durable):
         )
 
     def _clip(self, limit: float) -> None:
-        """Scale gradients like torch.nn.utils.clip_grad_norm_ on one device."""
+        """Scale gradients in place, like torch.nn.utils.clip_grad_norm_ with max_norm `limit` on
+        one device. Stores their norm for the metrics.
+        """
         self._meter.norm = self.gradient_norm()
         scale = (limit / (self._meter.norm + 1e-6)).clamp(max=1.0)
         for grad in self._gradients().values():
@@ -397,8 +407,8 @@ class Engine(Durable):
 
 
 def agree_on_plan(decide: Callable[[], Plan]) -> Plan:
-    """Rank 0's plan, on every rank, so that all ranks follow the same plan. Rank 0's AutoparError
-    is raised on every rank.
+    """Rank 0's plan, on every rank. `decide` is called on rank 0 only; its AutoparError is raised
+    on every rank. Without a process group, this rank decides.
     """
     if not dist.is_initialized():
         return decide()
@@ -416,10 +426,11 @@ def agree_on_plan(decide: Callable[[], Plan]) -> Plan:
 
 
 def start_process_group(device_type: str, timeout_s: float = TIMEOUT_S) -> torch.device:
-    """This process' device. Under torchrun, the process group is started if there is none: NCCL for
-    CUDA, gloo for CPU.
+    """This process' device; for CUDA, it also becomes the current one. Under torchrun, the process
+    group is started if there is none: NCCL for CUDA, gloo for CPU.
 
-    A rank that waits longer than `timeout_s` seconds in a collective raises an error.
+    A rank that waits longer than `timeout_s` seconds in a collective raises an error. Raises
+    AutoparError for CUDA without a GPU.
     """
     if device_type == "cuda" and not torch.cuda.is_available():
         raise AutoparError(

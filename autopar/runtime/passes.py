@@ -28,8 +28,9 @@ Draw = Callable[[int], torch.Tensor]
 
 @dataclass(kw_only=True)
 class Passes:
-    """Runs the passes of a batch on this rank. `programs` has one program per batch length;
-    `stage_group` is the process group of its pipeline, if any.
+    """Runs the micro-batches of a batch on this rank. `programs` has one program per batch length;
+    `stage_group` is the process group of its pipeline, or None. `evaluations` and `pipelines` cache
+    what is made on first use.
     """
 
     plan: Plan
@@ -46,8 +47,8 @@ class Passes:
     pipelines: dict[tuple[str, int], Pipeline] = field(default_factory=dict)
 
     def train(self, work: MicroBatches, draw: Draw) -> torch.Tensor:
-        """Run forward and backward of each micro-batch. Returns the loss of the step; gradients
-        accumulate in the parameters.
+        """Run forward and backward of each micro-batch, and update buffers. Returns the loss of the
+        step, equal on every rank; gradients accumulate in the parameters.
         """
         program = self.programs[work.number]
         program.module.train()
@@ -65,7 +66,9 @@ class Passes:
         return program.whole_loss(total, self.axes)
 
     def evaluate(self, work: MicroBatches, draw: Draw) -> torch.Tensor:
-        """The loss of the batch, without gradients."""
+        """The loss of the batch, without gradients, on the evaluation copy of the program (dropout
+        off). Equal on every rank.
+        """
         program = self.programs[work.number]
         if self.stage_group is not None:
             return self._run_pipeline(self.stage_group, "evaluation", program, work, draw)
@@ -90,7 +93,9 @@ class Passes:
         return (found[0], found[1:]) if program.updates else (found, ())
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward from one micro-batch's loss."""
+        """Run backward from one micro-batch's loss, multiplied by the loss scale. Gradients
+        accumulate in the parameters.
+        """
         (loss * self.loss_scale.scale if self.loss_scale.dynamic else loss).backward()
         self.parameters.gradients.after_backward()
 
@@ -102,7 +107,9 @@ class Passes:
     def _run_pipeline(
         self, group: dist.ProcessGroup, kind: str, program: Program, work: MicroBatches, draw: Draw
     ) -> torch.Tensor:
-        """The loss of a training step or an evaluation in a pipeline, on every rank."""
+        """The loss of a batch in a pipeline, on every rank. `kind` is "training", which also runs
+        backward, or "evaluation". The pipeline is made once for each kind and program.
+        """
         key, training = (kind, work.number), kind == "training"
         if key not in self.pipelines:
             own = program if training else self.compiler.compile(evaluation_copy(program))

@@ -11,8 +11,8 @@ Combination = tuple[tuple[str, Any], ...]
 
 
 def combinations_in(row: Mapping[str, Any], together: Sequence[str]) -> set[Combination]:
-    """The combinations of values that a row has: every pair, and the tuple of its values of the
-    columns `together`.
+    """The combinations of (column, value) pairs that a row has: every two of its columns, and all
+    the columns `together`.
 
         {a: 1, b: 2, c: 3}, together a b c  ->  a1 b2, a1 c3, b2 c3, a1 b2 c3
     """
@@ -20,11 +20,11 @@ def combinations_in(row: Mapping[str, Any], together: Sequence[str]) -> set[Comb
 
 
 def covering(rows: Sequence[Mapping[str, Any]], together: Sequence[str]) -> list[int]:
-    """Ascending numbers of a few rows that have every combination (`combinations_in`) that some row
+    """Ascending indices of a few rows that have every combination (`combinations_in`) that some row
     has.
 
-    The choice is greedy: the next row is the first of those that add most combinations. Equal rows
-    give the same answer on every machine.
+    The choice is greedy: the next row is the first of those that add most combinations. Rows that
+    later ones make needless are dropped. Equal rows give the same answer on every machine.
     """
     shown = [combinations_in(row, together) for row in rows]
     left, chosen = set().union(*shown), []

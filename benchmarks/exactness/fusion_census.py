@@ -48,7 +48,15 @@ SEQ, ROWS = 16, 2
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One architecture: by kind how many were found and fused, and the reason of each miss; or why it was not traced."""
+    """The result of one architecture.
+
+    Attributes:
+        name: its model type in transformers.
+        found: for each kind of `OPS`, how many subgraphs should be fused.
+        fused: for each kind, how many of these are fused.
+        misses: for each kind, a text for each one that is not fused, with the reason.
+        untraced: why the model was not traced, '' if it was.
+    """
 
     name: str
     found: dict[str, int] = field(default_factory=dict)
@@ -65,7 +73,9 @@ def names() -> list[str]:
 
 
 def census(name: str, limit_s: int) -> Row:
-    """The row of one model type; tracing may take `limit_s` seconds."""
+    """Build a small model of one type, trace it, and count what is fused. A model that is not
+    traced within `limit_s` seconds, or raises, gives a row with `untraced`.
+    """
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"not traced in {limit_s} s")
@@ -84,7 +94,7 @@ def census(name: str, limit_s: int) -> Row:
 
 
 def counted(name: str, model: TracedModel) -> Row:
-    """The row of a traced model."""
+    """Fuse a traced model with fuse=all, and count what should be fused and what is, by kind."""
     after = fused(model, "all")
     row = Row(name, dict.fromkeys(OPS, 0), dict.fromkeys(OPS, 0), {kind: [] for kind in OPS})
     for block in model.classes:
@@ -116,7 +126,9 @@ def counted(name: str, model: TracedModel) -> Row:
 
 
 def subjects(block: BlockClass) -> Iterator[tuple[str, str, list[Node]]]:
-    """(kind, what it is, its nodes) of all that ought to be fused in a block class."""
+    """Yields (kind, text that names it, its nodes) for each norm, rotation, gated product and loss
+    of a block class that should be fused.
+    """
     norms: dict[str, list[Node]] = {}
     kinds: dict[str, str] = {}
     rotary: list[Node] = []
@@ -148,7 +160,9 @@ def is_rotation(node: Node) -> bool:
 
 
 def gates(node: Node) -> bool:
-    """Whether a product multiplies an activation by another value of its shape."""
+    """Whether a product multiplies two values of one shape, of which at least one is an activation
+    (silu, gelu or relu).
+    """
     if len(node.all_input_nodes) != 2:
         return False
     shapes = {str(list(source.meta["val"].shape)) for source in node.all_input_nodes}
@@ -162,13 +176,15 @@ def _is_activation(node: Node) -> bool:
 
 
 def spelled(nodes: Iterable[Node]) -> str:
-    """What a subgraph is made of, for a miss without a reason."""
+    """A text with the ops of a subgraph (14 at most), for a miss without a reason."""
     ops = [op_name(node).removeprefix("aten::") for node in nodes if op_name(node)]
     return "no match of " + " ".join(ops[:14])
 
 
 def report(rows: list[Row]) -> str:
-    """Shares by kind, then misses and what was not traced."""
+    """A text: for each kind the share that is fused, then a line for each miss, then the models
+    that were not traced.
+    """
     traced = [row for row in rows if not row.untraced]
     lines = [f"{len(traced)} of {len(rows)} architectures traced"]
     for kind in OPS:

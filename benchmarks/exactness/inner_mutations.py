@@ -39,7 +39,10 @@ send it.
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The `index`-th message of one phase of the `call`-th autograd function of a node (-1: of no autograd function)."""
+    """The `index`-th message of one `phase` ("forward" or "backward") of the `call`-th autograd
+    function of a node (-1: of no autograd function). `function` sends it. `what` is "max" or "sum"
+    for an all-reduce of the loss, otherwise empty.
+    """
 
     place: Place
     function: str
@@ -69,7 +72,9 @@ def _refilled(x: Tensor, shape: Iterable[int]) -> Tensor:
 
 
 def _damaged_sum(send: Callable, kind: str, x: Tensor, group: Any, op: str) -> Tensor:
-    """The all-reduce of the vocabulary-parallel loss, damaged in the way `kind`."""
+    """What the loss gets for its all-reduce `send(x, group, op)` under the damage `kind`: x itself,
+    zeros, or the all-reduce of the all-reduce.
+    """
     return {
         "delete": lambda: x,
         "zero": lambda: torch.zeros_like(x),
@@ -80,8 +85,9 @@ def _damaged_sum(send: Callable, kind: str, x: Tensor, group: Any, op: str) -> T
 def _damaged_hop(
     send: Callable, kind: str, ring: Any, outgoing: Tensor, incoming: Tensor, tag: int
 ) -> list:
-    """A message to the next rank of a ring, damaged in the way `kind`; returns the works to wait
-    for.
+    """Send a message to the next rank of a ring by `send`, with the damage `kind`: `incoming` gets
+    zeros, the outgoing elements, or what came after sending twice. Returns the works to wait for,
+    of which none are left.
     """
     if kind == "zero":
         incoming.zero_()
@@ -98,8 +104,8 @@ def _damaged_hop(
 def _damaged_exchange(
     send: Callable, kind: str, x: Tensor, to: list[int], of: list[int], group: Any
 ) -> Tensor:
-    """The exchange of rows between experts' ranks, or of their numbers, damaged in the way
-    `kind`.
+    """What a rank gets for the exchange of rows, or of their numbers, between experts' ranks under
+    the damage `kind`: zeros, its own rows, or the result of exchanging twice.
     """
     shape = (sum(of), *x.shape[1:])
     if kind == "double":
@@ -108,7 +114,9 @@ def _damaged_exchange(
 
 
 def _damaged_primitive(send: Callable, kind: str, name: str, x: Tensor, *rest: Any) -> Tensor:
-    """The all-to-all of Ulysses' attention, damaged in the way `kind`."""
+    """What a rank gets for the all-to-all `name` of Ulysses' attention under the damage `kind`:
+    zeros, its own elements, or the result of doing it twice.
+    """
     result = send(name, x, *rest)
     if kind == "double":
         return send(name, _refilled(result, x.shape), *rest)
@@ -116,7 +124,9 @@ def _damaged_primitive(send: Callable, kind: str, name: str, x: Tensor, *rest: A
 
 
 def _damaged_gather(send: Callable, kind: str, x: Tensor, group: Any) -> Tensor:
-    """All-gather of the statistics of the fused vocabulary-parallel loss."""
+    """What a rank gets for the all-gather of the fused loss's statistics under the damage `kind`:
+    zeros, its own values for all ranks, or the result of gathering twice.
+    """
     result = send(x, group)
     if kind == "double":
         return send(_refilled(result, x.shape), group)
@@ -142,7 +152,7 @@ COMMUNICATING = (
 
 
 def kinds_of(message: Message) -> Iterator[tuple[str, bool]]:
-    """(kind, whether it changes nothing) of each way to damage a message.
+    """(kind, whether it changes nothing) of each of the KINDS of damage to a message.
 
     Cross-entropy does not change if all ranks subtract the same number from the logits of a token,
     such as a maximum of maxima, or zero.
@@ -155,8 +165,8 @@ def kinds_of(message: Message) -> Iterator[tuple[str, bool]]:
 
 
 class Watch:
-    """Damages messages: within `with watch.over(nodes):`, `see(message)` says how to damage each
-    message of these nodes, or None.
+    """Watches the messages that nodes send. Within `with watch.over(nodes):`, `see(message)` is
+    called for each one, and returns the kind of damage to do to it, or None.
     """
 
     def __init__(self, see: Callable[[Message], str | None]) -> None:
@@ -164,8 +174,8 @@ class Watch:
 
     @contextlib.contextmanager
     def over(self, nodes: Iterable[tuple[str, GraphModule, Node]]) -> Iterator[None]:
-        """Within the block, the messages of `nodes` are watched, each (module's name, module,
-        node).
+        """A context in which the messages of `nodes` are watched. Each node is (module's name,
+        module, node).
         """
         found, originals = list(nodes), [getattr(module, name) for module, name, _ in _SENDING]
         targets = [node.target for _, _, node in found]
@@ -205,8 +215,9 @@ class Watch:
         return watched
 
     def _identify(self, function: str, what: str) -> Message | None:
-        """The message that is being sent, or None outside of watched nodes; backward is known by
-        the context that forward left.
+        """The message that is being sent now, with these fields `function` and `what`; None outside
+        of watched nodes. In backward, the node is known from the autograd context that its forward
+        marked.
         """
         frame = sys._getframe(2)
         for _ in range(_FRAMES_TO_CONTEXT):

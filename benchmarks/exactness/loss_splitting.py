@@ -72,7 +72,9 @@ def results(seeds: range, jobs: int, ranks: int) -> Iterator[Result]:
 
 
 def _on_ranks(pool: WorkerPool, seed: int, ranks: int) -> Result:
-    """The result of a random loss on `ranks` processes: the worst of all ranks."""
+    """The result of the random loss `seed` on `ranks` processes: the worst of all ranks. A process
+    that ends or fails gives a "crash".
+    """
     try:
         return max(
             pool.run(result_on_rank, seed, ranks, timeout_s=LIMIT_S),
@@ -85,7 +87,9 @@ def _on_ranks(pool: WorkerPool, seed: int, ranks: int) -> Result:
 
 
 def report(found: list[Result]) -> str:
-    """A table of outcomes by what couples the rows of a loss, and the shares recognised."""
+    """A text: a table of outcomes by what couples the rows of a loss, and the shares of losses that
+    are exact under micro-batches.
+    """
     counts = {
         coupling: Counter(one.outcome.kind for one in found if one.coupling == coupling)
         for coupling in COUPLINGS
@@ -110,7 +114,9 @@ def _share(part: int, whole: int) -> str:
 
 
 def failures(found: list[Result]) -> str:
-    """Wrong, failed and uncaptured losses: their messages, their features by number, the first sources."""
+    """A text about wrong, failed and uncaptured losses: their messages, how often each feature
+    occurs among them, and the first SHOWN sources. '' if there are none.
+    """
     lines = []
     for kind in ("wrong", "crash", "uncaptured"):
         bad = [one for one in found if one.outcome.kind == kind]

@@ -104,7 +104,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What one rank measured; `held` maps each matrix to the number of its elements on this rank, `moved` counts elements."""
+    """What one rank measured. `held` has the number of elements of each matrix on this rank, by
+    name; `moved` counts elements through collectives in the first step, `flops` its FLOPs.
+    `uncounted` names ops whose FLOPs are unknown.
+    """
 
     worst_error: float
     worst_tensor: str
@@ -235,7 +238,9 @@ def _judge(
 
 
 def _rank(rank: int, setup: Setup, plan_text: str) -> RankResult:
-    """Train under the plan and measure; the FLOPs are those of the first step."""
+    """Train under the plan (JSON text) and measure. FLOPs and moved elements are those of the first
+    step, errors those after the last.
+    """
     case = make_case(setup)
     engine = make_engine(case, Plan.from_json(plan_text))
     with counting() as counter:
@@ -255,7 +260,9 @@ def _rank(rank: int, setup: Setup, plan_text: str) -> RankResult:
 
 
 def local_matrices(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """(name, what this rank holds) of every parameter of two dims and more, tied ones once."""
+    """Yields (name, this rank's tensor) of every parameter with two or more dims; a
+    tied one once.
+    """
     seen = set()
     for parameter in engine.program.parameters:
         if is_matrix(parameter.spec) and parameter.spec.name not in seen:
@@ -275,7 +282,9 @@ def is_matrix(spec: ParameterSpec) -> bool:
 
 
 def is_expert(spec: ParameterSpec) -> bool:
-    """Whether a parameter stacks the weights of all experts."""
+    """Whether a parameter stacks the weights of all experts: it has three dims, and its name has
+    `.experts.`.
+    """
     return len(spec.shape) == 3 and ".experts." in spec.name
 
 
@@ -351,8 +360,8 @@ def _grouped_mm_fallback_backward(*args, out_val=None, **kwargs) -> int:
 
 
 def formulas() -> dict[Any, Any]:
-    """FLOP formulas that FlopCounterMode lacks (torch 2.13), by op; those of transformers' experts
-    where that is loaded.
+    """FLOP formulas by op, for FlopCounterMode: those that it lacks in torch 2.13, of autopar's
+    grouped products, and of transformers' experts if loaded.
     """
     found = dict(_FORMULAS)
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
@@ -372,10 +381,10 @@ _OPAQUE_IS_FINE = ("aten", "prim", "prims", "profiler", "_c10d_functional", "c10
 
 
 class counting:
-    """Counts the FLOPs and communicated elements of a block of code.
+    """A context that counts FLOPs and the elements that collectives move.
 
-    After `with counting() as counter:`, `counter.flops` and `counter.moved` (elements through
-    collectives) are the counts. `counter.unknown` has the custom ops that could not be counted.
+    Afterwards `flops` and `moved` (for each collective, the larger of its operand and result) have
+    the counts. `unknown` names custom ops whose FLOPs are unknown.
     """
 
     def __init__(self) -> None:
@@ -428,7 +437,9 @@ _MULTIPLYING = {
 
 
 def replicated_ops(traced: TracedModel, plan: Plan) -> tuple[tuple[str, str, float], ...]:
-    """Ops that multiply matrices and ran whole on every rank of an axis: (block.op, axis, share of the forward FLOPs), largest first."""
+    """Ops that multiply matrices and are sharded on no operand or result over an axis: (block.op,
+    axis, share of the model's forward FLOPs), largest first.
+    """
     found, total = Counter(), 0
     choices = {block.name: block.ops for block in plan.blocks}
     rows = plan.micro_batch * plan.mesh.dp

@@ -65,7 +65,9 @@ def run_one_by_one(names: list[str], meshes: list[str]) -> list[Cell]:
 
 
 def run_side_by_side(names: list[str], meshes: list[str], jobs: int) -> list[Cell]:
-    """The cells of all models: one process of this script for each model, `jobs` at a time."""
+    """The cells of all models, in order: each model runs in a new process of this script, `jobs` at
+    a time. If a process dies, all its cells are failed.
+    """
 
     def run(name: str) -> list[Cell]:
         with tempfile.TemporaryDirectory() as directory:
@@ -95,7 +97,7 @@ def run_side_by_side(names: list[str], meshes: list[str], jobs: int) -> list[Cel
 
 
 def write_json(file: Path, found: list[Cell]) -> None:
-    """Write cells as JSON."""
+    """Write the cells to a file as a JSON list, for `read_json`."""
     file.write_text(json.dumps([cell.as_dict() for cell in found], indent=1))
 
 
@@ -164,7 +166,9 @@ def _replication(cell: Cell) -> str:
 
 
 def matrix_parser(doc: str) -> argparse.ArgumentParser:
-    """Options that say which cells of the matrix are run; `doc` describes the command."""
+    """A parser with the options --models, --meshes and --json, which choose the cells that run. The
+    first line of `doc` describes the command.
+    """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument(
         "--models", default=",".join(CONFIGS), help="comma-separated names (default: all)"

@@ -241,7 +241,9 @@ RATIO_EXEMPT = {
 
 
 def deepened(config: dict[str, Any] | str, layers: int) -> dict[str, Any] | str:
-    """A config of CONFIGS with that many layers; encoder and decoder have half of them each."""
+    """A config of CONFIGS changed to `layers` layers. A model with encoder and decoder gets half of
+    them on each side.
+    """
     if isinstance(config, str):
         return config.replace(f"layers={LAYERS}", f"layers={layers}")
     sides = 2 if "num_decoder_layers" in config else 1

@@ -37,12 +37,13 @@ step of the undamaged program.
 
 @dataclass(frozen=True, slots=True)
 class MutationCell:
-    """What became of the mutations of one program.
+    """The verdicts on all mutations of one program: how many there were, and how many the verifier
+    rejected, differed, raised or got stuck.
 
-    `no_ops` counts those that provably change nothing. `same` lists those that were seen to return
-    the right gradients before they ran. `escaped` lists the others that nothing noticed. `wrong`
-    lists those that were predicted to change nothing and did. `message` says why there is no
-    program.
+    `no_ops` counts those that provably change nothing, `inside` those of messages inside special
+    lowerings. `same` lists those whose backward was seen to return the right gradients before they
+    ran. `escaped` lists the others that nothing noticed. `wrong` lists those that were predicted to
+    change nothing and did. `message` says why there is no program.
     """
 
     model: str
@@ -76,10 +77,11 @@ def run_mutations(
     start: int = 0,
     progress: Callable[[Mutation, str], None] | None = None,
 ) -> list[tuple[Mutation, str]]:
-    """(mutation, verdict) of every `every`-th mutation of the program of `plan`, from number
-    `start` on.
+    """(mutation, verdict) of every `every`-th mutation of the program of `plan`, from index `start`
+    on. A verdict is EXACT, DIFFERS, REJECTED, RAISED or STUCK.
 
-    Raises RuntimeError if the program itself is not exact, before or after.
+    `source` makes the case on the workers; `progress` is called with each result. Raises
+    RuntimeError if the program itself is not exact, before or after.
     """
     text, found = plan.to_json(), []
     mutations, step_s = pool.run(_prepare, source, text, timeout_s=PREPARE_TIMEOUT_S)[0]
@@ -111,7 +113,9 @@ def run_mutations(
 def judged(
     model: str, mesh: str, found: list[tuple[Mutation, str]], start_s: float
 ) -> MutationCell:
-    """The counts of the verdicts of one cell."""
+    """The results of `run_mutations` as a cell: counts of verdicts, and the mutations that escaped.
+    It began at `start_s` of `time.perf_counter`.
+    """
     predicted = [
         (mutation, verdict) for mutation, verdict in found if mutation.no_op or mutation.same
     ]
@@ -145,7 +149,9 @@ time.
 
 
 def _prepare(rank: int, source: Source, plan: str) -> tuple[list[Mutation], float]:
-    """(mutations of the program, seconds of the three steps of its training)."""
+    """Make this rank's engine for the plan (JSON text), keep it for `_mutant`, and check that the
+    program trains exactly. Returns (its mutations on rank 0, [] elsewhere; seconds of training).
+    """
     _trials.clear()
     trial = _trials[plan] = Trial.of(source[0](*source[1:]), Plan.from_json(plan))
     mutations, start = mutations_of(trial), time.perf_counter()
@@ -156,7 +162,9 @@ def _prepare(rank: int, source: Source, plan: str) -> tuple[list[Mutation], floa
 
 
 def _mutant(rank: int, plan: str, mutation: Mutation | None) -> str:
-    """The verdict of this rank on a mutant, or on the program itself.  The verifier checks shapes, which backwards do not change."""
+    """The verdict of this rank on a mutant, or on the program itself if None. The verifier runs
+    only if something is deleted or doubled: it checks shapes, which backwards do not change.
+    """
     trial = _trials[plan]
     if mutation is None:
         return trial.outcome(verify=False)

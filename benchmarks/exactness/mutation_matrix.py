@@ -85,8 +85,9 @@ def run_cell(
 def run_models(
     names: list[str], meshes: list[str], every: int, verbose: bool
 ) -> list[MutationCell]:
-    """The cells, model by model. The workers of a model are copies of this process after it has
-    traced and trained the model.
+    """Run every suitable pair of model and mesh, model by model, and return the cells. Prints each
+    to stderr. The workers of a model are copies of this process after it has traced and trained the
+    model.
     """
     found = []
     for name in names:

@@ -60,9 +60,10 @@ Source = tuple
 class Mutation:
     """One way to damage a program.
 
-    `kind` is delete, double, a backward, drop or reduce_again, or how `message` is damaged. `place`
-    is a module and node, or a parameter and axis. `no_op`: the mutation provably changes nothing.
-    `same`: why its backward returns what the right one returns, if it does.
+    `kind` is "delete", "double" or another backward of a transition node; "drop" or "reduce_again"
+    of a gradient's reduction; or a kind of damage to `message`. `place` is (module, node), or
+    (parameter, axis). `no_op`: the mutation provably changes nothing. `same`: why its backward
+    returns what the right one returns, or ''. `what` describes the place.
     """
 
     place: Place
@@ -92,7 +93,9 @@ def modules(engine: Engine) -> dict[str, GraphModule]:
 
 
 def representatives(traced: TracedModel) -> dict[str, int]:
-    """The class of the first segment of each class, by the name of the segment's module."""
+    """The first segment of each block class, by the name of its module -> the index of
+    its class.
+    """
     found: dict[int, str] = {}
     for segment in traced.segments:
         found.setdefault(segment.class_index, module_name(segment.name))
@@ -145,7 +148,9 @@ def _uses(node: Node, classes: dict[str, int]) -> Iterator[tuple]:
 
 
 class _Differentiable(Interpreter):
-    """Runs the program and writes down which transitions a gradient flows through."""
+    """Runs the program node by node, and sets `node.meta["differentiable"]` of each transition:
+    whether its result requires a gradient.
+    """
 
     def run_node(self, node: Node):
         result = super().run_node(node)
@@ -159,7 +164,9 @@ class _Differentiable(Interpreter):
 
 
 def mutations_of(trial: Trial) -> list[Mutation]:
-    """All mutations of the trial's program; equal on every rank.  Trains its engine."""
+    """All mutations of the trial's program; equal on every rank. Trains the trial's engine, which
+    is to be reset afterwards.
+    """
     engine, case = trial.engine, trial.case
     nodes, messages = list(_distinct_nodes(engine, case.traced)), []
     watch = Watch(messages.append)
@@ -224,7 +231,7 @@ def mutations_of(trial: Trial) -> list[Mutation]:
 
 
 def _others(node: Node) -> list[str]:
-    """The wrong backwards of a transition that its function allows."""
+    """The backwards that the transition's function allows, other than the right one, by name."""
     return [
         backward
         for backward in _LEGAL_BACKWARD[_PRIMITIVE[node.target]]
@@ -233,7 +240,9 @@ def _others(node: Node) -> list[str]:
 
 
 def _is_zero_without(engine: Engine, name: str, axis: str, gradients: dict[str, Tensor]) -> bool:
-    """Whether a gradient that is zero in all is zero on every rank even before its parts are added up over one axis."""
+    """Whether a gradient that is zero in total is zero on every rank even before it is summed over
+    `axis`. `gradients` are this rank's before any sum. Every rank must call it.
+    """
     gradient = gradients[name]
     for other in engine.gradient_axes(name):
         if other != axis:
@@ -242,7 +251,9 @@ def _is_zero_without(engine: Engine, name: str, axis: str, gradients: dict[str, 
 
 
 def _run_once(engine: Engine, batch: dict) -> dict[str, Tensor]:
-    """Forward and backward of the first micro-batch, node by node; the gradients of this rank, before they are added up."""
+    """Run forward and backward of the first micro-batch, node by node. Returns this rank's
+    gradients by name, before they are summed over ranks; zeros where there are none.
+    """
     work = engine.batches.split(engine.local_batch(batch))
     program = replace(
         engine.program, module=lambda *args: _Differentiable(engine.program.module).run(*args)
@@ -264,7 +275,7 @@ def _run_once(engine: Engine, batch: dict) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def damaged(engine: Engine, mutation: Mutation) -> Iterator[None]:
-    """Within the block, the engine's program has the mutation."""
+    """A context in which the engine's program has the mutation. It is undone at the end."""
     if mutation.kind in ("drop", "reduce_again"):
         undo = _damage_reduction(engine, *mutation.place, mutation.kind)
     else:
@@ -284,7 +295,9 @@ def damaged(engine: Engine, mutation: Mutation) -> Iterator[None]:
 
 
 def _damage_node(module: GraphModule, node: Node, kind: str) -> Callable[[], None]:
-    """Delete or double a transition, or give it another backward; returns what undoes it."""
+    """Delete or double a transition in the graph, or give it the backward `kind`. Returns a
+    function that undoes it.
+    """
     kwargs = {key: value for key, value in node.kwargs.items() if key != "async_op"}
     # of an asynchronous transition, what is waited for
     value = next(iter(node.users)) if len(kwargs) < len(node.kwargs) else node
@@ -316,7 +329,9 @@ def _damage_node(module: GraphModule, node: Node, kind: str) -> Callable[[], Non
 
 
 def _damage_reduction(engine: Engine, name: str, axis: str, kind: str) -> Callable[[], None]:
-    """The gradient of one parameter is not added up over one axis, or added up twice; returns what undoes it."""
+    """Make the engine not sum the gradient of a parameter over an axis ("drop"), or sum it twice.
+    Returns a function that undoes it.
+    """
     if kind == "drop":
         layouts = engine._layouts
         engine._layouts = layouts | {name: layouts[name] | {axis: R}}
@@ -339,9 +354,10 @@ def _damage_reduction(engine: Engine, name: str, axis: str, kind: str) -> Callab
 class Trial:
     """An engine on this rank, and the data to compare mutants with.
 
-    These are the tensors that it starts from, this rank's tensors after the first undamaged step,
-    and how far each whole tensor moves in it. A mutant that differs after one step needs no second
-    one.
+    Attributes:
+        initial: this rank's tensors before the first step, by name.
+        first: this rank's tensors after the first undamaged step.
+        moved: the norm of what that step changed in each whole tensor.
     """
 
     engine: Engine
@@ -385,8 +401,9 @@ class Trial:
         found.append(float(self.engine.step(self.engine.local_batch(batch))))
 
     def outcome(self, verify: bool = True) -> str:
-        """EXACT, or how the program was caught; stops at the first difference. Equal on all ranks,
-        unless their control flow differs.
+        """Train for all batches and compare. Returns EXACT, or the way in which the damage was
+        caught; stops at the first difference. `verify`: first let the verifier check the program.
+        Equal on all ranks, unless their control flow differs.
         """
         if verify and any_rank(_fails(lambda: verify_program(self.engine.program))):
             return REJECTED
@@ -405,7 +422,9 @@ class Trial:
         return DIFFERS if any_rank(not error <= TOLERANCE) else EXACT
 
     def _parted(self) -> bool:
-        """Whether this rank's part of a tensor is off by so much that the whole is outside the tolerance."""
+        """Whether, after the first step, this rank's part of some tensor is off by so much that the
+        whole is outside the tolerance.
+        """
         for name, expected in self.first.items():
             if name in self.moved:
                 error = float((self.engine._leaves[name].detach() - expected).norm())
@@ -415,7 +434,7 @@ class Trial:
 
 
 def _fails(action: Callable[[], object]) -> bool:
-    """Whether an action raises: any error catches a mutant."""
+    """Call `action`, and return whether it raised: any error catches a mutant."""
     try:
         action()
     except Exception:

@@ -39,7 +39,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A model of the zoo under an optimizer and pins."""
+    """One run of the check: a model of the zoo, an optimizer of OPTIMIZERS, and the pins of its
+    plan.
+    """
 
     model: str
     optimizer: str
@@ -84,8 +86,14 @@ RUNS = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The largest update-relative errors of a parameter and of a loss, how many steps one device
-    clipped, and its losses.
+    """The errors of a run against one device.
+
+    Attributes:
+        error: the largest error of a parameter, relative to its update.
+        tensor: the parameter that has it.
+        loss_error: the largest relative error of a loss.
+        clipped: steps in which one device clipped the gradients.
+        losses: the losses of one device.
     """
 
     error: float
@@ -96,7 +104,7 @@ class Found:
 
 
 def rate(step: int) -> float:
-    """The learning rate of a step, as a share of the largest: warm-up, then a cosine."""
+    """The factor of the learning rate in a step, at most 1: linear warm-up, then a cosine to 0."""
     return (
         (step + 1) / WARM_UP
         if step < WARM_UP
@@ -105,7 +113,9 @@ def rate(step: int) -> float:
 
 
 def on_one_device(case: Case, optimizer: str) -> tuple[dict[str, Tensor], tuple[float, ...], int]:
-    """(parameters, losses, steps that clipped) of training in eager PyTorch."""
+    """Train a copy of the case's model in eager PyTorch. Returns (parameters by name, loss of each
+    step, steps that clipped).
+    """
     model: nn.Module = copy.deepcopy(case.model)
     trained = OPTIMIZERS[optimizer](model.parameters())
     schedule, losses, clipped = torch.optim.lr_scheduler.LambdaLR(trained, rate), [], 0
@@ -123,7 +133,9 @@ def on_one_device(case: Case, optimizer: str) -> tuple[dict[str, Tensor], tuple[
 def on_a_rank(
     rank: int, setup: Setup, plan_text: str, optimizer: str, after: dict[str, Tensor]
 ) -> tuple[float, str, list[float]]:
-    """(largest error against `after`, its tensor, losses) of a rank under a plan."""
+    """Train a rank under a plan (JSON text). Returns (largest error relative to the update against
+    `after`, the tensor that has it, loss of each step).
+    """
     case = make_case(setup)
     engine = Engine(
         case.model,

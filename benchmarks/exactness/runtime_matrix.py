@@ -72,7 +72,9 @@ equally exact.
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination; `schedule` is 'none' without a pipeline."""
+    """One combination of the matrix: model, degrees of the mesh, ZeRO stage, recompute mode,
+    schedule. `schedule` is 'none' without a pipeline.
+    """
 
     model: str
     pp: int
@@ -111,7 +113,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Cells that cannot run, and a text that the error must contain."""
+    """Cells that cannot run: those for which `holds` is true. Their error must contain `words`;
+    `reason` explains it.
+    """
 
     reason: str
     holds: Callable[[Cell], bool]
@@ -129,7 +133,10 @@ REFUSALS = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a cell showed.  `status`: 'exact', 'refused' (as listed in REFUSALS), or 'failed', whose `message` says how."""
+    """What a cell showed.  `status`: 'exact', 'refused' (as listed in REFUSALS), or 'failed';
+    `message` says why it was refused or failed. `error` is the largest error relative to the update
+    (of a loss: to the loss), and `tensor` has it.
+    """
 
     cell: Cell
     status: str
@@ -139,7 +146,7 @@ class Outcome:
     time_s: float = 0.0
 
     def as_line(self) -> str:
-        """One line of JSON."""
+        """The outcome as one line of JSON, which `of_line` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -168,12 +175,14 @@ def every_cell() -> list[Cell]:
 
 
 def refusal_of(cell: Cell) -> Refusal | None:
-    """Why a cell is refused, if it is."""
+    """The entry of REFUSALS for a cell; None if the cell should run."""
     return next((refusal for refusal in REFUSALS if refusal.holds(cell)), None)
 
 
 def covering_cells(cells: list[Cell]) -> list[Cell]:
-    """Few of the cells that run, which show all pairs of values and all of TOGETHER; the smaller meshes where there is a choice."""
+    """A few of the cells that run, in the given order. They have every pair of values that occurs,
+    and every combination of the columns TOGETHER; smaller meshes are preferred.
+    """
     running = sorted(
         (cell for cell in cells if refusal_of(cell) is None),
         key=lambda cell: (cell.processes, cell.layers),
@@ -187,7 +196,9 @@ def covering_cells(cells: list[Cell]) -> list[Cell]:
 
 @cache
 def setup_of(model: str, layers: int) -> Setup:
-    """The setup that all processes of a cell share."""
+    """The setup (model, precision, steps, sizes) of cells with this model and depth. Cached, so
+    that they share a trace.
+    """
     return Setup(ZooModel.of(MODELS[model], layers).spec, PRECISION, STEPS, SEQ, ROWS)
 
 
@@ -238,7 +249,9 @@ def run_cell(cell: Cell, pool: WorkerPool) -> Outcome:
 
 
 def run_cells(cells: Iterable[Cell]) -> Iterator[Outcome]:
-    """Outcomes, one after another.  Cells of one model and depth share processes, which inherit its trace."""
+    """Run the cells and yield their outcomes, one after another.  Neighbours with one model and
+    depth share processes, which inherit its trace.
+    """
     for _, alike in groupby(cells, key=lambda cell: (cell.model, cell.layers)):
         pools: dict[int, WorkerPool] = {}
         try:
@@ -253,7 +266,7 @@ def run_cells(cells: Iterable[Cell]) -> Iterator[Outcome]:
 
 
 def shard_of(text: str) -> tuple[int, int]:
-    """The (number, count) of a part of the matrix: '2/5' -> (2, 5)."""
+    """Parse a part of the matrix: '2/5' -> (2, 5). Raises ArgumentTypeError for other text."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a part such as 1/4, 2/4, ...")
@@ -261,7 +274,7 @@ def shard_of(text: str) -> tuple[int, int]:
 
 
 def report(outcomes: list[Outcome]) -> str:
-    """Counts by model, refusals by reason, and every cell that failed."""
+    """A text: counts by model, refusals by reason, and a line for each failed cell."""
     lines = [f"{'model':12}{'exact':>8}{'refused':>9}{'failed':>8}   worst error"]
     for model in dict.fromkeys(outcome.cell.model for outcome in outcomes):
         own = [outcome for outcome in outcomes if outcome.cell.model == model]

@@ -60,7 +60,9 @@ class Arrival:
     kwargs: dict[str, Any]
 
     def through(self, backward: str) -> Tensor:
-        """The gradient of the operand, if the transition has this backward."""
+        """The gradient of the operand, if the transition had the primitive `backward` as its
+        backward.
+        """
         x = torch.zeros_like(self.operand, device=self.gradient.device, requires_grad=True)
         return torch.autograd.grad(
             self.function(x, *self.args, **{**self.kwargs, "backward": backward}), x, self.gradient
@@ -73,9 +75,11 @@ def same_backwards(
     candidates: Candidates,
     reset: Callable[[], None],
 ) -> dict[tuple[Place, str], str]:
-    """(place, backward) of the candidates that do what the right backward does -> SAME or UNREAD; equal on every rank.
+    """Find wrong backwards that do what the right one does: (place, backward) -> SAME or UNREAD, as
+    the module describes. Equal on every rank.
 
-    `reset` puts the engine back to where training starts.
+    `candidates` has the transitions and their wrong backwards. `reset` puts the engine back to
+    where training starts; this function trains it.
     """
     candidates = list(candidates)
     runs = [*batches, without_ignored(batches[0])]
@@ -102,7 +106,9 @@ def same_backwards(
 def _train(
     engine: Engine, runs: list[dict[str, Tensor]], reset: Callable[[], None]
 ) -> list[Tensor]:
-    """The loss of each step, and this rank's tensors after the last."""
+    """Reset the engine and run a step for each batch. Returns the loss of each step, followed by
+    this rank's tensors after the last.
+    """
     reset()
     losses = [engine.step(engine.local_batch(batch)) for batch in runs]
     return [*losses, *(leaf.detach().clone() for leaf in engine._leaves.values())]
@@ -116,7 +122,9 @@ def _is_unread(
     reset: Callable[[], None],
     trained: list[Tensor],
 ) -> bool:
-    """Whether training is the same to the last bit with random numbers in the place of a transition's value."""
+    """Whether training gives `trained` (as `_train`), bit by bit on every rank, if random numbers
+    replace the value of a transition.
+    """
     value = _value(node)
     target = value.target
 
@@ -136,7 +144,7 @@ def _is_unread(
 
 def _value(node: Node) -> Node:
     """The node with the transition's result: the transition itself or, if it is asynchronous, its
-    `wait`.
+    `wait`. RuntimeError if its user is no `wait`.
     """
     value = next(iter(node.users)) if node.kwargs.get("async_op") else node
     if value is not node and value.target is not wait:
@@ -152,7 +160,9 @@ def _agree(seen: list[Arrival], right: list[Tensor], backward: str) -> bool:
 
 
 def without_ignored(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with ignored targets (and other ignored integers) replaced by the largest value."""
+    """The batch in which -100 in an int64 tensor (ignored targets) is replaced by the tensor's
+    largest value.
+    """
     return {
         name: x.masked_fill(x == IGNORED, x.max()) if x.dtype == torch.int64 and x.numel() else x
         for name, x in batch.items()
@@ -163,7 +173,9 @@ def without_ignored(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def arrivals(
     nodes: Iterable[tuple[str, GraphModule, Node]],
 ) -> Iterator[dict[Place, list[Arrival]]]:
-    """Within the block, every gradient that reaches a transition is added to the list of its place, in the order of arrival."""
+    """A context that records the gradients that reach transitions, given as (module's name, module,
+    node). It yields a dict: place -> list of arrivals, in order, which backward fills.
+    """
     found: dict[Place, list[Arrival]] = {}
     originals: list[tuple[GraphModule, Node, Callable]] = []
     try:
@@ -193,8 +205,8 @@ def arrivals(
 
 
 def _watching(function: Callable, found: list[Arrival]) -> tuple[Callable, Callable]:
-    """Two functions: the transition, which also remembers its arguments, and one that its value
-    passes through, which records its gradient in `found`.
+    """Two functions: one calls the transition and remembers its arguments; the value must pass
+    through the other, which records its gradient in `found`.
     """
     latest: list[tuple] = []
 
@@ -215,7 +227,7 @@ def _watching(function: Callable, found: list[Arrival]) -> tuple[Callable, Calla
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank."""
+    """Whether the flag is True on any rank. Every rank must call it."""
     flags = torch.tensor([float(flag)])
     dist.all_reduce(flags)
     return bool(flags)

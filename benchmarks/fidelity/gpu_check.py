@@ -78,7 +78,9 @@ def measured(
     rounds: int,
     mode: str | None = None,
 ) -> Found:
-    """Plan a case and train it; `mode` is torch.compile's, None to run eagerly."""
+    """Plan a case and train it for `rounds` steps after the warm-up. `rows` sequences of `seq`
+    tokens are a step. `mode` is torch.compile's; None runs eagerly.
+    """
     spec, device = parse_model(model), torch.device(cluster.device_type)
     precision = "fp32" if device.type == "cpu" else "bf16"
     batch = spec.example_inputs(rows, seq, "cpu")

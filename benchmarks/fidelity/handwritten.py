@@ -109,7 +109,9 @@ def tensor_parallel(model: Llama, optimizer: Optimizer, sequences: bool) -> Step
 
 
 class _Stage(nn.Module):
-    """Some layers of a Llama; the embedding with the first, norm and head with the last."""
+    """Layers `start` to `end` - 1 of a Llama; the first stage also has the embedding, the last one
+    norm and head.
+    """
 
     def __init__(self, model: Llama, start: int, end: int) -> None:
         super().__init__()
@@ -129,8 +131,8 @@ class _Stage(nn.Module):
 
 
 def pipeline(model: Llama, optimizer: Optimizer, cuts: list[int], micro_batches: int) -> Step:
-    """A step under 1F1B of torch.distributed.pipelining; stage s has layers cuts[s] to cuts[s +
-    1].
+    """A step under 1F1B of torch.distributed.pipelining; stage s has layers cuts[s] to cuts[s + 1]
+    - 1. Only the last rank returns a loss.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     module = _Stage(model, cuts[rank], cuts[rank + 1])

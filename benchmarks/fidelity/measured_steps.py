@@ -87,12 +87,16 @@ def _step(rank: int, index: int) -> float:
 
 
 def versions() -> str:
-    """One line with the versions and the date, with which every result begins."""
+    """One line with the versions of autopar, torch and Python and today's date, with which every
+    result begins.
+    """
     return f"autopar {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.date.today()}"
 
 
 def cpu_name() -> str:
-    """The CPU's model, as Linux names it."""
+    """The CPU's model and the number of its logical cores, as Linux gives them; elsewhere what
+    `platform` knows.
+    """
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -42,8 +42,10 @@ ROOM = 1.001
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A run, the prediction for its layout, and the planner's free choice, or the `reason` why one
-    of them is missing.
+    """A published run, the prediction `pinned` for its layout, and the plan `free` that the planner
+    chooses itself. If one is missing (None), `reason` says why. `roomier`: planned for more memory
+    than the devices have, since the run's layout is predicted to need it. `took_s`: seconds for all
+    this.
     """
 
     run: Run
@@ -55,8 +57,8 @@ class Row:
 
     @property
     def slower(self) -> float | None:
-        """How much slower the free choice is predicted to be, as a share; negative if it is
-        faster.
+        """How much slower the free choice is predicted to be, as a share; negative if it is faster.
+        None if there is no free plan.
         """
         return (
             None
@@ -66,7 +68,10 @@ class Row:
 
 
 def compared(run: Run, time_limit_s: float, planned: dict[tuple, Plan]) -> Row:
-    """Price the layout of a run, and plan freely what it ran, unless it is `planned`: runs of one task differ in their layouts alone."""
+    """Price the layout of a run, and plan its task freely, for at most `time_limit_s` seconds.
+    `planned` caches plans by task, since some runs differ only in their layouts. An error becomes
+    the row's `reason`.
+    """
     start, pinned = time.perf_counter(), None
     try:
         case = case_of(run)
@@ -116,8 +121,8 @@ def line(row: Row) -> str:
 
 
 def verdict(rows: Sequence[Row], tolerance: float) -> list[str]:
-    """Lines of text: how many rows there are of each outcome, and the rows whose free choice is
-    slower, worst first.
+    """Lines of text: how many rows were planned freely and how many of these are slower by more
+    than `tolerance`, then each slower one, worst first.
     """
     free = [row for row in rows if row.free is not None]
     slower = sorted((row for row in free if row.slower > tolerance), key=lambda row: -row.slower)

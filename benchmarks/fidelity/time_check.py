@@ -47,13 +47,17 @@ LEAST = 0.8
 
 
 def make_plans(cluster: ClusterSpec) -> list[Plan]:
-    """One plan for each line of `PINS`; all but the pins is the solver's choice under the prices of `cluster`."""
+    """One plan for each entry of `PINS`, in order, without recomputation and ZeRO unless pinned;
+    the solver chooses the rest under the prices of `cluster`.
+    """
     plan_under = Task(MODEL, cluster, ROWS, SEQ).planner(precision="fp32", runnable=True)
     return [plan_under({"recompute": "none", "zero": 0} | pin) for pin in PINS]
 
 
 def report(plans: list[Plan], measured: list[float], breakdown: bool = False) -> str:
-    """The table and its scores as text."""
+    """A text: a line for each plan, with predicted and measured seconds and their ratio, and the
+    rank correlation. `breakdown` adds what each prediction consists of.
+    """
     predicted = [plan.predicted.step_time_s for plan in plans]
     lines = [
         versions(),

@@ -75,7 +75,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A hand-written loop and the pins of the same layout; without pins it is measured against itself."""
+    """A hand-written loop and the pins of the same layout in autopar. If `pin` is None, the loop is
+    measured against itself.
+    """
 
     name: str
     pin: dict[str, Any] | None
@@ -104,9 +106,12 @@ CASES = (
 class Measured:
     """The results of one case.
 
-    `handwritten_s` and `autopar_s` are the median over rounds of the seconds of a step. `low` and
-    `high` are the least and the greatest ratio of a round. `cpu_ratio` is the ratio of processor
-    seconds of all ranks.
+    Attributes:
+        name, layout: the hand-written loop, and autopar's pins.
+        handwritten_s, autopar_s: seconds of a step, the median over rounds.
+        low, high: the least and the greatest ratio (autopar / hand-written) of a round.
+        cpu_ratio: the ratio of processor seconds of all ranks.
+        loss_difference: the largest relative difference of the two losses of a step.
     """
 
     name: str
@@ -131,7 +136,9 @@ _sides: list[
 
 
 def _build(rank: int, case: Case, work: Work, plan: str) -> None:
-    """Make both sides on this rank."""
+    """Fill this rank's `_sides` with (step function, batches) of the hand-written loop and of the
+    engine under `plan` (JSON text); for a case without pins, of the loop twice.
+    """
     warnings.simplefilter("ignore")
     _sides.clear()
     gc.collect()
@@ -201,7 +208,10 @@ Numbers = tuple[list[float], list[float]]
 def _round(
     rank: int, steps: int, first: int
 ) -> tuple[Numbers, Numbers, tuple[list[float | None], list[float | None]]]:
-    """Seconds, processor seconds and losses of `steps` alternating steps; `first` counts the steps before."""
+    """Run `steps` steps of each side, alternating. Returns seconds, processor seconds and losses,
+    each as (hand-written, engine) lists with one entry a step. `first` is the number of steps
+    before.
+    """
     seconds, worked, losses = ([], []), ([], []), ([], [])
     for number in range(first, first + steps):
         for side in (0, 1) if number % 2 else (1, 0):
@@ -228,7 +238,9 @@ def planner(work: Work) -> PlanUnder:
 def measure(
     pool: WorkerPool, case: Case, work: Work, plan_under: PlanUnder, rounds: int, steps: int
 ) -> Measured:
-    """Measure one case; the steps before the first round are the warm-up."""
+    """Measure one case: `rounds` rounds of `steps` steps of each side, after a shorter round as
+    warm-up.
+    """
     plan = ""
     if case.pin is not None:
         rows = work.rows // (
@@ -261,7 +273,7 @@ def measure(
 
 
 def _mean(losses: list[float | None]) -> float:
-    """The mean over the ranks that know a loss."""
+    """The mean of the losses that are not None (ranks without a loss give None)."""
     return statistics.mean(loss for loss in losses if loss is not None)
 
 
@@ -278,7 +290,7 @@ def table(found: Sequence[Measured]) -> str:
 
 
 def verdict(found: Sequence[Measured]) -> tuple[str, bool]:
-    """A text that sums up the table, and whether the results are good."""
+    """(text that sums up the table, whether losses agree and no ratio is above MOST)."""
     wrong = [one.name for one in found if not one.loss_difference <= LOSS_TOLERANCE]
     if wrong:
         return f"LOSSES DIFFER by more than {LOSS_TOLERANCE:g}: {', '.join(wrong)}", False

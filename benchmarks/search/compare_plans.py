@@ -56,8 +56,8 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A task with its rivals, the chosen plan first. `measured_s` has seconds by name, and is empty
-    if nothing was run.
+    """A task with its rivals, the chosen plan first. `measured_s` has measured seconds of a step by
+    rival's name; it is empty if nothing was run.
     """
 
     task: Task
@@ -76,7 +76,9 @@ class Compared:
 
     @property
     def measured_best(self) -> str:
-        """The plan with the shortest measured step; the chosen plan has the mean of its two."""
+        """The name of the plan with the shortest measured step; the chosen plan counts with the
+        mean of its two measurements.
+        """
         return min((name for name in self.measured_s if name != AGAIN), key=self.mean_s)
 
     @property
@@ -98,7 +100,9 @@ class Compared:
 
     @property
     def noise(self) -> float:
-        """How much the two measurements of the chosen plan differ, as a share."""
+        """The difference between the two measurements of the chosen plan, as a share of
+        the first.
+        """
         return abs(self.measured_s[AGAIN] / self.measured_s["chosen"] - 1)
 
 
@@ -109,8 +113,8 @@ def predicted(task: Task, count: int, seed: int, time_limit_s: float) -> Compare
 
 
 def measured(task: Task, count: int, seed: int, rounds: int) -> Compared:
-    """A task with measured times: each rival that the engine runs is measured once, and the chosen
-    plan twice.
+    """Plan a task and its rivals (`count` random ones, drawn from `seed`), and measure on CPUs.
+    Each rival that the engine runs is measured once, the chosen plan twice, over `rounds` steps.
     """
     found = tuple(
         rivals(task.planner(precision="fp32", runnable=True), task.cluster_spec, True, count, seed)
@@ -125,7 +129,9 @@ def measured(task: Task, count: int, seed: int, rounds: int) -> Compared:
 
 
 def table(compared: Compared) -> str:
-    """The rivals of one task, the fastest first, then those that are impossible."""
+    """A text: a line for each rival of one task, the fastest prediction first, then the impossible
+    ones with their reasons, then the verdict.
+    """
     chosen_s = compared.rivals[0].plan.predicted.step_time_s
     rows = sorted(
         (r for r in compared.rivals if r.plan is not None),
@@ -176,7 +182,7 @@ def _verdict(compared: Compared) -> str:
 
 
 def summary(found: Sequence[Compared]) -> str:
-    """One line of text that sums up all tasks."""
+    """One line of text that sums up all tasks, which were all measured or all only predicted."""
     if found[0].measured_s:
         worst = max(compared.measured_regret for compared in found)
         noise = max(compared.noise for compared in found)

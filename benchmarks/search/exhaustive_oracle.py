@@ -36,11 +36,16 @@ Chosen = Mapping[str, Strategy]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Costs of a segment or of a stage, on one device.
+    """Costs of a segment (the layers between two possible stage cuts) or of a stage, on one device.
 
-    They are seconds of a micro-batch and once a step, bytes kept, and bytes of the fullest moment
-    of backward. Then come bytes besides what is kept between two parts of a backward, and how many
-    of these a segment makes again (`spared`, in `moment` too).
+    Attributes:
+        forward_s, backward_s: seconds of a micro-batch.
+        weight_s: the part of `backward_s` for gradients of parameters.
+        step_s: seconds once a step.
+        kept: bytes kept from forward to backward.
+        moment: bytes at the fullest moment of backward, besides those kept.
+        late: bytes besides `kept` that wait between the two parts of a split backward.
+        spared: the part of `late` that recomputation makes again, and `moment` counts too.
     """
 
     forward_s: float = 0.0
@@ -69,10 +74,10 @@ class Point:
 def points(
     models: Mapping[str, AnnotatedModel], schedules: Sequence[tuple[str, int]]
 ) -> set[Point]:
-    """Seconds and bytes of every plan of one candidate.
+    """(seconds, bytes) of every plan of one candidate, without duplicates.
 
-    `models` are by recompute mode, the one that keeps most first. `schedules` are those of a
-    pipeline.
+    `models` has the priced model for each recompute mode, the mode that keeps most first.
+    `schedules` has (name, stages a rank) of the pipeline schedules; unused without a pipeline.
     """
     found: set[Point] = set()
     for placed in placements(models):
@@ -85,7 +90,9 @@ def points(
 
 
 def placements(models: Mapping[str, AnnotatedModel]) -> Iterator[Placed]:
-    """Every combination of strategies of all ops of all classes that can run."""
+    """Yields every combination of strategies of all ops of all classes that can run: all
+    conversions of layouts exist, and tied parameters have one layout.
+    """
     base = next(iter(models.values()))
     ways = [
         list(product(*(range(len(op.strategies)) for op in block.ops))) for block in base.classes
@@ -99,7 +106,10 @@ def placements(models: Mapping[str, AnnotatedModel]) -> Iterator[Placed]:
 
 
 class Placed:
-    """A model under one combination of strategies, given by their numbers, op by op."""
+    """A model under one combination of strategies. `numbers[class][op]` is the index of the op's
+    strategy. `models` is by recompute mode. `fits_together`: whether the combination can run; if
+    not, it has no costs.
+    """
 
     def __init__(
         self, models: Mapping[str, AnnotatedModel], numbers: Sequence[Sequence[int]]
@@ -176,8 +186,8 @@ class Placed:
         )  # fmt: skip
 
     def _late(self, mode: str, index: int) -> int:
-        """Bytes beyond those kept between the two parts of a backward: tensors that ops with a
-        parameter keep, and the gradients that reach them.
+        """Bytes that wait between the two parts of a split backward (tensors that ops with a
+        parameter keep, and the gradients that reach them), less the bytes kept. May be negative.
         """
         block, chosen = self.models[mode].classes[index], self.chosen[mode, index]
         there: dict[str, int] = {}
@@ -191,7 +201,9 @@ class Placed:
         return sum(there.values()) - kept
 
     def _arriving(self, number: int) -> Cost:
-        """The cost of conversions of layouts between other segments and this one."""
+        """Seconds of the layout conversions of values that segment `number` reads from other
+        segments.
+        """
         index, found = self.base.segments[number], Cost()
         ends = {
             (e.source, e.source_output, e.target, e.target_input): (e, have, need)
@@ -208,7 +220,9 @@ class Placed:
         return found
 
     def cost(self, number: int, mode: str) -> Cost:
-        """The cost of segment `number`; only layers have a choice of modes."""
+        """The cost of segment `number` under the recompute mode `mode`, with conversions of what it
+        reads.
+        """
         return self.of_class[mode, self.base.segments[number]] + self.arriving[number]
 
     # ------------------------------------------------------------------------------------------------ without a pipeline
@@ -227,8 +241,8 @@ class Placed:
             yield Point(seconds, self.base.fixed_bytes + sum(self.static) + way.kept + way.moment)
 
     def ways(self, segments: Sequence[int], parted: bool = False) -> list[Cost]:
-        """Costs of a stage with these segments, for every mode of every layer, without
-        duplicates.
+        """Costs of a stage with these segments, one for every choice of modes of its layers,
+        without duplicates. `parted`: its backward runs in two parts.
         """
         freed = self._freed(segments, parted)
         return list(
@@ -241,8 +255,8 @@ class Placed:
             yield dict(zip(mine, modes, strict=True))
 
     def _freed(self, segments: Sequence[int], parted: bool) -> int:
-        """Bytes that the model's last segment kept, and frees before the backward of its stage's
-        other segments begins.
+        """Bytes of the model's last segment that are freed before the backward of its stage's other
+        segments begins. 0 if the stage lacks it, or the model does not free it early.
         """
         last = len(self.base.segments) - 1
         if self.base.segments[last] != self.base.last or last not in segments:
@@ -256,7 +270,9 @@ class Placed:
     def _run(
         self, segments: Sequence[int], modes: Mapping[int, str], freed: int, parted: bool
     ) -> Cost:
-        """The cost of a stage whose last segment frees `freed` bytes."""
+        """The cost of a stage whose layers have the recompute modes `modes` (by segment), and whose
+        last segment frees `freed` bytes early. `parted`: its backward runs in two parts.
+        """
         found, last = Cost(), len(self.base.segments) - 1
         costs = {number: self.cost(number, modes.get(number, self.modes[0])) for number in segments}
         to_come = (
@@ -272,7 +288,9 @@ class Placed:
     # ------------------------------------------------------------------------------------------------ pipelines
 
     def piped(self, schedule: str) -> Iterator[Point]:
-        """Plans with one stage a rank: every cut, every mode of every layer."""
+        """Yields (seconds, bytes on the fullest rank) of every plan with one stage a rank: every
+        cut into stages, and every mode of every layer.
+        """
         ranks, layers = self.base.pipeline.ranks, len(self.layers)
         for inner in combinations(range(1, layers), ranks - 1):
             stages = self.stages([b - a for a, b in pairwise((0, *inner, layers))])
@@ -312,8 +330,9 @@ class Placed:
                 )
 
     def dealt(self, schedule: str, count: int) -> Iterator[Point]:
-        """Plans with several stages a rank: every deal, and for every rank every number of layers
-        in each mode.
+        """Yields (seconds, bytes on the fullest rank) of every plan with `count` stages a rank.
+        Every division of layers (`deals`) is tried, and for every rank every number of layers in
+        each mode.
         """
         ranks = self.base.pipeline.ranks
         for sizes in deals(len(self.layers), ranks * count):
@@ -354,7 +373,10 @@ class Placed:
     def _rank_ways(
         self, stages: Sequence[Sequence[int]], parted: Sequence[bool]
     ) -> list[tuple[Cost, ...]]:
-        """Costs of a rank's stages, which all have the same numbers of layers in each mode."""
+        """Every choice of modes for a rank, as a tuple with the cost of each of its stages. All
+        stages have the same numbers of layers in each mode. `parted`: by stage, whether its
+        backward runs in two parts.
+        """
         mine = [[n for n in stage if n in self.layers] for stage in stages]
         longest, found = max(map(len, mine)), {}
         freed = [self._freed(stage, two) for stage, two in zip(stages, parted, strict=True)]
@@ -375,11 +397,12 @@ class Placed:
 
     def _most(self, sent: Sequence[int], costs: Sequence[Cost], held: Sequence[Sequence[int]], ends: bool, late: list[tuple[int, int]]
               ) -> int:  # fmt: skip
-        """The most bytes that a rank holds.
+        """The most bytes that a rank holds, besides static ones.
 
-        If the rank `ends` a pipeline of whole backwards, its last stage keeps nothing while others
-        have their backward. `late` says how many micro-batches wait for gradients of parameters
-        whenever a stage has its turn.
+        `sent` and `costs` are by stage of the rank. `held` has the numbers of micro-batches of each
+        stage that are held together, at the fullest moments. If the rank `ends` a pipeline of whole
+        backwards, its last stage keeps nothing while others have their backward. `late` has (bytes
+        that wait for gradients of parameters, the stage whose backward runs).
         """
         keeps = self.base.pipeline.keeps_outputs
         kept = [cost.kept + (size if keeps else 0) for cost, size in zip(costs, sent, strict=True)]
@@ -392,15 +415,15 @@ class Placed:
         return max(most + costs[-1].moment, others + max(cost.moment for cost in costs[:-1]))
 
     def stages(self, sizes: Sequence[int]) -> list[range]:
-        """The segments of stages with these numbers of layers. Segments between two layers belong
-        to the stage of the earlier one.
+        """The segments of each stage, as index ranges, if stage i has `sizes[i]` layers. Segments
+        between two layers belong to the stage of the earlier one.
         """
         firsts = [0, *(self.layers[taken] for taken in accumulate(sizes[:-1]))]
         return [range(a, b) for a, b in pairwise((*firsts, len(self.base.segments)))]
 
     def rank(self, stages: Sequence[Sequence[int]]) -> tuple[float, int]:
-        """(seconds once a step for shared tensors, bytes that do not depend on modes) of a rank
-        with these stages.
+        """(seconds, bytes) of a rank with these stages that do not depend on recompute modes:
+        seconds once a step for parameters that another rank pays for, static and fixed bytes.
         """
         mine = [number for stage in stages for number in stage]
         once_s, static = 0.0, sum(self.static[number] for number in mine)
@@ -412,8 +435,8 @@ class Placed:
         return once_s, static + self.base.fixed_bytes
 
     def messages(self, stages: Sequence[Sequence[int]]) -> list[int]:
-        """Bytes that each stage sends: values that were made so far and are read later, each once,
-        at the largest size that is read.
+        """For each stage, bytes that it sends for a micro-batch: values made so far that later
+        stages read, each once, at the largest size that is read.
         """
         found = []
         for stage in stages:
@@ -430,7 +453,9 @@ class Placed:
         return found
 
     def step(self, costs: Sequence[Cost], schedule: str, ranks: int, sent: Sequence[int]) -> float:
-        """Seconds of a step: those of the schedule, and those that no plan changes."""
+        """Seconds of a step: the schedule's time for stages with these costs, and the model's fixed
+        seconds. `sent` has the bytes that each stage sends.
+        """
         setting = self.base.pipeline
         hops = [setting.hop_latency_s + size * setting.hop_s_per_byte for size in sent if size]
         times = tuple((cost.forward_s, cost.backward_s, cost.weight_s) for cost in costs)
@@ -448,8 +473,9 @@ def _schedule_s(
     micro_batches: int,
     hop_s: float,
 ) -> float:
-    """Seconds of a schedule. The first stage has no backward for inputs: no rank waits for the
-    gradient of its input.
+    """Seconds of a schedule; `times` has (forward, backward, weight gradients) of each stage. The
+    first stage has no gradient of its input to compute apart: its whole backward counts as weight
+    gradients.
     """
     first, *rest = times
     stages = [StageTimes(first[0], first[1], first[1]), *(StageTimes(*of) for of in rest)]
@@ -460,8 +486,8 @@ def _schedule_s(
 def _turns(
     schedule: str, ranks: int, count: int, micro_batches: int
 ) -> list[set[tuple[tuple[int, ...], int]]]:
-    """For each rank and backward (or its part for inputs): how many micro-batches of each stage
-    wait for gradients of parameters, and the stage that runs.
+    """For each rank, the pairs (for each of its stages, the micro-batches that wait for gradients
+    of parameters; the stage whose backward runs), at every backward. Duplicates are dropped.
     """
     found = []
     for todo in schedule_actions(schedule, ranks, count, micro_batches):
@@ -477,8 +503,9 @@ def _turns(
 
 @lru_cache(maxsize=1000)
 def _held(schedule: str, ranks: int, count: int, micro_batches: int) -> list[list[tuple[int, ...]]]:
-    """For each rank, how many micro-batches of each of its stages are held, at each moment when
-    that is most in torch's lists of actions.
+    """For each rank, the fullest moments of torch's list of actions: at each, how many
+    micro-batches each of its stages holds. Moments at which another holds at least as many of all
+    are dropped.
     """
     found = []
     for todo in schedule_actions(schedule, ranks, count, micro_batches):
@@ -501,8 +528,9 @@ def _held(schedule: str, ranks: int, count: int, micro_batches: int) -> list[lis
 
 
 def deals(layers: int, count: int) -> list[list[int]]:
-    """Numbers of layers of `count` stages: equal, but the first and the last may be up to two
-    shorter, and layers left over go to the middle.
+    """The divisions of `layers` layers among `count` stages that are tried, each as a list of
+    sizes. They are equal, but the first and the last may be up to two shorter. Layers left over go
+    to the middle.
     """
     found = []
     for first, last in product(range(3), repeat=2):
@@ -517,7 +545,7 @@ def deals(layers: int, count: int) -> list[list[int]]:
 
 
 def best(found: set[Point], capacity_bytes: float = inf) -> Point | None:
-    """The fastest plan that fits."""
+    """The fastest plan that fits; None if none does."""
     return min(
         (point for point in found if point.size_bytes <= capacity_bytes),
         key=lambda p: (p.time_s, p.size_bytes),
@@ -526,7 +554,7 @@ def best(found: set[Point], capacity_bytes: float = inf) -> Point | None:
 
 
 def front(found: set[Point]) -> list[Point]:
-    """The plans that no other beats in both time and bytes, smallest first."""
+    """The Pareto-optimal plans in seconds and bytes, smallest first."""
     kept: list[Point] = []
     for point in sorted(found, key=lambda p: (p.size_bytes, p.time_s)):
         if not kept or point.time_s < kept[-1].time_s:
@@ -535,7 +563,9 @@ def front(found: set[Point]) -> list[Point]:
 
 
 def above_hull(point: Point, found: set[Point]) -> bool:
-    """Whether a plan is best at no price of a byte: it lies above the lower convex hull of all."""
+    """Whether a plan lies above the lower convex hull of all plans in bytes and seconds. Such a
+    plan is best at no price of a byte.
+    """
     for a, b in combinations(front(found), 2):
         if a.size_bytes < point.size_bytes < b.size_bytes:
             share = (point.size_bytes - a.size_bytes) / (b.size_bytes - a.size_bytes)
@@ -549,8 +579,8 @@ def _chosen(block: AnnotatedBlock, numbers: Sequence[int]) -> dict[str, Strategy
 
 
 def _conversions(block: AnnotatedBlock, chosen: Chosen) -> list[Conversion] | None:
-    """The conversions of layouts inside a class: a value once for each layout that is read and not
-    made. None if one is impossible.
+    """The conversions of layouts inside a class: each value once for each layout that is read and
+    not made. None if one is impossible.
     """
     made = {
         value: layout
@@ -573,7 +603,9 @@ def _conversions(block: AnnotatedBlock, chosen: Chosen) -> list[Conversion] | No
 
 
 def _saved(chosen: Chosen, without: Sequence[str]) -> int:
-    """Bytes that autograd keeps: each tensor once, at the largest size that an op asks for."""
+    """Bytes that autograd keeps: each tensor once, at the largest size that an op asks for. Tensors
+    of the values `without` do not count.
+    """
     largest: dict[str, int] = {}
     for saved in (
         saved

@@ -38,9 +38,12 @@ CLOSE = 1e-9
 class Verdict:
     """The result of one task.
 
-    `bound`, `equal` and the like are its `kinds`. `lacks` says how much slower the plan is than the
-    optimum, as a share, and `gap` the search's own bound on that. `plans` is the number of
-    enumerated plans.
+    Attributes:
+        seed: the seed of the task.
+        kinds: the keys of `KINDS` that hold for the task, such as "equal" if the optimum was found.
+        lacks: how much slower the plan is than the optimum, as a share.
+        gap: the search's own upper bound on that share.
+        plans: the number of enumerated plans.
     """
 
     seed: int
@@ -65,7 +68,9 @@ class Counts:
             self.lacking.append(verdict)
 
     def lines(self) -> list[str]:
-        """The lines of the table of counts."""
+        """The lines of a table: how many results are of each kind of `KINDS`, plans priced, and the
+        largest `lacks`.
+        """
         rows = [f"  {self.kinds[kind]:6}  {words}" for kind, words in KINDS.items()]
         worst = max((v.lacks for v in self.lacking), default=0.0)
         rows.append(f"  {self.plans:6}  plans priced (those that cost the same, once)")
@@ -92,8 +97,8 @@ KINDS = {
 
 
 def judge(seed: int) -> Verdict:
-    """Plan one task and compare the answer with all plans. Raises AssertionError if a statement of
-    the search is false.
+    """Plan the task of a seed, within a random capacity, and compare the answer with all plans.
+    Raises AssertionError if a statement of the search is false.
     """
     task, rng = Task(seed), random.Random(seed)
     by_candidate = {candidate: points_of(task, candidate) for candidate in task.candidates}
@@ -143,7 +148,7 @@ def _fastest(found: set[Point], capacity: int | None) -> Point | None:
 
 
 def points_of(task: Task, candidate: Candidate) -> set[Point]:
-    """All plans of one candidate."""
+    """(seconds, bytes) of every plan of one candidate, by enumeration."""
     models = {mode: task.annotate(replace(candidate, recompute=mode)) for mode in candidate.modes}
     return points(models, candidate.schedules)
 
@@ -154,8 +159,8 @@ def _missed(seed: int, kinds: list[str], lacks: float, gap: float, plans: int) -
 
 
 def _capacity(rng: random.Random, everything: set[Point]) -> int | None:
-    """A capacity in bytes of a rank: None (no limit), too few for any plan, or the bytes of a plan
-    between the smallest and the fastest.
+    """A random capacity in bytes of a rank: None (no limit), one byte too few for any plan, or the
+    bytes of a plan smaller than the fastest.
     """
     sizes = sorted({point.size_bytes for point in everything})
     draw = rng.random()
@@ -188,8 +193,8 @@ def _check_bounds(
     task: Task,
     capacity: int | None,
 ) -> None:
-    """Assert for every candidate that its bound is below its best plan, and that what is called
-    infeasible does not fit.
+    """Assert for every candidate that its bound is not above its best plan that fits, and that
+    nothing fits where it is called infeasible.
     """
     for candidate, outcome in zip(task.candidates, result.outcomes, strict=True):
         of = _fastest(by_candidate[candidate], capacity)
@@ -214,8 +219,8 @@ def _check_plan(
     task: Task,
     capacity: int | None,
 ) -> None:
-    """Assert that the plan fits, and costs what one of the enumerated plans of its candidate
-    costs.
+    """Assert that the search's plan fits, and has the seconds and bytes of an enumerated plan of
+    its candidate.
     """
     candidate, found = result.best
     assert capacity is None or found.memory_bytes <= capacity, (

@@ -41,8 +41,8 @@ MOST_PLACEMENTS = {2: 64, 3: 40, 4: 20}
 
 
 def random_sharing(rng: random.Random, segments: Sequence[int]) -> tuple[Shared, ...]:
-    """Random shared tensors: segments of some classes pay for tensors that all segments of the
-    others read.
+    """Random shared tensors for segments of these classes. All segments of some classes read a
+    tensor that a segment of another class pays for.
     """
     classes, readers = sorted(set(segments)), {}
     borrowing = rng.sample(classes, rng.randint(1, len(classes) - 1))
@@ -60,7 +60,7 @@ def random_sharing(rng: random.Random, segments: Sequence[int]) -> tuple[Shared,
 def ties_of(
     shared: Sequence[Shared], segments: Sequence[int]
 ) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """The groups of (class, op) that hold one tensor each."""
+    """The groups of ops that hold one tensor each, as ((class, op), ...) in ascending order."""
     groups = (
         {(segments[number], name) for number, name in (*one.paying, *one.reading)} for one in shared
     )
@@ -68,7 +68,9 @@ def ties_of(
 
 
 def borrowed(op: AnnotatedOp) -> AnnotatedOp:
-    """A parameter without its costs, which another segment pays."""
+    """The parameter `op` without costs once a step and static bytes, which the segment that shares
+    it pays.
+    """
     free = {"step_s": 0.0, "static_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
     return replace(op, strategies=tuple(replace(s, **free) for s in op.strategies))
 
@@ -76,7 +78,7 @@ def borrowed(op: AnnotatedOp) -> AnnotatedOp:
 @dataclass
 class Task:
     """A random task: `candidates` and their costs, as `search.search` takes them. Equal seeds give
-    equal tasks.
+    equal tasks. `known` caches models by candidate.
     """
 
     seed: int
@@ -111,7 +113,7 @@ class Task:
         return candidate.mesh.tp, candidate.micro_batch
 
     def annotate(self, candidate: Candidate) -> AnnotatedModel:
-        """The model of a candidate whose recompute mode is fixed."""
+        """The priced model of a candidate whose recompute mode is fixed ("mixed" is not)."""
         if candidate not in self.known:
             self.known[candidate] = self._annotated(candidate)
         return self.known[candidate]
@@ -166,8 +168,8 @@ class Task:
         )
 
     def _reads(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The (segment, output) pairs that each segment reads: from the one before and, for some
-        layers, from the first segment too.
+        """For each segment, the (segment, output) pairs that it reads: the segment before and, for
+        layers of some tasks, the first segment too. (-1, 0) is the model's input.
         """
         found: list[tuple[tuple[int, int], ...]] = [((-1, 0),)]
         for number in range(1, len(self.segments)):
@@ -188,8 +190,8 @@ class Task:
 
 
 def _candidates(rng: random.Random, layers: int) -> tuple[Candidate, ...]:
-    """One to four ways to use two to eight devices; one of them may have pairs of ranks among which
-    ZeRO shards.
+    """One to four candidates for a random number of devices (2, 4 or 8). If one has ZeRO over more
+    than two ranks, another with ZeRO in pairs of ranks comes first.
     """
     devices, found = rng.choice([2, 4, 4, 8]), []
     meshes = [
@@ -219,8 +221,8 @@ def _candidates(rng: random.Random, layers: int) -> tuple[Candidate, ...]:
 def _schedules(
     rng: random.Random, ranks: int, layers: int, micro_batches: int
 ) -> tuple[tuple[str, int], ...]:
-    """(schedule, stages a rank) of the schedules that can run, or one of them, as if it were
-    pinned.
+    """(schedule, stages a rank) of the schedules that can run; at times only one of them, as if it
+    were pinned. Empty without a pipeline.
     """
     found = []
     for name, count in (
@@ -238,8 +240,9 @@ def _schedules(
 
 
 class _Drawing:
-    """Draws one class. Its costs in every mode follow from one set of draws, so that equal cells
-    get equal ops.
+    """Draws the block classes of one candidate. Costs under every recompute mode follow from one
+    set of draws, so that equal cells get equal ops. `budget[0]` is how many more combinations of
+    strategies the model may have.
     """
 
     def __init__(
@@ -290,8 +293,9 @@ class _Drawing:
     def _in_mode(self, block: AnnotatedBlock, shares: dict[str, float]) -> AnnotatedBlock:
         """A layer under the candidate's recompute mode.
 
-        `shares` are two fractions: of an op that selective recomputation runs again, and of a
-        parameter's seconds once a step that a longer backward hides.
+        `shares` has a fraction for each op. Under selective recomputation, it is the part of the op
+        that runs again. Under full recomputation, it is the part of the seconds once a step that
+        the longer backward hides.
         """
         mode = self.at.recompute
         if mode == "full":
@@ -317,8 +321,8 @@ class _Drawing:
         return block
 
     def layouts(self, most: int) -> list[Layout]:
-        """Layouts of an op's strategies. The first is replicated, so that some placement can always
-        run.
+        """Random layouts for the strategies of an op, `most` at most. The first is replicated, so
+        that some placement can always run.
         """
         wanted = min(self.rng.choice(range(1, most + 1)), self.budget[0], len(self.task.palette))
         self.budget[0] //= wanted
@@ -335,8 +339,8 @@ class _Drawing:
         ))  # fmt: skip
 
     def parameter(self) -> AnnotatedOp:
-        """A parameter that is held whole or sharded. Under ZeRO, gradient and optimizer state
-        shrink with the ranks that share them, which gather and reduce.
+        """A random parameter that is held whole or sharded. Under ZeRO its gradient and optimizer
+        state shrink with the ranks that share them. Under ZeRO-3 each pass also pays a gather.
         """
         size, step_s, gather_s = (
             self.rng.randint(1, 12),
@@ -357,8 +361,8 @@ class _Drawing:
         return AnnotatedOp("w", "parameter", "", (), ("w",), tuple(found))
 
     def op(self, name: str, reads: tuple[str, ...], writes: str) -> AnnotatedOp:
-        """An op with strategies that are faster, keep less, or both. A value that several ops keep
-        is kept once.
+        """A random op with one to three strategies, of which some are faster and some keep less. A
+        value that several ops keep is kept once.
         """
         rng, at = self.rng, self.at
         seconds, kept = rng.randint(1, 6) * at.micro_batch, rng.randint(5, 40)

@@ -38,8 +38,8 @@ time, so that the best bound need not be the best mesh.
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A named plan, or None with the `reason`. `same_as` names an earlier rival with the same
-    decisions.
+    """A named plan with the pins that made it. `plan` is None if there is none, and `reason` says
+    why. `same_as` names an earlier rival with the same decisions, or is ''.
     """
 
     name: str
@@ -52,7 +52,9 @@ class Rival:
 def rivals(
     plan_under: PlanUnder, cluster: ClusterSpec, runnable: bool, count: int, seed: int
 ) -> list[Rival]:
-    """The chosen plan first, then its rivals, `count` random ones among them.  Raises AutoparError where nothing fits."""
+    """The chosen plan first, then its rivals; random ones are tried until `count` fit. `runnable`:
+    only pins that the engine can run. Raises AutoparError if there is no plan without pins.
+    """
     chosen = Rival("chosen", {}, plan_under({}))
     found = [
         chosen,
@@ -83,8 +85,8 @@ def planned(name: str, plan_under: PlanUnder, pin: Pins) -> Rival:
 
 
 def other_meshes(plan: Plan) -> Iterator[Pins]:
-    """The degrees of other meshes in the plan's certificate, best first: by the best time or bound
-    of a candidate that was not ruled out.
+    """Yields, as pins, the degrees of the other meshes in the plan's certificate, lowest first by
+    the best time or bound of a candidate that was not ruled out.
     """
     best: dict[tuple, float] = {}
     own = _degrees(plan.mesh.as_dict())
@@ -106,7 +108,9 @@ def _degrees(mesh: Pins) -> Pins:
 
 
 def megatron_pins(cluster: ClusterSpec, runnable: bool) -> list[Pins]:
-    """The layouts that the Megatron rule tries, in order."""
+    """The pins that the Megatron rule tries, in order: growing tp inside a node, then growing pp
+    with the largest tp. With `runnable`, no pipelines.
+    """
     degrees = [
         tp for tp in _powers(cluster.topology.devices_per_node) if cluster.num_devices % tp == 0
     ]
@@ -129,7 +133,9 @@ def _megatron(tp: int, pp: int, cluster: ClusterSpec) -> Pins:
 
 
 def random_pins(cluster: ClusterSpec, runnable: bool, seed: int) -> Iterator[Pins]:
-    """Pins of mesh, micro-batch, ZeRO stage, recomputation and schedule, each once, until hardly any new ones are drawn."""
+    """Yields random pins of mesh, micro-batch, ZeRO stage, recomputation and schedule, each once,
+    until hardly any new ones are drawn. With `runnable`, no pipelines.
+    """
     draw, seen, in_vain = random.Random(seed), set(), 0
     while in_vain < DRAWS_IN_VAIN:
         pin = _drawn(draw, cluster, runnable)
@@ -158,7 +164,9 @@ def _drawn(draw: random.Random, cluster: ClusterSpec, runnable: bool) -> Pins:
 
 
 def _fastest(name: str, plan_under: PlanUnder, pins: Iterable[Pins]) -> Rival:
-    """The fastest plan under any of several pins."""
+    """Plan under each of the pins, and return the fastest plan as a rival; without a plan if none
+    fits.
+    """
     found = [planned(name, plan_under, pin) for pin in pins]
     fits = [rival for rival in found if rival.plan is not None]
     return (
@@ -169,7 +177,9 @@ def _fastest(name: str, plan_under: PlanUnder, pins: Iterable[Pins]) -> Rival:
 
 
 def _first_feasible(name: str, plan_under: PlanUnder, pins: Iterable[Pins]) -> Rival:
-    """The first of several pins under which there is a plan; otherwise the last."""
+    """Plan under the pins in turn, up to the first that has a plan, and return it. If none has, the
+    last one's reason.
+    """
     found = Rival(name, {}, None, "there is none")
     for pin in pins:
         found = planned(name, plan_under, pin)
@@ -200,5 +210,5 @@ def decides_the_same(one: Plan, other: Plan | None) -> bool:
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
+    """The powers of two up to `most`, from 1."""
     return [2**k for k in range(most.bit_length())]

@@ -50,7 +50,9 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers on tokens, with a loss.  Each subclass is a kind of what layers share."""
+    """A model of tokens with layers and a loss, for `capture_times`. Each subclass lets its layers
+    share values in another way, which `run` defines.
+    """
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class Stack(nn.Module):
 
 
 class BufferAsIs(Stack):
-    """Each layer reads one buffer as it is."""
+    """Each layer reads the same buffer, without a cast."""
 
     def run(self, x: Tensor, tokens: Tensor) -> Tensor:
         for layer in self.layers:
@@ -147,7 +149,9 @@ class DenseSkips(Stack):
 
 
 class UNet(Stack):
-    """The last half of the layers read the results of the first half, in reverse order."""
+    """Each layer of the second half also reads the result of a layer of the first half, the last
+    one first.
+    """
 
     def run(self, x: Tensor, tokens: Tensor) -> Tensor:
         half, kept = len(self.layers) // 2, []
@@ -188,7 +192,9 @@ def example() -> dict[str, Tensor]:
 
 
 def capture_times(kind: str, layers: int, precision: str, repeats: int = 1) -> tuple[float, float]:
-    """Processor seconds of `trace` of the model, and of torch.export within it: the repeat of the least sum."""
+    """(processor seconds of `trace` of the model, of torch.export within it), those of the fastest
+    of `repeats` runs.
+    """
     return min(_timed(KINDS[kind](layers), precision) for _ in range(repeats))
 
 
@@ -210,7 +216,9 @@ def _timed(model: nn.Module, precision: str) -> tuple[float, float]:
 
 
 def line(kind: str, precision: str, times: Sequence[tuple[float, float]]) -> str:
-    """One row of the table: seconds (of torch.export) at each depth, and the ratio of each depth to the one before."""
+    """One row of the table: seconds (and those of torch.export) at each depth. Then the ratio of
+    each depth to the one before, and these ratios without torch.export.
+    """
     cells = [f"{total_s:6.2f} ({export_s:5.2f})" for total_s, export_s in times]
     ratios = [f"{after / before:4.2f}" for (before, _), (after, _) in itertools.pairwise(times)]
     rest = [f"{(a - b) / (c - d):4.2f}" for (c, d), (a, b) in itertools.pairwise(times)]

@@ -47,13 +47,13 @@ class Case:
 
     Attributes:
         name: the op.
-        size: in words.
+        size: the sizes, as text.
         make: draws the arguments on a device.
-        fused: from the drawn arguments to the result or results.
-        eager: the same in plain PyTorch.
-        forward_bytes: the bytes that forward must move.
-        both_bytes: the bytes that forward and backward must move.
-        rivals: the same by other libraries, by their names; None where one is not installed.
+        fused: computes the result or results from the arguments with autopar's op.
+        eager: computes the same in plain PyTorch.
+        forward_bytes: the bytes that forward must move; 0 if not known.
+        both_bytes: the bytes that forward and backward must move; 0 if not known or not timed.
+        rivals: the same in other libraries, by name; None if a library is not installed.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Case:
 
 
 def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Callable[..., Any]:
-    """Draws tensors that need a gradient."""
+    """A function from a device to random tensors of these shapes, which need gradients."""
     return lambda device: [
         torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes
     ]
@@ -222,7 +222,9 @@ def merge_case(rows: int, columns: int) -> Case:
 
 
 def sum_case(parts: int, count: int) -> Case:
-    """Backward only expands the gradient, so both passes are forward's bytes."""
+    """The case of summing `parts` tensors of `count` elements. Only forward is measured, since
+    backward only expands the gradient.
+    """
     one = 2 * count
     return Case(
         "sum_partials", f"{parts}x{count}", lambda device: [torch.randn(parts, count, device=device).bfloat16()],
@@ -256,7 +258,9 @@ def expert_cases(tokens: int, choices: int, columns: int) -> list[Case]:
 
 
 def two_llama_blocks(tokens: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Case:
-    """Two layers of a Llama, so that every addition of a residual meets a norm."""
+    """The case of two layers of a Llama with `tokens` tokens, so that every addition of a residual
+    meets a norm. The bytes are not known (0).
+    """
     dim = hidden // heads
     attention = ((hidden,), ((heads + 2 * kv_heads) * dim, hidden), (hidden, hidden))
     one_layer = (*attention, (hidden,), (2 * ffn, hidden), (hidden, ffn))
@@ -297,7 +301,7 @@ def two_llama_blocks(tokens: int, hidden: int, heads: int, kv_heads: int, ffn: i
 
 
 def two_gpt_blocks(tokens: int, hidden: int, heads: int) -> Case:
-    """Two layers of a GPT, as `two_llama_blocks`."""
+    """The case of two layers of a GPT with `tokens` tokens. The bytes are not known (0)."""
     vector, wide = (hidden,), (4 * hidden, hidden)
     attention = (vector, vector, (3 * hidden, hidden), (hidden, hidden))
     one_layer = (*attention, vector, vector, wide, wide[:1], wide[::-1])
@@ -360,14 +364,18 @@ def tensors_of(results: Any) -> list[Tensor]:
 
 
 class Stopwatch:
-    """Times of the device by replays of a CUDA graph, each after the L2 cache was emptied."""
+    """Measures times on the CUDA device: the median over `rounds` replays of a CUDA graph, each
+    after the L2 cache was emptied.
+    """
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
         self.flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        """The median time of `run`, which is captured after three calls of warm-up."""
+        """The median device seconds of a call of `run`, which is captured as a CUDA graph after
+        three calls of warm-up.
+        """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -390,7 +398,9 @@ class Stopwatch:
         return statistics.median(start.elapsed_time(end) for start, end in marks) / 1e3
 
     def of(self, function: Function, arguments: Sequence[Tensor]) -> tuple[float, float]:
-        """(seconds of forward as in training, of forward and backward)."""
+        """(seconds of forward, seconds of forward and backward) of a function; the second is 0 if
+        no argument needs a gradient.
+        """
         wanted = [t for t in arguments if t.requires_grad]
         if not wanted:
             return self.seconds(lambda: function(*arguments)), 0.0
@@ -408,7 +418,7 @@ class Stopwatch:
 
 
 def host_seconds(function: Function, arguments: Sequence[Tensor]) -> float:
-    """What one call of forward and backward takes the host, the device being idle; the least of 50."""
+    """Host seconds of one eager call of forward and backward on an idle device; the least of 50."""
     wanted, times = [t for t in arguments if t.requires_grad], []
     for _ in range(50):
         torch.cuda.synchronize()
@@ -421,7 +431,7 @@ def host_seconds(function: Function, arguments: Sequence[Tensor]) -> float:
 
 
 def warm_up(seconds: float = 1.0) -> None:
-    """Keep the device busy until its clocks have risen."""
+    """Multiply matrices on the device for some seconds, until its clocks have risen."""
     factor, start = torch.ones(4096, 4096, device="cuda"), time.perf_counter()
     while time.perf_counter() - start < seconds:
         torch.mm(factor, factor)
@@ -429,7 +439,9 @@ def warm_up(seconds: float = 1.0) -> None:
 
 
 def copy_seconds(moved: int, watch: Stopwatch) -> float:
-    """What a copy takes that reads and writes `moved` bytes in all: the faster of a memory copy and an elementwise kernel."""
+    """Seconds of a copy on the device that moves `moved` bytes, half read and half written: the
+    faster of a memory copy and an elementwise kernel.
+    """
     source = torch.empty(max(moved // 4, 1), dtype=torch.bfloat16, device="cuda").fill_(1)
     target = torch.empty_like(source)
     ways = (lambda: target.copy_(source), lambda: torch.mul(source, 1, out=target))
@@ -449,7 +461,9 @@ def line(
 
 
 def measure(case: Case, watch: Stopwatch, compiled: bool, say: Callable[[str], None]) -> None:
-    """Print a line for the fused op and for each rival."""
+    """Time the fused op, the eager code and each rival (with `compiled`, also torch.compile), and
+    pass a line of text for each to `say`. A rival that raises gives a line with the error.
+    """
     ways: dict[str, Function | None] = {"autopar": case.fused, "eager": case.eager, **case.rivals}
     if compiled:
         torch._dynamo.reset()

@@ -40,7 +40,15 @@ FEW, MANY = 64, 16384
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One plan: MODEL and CLUSTER of the command line, sequences of a step, positions, pins."""
+    """One plan to make.
+
+    Attributes:
+        name: the name of its row.
+        model, cluster: MODEL and CLUSTER as on the command line.
+        global_batch: sequences of a step.
+        seq: tokens of a sequence.
+        pin: pins by name.
+    """
 
     name: str
     model: str
@@ -52,8 +60,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Seconds and bytes of one plan; `plan` describes it, `step_s` is its predicted step time. If
-    there is none, `error` says why.
+    """What one plan took, in seconds and bytes; `plan` describes it, `step_s` is its predicted step
+    time. If there is no plan, `error` says why.
     """
 
     process_s: float
@@ -108,7 +116,9 @@ def _cluster(gpus: int) -> str:
 
 
 def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
-    """Plan in this process, which began to import at `started_s` of `time.perf_counter`; `process_s` is for the parent to fill in."""
+    """Make a plan in this process, which began to import at `started_s` of `time.perf_counter`.
+    `process_s` of the result is 0; the parent fills it in.
+    """
     from autopar import api
     from autopar.errors import AutoparError
     from autopar.ir.cluster import ClusterSpec
@@ -162,7 +172,7 @@ def _peak_bytes() -> int:
 
 
 def plan_afresh(asked: Asked, time_limit_s: float) -> Took:
-    """Plan in a separate process."""
+    """Make a plan in a separate process. If that fails, `error` is the last line of its stderr."""
     start = time.perf_counter()
     command = [
         sys.executable,

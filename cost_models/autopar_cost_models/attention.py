@@ -129,8 +129,8 @@ def flash_attention_time_s(
     backward: bool = False,
     fitted: FittedConstants = FITTED,
 ) -> float:
-    """Seconds of a flash attention kernel on one device: queries (batch, heads, queries, head_dim),
-    and `key_heads` heads of keys.
+    """Seconds of a flash attention kernel's forward on one device, or of its backward if
+    `backward`: queries (batch, heads, queries, head_dim), and `key_heads` heads of keys.
 
     The rate comes from `FLASH_RATES`. It is reduced for few keys, for narrow heads, and for too few
     blocks to fill the device. Blocks that the mask cuts are computed whole. Raises ValueError for a
@@ -197,8 +197,8 @@ def unfused_attention_time_s(
     dropout: bool = False,
     backward: bool = False,
 ) -> float:
-    """Seconds of attention that writes its scores to memory: two batched matmuls (four in
-    backward), with softmax and dropout kernels between them.
+    """Seconds of attention that writes its scores to memory, forward, or backward if `backward`. It
+    is two batched matmuls (four in backward), with softmax and dropout kernels between them.
 
     Masked pairs are computed too. `fused_softmax`: scale, mask and softmax are one kernel, as in
     Megatron-LM (Narayanan et al., SC 2021, section 4.2). Otherwise they are three kernels, and each

@@ -67,7 +67,9 @@ IN_SWITCH_RANKS = 5  # NCCL uses NVLS from 5 GPUs on (H200, NCCL 2.27; github.co
 
 
 def _path(group_size: int, stride: int, topology: Topology, traffic: Traffic) -> nccl.Path:
-    """The links of the groups, and the rate of a ring over them."""
+    """The path of groups of `group_size` ranks that lie `stride` apart: their links, and the rate
+    of a ring over them.
+    """
     per_node, nodes = group_shape(group_size, stride, topology)
     rates = [topology.intra.achieved_Bps] if per_node > 1 or nodes == 1 else []
     if nodes > 1:
@@ -83,8 +85,8 @@ def _uses_nccl(path: nccl.Path) -> bool:
 
 
 def _measured_s(name: str, size_bytes: float, path: nccl.Path, traffic: Traffic) -> float | None:
-    """Seconds of this transfer by the link's measured curve; None if the group spans nodes or was
-    not measured.
+    """Seconds of the transfer `name` by the link's measured curve. None if the group spans nodes,
+    or no curve was measured for its size.
     """
     measured = (
         path.intra.curves.get(name, {}).get(2 if name == "point_to_point" else path.ranks)
@@ -110,7 +112,7 @@ def _tree_all_reduce_s(size_bytes: float, ranks: int, latency_s: float, rate_Bps
 
 
 def _rank_rates(path: nccl.Path, topology: Topology, traffic: Traffic) -> tuple[float, float]:
-    """Bytes/s available to one rank of the group, inside its node and across nodes."""
+    """(bytes/s inside its node, bytes/s across nodes) available to one rank of the group."""
     inter_Bps = (
         topology.group_inter_Bps(path.ranks_per_node, traffic.concurrent_groups)
         / path.ranks_per_node
@@ -121,7 +123,9 @@ def _rank_rates(path: nccl.Path, topology: Topology, traffic: Traffic) -> tuple[
 def reduce_scatter_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
-    """Seconds to sum a tensor of `size_bytes` over the group and leave each rank its shard."""
+    """Seconds to sum a tensor of `size_bytes` over a group of `group_size` ranks that lie `stride`
+    apart, and leave each rank its shard. 0 for one rank.
+    """
     return _one_pass_s("reduce_scatter", size_bytes, group_size, stride, topology, traffic)
 
 
@@ -147,7 +151,7 @@ def all_gather_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
     """Seconds to give every rank the whole tensor of `size_bytes` from its shards: as long as a
-    reduce-scatter.
+    reduce-scatter. The group has `group_size` ranks that lie `stride` apart.
     """
     return _one_pass_s("all_gather", size_bytes, group_size, stride, topology, traffic)
 
@@ -155,7 +159,8 @@ def all_gather_time_s(
 def all_reduce_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
-    """Seconds to sum a tensor of `size_bytes` over the group and give every rank the result.
+    """Seconds to sum a tensor of `size_bytes` over a group of `group_size` ranks that lie `stride`
+    apart, and give every rank the result. 0 for one rank.
 
     Across nodes this is the faster of ring and double binary tree. The tree is faster for small
     tensors over many nodes.
@@ -179,7 +184,9 @@ def all_reduce_time_s(
 
 
 def _nccl_all_reduces_s(size_bytes: float, path: nccl.Path, traffic: Traffic) -> list[float]:
-    """Seconds of each algorithm that NCCL can use for this all-reduce."""
+    """Seconds of this all-reduce by each algorithm that NCCL can use for it: ring, tree between
+    nodes, or reduction in the switch.
+    """
     times = [nccl.ring_s(size_bytes, 2, path)]
     if path.nodes > 1:
         times.append(nccl.tree_all_reduce_s(size_bytes, path))
@@ -193,13 +200,14 @@ def _nccl_all_reduces_s(size_bytes: float, path: nccl.Path, traffic: Traffic) ->
 def all_to_all_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
-    """Seconds to change the sharded dim of a tensor of `size_bytes` (all shards together) over the
-    group.
+    """Seconds to change the sharded dim of a tensor of `size_bytes` (all shards together) over a
+    group of `group_size` ranks that lie `stride` apart.
 
-    Each rank holds size/n and sends size/n**2 to every other rank: to p-1 of them inside the node,
-    and to n-p outside. Both links work at the same time. Messages to one node travel together, so
-    latency counts nodes, not ranks (PXN of NCCL 2.12, see "Doubling all2all Performance with NVIDIA
-    Collective Communication Library 2.12", NVIDIA developer blog, 2022).
+    Let p of the n ranks be on each node. Each rank holds size/n and sends size/n**2 to every other
+    rank: to p-1 of them inside the node, and to n-p outside. Both links work at the same time.
+    Messages to one node travel together, so latency counts nodes, not ranks (PXN of NCCL 2.12, see
+    "Doubling all2all Performance with NVIDIA Collective Communication Library 2.12", NVIDIA
+    developer blog, 2022).
     """
     positive("size_bytes", size_bytes, zero_allowed=True)
     path = _path(group_size, stride, topology, traffic)
@@ -265,8 +273,8 @@ def collective_time_s(
     topology: Topology,
     traffic: Traffic = QUIET,
 ) -> float:
-    """Seconds of the collective `name` on a whole tensor of `size_bytes`. Raises ValueError if
-    `name` is not in `COLLECTIVES`.
+    """Seconds of the collective `name` on a whole tensor of `size_bytes`, over a group of
+    `group_size` ranks that lie `stride` apart. Raises ValueError if `name` is not in `COLLECTIVES`.
     """
     if name not in COLLECTIVES:
         raise ValueError(f"unknown collective {shown(name)}; {nearest(name, list(COLLECTIVES))}")

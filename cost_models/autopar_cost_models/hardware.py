@@ -133,7 +133,9 @@ class Device:
             )
 
     def _floats(self) -> dict[str, object]:
-        """The fields that are numbers, tables of numbers or curves, validated and converted."""
+        """By name, the fields that are numbers, tables of numbers or curves, converted to floats.
+        Raises ValueError for an invalid one.
+        """
         prefix = f"device {self.name}:"
         floats: dict[str, object] = {
             "flops": {
@@ -194,7 +196,9 @@ class Device:
         return self.flops[dtype]
 
     def achieved_flops(self, dtype: str) -> float:
-        """Achieved FLOP/s of a large matmul."""
+        """Achieved FLOP/s of a large matmul in a dtype. Raises ValueError if the device lacks the
+        dtype.
+        """
         return self.peak_flops(dtype) * self.dtype_efficiency.get(dtype, self.matmul_efficiency)
 
 

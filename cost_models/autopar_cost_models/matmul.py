@@ -93,8 +93,8 @@ def _matmul_s(
     result_itemsize: int,
     slower: float,
 ) -> float:
-    """Seconds of a grouped matmul. `groups` lists (rows, number of groups with that many rows);
-    `shape` is (n, k); `slower` is a factor <= 1 on the device's rate.
+    """Seconds of a grouped matmul without its launch. `groups` lists (rows, number of groups with
+    that many rows); `shape` is (n, k); `slower` is a factor <= 1 on the device's rate.
     """
     n, k = shape
     rate = slower * min(

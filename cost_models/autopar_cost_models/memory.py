@@ -120,14 +120,16 @@ def static_bytes(
 
 
 def communicator_bytes(groups: int) -> int:
-    """Bytes of device memory that NCCL allocates for `groups` communicators."""
+    """Bytes of device memory that NCCL allocates on one rank for `groups` communicators."""
     return (
         whole("groups", groups, least=0) * NCCL_CHANNELS * NCCL_CONNECTIONS * NCCL_CONNECTION_BYTES
     )
 
 
 def activation_itemsize(precision: str) -> int:
-    """Bytes of one activation element in this precision."""
+    """Bytes of one activation element in this precision. Raises ValueError for an unknown
+    precision.
+    """
     return _entry(ACTIVATION_ITEMSIZE, precision)
 
 

@@ -61,15 +61,15 @@ class Path:
         return [0, 2] if self.ranks_per_node > 1 and self.intra.kind == "pcie" else [0, 1, 2]
 
     def step_us(self, table: Mapping[str, tuple[float, ...]], link: Link, protocol: int) -> float:
-        """Microseconds of one step of a protocol over a link. `table` has NCCL's latencies by link
-        kind.
+        """Microseconds of one step over a link of a protocol, given by its index in (LL, LL128,
+        Simple). `table` has NCCL's latencies by link kind.
         """
         return table[link.kind][protocol] * link.latency_s / (_RING_STEP[link.kind][1] * MICRO)
 
 
 def ring_s(size_bytes: float, passes: int, path: Path) -> float:
-    """Seconds of `passes` passes around the ring: one for an all-gather or reduce-scatter, two for
-    an all-reduce.
+    """Seconds of `passes` passes around the ring with the fastest protocol: one pass for an
+    all-gather or reduce-scatter, two for an all-reduce.
     """
     between = passes * (path.nodes - 1)
     inside = passes * (path.ranks - 1) - between
@@ -89,8 +89,8 @@ def ring_s(size_bytes: float, passes: int, path: Path) -> float:
 
 
 def tree_all_reduce_s(size_bytes: float, path: Path) -> float:
-    """Seconds of an all-reduce by a double binary tree between nodes and chains inside them. The
-    path must have more than one node.
+    """Seconds of an all-reduce by a double binary tree between nodes and chains inside them, with
+    the fastest protocol. The path must have more than one node.
     """
     times = []
     for protocol in path.protocols():
@@ -113,7 +113,9 @@ def in_switch_all_reduce_s(size_bytes: float, ranks: int, link: Link) -> float:
 
 
 def message_s(size_bytes: float, link: Link, rate_Bps: float) -> float:
-    """Seconds of one point-to-point message, priced as a ring of one step."""
+    """Seconds of one point-to-point message at `rate_Bps`, priced as a ring of one step, by the
+    faster of LL and Simple.
+    """
     return min(
         (
             _RING_BASE[p]

@@ -145,10 +145,10 @@ def peak_held(
 def late_moments(
     schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[tuple[tuple[int, ...], int], ...], ...]:
-    """For each rank, the states at its backwards.
+    """For each rank, the states at its backwards; dominated ones are left out.
 
-    A state is how many weight gradients of each of its virtual stages are pending, including the
-    current one, and the stage of the current backward.
+    A state is (for each virtual stage of the rank, how many of its weight gradients are pending,
+    including the current one; the index of the stage whose backward runs).
 
     Under zero bubble a weight gradient runs `lag` backwards later. Under other schedules nothing is
     pending.
@@ -227,8 +227,9 @@ def _undominated(moments: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]
 def _rows(
     schedule: str, stages: Sequence[StageTimes], ranks: int, send_s: float
 ) -> tuple[Rows, Rows, Rows | None]:
-    """Durations of forwards (first chunk first), of backwards, and of weight gradients (last chunk
-    first), as [rank][lap], including sends.
+    """Three tables [rank][lap] of seconds: of forwards (first chunk first), of backwards, and of
+    weight gradients (both last chunk first). Forwards and backwards include `send_s` if they send.
+    The third is None if the schedule does not split backward.
     """
     split = splits_backward(schedule)
     forward = [times.forward_s + send_s for times in stages]

@@ -47,10 +47,11 @@ def lattice_path_s(
     hop_s: float,
     least: bool = False,
 ) -> float:
-    """Seconds of the longest path of the family.
+    """Seconds of the longest path that changes ranks only at a few micro-batches of each lap (the
+    marks). It is a lower bound on the schedule's time.
 
     Rows are in the order in which chunks run: forward first to last, backward last to first.
-    `least` restricts the family to paths that exist for all rows with equal or longer times.
+    `least` restricts the paths to those that exist for all rows with equal or longer times.
     """
     anchors = spread(order.ranks) if least else _anchors(order, forward, backward, weight)
     rounds = order.micro_batches // order.lap
@@ -168,8 +169,9 @@ def _walk_s(
 def _marks(
     order: Order, anchors: tuple[int, ...]
 ) -> tuple[list[Mark], list[tuple[tuple[int, int], ...]], list[list[int]]]:
-    """The marks of all anchors, each after the marks it waits for; the operations of each anchor
-    after its last mark; and indices of the marks of forwards, by round.
+    """Three lists. The first has the marks of all anchors, each after the marks it waits for. The
+    second has, for each anchor, (duration, how often) of its operations after its last mark. The
+    third has, for each round, the indices of the marks of forwards.
     """
     lap, chunks, last = order.lap, order.chunks, order.ranks - 1
     kinds = 3 if order.weights else 2
@@ -220,8 +222,9 @@ def _difference(before: list[int], now: list[int]) -> tuple[tuple[int, int], ...
 
 
 def _done_before(order: Order, rank: int, backward: int, number: int) -> list[int]:
-    """How many operations of each duration a rank runs before its forward (or backward)
-    `number`.
+    """How many operations a rank runs before its forward `number`, or its backward `number` if
+    `backward` is 1. They are counted by duration: forwards by lap, backwards by lap, weight
+    gradients by lap.
     """
     depth, lag = order.warm_up[rank], order.lag[rank]
     forwards, backwards = (number + depth + 1, number) if backward else (number, number - depth)

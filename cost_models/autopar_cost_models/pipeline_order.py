@@ -104,8 +104,13 @@ def check_schedule(schedule: str, ranks: int, stages_per_rank: int, micro_batche
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order of work under 1F1B, interleaved 1F1B or zero bubble, in the terms of the module
-    docstring.
+    """The order of work of all ranks under 1F1B, interleaved 1F1B or zero bubble.
+
+    Attributes:
+        chunks: virtual stages of a rank.
+        lap: micro-batches that run through one chunk before the next chunk's turn.
+        warm_up: by rank, forwards before forwards and backwards alternate.
+        lag: by rank, how many backwards later the weight gradient of a backward runs.
     """
 
     ranks: int

@@ -37,10 +37,12 @@ def pivot_path_s(
     hop_s: float,
     least: bool = False,
 ) -> float:
-    """Seconds of the longest path of the family.
+    """Seconds of the longest path of a family, which is a lower bound on the schedule's time. A
+    path ramps up to the first backward of some rank, follows its work (or loops through ranks) up
+    to its last forward, and ramps down.
 
     Rows are in the order in which chunks run: forward first to last, backward last to first.
-    `least` restricts the family to paths that exist for all rows with equal or longer times.
+    `least` restricts the paths to those that exist for all rows with equal or longer times.
     """
     up_end, up = _ramp_s(order, forward, backward, None, hop_s, least)
     extra = _mirrored(weight) if weight else weight
@@ -92,12 +94,14 @@ def run_ends(forward: Rows, backward: Rows, weight: Rows | None) -> list[int]:
 
 
 def _mirrored(rows: Rows) -> Rows:
-    """Rows with time reversed."""
+    """Rows with time reversed: each rank's durations in the opposite order."""
     return [row[::-1] for row in rows]
 
 
 def _lap_ends_s(order: Order, first: Rows, extra: Rows | None, hop_s: float) -> list[float]:
-    """End time of the first operation of the last lap of ramp up, by rank."""
+    """By rank, when the first operation of kind `first` in the last lap of the ramp-up ends.
+    `extra` are the durations of weight gradients that run before, if time is reversed.
+    """
     ends_s: list[float] = []  # of a lap
     for chunk in range(order.chunks):
         arrival_s = ends_s[-1] + hop_s if chunk else 0.0  # of its micro-batch, at each rank in turn
@@ -122,11 +126,11 @@ def _lap_ends_s(order: Order, first: Rows, extra: Rows | None, hop_s: float) -> 
 def _ramp_s(
     order: Order, first: Rows, turn: Rows, extra: Rows | None, hop_s: float, least: bool
 ) -> tuple[list[float], list[float]]:
-    """Ramp up: (end of operation number `warm_up` of kind `first`, end of the first operation of
-    kind `turn`), each by rank.
+    """By rank: (when operation number `warm_up` of kind `first` ends, when the first operation of
+    kind `turn` ends), under the longest path tried.
 
-    Operation `first` number j follows, on its rank, the `extra` operations up to number j + lag.
-    These are the weight gradients when time is reversed.
+    Up to operation number j of `first`, a rank also runs the `extra` operations up to number j +
+    lag. These are the weight gradients when time is reversed. `least` as in `pivot_path_s`.
     """
     lap, last, ranks = order.lap, order.chunks - 1, order.ranks
     ends_s = _lap_ends_s(order, first, extra, hop_s)
@@ -174,8 +178,8 @@ def _done_s(row: list[float], lap: int, count: int) -> float:
 def _span_s(
     order: Order, rank: int, first: Rows, extra: Rows | None, start: int, stop: int
 ) -> float:
-    """Seconds of operations start..stop-1 of kind `first`, and of the `extra` operations that come
-    with them.
+    """Seconds of a rank's operations start..stop-1 of kind `first`, and of the `extra` operations
+    (weight gradients, if time is reversed; None without) that run with them.
     """
     lap = order.lap
     if order.chunks == 1 or stop <= order.chunks * lap:  # all in the last lap
@@ -191,8 +195,8 @@ def _span_s(
 
 
 def _extra_s(order: Order, rank: int, extra: Rows, chunk: int) -> float:
-    """Seconds of the `extra` operations after the first operation of the previous lap, up to the
-    first of this lap.
+    """Seconds of the `extra` operations after the first operation of the previous lap (for chunk 0,
+    from the start), up to the first operation of this lap, that of `chunk`.
     """
     lap, row, ahead = order.lap, extra[rank], order.lag[rank] + 1
     if ahead <= lap:

@@ -67,8 +67,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The result of a simulation. A micro-batch is *in flight* after its forward and before the end
-    of its backward (of W if it is split).
+    """The result of a simulation. `timelines` has the spans of each rank, in order. A micro-batch
+    is *in flight* after its forward and before the end of its backward (of W if it is split).
     """
 
     makespan_s: float
@@ -238,7 +238,7 @@ def _yields(action: Action) -> list[_Item]:
 
 
 def _receiver(action: Action, home: list[int]) -> int | None:
-    """The rank that waits for the result of an action, or None."""
+    """The rank that has the stage which needs the result of an action; None if no stage does."""
     neighbour = {"F": action.stage + 1, "B": action.stage - 1, "I": action.stage - 1, "W": -1}[
         action.kind
     ]

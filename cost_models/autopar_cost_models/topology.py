@@ -154,7 +154,9 @@ class NodePreset:
         whole("devices_per_host", self.devices_per_host)
 
     def topology(self, nodes: int, fitted: FittedConstants = FITTED) -> Topology:
-        """The topology of `nodes` nodes of this kind."""
+        """The topology of `nodes` nodes of this kind, with the links' efficiencies under these
+        fitted constants.
+        """
         return Topology(
             self.devices_per_node, nodes, self.intra, self.inter, self.nics_per_node
         ).calibrated(fitted)

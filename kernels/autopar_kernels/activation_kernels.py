@@ -14,7 +14,9 @@ from autopar_kernels.tiles import kernel, load_tile, load_vector, store_tile, ta
 
 @triton.jit
 def _activate(x, ACT: tl.constexpr, ALPHA: tl.constexpr):
-    """(activation of x, its derivative at x)."""
+    """(activation ACT of x, its derivative at x). ALPHA is the factor inside silu's sigmoid; an
+    unknown ACT is relu.
+    """
     if ACT == "silu":
         s = tl.sigmoid(ALPHA * x)
         value = x * s
@@ -48,8 +50,9 @@ def _place(rows, columns, R: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_pair(gate, up, row, column, strides, mask, LIMIT: tl.constexpr):
-    """(gate, up, mask of gate, mask of up), both clamped; a mask is true where an element is inside
-    its limit, so that a gradient passes.
+    """(gate, up, mask of gate, mask of up). Gate is clamped to at most LIMIT, up to -LIMIT to
+    LIMIT; None clamps nothing. A mask is true where a clamp did not change the element, so that a
+    gradient passes.
     """
     z = load_tile(gate, row, column, strides[0], strides[1], mask)
     u = load_tile(up, row, column, strides[2], strides[3], mask)
@@ -67,7 +70,7 @@ def glu_forward_kernel(
     ACT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
     R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = act(gate) (up + SHIFT)."""
+    """Write out = act(gate) (up + SHIFT), with gate and up clamped at LIMIT."""
     row, column, mask = _place(rows, columns, R, BLOCK)
     z, u, _, _ = _load_pair(gate, up, row, column, strides, mask, LIMIT)
     value, _ = _activate(z, ACT, ALPHA)
@@ -80,8 +83,8 @@ def glu_backward_kernel(
     ACT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
     R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of gate and up from that of the result; the activation is computed
-    again.
+    """Write the gradients of gate and up from that of the result; one whose tensor is None is left
+    out. The activation is computed again.
     """
     row, column, mask = _place(rows, columns, R, BLOCK)
     g = load_tile(grad, row, column, grad_row, grad_column, mask)
@@ -100,7 +103,7 @@ def bias_forward_kernel(
     x, bias, out, rows, columns, strides,
     ACT: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = act(x + bias)."""
+    """Write out = act(x + bias)."""
     row, column, mask = _place(rows, columns, R, BLOCK)
     value = load_tile(x, row, column, strides[0], strides[1], mask)
     value += load_vector(bias, column, column < columns)[None, :]
@@ -113,7 +116,9 @@ def bias_backward_kernel(
     grad, x, bias, dx, parts, rows, columns, strides,
     ACT: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write dx, and this program's partial sum of the bias's gradient over its rows."""
+    """Write dx, and this program's partial sum of the bias's gradient over its rows, as row
+    program_id(0) of `parts`. Either is left out if its tensor is None.
+    """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     shift = load_vector(bias, column, inside)[None, :]

@@ -19,7 +19,9 @@ from autopar_kernels.registration import register_composite
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an argument of a call is: `list` is 'tensors' or 'sizes'."""
+    """Stands for an argument that changes from call to call: entry `index` of the op's operand list
+    'tensors' or 'sizes'.
+    """
 
     list: str
     index: int
@@ -27,14 +29,18 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class KeptCall:
-    """A function and the arguments of one call; places stand for its tensors and symbolic sizes."""
+    """A function and the flattened arguments of one call. A `_Place` stands for each tensor and
+    symbolic size; `structure` is the pytree to restore them.
+    """
 
     function: type[torch.autograd.Function]
     arguments: tuple
     structure: pytree.TreeSpec
 
     def describes(self, other: KeptCall) -> bool:
-        """Whether the other call computes the same."""
+        """Whether the other call has the same function and equal arguments. Arguments other than
+        numbers, texts and the like must be the same objects.
+        """
         same = self.function is other.function and self.structure == other.structure
         return same and all(
             a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b)
@@ -61,7 +67,9 @@ _SINGLE: dict[str, bool] = {}
 def keep_call(
     function: type[torch.autograd.Function], args: Sequence[Any]
 ) -> tuple[list[Tensor], list[Any], str]:
-    """Keep a call; returns the operands of `autopar::custom_function`.  Equal calls have equal names in every process."""
+    """Keep a call under a name that is unique in this process; an equal call keeps its name.
+    Returns (tensors, symbolic sizes, name), the operands of `autopar::custom_function`.
+    """
     flat, structure = pytree.tree_flatten(tuple(args))
     operands: dict[str, list] = {"tensors": [], "sizes": []}
     arguments = []
@@ -85,7 +93,9 @@ def keep_call(
 
 
 def custom_function(tensors: list[Tensor], sizes: list[int], name: str) -> list[Tensor]:
-    """What the kept function returns, with its own backward."""
+    """Call the function that was kept as `name` with these tensors and sizes. Returns its results
+    as a list, and its own backward is used. Raises NotImplementedError if a result is no tensor.
+    """
     call = _KEPT[name]
     lists: dict[str, list[Any]] = {"tensors": tensors, "sizes": sizes}
     flat = [

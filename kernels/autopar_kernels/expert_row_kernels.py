@@ -13,7 +13,9 @@ def gather_sum_kernel(
     rows, index, weights, out, count, columns, row_stride, column_stride,
     CHOICES: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over k of weights[t, k] rows[index[t, k]], in the order of k."""
+    """Write out[t] = sum over k of weights[t, k] rows[index[t, k]], in the order of k. Without
+    weights (None) each is 1.
+    """
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     alive = row < count
@@ -33,7 +35,7 @@ def gather_dot_kernel(
     rows, index, other, out, count, columns, strides,
     CHOICES: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[t, k] = the product of rows[index[t, k]] and other[t]."""
+    """Write out[t, k] = the dot product of rows[index[t, k]] and other[t]."""
     choice = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     alive = choice < count
     lane = tl.arange(0, BLOCK)

@@ -29,7 +29,9 @@ _OPS = torch.ops.autopar
 
 
 def _gather_sum(rows: Tensor, index: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """sum over k of weights[t, k] rows[index[t, k]]: (S, H), (T, K) -> (T, H)."""
+    """sum over k of weights[t, k] rows[index[t, k]], in `dtype`: (S, H), (T, K) -> (T, H). Without
+    weights (None) each is 1.
+    """
     out = _gather_sum_fake(rows, index, weights, dtype)
     if not runs_kernel(rows, weights):
         wide = accumulation_dtype(rows, weights)
@@ -63,7 +65,9 @@ def _gather_sum_fake(
 
 
 def _gather_dot(rows: Tensor, index: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """rows[index[t, k]] . other[t]: (S, H), (T, K), (T, H) -> (T, K)."""
+    """The dot product rows[index[t, k]] . other[t], in `dtype`: (S, H), (T, K), (T, H)
+    -> (T, K).
+    """
     out = _gather_dot_fake(rows, index, other, dtype)
     if not runs_kernel(rows, other):
         wide = accumulation_dtype(rows, other)

@@ -46,7 +46,9 @@ Attributes = tuple[str, float, float, float | None]
 
 
 def value_and_slope(x: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
-    """(activation of x, its derivative at x)."""
+    """(activation `act` of x, its derivative at x). `alpha` is the factor inside silu's sigmoid;
+    others ignore it.
+    """
     if act == "silu":
         s = torch.sigmoid(alpha * x)
         return x * s, s * (1 + alpha * x * (1 - s))
@@ -61,7 +63,9 @@ def value_and_slope(x: Tensor, act: str, alpha: float) -> tuple[Tensor, Tensor]:
 
 
 def split(both: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """(gate, up) as views of a fused projection (..., 2 F)."""
+    """(gate, up) as views of a fused projection (..., 2 F), which has a layout of LAYOUTS other
+    than "two".
+    """
     if layout == "interleaved":
         return both[..., ::2], both[..., 1::2]
     first, second = both[..., : both.shape[-1] // 2], both[..., both.shape[-1] // 2 :]
@@ -121,8 +125,8 @@ def _glu_backward(
     layout: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of gate, gradient of up) or, for a fused projection, (gradient of the projection,
-    empty tensor).
+    """(gradient of gate, gradient of up), each empty unless its entry of `needs` is True. For a
+    fused projection, (gradient of the projection, empty tensor).
     """
     outputs = _glu_backward_fake(grad, gate, up, act, alpha, shift, limit, layout, needs)
     written = outputs if layout == "two" else split(outputs[0], layout)

@@ -67,7 +67,7 @@ class Tile:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on CPU tensors."""
+    """Whether Triton's interpreter runs the kernels, on CPU tensors: TRITON_INTERPRET is 1."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -89,7 +89,7 @@ def power_of_2(count: int) -> int:
 
 
 def limits(kind: str, device: torch.device) -> Limits:
-    """The row of the table for a kind of kernel."""
+    """The limits for a kind of kernel: its row of `GPU`, or `INTERPRETER` on a CPU."""
     return GPU[kind] if device.type == "cuda" else INTERPRETER
 
 
@@ -102,7 +102,9 @@ def tile_of(columns: int, kind: str, device: torch.device) -> Tile:
 
 
 def programs_of(tiles: int, tile: Tile, device: torch.device) -> int:
-    """How many programs share `tiles` blocks of rows and keep sums over theirs: two a multiprocessor, or one with large blocks."""
+    """How many programs share `tiles` blocks of rows, if each keeps sums over its own: two for each
+    multiprocessor, or one with large blocks. At least 1, and no more than the blocks.
+    """
     most = _INTERPRETED_PROGRAMS
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -111,7 +113,9 @@ def programs_of(tiles: int, tile: Tile, device: torch.device) -> int:
 
 
 def partial_sums(like: Tensor, written: bool, programs: int, columns: int) -> Tensor:
-    """Room for a row of fp32 sums of each program: zeros, unless programs write every sum."""
+    """A new fp32 tensor (programs, columns) for each program's sums, on the device of `like`.
+    Zeros, unless programs write every sum (`written`).
+    """
     make = like.new_empty if written else like.new_zeros
     return make((programs, columns), dtype=torch.float32)
 
@@ -122,7 +126,9 @@ def divide_up(count: int, part: int) -> int:
 
 
 def rows_of(tensor: Tensor, columns: int | None = None) -> Tensor:
-    """The tensor as (rows, columns): a view if its strides allow it, otherwise a copy."""
+    """The tensor as (rows, columns): a view if its strides allow it, otherwise a copy. `columns` is
+    the size of the last dim by default.
+    """
     width = tensor.shape[-1] if columns is None else columns
     rows = tensor.numel() // width if width else 0
     return tensor.reshape(rows, width)
@@ -136,7 +142,9 @@ def strides_of(*operands: Tensor | None) -> tuple[int, ...]:
 def launch(
     kernel: Any, grid: Sequence[int], arguments: Sequence[Any], warps: int = 4, **constants: Any
 ) -> None:
-    """Run a kernel on the device of its first tensor and count it; an empty grid runs nothing."""
+    """Run a kernel on the device of its first tensor, and count it in `LAUNCHES`. An empty grid
+    runs nothing. `constants` are the kernel's constexpr arguments.
+    """
     if 0 in grid:
         return
     first = next(argument for argument in arguments if isinstance(argument, Tensor))

@@ -40,8 +40,8 @@ def _local(
     soft_cap: float | None,
     chunk: int,
 ) -> Tensor:
-    """The statistics (3, R) of a shard's logits, (4, R) if `smooth`, as
-    `autopar::cross_entropy_local` gives them.
+    """The statistics (3, R) of a shard's logits hidden weight^T, (4, R) if `smooth`, as
+    `autopar::cross_entropy_local` gives them. `chunk` rows' logits exist at a time.
     """
     out = _local_fake(hidden, weight, target, class_weight, first, smooth, soft_cap, chunk)
     rows, flat = rows_of(hidden), target.reshape(-1)
@@ -94,7 +94,9 @@ def _gradient(
     chunk: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of hidden, gradient of weight); one that is not asked for is empty."""
+    """(gradient of hidden, gradient of weight), each an empty tensor unless its entry of `needs` is
+    True. `grad` (R,) is the gradient of each row's loss.
+    """
     dhidden = hidden.new_empty(hidden.shape) if needs[0] else absent(hidden)
     wide = statistics.dtype
     total = torch.zeros_like(weight, dtype=wide) if needs[1] else absent(weight)

@@ -33,8 +33,8 @@ def cross_entropy_local_kernel(
     logits, target, weight, out, rows, inner, strides, first, columns,
     SMOOTH: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write four numbers for one row of a shard: the maximum, the sum of exp(x - maximum), the
-    target's logit (0 on other shards), and the weighted sum.
+    """Write the statistics of one row of a shard: the maximum, the sum of exp(x - maximum), the
+    target's logit (0 on other shards). With SMOOTH also the sum of logits, weighted by class.
     """
     row = tl.program_id(0)
     start = _row(logits, row, inner, strides)
@@ -69,7 +69,7 @@ def cross_entropy_local_kernel(
 
 @triton.jit
 def _row_weight(target, weight, row, alive, IGNORE: tl.constexpr):
-    """(whether the row counts, the weight of its class)."""
+    """(whether the row counts, the weight of its class). An ignored row has weight 0."""
     label = tl.load(target + row, alive, IGNORE)
     valid = label != IGNORE
     scale = tl.where(valid, 1.0, 0.0)

@@ -31,8 +31,8 @@ REDUCTIONS = ("none", "sum", "mean")
 
 
 def _layout(logits: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
-    """(logits, size of the inner dim, three strides). Logits of at most 3 dims are not copied; with
-    fewer than 3 the inner dim has all rows.
+    """(logits, size of the inner dim, three strides), as the kernels read them. 3 dims are not
+    copied; otherwise logits become a matrix, whose inner dim has all rows.
     """
     if logits.dim() == 3:
         return logits, max(logits.shape[1], 1), logits.stride()
@@ -178,8 +178,8 @@ def _gradient(
     z_loss: float,
     soft_cap: float | None,
 ) -> Tensor:
-    """The gradient of a shard's logits, from the gradient of each row's loss (R,) and the merged
-    statistics.
+    """The gradient of a shard's logits, in their shape, from the gradient `grad` of each row's loss
+    (R,) and the merged statistics. 0 for ignored rows.
     """
     out = logits.new_empty(logits.shape)
     flat = target.reshape(-1).contiguous()

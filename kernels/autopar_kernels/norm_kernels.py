@@ -134,7 +134,7 @@ def _store_gradients(
     normal, weighted, along, level, scale, grad, grad_total, x, gate, weight, dx, dgate,
     row, column, width, strides, alive, end, OFFSET, GATE_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Write dx and dgate of a tile."""
+    """Write dx and dgate of a tile, each unless it is None."""
     mask = alive[:, None] & (column < end)[None, :]
     inner = (weighted - level[:, None] - normal * along[:, None]) * scale[:, None]
     if gate is not None:
@@ -157,7 +157,9 @@ def _store_gradients(
 
 @triton.jit
 def _add_to(parts, offset, value, inside):
-    """Add a tile's sum over rows to this program's own partial sums."""
+    """Add a tile's sum over rows to this program's own partial sums. Does nothing if `parts` is
+    None.
+    """
     if parts is not None:
         place = parts + offset
         tl.store(place, tl.load(place, inside, 0.0) + tl.sum(value, 0), inside)
@@ -165,7 +167,9 @@ def _add_to(parts, offset, value, inside):
 
 @triton.jit
 def _write(parts, offset, value, inside):
-    """Write this program's partial sums."""
+    """Write a tile's sum over rows as this program's partial sums. Does nothing if
+    `parts` is None.
+    """
     if parts is not None:
         tl.store(parts + offset, tl.sum(value, 0), inside)
 
@@ -176,8 +180,8 @@ def norm_backward_kernel(
     N: tl.constexpr, OFFSET: tl.constexpr, GATE_FIRST: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients of x and gate, and this program's partial sums over its rows (one row of
-    dweight and dbias).
+    """Write gradients of x and gate, and this program's partial sums over its rows, as one row of
+    dweight and of dbias. Tensors that are None are left out.
     """
     group, width = tl.program_id(1), tl.num_programs(1) * N
     statistic = tl.num_programs(1)

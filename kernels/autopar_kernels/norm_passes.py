@@ -34,7 +34,9 @@ CASTS = ("before", "weight", "after", "none")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
-    """The arguments of `autopar::norm_forward`, checked: see `norms.rms_norm`; `center` subtracts the mean first."""
+    """The arguments of `autopar::norm_forward`, as `norms.rms_norm` takes them; `center` subtracts
+    the mean first. ValueError if they do not fit together.
+    """
 
     x: Tensor
     residual: Tensor | None
@@ -80,15 +82,16 @@ class Forward:
 
     @property
     def result(self) -> torch.dtype:
-        """The dtype of the result."""
+        """The dtype of the norm's result, which follows from `cast`, the dtypes and the gate."""
         scale = self.total if self.weight is None else self.weight.dtype
         if self.cast == "after" or (self.gate is not None and not self.gate_first):
             return self.total
         return scale if self.cast == "weight" else torch.promote_types(self.total, scale)
 
     def outputs(self, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """New tensors for (result, x + residual, mean, 1 / deviation); those that are absent are
-        empty.
+        """New tensors for (result, x + residual, mean, 1 / deviation). The last two are (rows,
+        groups) in `wide`. The sum without a residual, and the mean without `center`, are empty
+        tensors.
         """
         x = self.x
         rstd = x.new_empty((math.prod(x.shape[:-1]), self.groups), dtype=wide)
@@ -181,6 +184,7 @@ class Backward:
         x: what was normalised: the argument, or the sum.
         mean: the mean of each row and group, (rows, groups), or None without centering.
         rstd: 1 / deviation, (rows, groups).
+        vector: the dtype of the gradients of weight and bias.
         needs: whether the gradients of x, weight, bias and gate are asked for.
     """
 

@@ -86,8 +86,8 @@ class _RMSNorm(torch.autograd.Function):
 def gradients_of_terms(
     dx: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype | None], *wanted: bool
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the terms of a sum, from that of the sum: the same values in each term's
-    dtype, or None.
+    """The gradients of the terms of a sum, from the sum's gradient `dx`: the same values in each
+    term's dtype. None for a term that is absent (no dtype) or not wanted, and if `dx` is None.
     """
     return tuple(
         dx.to(dtype) if dx is not None and dtype is not None and want else None

@@ -96,7 +96,9 @@ def _rotary_pass_fake(*arguments: object) -> tuple[Tensor, Tensor]:
 
 
 def _table(call: Rotation, table: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The angles' values for the lower and the higher column of each pair, (B, T, 1, R/2)."""
+    """The entries of `table` (cos or sin) for the lower and for the higher column of each pair,
+    each (B or 1, T, 1, R/2) in the dtype `wide`.
+    """
     rows = (table if call.positions is None else table[call.positions]).to(wide).unsqueeze(2)
     half = call.rotated // 2
     if rows.shape[-1] == half:
@@ -259,7 +261,7 @@ def rotary_single(
     heads_last: bool = False,
     promote: bool = False,
 ) -> Tensor:
-    """`rotary` of one tensor."""
+    """`rotary` of one tensor x, without keys; the other arguments are the same."""
     flags = (last, interleaved, heads_last, promote)
     out: Tensor = _rotate(x, None, cos, sin, positions, rotated, *flags)
     return out

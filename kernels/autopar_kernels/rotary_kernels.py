@@ -15,7 +15,7 @@ def _rotate(
     DIM: tl.constexpr, ROT: tl.constexpr, FIRST: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the pairs of R heads of one token, and copy the columns that are not rotated."""
+    """Rotate the pairs of HEADS heads of one token, and copy the columns that are not rotated."""
     h = head + tl.arange(0, HEADS)
     half = ROT // 2
     row = batch.to(tl.int64) * strides[0] + token.to(tl.int64) * strides[1]
@@ -44,7 +44,9 @@ def rotary_kernel(
     DIM: tl.constexpr, ROT: tl.constexpr, FIRST: tl.constexpr, INTERLEAVED: tl.constexpr,
     SHARED: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate every head of one token by its angles; backward transposes the rotation."""
+    """Rotate HEADS heads of the queries and of the keys of one token by its angles. BACKWARD
+    rotates by the negative angles.
+    """
     batch = tl.program_id(0) // tokens
     token = tl.program_id(0) % tokens
     head = tl.program_id(1) * HEADS

@@ -55,14 +55,16 @@ GATED = ("gated", "gated_clamp", "interleaved_clamp", "concatenated_clamp")
 
 @lru_cache
 def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
-    """What happens between the two products of an expert, (rows, F') -> (rows, F).
+    """The function between the two products of an expert, (rows, F') -> (rows, F).
 
     The text is one of
 
         gated:silu                  act(gate) * up, where gate|up are the halves of F' = 2 F
         plain:gelu                  act(u), F' = F
-        gated_clamp:silu:10.0       act(min(gate, limit)) * clamp(up, -limit, limit), halves (DeepSeek-V4)
-        interleaved_clamp:7.0:1.702   gate sigmoid(alpha gate) (up + 1), clamped at the limit; gate and up alternate (GPT-OSS)
+        gated_clamp:silu:10.0       act(min(gate, limit)) * clamp(up, -limit, limit), halves
+            (DeepSeek-V4)
+        interleaved_clamp:7.0:1.702   gate sigmoid(alpha gate) (up + 1), clamped at the limit; gate
+            and up alternate (GPT-OSS)
         concatenated_clamp:7.0:1.702  the same of halves
 
     with any name of `POINTWISE`.  Raises ValueError for any other text.

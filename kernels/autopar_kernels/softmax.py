@@ -116,7 +116,9 @@ def _backward(
     soft_cap: float | None,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of scores, gradient of sinks); one that is not asked for is empty."""
+    """(gradient of scores, gradient of sinks), each an empty tensor unless its entry of `needs` is
+    True.
+    """
     dscores, dsinks = _backward_fake(grad, scores, mask, sinks, level, scale, soft_cap, needs)
     rows_of_sinks = level.new_empty(level.shape) if needs[1] else None
     if not runs_kernel(grad, scores, mask, sinks):

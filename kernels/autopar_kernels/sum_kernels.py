@@ -12,7 +12,7 @@ from autopar_kernels.tiles import kernel, load_tile
 def sum_few_kernel(
     parts, out, columns, part_stride, column_stride, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[c] = sum over p of parts[p, c], in the order of p."""
+    """Write out[c] = sum over p of parts[p, c], in the order of p."""
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     total = tl.zeros((BLOCK,), tl.float32)
@@ -26,7 +26,9 @@ def sum_few_kernel(
 def sum_many_kernel(
     parts, out, count, columns, part_stride, column_stride, LANES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[c] = sum over p of parts[p, c], in the order of p within each of LANES lanes."""
+    """Write out[c] = sum over p of parts[p, c]. Each of LANES lanes sums every LANES-th part in
+    order; then the lanes are summed.
+    """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     total = tl.zeros((LANES, BLOCK), tl.float32)

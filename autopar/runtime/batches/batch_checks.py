@@ -55,9 +55,10 @@ operands.
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """A tensor of indices: `node` in segment `segment`. Its values must lie from `least` to `most`,
-    or be `ignored`. `what` describes what they index; `inputs` are the model inputs that they
-    come from.
+    """A tensor of indices that the model computes: `node` in the segment with number `segment`. Its
+    values must lie from `least` to `most`, or equal `ignored` (None: no exception). `what`
+    describes what they index; `inputs` are the names of the model inputs that they are computed
+    from.
     """
 
     segment: int
@@ -70,7 +71,10 @@ class _Index:
 
 
 class IndexLimits:
-    """The indices of a model that depend only on its batches."""
+    """Checks the values of batches that index a tensor, such as token ids. `indices` has an
+    `_Index` for each index that the model `traced` computes from its inputs and constants by cheap
+    ops.
+    """
 
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
@@ -80,8 +84,8 @@ class IndexLimits:
         self.indices = tuple(self._found())
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise AutoparError, with the input, value, row and limit, if a batch has an index out of
-        range.
+        """Raise AutoparError if a batch (`tensors`, by input name) has an index out of range. The
+        message has the input, value, row and limits.
 
         On a GPU this waits for the device once. The check of a batch across ranks waits for it
         anyway.
@@ -185,8 +189,9 @@ class IndexLimits:
         )
 
     def _inputs_of(self, number: int, node: Node) -> frozenset[str] | None:
-        """The model inputs from which a value is computed by cheap ops; None if it depends on
-        anything else.
+        """Names of the integer model inputs from which a node of segment `number` is computed by
+        cheap ops. Empty for a constant. None if it depends on anything else, such as a parameter or
+        a float input. Results are cached.
         """
         key = number, node
         if key not in self._sources:
@@ -215,7 +220,9 @@ class IndexLimits:
         return frozenset().union(*known) if known and len(known) == len(parts) else None
 
     def _source(self, number: int, node: Node) -> Source | None:
-        """The source of a segment's input; None for a node that is not an input."""
+        """Where a segment's placeholder gets its value: a model input, or a result of another
+        segment. None for other nodes.
+        """
         if node.op != "placeholder":
             return None
         key = number, node
@@ -237,7 +244,9 @@ class IndexLimits:
         return output_nodes(graph)[source.index]
 
     def _held(self, number: int, node: Node) -> str:
-        """The parameter, buffer or constant that a node reads; '' for another node."""
+        """Name of the parameter, buffer or constant that a node of segment `number` reads; '' if
+        the node reads none.
+        """
         if node.op != "get_attr":
             return ""
         segment = self.traced.segments[number]
@@ -258,7 +267,9 @@ class IndexLimits:
         values: dict[tuple[int, Node], Any],
         rows: int,
     ) -> Any:
-        """A node's value for a batch with `rows` rows. `values` caches results."""
+        """Compute a node of segment `number` for a batch of `rows` rows (`tensors`, by input name).
+        `values` caches results by (segment, node).
+        """
         key = number, node
         if key in values:
             return values[key]

@@ -11,8 +11,9 @@ from autopar.ops.dims import has_batch, is_symbolic
 
 
 def check_shapes(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Raise AutoparError unless names, shapes and dtypes of a batch are those of `expected`, the
-    fake inputs of a model, and all its tensors have the same number of rows.
+    """Raise AutoparError if a batch does not fit the fake inputs `expected` of a model: other
+    names, or a tensor of another shape or dtype, or on the meta device. The number of rows is free,
+    but must be equal in all tensors with rows. Any floating-point dtype fits another.
     """
     if set(tensors) != set(expected):
         raise AutoparError(

@@ -14,10 +14,11 @@ from itertools import count
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A micro-batch of all ranks.
+    """Which rows one micro-batch runs, over all data-parallel ranks. A slot is a place for one row.
 
-    The slots of rank 0 begin at row `first` of the global batch, those of each further rank `stride` rows later.  `distinct` rows are run;
-    where these are fewer than the slots, rows run several times.  The sum over all slots is multiplied by `weight`.
+    Rank r's slots begin at row `first + r * stride` of the global batch.  `distinct` is the number
+    of different rows; if it is less than the number of slots, the rows repeat. The sum of losses
+    over all slots is multiplied by `weight`.
     """
 
     first: int
@@ -28,9 +29,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """A global batch of `batch` rows as micro-batches of `rows` rows on each of `ranks` ranks.
+    """A global batch of `batch` rows as micro-batches, which `parts` describes in order. Each of
+    `ranks` data-parallel ranks runs `rows` rows of each.
 
-    `evenly`: each rank runs its own share of the batch, in order.
+    `evenly`: each rank runs its own share of the batch, in order, so that no rank needs rows of
+    another.
     """
 
     batch: int
@@ -41,17 +44,22 @@ class Deal:
 
     @property
     def slots(self) -> int:
-        """Slots of a micro-batch, of all ranks."""
+        """Slots (places for a row) in one micro-batch, over all ranks."""
         return self.ranks * self.rows
 
     def place(self, part: Part, rank: int) -> tuple[int, int]:
-        """The first row of a rank's micro-batch less `rank` times the second number, as dropout counts rows."""
+        """(first, distance): this rank's rows of the micro-batch begin at row `first + rank *
+        distance` of the global batch, which is how dropout numbers rows. If rows repeat, the
+        distance is 0.
+        """
         if part.distinct >= self.slots:
             return part.first, part.stride
         return part.first + rank * part.stride % part.distinct, 0
 
     def held(self, part: Part, rank: int) -> list[int]:
-        """The global numbers of the rows that a rank runs of a micro-batch."""
+        """The `rows` rows that a rank runs in a micro-batch, as numbers in the global batch; a
+        number may repeat.
+        """
         first = rank * part.stride
         if part.distinct >= self.slots:
             return list(range(part.first + first, part.first + first + self.rows))
@@ -59,7 +67,9 @@ class Deal:
 
 
 def even_deal(batch: int, ranks: int, rows: int) -> Deal:
-    """The deal of a batch that ranks and micro-batches of `rows` rows divide."""
+    """The deal in which each rank runs its own share in order, and no row twice. `ranks` must
+    divide `batch`, and `rows` must divide each share.
+    """
     share = batch // ranks
     parts = tuple(Part(first, share, ranks * rows, 1.0) for first in range(0, share, rows))
     return Deal(batch, ranks, rows, parts, evenly=True)
@@ -73,12 +83,13 @@ def deal(
     once: bool = False,
     consecutive: bool = False,
 ) -> Deal | None:
-    """The deal of at most `most` rows a rank and micro-batch that computes least; None if there is none.
+    """Choose how a global batch runs that ranks and micro-batches do not divide: the deal that
+    computes least. None if no deal satisfies `once` and `consecutive`.
 
     Args:
         batch: rows of all ranks, at least 1.
         ranks: data-parallel ranks.
-        most: rows of a planned micro-batch.
+        most: the most rows that a rank may run in one micro-batch.
         fits: whether a pipeline can run this number of micro-batches; from some number on it can.
         once: no row may run twice.
         consecutive: the rows of a rank follow one another in the global batch.
@@ -103,7 +114,9 @@ def rows_of_rank(batch: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def _sizes(batch: int, slots: int) -> list[int]:
-    """How many rows each micro-batch has: all slots, then divisors of their number."""
+    """The number of distinct rows of each micro-batch, in order: `slots` while enough rows are
+    left, then divisors of `slots`. They add up to `batch`.
+    """
     full, left = divmod(batch, slots)
     found = [slots] * full
     while left:
@@ -113,7 +126,9 @@ def _sizes(batch: int, slots: int) -> list[int]:
 
 
 def _deal(batch: int, ranks: int, rows: int, sizes: list[int], repeats: int) -> Deal:
-    """The micro-batches in order; the last one runs `repeats` times more."""
+    """The Deal with `sizes[k]` distinct rows in micro-batch k. The last micro-batch runs `repeats`
+    more times, and its weight is divided among these runs.
+    """
     parts, first = [], 0
     for size in sizes:
         parts.append(Part(first, rows, size, size / (ranks * rows)))

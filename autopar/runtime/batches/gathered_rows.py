@@ -14,7 +14,9 @@ from autopar.rewrite.collectives.primitives import apply_primitive
 def gather_over(
     tensor: torch.Tensor, axes: Mapping[str, AxisGroup], names: Iterable[str]
 ) -> torch.Tensor:
-    """The rows of all ranks of the axes `names`, innermost first. Each rank has as many."""
+    """All-gather a tensor along dim 0 over the axes `names`, one after the other; ranks of the last
+    axis are outermost in the result. Every rank must hold equally many rows.
+    """
     for name in names:
         split = Split(0, axes[name].size * tensor.shape[0])
         tensor = apply_primitive("all_gather", tensor, axes[name], split, None)
@@ -22,7 +24,9 @@ def gather_over(
 
 
 def gather_rows(tensor: torch.Tensor, axes: Mapping[str, AxisGroup]) -> torch.Tensor:
-    """The rows of all data-parallel ranks, in the order of the global batch. Each has as many."""
+    """All-gather a tensor along dim 0 over the data-parallel ranks, in the order of the global
+    batch. Every rank must hold equally many rows.
+    """
     sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
     # ep is a part of dp, and its inner one
     return gather_over(sent, axes, ("ep", "dp")).to(tensor.dtype)
@@ -31,7 +35,9 @@ def gather_rows(tensor: torch.Tensor, axes: Mapping[str, AxisGroup]) -> torch.Te
 def gather_uneven_rows(
     tensor: torch.Tensor, held: list[int], axes: Mapping[str, AxisGroup]
 ) -> torch.Tensor:
-    """The rows of all data-parallel ranks; `held` has the number of rows of each."""
+    """All-gather a tensor along dim 0 over the data-parallel ranks, of which rank r holds `held[r]`
+    rows, in the order of the global batch.
+    """
     most = max(held)
     filled = tensor.new_zeros(most, *tensor.shape[1:])
     filled[: tensor.shape[0]] = tensor

@@ -39,11 +39,13 @@ _SHARING = ("pp", "cp", "tp")
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """The size of the batch over all ranks.
+    """The size of a step's batch over all data-parallel ranks.
 
-    It has the batch's positions, and the number of valid targets (None if the loss is not a mean
-    over tokens). Then come the model FLOPs relative to the planned batch, and the positions of the
-    longest row.
+    Attributes:
+        tokens: positions of all rows, before padding.
+        targets: labels that count in the loss; None if the loss is not a mean over tokens.
+        share: model FLOPs of the batch, relative to the planned batch.
+        longest: positions of the longest row.
     """
 
     tokens: int
@@ -54,17 +56,17 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """A step's work on this rank.
+    """The micro-batches of one step on this rank.
 
     Attributes:
-        inputs: for each micro-batch, what the graph takes by name: inputs and values of the step.
-        rows: rows of one micro-batch.
+        inputs: for each micro-batch, the graph's inputs by name, including values of the step.
+        rows: rows of one micro-batch on this rank.
         scales: for each micro-batch, the factor of its loss in the sum.
-        places: for each micro-batch, its first row in the global batch, and the distance from there
-            to the same rows of the next rank.
-        size: the size of the batch.
-        number: the number of the program that runs it.
-        filled: if a rank filled its batch up, the same inputs with other tokens there.
+        places: for each micro-batch, where its rows are in the global batch: (first, distance) as
+            `Deal.place` gives them.
+        size: the size of the batch over all ranks.
+        number: the index of the program that runs it, among programs for several batch lengths.
+        filled: `inputs` with another padding token, if a rank padded its batch; else empty.
     """
 
     inputs: list[dict[str, torch.Tensor]]
@@ -78,8 +80,10 @@ class MicroBatches:
 
 @dataclass(frozen=True, kw_only=True)
 class _Read:
-    """What one rank read of its batch: tensors as `given`, and as `tensors` padded to the length of
-    program `number`. `length` is the number of positions before padding.
+    """What one rank read of its batch: tensors by input name as `given`, and as `tensors`, padded
+    to the length of the program with index `number`. `rows` is -1 if the batch does not fit the
+    model. `length` is the number of positions before padding. `checksum` is 0 unless other ranks
+    must read the same rows.
     """
 
     given: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -91,16 +95,19 @@ class _Read:
 
     @property
     def told(self) -> list[float]:
-        """The numbers that this rank sends to the others."""
+        """[rows, checksum, program index, length], which this rank sends to the others."""
         return [self.rows, self.checksum, self.number, self.length]
 
 
 class BatchSplitter:
-    """Splits batches for one program, of the model `traced`.  `tensors()`: whole buffers and constants by name, for the values of a step;
-    every rank calls it.
+    """Splits this rank's batches into micro-batches for `program`, which is made from the model
+    `traced`.
 
-    `programs`: if batches may be filled up, programs that differ in the length of their batches alone, shortest first, `program` last;
-    `flops` are model FLOPs of a row of each.
+    `tensors()` returns whole buffers and constants by name, for step values (numbers that need the
+    whole batch); every rank must call it. `programs`: if batches may be padded, programs that
+    differ only in the length of their batches, shortest first, `program` last. `flops` are model
+    FLOPs of the planned batch at each of these lengths. `indices` is set later to the index checks
+    of each program.
     """
 
     def __init__(
@@ -142,14 +149,15 @@ class BatchSplitter:
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank's share of a global batch. ep is the inner part of the
-        data-parallel ranks.
+        """The index of this rank's share of a global batch, among all data-parallel ranks: ep is
+        their inner axis.
         """
         return self.axes["dp"].index * self.axes["ep"].size + self.axes["ep"].index
 
     def local(self, batch: Any) -> Any:
-        """This data-parallel rank's rows of a global batch, as the same structure (mapping or
-        tuple).
+        """This data-parallel rank's rows of a global batch: a mapping if `batch` is one, otherwise
+        a tuple. Tensors without rows stay whole. If ranks do not divide the batch, the first ones
+        get one row more. Raises AutoparError if a tensor lacks its dim of rows.
         """
         tensors = batch_tensors(batch)
         dp = self.plan.mesh.dp
@@ -168,8 +176,9 @@ class BatchSplitter:
         return cut if isinstance(batch, Mapping) else tuple(cut.values())
 
     def split(self, batch: Any, trains: bool = False) -> MicroBatches:
-        """This rank's batch, checked across all ranks and split. An error on any rank raises
-        AutoparError on every rank.
+        """Check this rank's `batch` across all ranks, and split it into micro-batches. Every rank
+        must call it; an error on any rank raises AutoparError on every rank. `trains`: it is a
+        training step, in which no row may run twice if forward changes buffers.
         """
         whole = self._tensors()
         read, mistake = _Read(length=self.positions), None
@@ -214,8 +223,8 @@ class BatchSplitter:
         )
 
     def _read(self, batch: Any) -> _Read:
-        """This rank's batch, padded to the length of a program. Raises AutoparError if it does not
-        fit the model.
+        """This rank's batch, padded to the length of the shortest program that fits it. Raises
+        AutoparError if its shapes, dtypes or index values do not fit the model.
         """
         given = rows_first(batch_tensors(batch), self._row_dims)
         number, length = self._fitting(given)
@@ -232,8 +241,10 @@ class BatchSplitter:
         )
 
     def _agreed(self, seen: list[list[list[float]]]) -> tuple[list[int], list[int], list[int]]:
-        """(rows, program index, positions) of each data-parallel rank, after checking that the
-        ranks that share its batch read the same.
+        """(rows, program indices, positions): three lists with an entry for each data-parallel
+        rank. `seen[data rank][sharing rank]` is what each rank told (`_Read.told`). Raises
+        AutoparError if a batch does not fit the model, or if ranks that should read the same rows
+        differ.
         """
         for data_rank, sharing in enumerate(seen):
             if any(found[0] < 0 for found in sharing):
@@ -254,10 +265,12 @@ class BatchSplitter:
         return held, numbers, lengths
 
     def _dealt(self, held: list[int], trains: bool) -> Deal:
-        """Which rows each rank runs, given the number that each data-parallel rank holds.
+        """The deal: which rows each rank runs, if data-parallel rank r holds `held[r]` rows.
+        `trains` as in `split`.
 
         Raises:
-            AutoparError: the loss or a buffer does not allow it.
+            AutoparError: the batch is empty, or the loss or a buffer does not allow such micro-
+                batches.
         """
         batch, ranks, rows = sum(held), len(held), held[0]
         if batch == 0:
@@ -288,7 +301,9 @@ class BatchSplitter:
         return found
 
     def _fits(self, number: int) -> bool:
-        """Whether the plan's pipeline can run this number of micro-batches."""
+        """Whether the plan's pipeline can run this number of micro-batches. True without a
+        pipeline.
+        """
         if not self.plan.schedule or self.axes["pp"].size == 1:
             return True
         try:
@@ -302,7 +317,9 @@ class BatchSplitter:
     def _with_rows(
         self, tensors: Mapping[str, torch.Tensor], held: list[int], dealt: Deal
     ) -> Mapping[str, torch.Tensor]:
-        """The batch with the rows that a deal is of: this rank's, or where it is not even those of all ranks."""
+        """The batch with the rows that the deal's row numbers refer to: `tensors` itself if each
+        rank runs its own share, otherwise the rows of all data-parallel ranks, gathered.
+        """
         if dealt.evenly:
             return tensors
         return {
@@ -311,14 +328,14 @@ class BatchSplitter:
         }
 
     def _scales(self, dealt: Deal) -> tuple[float, ...]:
-        """What the losses of micro-batches are multiplied by before they are added up."""
+        """For each micro-batch, the factor of its loss in the sum over micro-batches."""
         each = 1.0 if self.loss_split.joins == "sum" else dealt.slots / dealt.batch
         return tuple(each * part.weight for part in dealt.parts)
 
     @property
     def _numbers(self) -> int:
-        """The number of elements of the step values' parts; the same for programs of all
-        lengths.
+        """The number of elements that each rank sends so that step values (numbers that need the
+        whole batch) can be computed; 0 if no program takes any. It is the same for all lengths.
         """
         return max(0 if values is None else values.numbers for values in self._values)
 
@@ -330,7 +347,10 @@ class BatchSplitter:
         dealt: Deal,
         whole: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        """The values of the step that the graph takes, with the rows that `tensors` have."""
+        """By name, the step values (numbers that need the whole batch) for program `number`; {} if
+        it takes none. `parts` is the sum of all ranks' parts; `whole` has buffers and constants by
+        name. Values that have rows have those of `tensors`.
+        """
         values = self._values[number]
         if values is None:
             return {}
@@ -354,7 +374,9 @@ class BatchSplitter:
     def _cut(
         self, graph_inputs: Mapping[str, torch.Tensor], dealt: Deal
     ) -> list[dict[str, torch.Tensor]]:
-        """What the graph takes for each micro-batch."""
+        """For each micro-batch, the graph's inputs by name: this rank's rows of them. Inputs
+        without rows are whole in each.
+        """
         found = []
         for part in dealt.parts:
             rows: Any = slice(part.first, part.first + dealt.rows)
@@ -369,8 +391,8 @@ class BatchSplitter:
         return found
 
     def _counted(self, values: Mapping[str, torch.Tensor]) -> float | None:
-        """The number of labels of the step that count; None if no cross-entropy averages over
-        them.
+        """The number of labels that count in the step's loss, from the step values by name. None if
+        no cross-entropy averages over them.
         """
         own = self.program.step_values
         if own is None or own.labels < 0:
@@ -378,8 +400,9 @@ class BatchSplitter:
         return _whole(float(values[own.names[own.labels]]))
 
     def _fitting(self, given: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-        """(index of the program with the shortest length that a batch fits, positions of the
-        batch). If none is long enough, the last program's check raises the error.
+        """(index of the shortest program that a batch fits, positions of the batch). If none is
+        long enough, the last index, whose check raises the error. Without padding (0, planned
+        positions).
         """
         if not self.paddings or set(given) != set(self.program.whole_inputs):
             return 0, self.positions
@@ -402,15 +425,17 @@ class BatchSplitter:
         return padding.fill_up(given, token)
 
     def noise(self, work: MicroBatches, index: int, seed: int, step: int) -> torch.Tensor:
-        """What dropout needs to know of a micro-batch: seed, step, and which rows of the global batch it holds."""
+        """The tensor from which dropout draws the masks of micro-batch `index`: it has the seed,
+        the step, and where the rows are in the global batch.
+        """
         return step_noise(seed, step, *work.places[index])
 
     def _has_batch(self, name: str) -> bool:
         return has_batch(self.program.whole_inputs.get(name))
 
     def _checked(self, tensors: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
-        """The batch's tensors on this device, in the order of the model's inputs. Raises
-        AutoparError if they do not fit the model.
+        """The batch's tensors on this device, floats in the plan's dtype, in the order of the
+        model's inputs. Raises AutoparError if they do not fit the program with index `number`.
         """
         expected = self.programs[number].whole_inputs
         check_shapes(tensors, expected)
@@ -422,8 +447,8 @@ class BatchSplitter:
         }
 
     def _gather_over_all(self, row: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, indexed (data-parallel rank, rank that shares its batch,
-        entry).
+        """Gather the vector `row` of every rank. Returns a tensor (data-parallel rank, rank that
+        shares its batch, entry of the vector).
         """
         rows = gather_over(row.unsqueeze(0), self.axes, reversed(AXES))
         stages = rows.view(self.axes["pp"].size, self.plan.mesh.dp, -1, row.shape[0])
@@ -431,13 +456,13 @@ class BatchSplitter:
 
 
 def _whole(count: float | None) -> float | None:
-    """The count as an int if it is a whole number."""
+    """The count as an int if it is a whole number, otherwise unchanged; None stays None."""
     return int(count) if count is not None and count.is_integer() else count
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> float:
-    """A number that differs between batches with different elements or a different order of
-    elements.
+    """A weighted sum of all elements, which shows whether two batches have other elements or
+    another order. 0 without tensors.
     """
     total: float | torch.Tensor = 0.0
     for k, tensor in enumerate(tensors, start=1):

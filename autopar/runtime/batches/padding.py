@@ -37,8 +37,9 @@ same, so it is small.
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """How batches are padded for one program: to `length` positions, along `dims` of each input.
-    `targets` and `masks` are the inputs that say which positions count in the loss.
+    """How batches are padded for one program: to `length` positions, along the dims `dims[name]` of
+    each input. `targets` are inputs with labels, which are padded with -100. `masks` are the other
+    inputs that say which positions count in the loss; they are padded with 0.
     """
 
     length: int
@@ -48,8 +49,8 @@ class Padding:
 
     @staticmethod
     def of(program: Program) -> Padding:
-        """The padding for a program. Raises AutoparError if padding would always change the
-        loss.
+        """How to pad batches for a program. Raises AutoparError if padding would always change the
+        loss: it is no mean over valid targets, or what is padded counts.
         """
         length, values = positions(program.whole_inputs.values()), program.step_values
         vals = {
@@ -101,7 +102,9 @@ class Padding:
         return Padding(length, dims, targets, frozenset(counted) - targets)
 
     def length_of(self, tensors: Mapping[str, Tensor]) -> int:
-        """The positions of a batch; `length` if the batch has no such dim."""
+        """The positions of a batch before padding; `length` if the batch has no dim of
+        positions.
+        """
         given = (
             tensors[name].shape[dims[0]]
             for name, dims in self.dims.items()
@@ -110,8 +113,8 @@ class Padding:
         return next(given, self.length)
 
     def fill_up(self, tensors: Mapping[str, Tensor], token: int = 0) -> dict[str, Tensor]:
-        """The batch with positions added at its end. Inputs other than labels, masks and position
-        ids get `token` there.
+        """The batch, by name, with positions added at its end up to `length`. There, labels are
+        -100, masks and position ids are 0, and other inputs are `token`.
         """
         short, found = self.length_of(tensors), {}
         for name, tensor in tensors.items():
@@ -131,7 +134,9 @@ class Padding:
 
 
 def check_model(traced: TracedModel) -> None:
-    """Raise AutoparError for a model whose loss depends on all positions, whatever the padding."""
+    """Raise AutoparError if padding must change a model's loss: forward changes buffers, or experts
+    have a capacity factor.
+    """
     calls = [Call(node) for block in traced.classes for node in ops(block.graph)]
     reason = ""
     if traced.updates:
@@ -146,7 +151,10 @@ def check_model(traced: TracedModel) -> None:
 
 
 def check_alike(one: float, other: float, dtype: torch.dtype, given: int, length: int) -> None:
-    """Raise AutoparError if the losses of one batch, with two different padding tokens, differ."""
+    """Raise AutoparError if the losses `one` and `other` of one batch, with two different padding
+    tokens, differ by more than rounding. `given` and `length`, the positions before and after
+    padding, are for the message.
+    """
     if not abs(one - other) <= TOLERANCE[dtype] * max(abs(one), abs(other)):
         raise AutoparError(
             f"a batch of {given} positions was filled up to {length}, and its loss depends on what it was filled with ({one:.9g} or "

@@ -12,15 +12,20 @@ from autopar.runtime.batches.deal import rows_of_rank
 
 
 class DataParallelSampler(Sampler[list[int]]):
-    """Batches of row numbers for a DataLoader's `batch_sampler`: one batch a step, the rows of this data-parallel rank.
+    """Batches of row numbers for a DataLoader's `batch_sampler`: one batch a step, the rows of this
+    data-parallel rank.
 
-    An epoch is a permutation of the dataset drawn from `seed` and the number of the epoch. Its batch k is rows k x `global_batch` and
-    following, and rank `index` of `parts` takes an equal run of them. So the rows of a step do not depend on how many ranks share them.
-    Ranks of one data-parallel coordinate (over pp, cp and tp) take the same rows, and ranks of different ones share none. Rows that do
-    not fill a batch are left out of the epoch. With `drop_last=False` they are its last batch, in runs that differ by one row at most.
+    An epoch is a permutation of the dataset drawn from `seed` and the number of the epoch; with
+    `shuffle=False` it is the dataset's own order. Its batch k is rows k x `global_batch` and
+    following, and rank `index` of `parts` takes an equal run of them. So the rows of a step do not
+    depend on how many ranks share them. Ranks of one data-parallel coordinate (over pp, cp and tp)
+    take the same rows, and ranks of different ones share none. Rows that do not fill a batch are
+    left out of the epoch. With `drop_last=False` they are its last batch, in runs that differ by
+    one row at most.
 
-    `steps()` says how many batches have been trained on: iteration starts after them, so that a resumed run goes on where the checkpoint
-    was saved, and ends with the epoch.  (What a DataLoader has fetched ahead does not count.)
+    `steps()` says how many batches have been trained on: iteration starts after them, so that a
+    resumed run goes on where the checkpoint was saved, and ends with the epoch.  (What a DataLoader
+    has fetched ahead does not count.)
     """
 
     def __init__(
@@ -64,7 +69,9 @@ class DataParallelSampler(Sampler[list[int]]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches among the rows, and the last one unless it is dropped."""
+        """The number of batches of an epoch; one that the rows do not fill counts unless it is
+        dropped.
+        """
         return (
             self.rows // self.global_batch if self.drop_last else -(-self.rows // self.global_batch)
         )

@@ -23,7 +23,9 @@ from autopar.ops.values import output_nodes
 
 
 class StepInputs:
-    """Computes the step values of one program."""
+    """Computes the step values of one program: numbers that need the whole batch. Each rank
+    computes parts from its rows, and the parts are summed over ranks.
+    """
 
     def __init__(self, values: StepValues, dtype: torch.dtype) -> None:
         """`dtype` is that of step values that are single numbers, which half precision would
@@ -33,12 +35,12 @@ class StepInputs:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the parts, in order."""
+        """The shape of each part (a tensor that a rank computes from its rows), in order."""
         return [tuple(node.meta["val"].shape) for node in output_nodes(self.values.local)]
 
     @property
     def numbers(self) -> int:
-        """The total number of elements of the parts."""
+        """The number of elements of all parts together."""
         return sum(map(prod, self.shapes))
 
     def parts(
@@ -48,8 +50,8 @@ class StepInputs:
         tensors: Mapping[str, Tensor],
         device: torch.device,
     ) -> Tensor:
-        """The parts from this rank's `rows` rows, as one vector of fp64. `tensors` are whole
-        buffers and constants by name.
+        """The parts from this rank's `rows` rows, flattened and joined to one fp64 vector. `inputs`
+        are model inputs by name, `tensors` whole buffers and constants by name.
         """
         found = evaluate(self.values.local, {"tensor": tensors, "input": inputs}, rows, device)
         flat = [part.to(torch.float64).reshape(-1) for part in found]
@@ -63,8 +65,9 @@ class StepInputs:
         tensors: Mapping[str, Tensor],
         device: torch.device,
     ) -> list[Tensor]:
-        """The step values of a batch of `rows` rows, from the sums of all ranks' parts. `inputs`
-        have the rows of all ranks.
+        """The step values of a batch of `rows` rows, in the order of `values.names`. `parts` is the
+        sum of all ranks' parts; `inputs` have the rows of all ranks. `tensors` are whole buffers
+        and constants by name.
         """
         pieces = parts.split([prod(shape) for shape in self.shapes]) if self.shapes else ()
         added = {
@@ -86,9 +89,9 @@ class StepInputs:
 def evaluate(
     graph: Graph, given: Mapping[str, Mapping[str, Tensor]], rows: int, device: torch.device
 ) -> Sequence[Tensor]:
-    """The results of a graph for a batch of `rows` rows. `given` has the tensors by kind (input,
-    tensor, part) and then by name, since an input and a buffer may have the same name. Sums of
-    floating-point numbers are in fp64.
+    """The results of a graph for a batch of `rows` rows, in the order of its outputs. `given` has
+    the tensors by kind ("input", "tensor", "part") and then by name, since an input and a buffer
+    may have the same name. Sums of floating-point numbers are in fp64.
     """
     found: dict = {}
 
@@ -123,8 +126,8 @@ def evaluate(
 
 
 def _of_one_dtype(read: dict[Node, Any]) -> dict[Node, Any]:
-    """The operands of an op, all converted to fp64 if one of them is: products and writes need a
-    single dtype.
+    """The operands of an op by node. If one is fp64, all floating-point ones are converted to fp64,
+    since products and writes need a single dtype.
     """
     if not any(
         isinstance(value, Tensor) and value.dtype == torch.float64 for value in read.values()

@@ -57,7 +57,9 @@ names.
 
 
 class Saving:
-    """A save that may still be running."""
+    """A save that may still be running. `wait` waits for it, and `waited_for` says whether that was
+    called.
+    """
 
     def __init__(self, future: Future[Path]) -> None:
         self._future, self.waited_for = future, False
@@ -86,13 +88,13 @@ is at most one.
 
 
 def settle_saving() -> None:
-    """Wait until no save of this process is running."""
+    """Wait until no save of this process is running. Errors of these saves are not raised."""
     while _under_way:
         _under_way.pop().settle()
 
 
 class Checkpoints:
-    """Saves and loads one engine."""
+    """Saves and loads the checkpoints of one engine. Every rank must call each method."""
 
     def __init__(self, engine: CheckpointSource) -> None:
         self.engine = engine
@@ -101,7 +103,7 @@ class Checkpoints:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group for messages about files."""
+        """The gloo process group for messages about files; None without torch.distributed."""
         return file_group()
 
     def wait(self) -> None:
@@ -116,7 +118,9 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------------------- save
 
     def save(self, directory: Path, extra: Extra, keep: int | None, asynchronous: bool) -> Saving:
-        """Write a checkpoint; see `Engine.save`."""
+        """Write a checkpoint, and return its `Saving`. If `asynchronous`, that may still be
+        running. The arguments are those of `Engine.save`.
+        """
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise AutoparError(
                 f"keep={shown(keep)} must be a whole number of checkpoints, at least 1"
@@ -235,7 +239,9 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------------------------------------- load
 
     def load(self, directory: Path, extra: Extra, optimizer: bool, missing_ok: bool) -> int:
-        """Load a checkpoint; see `Engine.load`. Returns its number of steps."""
+        """Load a checkpoint; the arguments are those of `Engine.load`. Returns its number of steps;
+        0 if there is none and `missing_ok` is True.
+        """
         _check_named(extra)
         self.wait()
         with lost_ranks("while loading"):
@@ -246,7 +252,10 @@ class Checkpoints:
         return self.engine.steps
 
     def _load(self, found: Found, extra: Extra, optimizer: bool) -> None:
-        """Check everything, then change the engine."""
+        """Load the complete checkpoint `found` into the engine and the objects `extra`. Every rank
+        checks everything before the engine is changed; an error is raised on all ranks.
+        `optimizer`: whether to load the optimizer's state.
+        """
         engine, held = self.engine, self.engine.held()
         saved: dict[str, tuple[int, ...]] = {}
         state: dict[str, Any] = {}
@@ -318,7 +327,9 @@ def _names(saved: dict[str, tuple[int, ...]], kind: str) -> dict[str, tuple[int,
 
 
 def _keys(saved: dict[str, tuple[int, ...]]) -> dict[str, set[str]]:
-    """The keys of the optimizer's state tensors, by parameter."""
+    """For each parameter, the names of its optimizer state tensors in a checkpoint. `saved` has the
+    shapes of all tensors by their names there.
+    """
     keys: dict[str, set[str]] = {}
     for entry in _names(saved, "optimizer"):
         name, _, key = entry.rpartition("/")
@@ -330,7 +341,9 @@ def _keys(saved: dict[str, tuple[int, ...]]) -> dict[str, set[str]]:
 
 
 def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a checkpoint's tensors, by name."""
+    """The whole shapes of the tensors in the checkpoint at `path`, by their names there. Raises
+    AutoparError if it cannot be read.
+    """
     with disk_errors(f"cannot read {path / '.metadata'}"):
         entries = tensors_in(dcp.FileSystemReader(path).read_metadata())
         return {name: tuple(entry.size) for name, entry in entries.items()}

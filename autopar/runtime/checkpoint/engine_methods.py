@@ -40,8 +40,8 @@ class Durable(CheckpointSource):
     _state_names: set[str]
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole tensors by the model's own names, including tied names. The result is equal on
-        every rank. Every rank must call it.
+        """Whole parameters (masters if trained) and persistent buffers by the model's own names,
+        including tied names. The result is equal on every rank. Every rank must call it.
         """
         wholes = {name: self._whole(name) for name in self.parameters.leaves}
         state: dict[str, torch.Tensor] = {}
@@ -54,8 +54,8 @@ class Durable(CheckpointSource):
         return state
 
     def _whole(self, name: str) -> torch.Tensor:
-        """The whole of a tensor of which this rank holds a part. Every rank that holds a part must
-        call it.
+        """A copy of the whole of a parameter or buffer of which this rank holds a part, gathered
+        over all axes. Every rank that holds a part must call it.
         """
         whole = self.parameters.whole(name)
         for group, split in reversed(self.parameters.holding.cuttings[name].splits):
@@ -63,8 +63,8 @@ class Durable(CheckpointSource):
         return whole.clone()
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shapes of the parameters and persistent buffers that a checkpoint contains.
-        Tied ones have their first name.
+        """The whole shapes of the parameters and persistent buffers that a checkpoint contains, by
+        name. Tied ones have their first name. Tensors without elements are left out.
         """
         return {
             name: spec.shape
@@ -74,10 +74,10 @@ class Durable(CheckpointSource):
         }
 
     def held(self) -> dict[str, Held]:
-        """This rank's parts of the tensors in `saved_shapes`.
+        """This rank's parts of the tensors in `saved_shapes`, by name.
 
-        For a trained parameter, this is the master, which the optimizer updates. If another rank
-        holds the master, there is no entry.
+        For a trained parameter, this is the master, which the optimizer updates. A tensor that this
+        rank lacks, or whose master another rank holds, has no entry.
         """
         found, own = {}, self.parameters
         for name, shape in self.saved_shapes().items():

@@ -28,7 +28,9 @@ def export(
     engine: CheckpointSource, directory: Path, dtype: torch.dtype | None, max_file_bytes: int
 ) -> None:
     """Write the weights into a new directory: model.safetensors, or numbered files of at most
-    `max_file_bytes` (or one tensor) with an index.
+    `max_file_bytes` (or one tensor) with an index. Floating-point tensors are converted to `dtype`
+    (None: kept). Every rank must call it. Raises AutoparError on every rank if the directory is not
+    empty or cannot be written.
     """
     group, partial = file_group(), partial_of(directory)
     if (
@@ -112,7 +114,9 @@ def _files(
     dtype: torch.dtype | None,
     max_file_bytes: int,
 ) -> dict[str, list[str]]:
-    """The names of the files and the tensors in each, in order."""
+    """The names of the tensors in each file, in order, by file name. A file has at most
+    `max_file_bytes` in the exported dtype, unless one tensor is larger.
+    """
     files: list[list[str]] = [[]]
     size_bytes = 0
     for name, (shape, own) in tensors.items():

@@ -70,12 +70,12 @@ def newest(directory: Path, missing_ok: bool = False) -> Found | None:
 
 
 def _all_in(directory: Path) -> list[Path]:
-    """The checkpoints of a directory, complete or not, newest first."""
+    """The paths of the checkpoints of a directory, complete or not, newest first."""
     return [path for _, path in sorted(_numbered(directory), reverse=True)]
 
 
 def _numbered(directory: Path) -> list[tuple[int, Path]]:
-    """The same with their numbers, in no order."""
+    """(number, path) of each checkpoint of a directory, complete or not, in no order."""
     return [
         (int(match[1]), path)
         for path in (directory.iterdir() if directory.is_dir() else ())
@@ -121,8 +121,8 @@ def partial_of(path: Path) -> Path:
 
 
 def begin(directory: Path, steps: int) -> Path:
-    """The path of the next checkpoint. An empty partial directory is made for it, and remains of
-    crashed saves are removed.
+    """The path of the next checkpoint, which is saved after `steps` steps. Makes an empty partial
+    directory for it, and removes what crashed saves have left.
     """
     with disk_errors(f"cannot save to {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
@@ -134,8 +134,8 @@ def begin(directory: Path, steps: int) -> Path:
 
 
 def finish(final: Path, state: bytes, header: dict[str, Any], checksums: dict[str, int]) -> None:
-    """Write the last files and rename the checkpoint, which makes it visible. `checksums` are those
-    of the tensor files.
+    """Write state.pt and autopar.json and rename the checkpoint, which makes it visible.
+    `checksums` are those of the tensor files, by file name.
     """
     partial = partial_of(final)
     with disk_errors(f"cannot save {final}"):
@@ -161,14 +161,16 @@ def checksum(file: Path) -> int:
 
 
 def own_checksums(final: Path, rank: int) -> dict[str, int]:
-    """Checksums of the tensor files that torch.distributed.checkpoint wrote for a rank."""
+    """The CRC-32 of each tensor file that torch.distributed.checkpoint wrote for a rank, by file
+    name.
+    """
     with disk_errors(f"cannot save {final}"):
         return {file.name: checksum(file) for file in partial_of(final).glob(f"__{rank}_*")}
 
 
 def check_content(found: Found, rank: int, world_size: int) -> None:
-    """Raise AutoparError if a file has changed since it was saved. Each rank checks its share of
-    the files.
+    """Raise AutoparError if a file of the checkpoint has changed since it was saved. A rank reads
+    only every `world_size`-th file.
     """
     for name, (_, expected) in sorted(found.header["files"].items())[rank::world_size]:
         with disk_errors(f"cannot read {found.path / name}"):
@@ -200,7 +202,9 @@ def _sync(directory: Path) -> None:
 
 
 def forget(directory: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` complete checkpoints; None keeps all."""
+    """Remove all but the newest `keep` checkpoints of a directory, complete or not. None removes
+    nothing.
+    """
     if keep is None:
         return
     with disk_errors(f"cannot remove old checkpoints of {directory}"):
@@ -210,8 +214,10 @@ def forget(directory: Path, keep: int | None) -> None:
 
 @contextlib.contextmanager
 def disk_errors(doing: str) -> Iterator[None]:
-    """A context in which file errors become AutoparErrors, including those that
-    torch.distributed.checkpoint gathers from all ranks.
+    """A context in which errors of files become AutoparErrors that begin with `doing`. Since
+    damaged files raise many types, every exception counts, except AutoparErrors and lost ranks. Of
+    the errors that torch.distributed.checkpoint gathers from all ranks, that of the first rank is
+    named.
     """
     try:
         yield

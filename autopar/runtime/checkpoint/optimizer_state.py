@@ -56,7 +56,10 @@ def _state(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) -> dict[s
 
 
 def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
-    """The place of a state tensor within the whole tensor."""
+    """A tensor of the optimizer's state as this rank's pieces of the whole tensor. It is cut like
+    its parameter `held`, unless it has no dims. Raises AutoparError, which names it `what`, if it
+    is a pending sum over ranks or its shape does not follow the parameter's.
+    """
     local, parameter = local_part(value), local_part(held.tensor)
     if value.dim() == 0 or not held.cuts:
         return whole(local)
@@ -88,7 +91,9 @@ def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
 
 
 def group_options(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) -> Groups:
-    """This rank's parameter groups by name, without tensors that have no elements."""
+    """For each parameter group, in order: "names" of the parameters that this rank saves, and
+    "options" (learning rate, ...). Parameters without elements are left out.
+    """
     names = {id(part.tensor): name for name, part in held.items()}
     return [
         {
@@ -117,8 +122,9 @@ def merged(ranks: Iterable[Groups]) -> Groups:
 
 
 def matching_options(mine: Groups, saved: Groups) -> list[dict[str, Any]]:
-    """The saved options for each of this rank's groups. Raises AutoparError if the groups were
-    formed differently.
+    """For each of this rank's groups, the options of the saved group with the same parameters. A
+    group without parameters takes those of the saved group at its place, or {}. Raises AutoparError
+    if a parameter was not saved, or if one group has parameters of several saved groups.
     """
     group_of = {name: index for index, group in enumerate(saved) for name in group["names"]}
     options = []
@@ -139,7 +145,9 @@ def matching_options(mine: Groups, saved: Groups) -> list[dict[str, Any]]:
 
 
 def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """Set the options of the optimizer's groups."""
+    """Set the options of each group of the optimizer, in order. Options that are tensors keep their
+    tensor and take the new value.
+    """
     for group, new in zip(optimizer.param_groups, options, strict=True):
         for key, value in new.items():
             if isinstance(group.get(key), Tensor):
@@ -159,11 +167,12 @@ def room_for(
     keys: dict[str, set[str]],
     values: dict[str, dict[str, Any]],
 ) -> dict[str, dict[str, Pieces]]:
-    """State tensors of the optimizer into which a checkpoint can be loaded: those of `keys`, by
-    parameter, allocated by the optimizer itself.
+    """State tensors of the optimizer into which a checkpoint can be loaded, as pieces: parameter ->
+    key -> pieces. The optimizer allocates missing ones itself.
 
-    Raises AutoparError, without changing the optimizer, if its state has other keys. `values` is
-    the state that is not a tensor.
+    `keys` has the keys of the saved state tensors, by parameter; `values` the saved state that is
+    not a tensor. The state of a parameter without saved state is removed. Raises AutoparError,
+    without changing the optimizer, if its state has other keys.
     """
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {name: part.tensor for name, part in held.items() if id(part.tensor) in trained}
@@ -226,7 +235,9 @@ def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> N
 def set_values(
     optimizer: torch.optim.Optimizer, held: Mapping[str, Held], values: dict[str, dict[str, Any]]
 ) -> None:
-    """Set the state that is not a tensor."""
+    """Set the optimizer's state that is not a tensor: `values` is parameter -> key -> value.
+    Parameters that this rank does not hold are ignored.
+    """
     for name, found in values.items():
         if name in held and found:
             optimizer.state[held[name].tensor].update(found)

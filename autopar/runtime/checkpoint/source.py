@@ -23,7 +23,9 @@ class CheckpointSource(Protocol):
     parameters: Any
 
     def held(self) -> Mapping[str, Held]:
-        """The parts of parameters and buffers on this rank, by name."""
+        """This rank's parts of parameters (masters if trained) and persistent buffers, by name."""
 
     def saved_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the whole parameters and buffers, by name."""
+        """The whole shapes of the parameters and persistent buffers that a checkpoint contains, by
+        name.
+        """

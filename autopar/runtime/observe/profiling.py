@@ -42,8 +42,8 @@ _PASS = re.compile(r"(micro-batch \d+ (forward|backward)|stage \d+ .* micro-batc
 
 @contextlib.contextmanager
 def traced_run(path: Path, device: torch.device) -> Iterator[None]:
-    """A context whose ops are written to `path` as a Chrome trace. Raises AutoparError if that
-    fails or a profiler is already running.
+    """A context whose ops are written to `path` as a Chrome trace when it ends. Raises AutoparError
+    if the file cannot be written or a profiler is already running.
     """
     if torch.autograd._profiler_enabled():
         raise AutoparError(
@@ -62,8 +62,8 @@ def traced_run(path: Path, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_segments(program: Program, names: Iterable[str]) -> Iterator[None]:
-    """A context in which the segments with these names have ranges of their own. Names that the
-    program lacks are ignored.
+    """A context in which forward and backward of the segments with these names have profiler
+    ranges. Names that the program lacks are ignored.
     """
     backward, hooks = _Backward(), []
     for name in names:
@@ -80,8 +80,8 @@ def named_segments(program: Program, names: Iterable[str]) -> Iterator[None]:
 
 
 class _Forward:
-    """The range of one segment's forward. It registers hooks on the results that open the range of
-    the backward.
+    """Opens and closes the profiler range of one segment's forward, as forward hooks. It also
+    registers hooks on the results, which open the range of the backward.
     """
 
     def __init__(self, name: str, backward: _Backward) -> None:
@@ -106,7 +106,9 @@ class _Forward:
 
 
 class _Backward:
-    """The range of the segment whose backward is running; there is one at a time."""
+    """Opens the profiler range of one segment's backward at a time: `begin` closes the range
+    before, and the end of autograd's backward closes the last one.
+    """
 
     def __init__(self) -> None:
         self.name = ""
@@ -154,8 +156,8 @@ class Profile:
 
     @cached_property
     def _ranges(self) -> list[tuple[str, Interval]]:
-        """Names and times of all ranges. On a GPU they are those of the kernels launched within the
-        range.
+        """(name, (start, end) in seconds) of every named range. On a GPU these are the times of the
+        kernels launched within the range.
         """
         kind = (
             "gpu_user_annotation"
@@ -209,7 +211,9 @@ class Profile:
         return {axis: exposed(by_axis[axis], []) / steps for axis in AXES if axis in by_axis}
 
     def rows(self) -> list[tuple[str, float, float | None]]:
-        """(part of a step, measured seconds, predicted seconds or None)."""
+        """The rows of the table: (part of a step, measured seconds per step, predicted seconds or
+        None if the plan predicts none).
+        """
         took, plan = self.seconds, self.plan
         predicted = plan.predicted.breakdown
         passes = sum(seconds for name, seconds in took.items() if _PASS.fullmatch(name))
@@ -263,7 +267,7 @@ def _interval(event: Mapping[str, Any]) -> Interval:
 
 
 def exposed(wanted: Iterable[Interval], beside: Iterable[Interval]) -> float:
-    """Total time in which at least one interval of `wanted` and none of `beside` is active."""
+    """Seconds in which at least one interval of `wanted` and none of `beside` is active."""
     marks = sorted(
         [
             (time, kind, step)

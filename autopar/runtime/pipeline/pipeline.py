@@ -31,9 +31,7 @@ from autopar.runtime.programs.recompute import Recomputed, segment_of
 
 class Pipeline:
     """A program's stages on this rank, connected with those of other ranks by the process group
-    `group` (one along pp).
-
-    `evaluation` is the program's evaluation copy, if that differs.
+    `group` (one along pp). `num_stages` counts the stages of all ranks.
     """
 
     def __init__(
@@ -57,15 +55,17 @@ class Pipeline:
 
     @property
     def per_rank(self) -> int:
-        """Number of stages of a rank."""
+        """Number of this rank's stages."""
         return len(self.program.stages)
 
     def train(
         self, given: Sequence[Mapping[str, Tensor]], rows: int, scales: Sequence[float]
     ) -> list[Tensor]:
-        """Forward and backward of a step's micro-batches of `rows` rows, `given` by name; the loss of each is multiplied by its scale.
+        """Run forward and backward of a step's micro-batches of `rows` rows. `given` has the inputs
+        of each by name; before backward its loss is multiplied by its entry of `scales`.
 
-        Returns the losses, unscaled, on the rank of the last stage; nothing on the others.  Gradients are added to those of the leaves.
+        Returns the unscaled losses of the micro-batches on the rank of the last stage, [] on the
+        others.  Gradients are added to those of the leaves.
         """
         self._check(self.schedule, len(given))
         self._scales = scales
@@ -237,7 +237,10 @@ class _Stage(PipelineStage):
         return []
 
     def begin(self, trains: bool) -> None:
-        """Clear what an earlier step may have left."""
+        """Prepare for a step: drop what an earlier one may have left. `trains`: whether backward
+        runs. If backward runs in two parts, recomputed segments are told to use this stage's slots
+        for saved tensors.
+        """
         self.has_backward = trains
         self.clear_runtime_states()
         self._left.clear()
@@ -247,7 +250,9 @@ class _Stage(PipelineStage):
                     part.run_again_by(self.parted.again)
 
     def end(self) -> None:
-        """Wait for all messages in transit, and free what stayed for the step."""
+        """Wait for this rank's messages in transit, and free the buffers of values that stay for
+        the whole step.
+        """
         self._move_buffers(self.args_recv_info[0], torch.device("meta"))
         for works in self._forwards.values():
             _arrive(works)
@@ -286,7 +291,10 @@ class _Stage(PipelineStage):
             self._move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
 
     def _first_part(self, parted: PartedBackward, micro_batch: int, loss: Tensor | None) -> None:
-        """Compute the gradients of received values; those of weights are postponed."""
+        """Run the first part of a micro-batch's backward: gradients of received values, which go to
+        `bwd_cache`. What is left for weight gradients goes to `_left`. `loss` is None unless this
+        is the last stage. Frees the values that only this part reads.
+        """
         sent, received = self.fwd_cache.pop(micro_batch)
         results, gradients = (
             (sent, self._retrieve_recv_grads(micro_batch)) if loss is None else ([loss], None)
@@ -309,7 +317,9 @@ class _Stage(PipelineStage):
 
     @staticmethod
     def _move_buffers(infos: Sequence[Any], device: torch.device) -> None:
-        """Allocate the buffers of a micro-batch on `device`, without content."""
+        """Replace each buffer by an uninitialized one on `device`. On the meta device it takes no
+        memory.
+        """
         for info in infos:
             if info.buffer is not None:
                 info.buffer = torch.empty(info.buffer.shape, dtype=info.buffer.dtype, device=device)
@@ -361,7 +371,9 @@ class _StageModule(nn.Module):
         return _no_view(results[0])
 
     def _ready(self, value: Value, x: Tensor) -> Tensor:
-        """A value in a form that can be sent: contiguous, and not a view."""
+        """A value in a form that can be sent: contiguous, and not a view. RuntimeError if it has a
+        gradient although the program says that it has none.
+        """
         if x.requires_grad and not value.has_gradient:
             raise RuntimeError(
                 f"a gradient flows back through {value.name}, which the program says has none: a bug in autopar"

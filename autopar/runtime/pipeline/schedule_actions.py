@@ -33,8 +33,8 @@ LISTS: Mapping[str, Callable[..., PipelineScheduleMulti]] = {
 def schedule_actions(
     schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each rank, in order. Virtual stage s is on rank s % `ranks`. Raises
-    AutoparError for a combination that torch cannot run.
+    """For each rank, its actions (kind, stage, micro-batch) in order. Virtual stage s is on rank s
+    % `ranks`. Raises AutoparError for a combination that torch cannot run.
     """
     try:
         check_schedule(schedule, ranks, stages_per_rank, micro_batches)

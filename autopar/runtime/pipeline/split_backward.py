@@ -51,7 +51,9 @@ class _Made(Exception):
 
 
 class _Again:
-    """A segment that fills its slots by running its forward again."""
+    """A recomputed segment. `make` runs its forward again and puts the tensors that it saves into
+    its slots.
+    """
 
     def __init__(self, run: Callable, inputs: tuple[Any, ...]) -> None:
         self.run = run
@@ -60,7 +62,9 @@ class _Again:
         self.filled = 0
 
     def make(self) -> None:
-        """Run the forward again, unless that was already done."""
+        """Run the forward again and fill the slots, unless that was already done. Raises
+        RuntimeError if it saves another number of tensors than at first.
+        """
         if self.inputs is None:
             return
         inputs = [
@@ -80,7 +84,9 @@ class _Again:
             )
 
     def _fill(self, tensor: Tensor) -> None:
-        """Put a saved tensor into its slot, and nothing into the new graph, which is discarded."""
+        """Put a saved tensor into its slot, and nothing into the new graph, which is discarded.
+        Raises _Made after the last slot.
+        """
         if (slot := self.slots[self.filled]()) is not None:
             slot.tensor = tensor.detach()
         self.filled += 1
@@ -89,7 +95,10 @@ class _Again:
 
 
 class PartedBackward:
-    """The slots of a stage. All its micro-batches save the same tensors in the same order."""
+    """Runs the backward of a stage in two parts. In forward, saved tensors go into slots; the first
+    part empties the slots that the second does not read. All micro-batches must save the same
+    tensors in the same order.
+    """
 
     def __init__(self) -> None:
         self._number = 0

@@ -70,7 +70,9 @@ _PRODUCTS = tuple(
 
 
 def check_compiles(plan: Plan, cuda_graphs: bool = False) -> None:
-    """Raise AutoparError for a plan that cannot run compiled, or not with CUDA graphs."""
+    """Raise AutoparError for a plan that cannot run compiled, or, if `cuda_graphs`, not with CUDA
+    graphs.
+    """
     if cuda_graphs and any(block.recompute == "full" for block in plan.blocks):
         raise AutoparError(
             "the engine cannot run CUDA graphs with recompute=full: running a block again overwrites what its graph gave "
@@ -90,10 +92,13 @@ def check_compiles(plan: Plan, cuda_graphs: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What is compiled on a rank.
+    """How much of this rank's program is compiled.
 
-    It has the numbers of calls of compiled functions, of these functions, and of ops in them, and
-    counts by name of the ops that are not compiled.
+    Attributes:
+        calls: calls of compiled functions in the program.
+        functions: compiled functions; equal regions share one.
+        ops: ops in compiled calls, without views.
+        others: for each op that is not compiled, its name and the number of its calls.
     """
 
     calls: int
@@ -107,8 +112,8 @@ class Coverage:
 
 
 class Compiler:
-    """Compiles segments with given options of torch.compile, each region on its first run; or does
-    nothing.
+    """Compiles the segments of programs with given options of torch.compile; if compilation is off,
+    changes nothing. torch compiles a function when it first runs.
     """
 
     def __init__(self, given: Mapping[str, Any] | bool) -> None:
@@ -146,7 +151,7 @@ class Compiler:
 
     @property
     def coverage(self) -> Coverage | None:
-        """What is compiled; None if compilation is off."""
+        """How much has been compiled so far; None if compilation is off."""
         return (
             None
             if not self.on
@@ -154,8 +159,8 @@ class Compiler:
         )
 
     def compile(self, program: Program) -> Program:
-        """The same program, with segments that call compiled functions. Segments that already do
-        are unchanged.
+        """Make the segments of a program call compiled functions, in place, and return the same
+        program. Segments that already do are unchanged.
         """
         for segment in (
             child for stage in program.stages for child in stage.module.children() if self.on
@@ -203,8 +208,9 @@ class Compiler:
             ) from error
 
     def _compiled(self, body: GraphModule, apart: Collection[Node] = ()) -> GraphModule:
-        """A module that computes what `body` does, with its parameters and submodules, in compiled
-        regions. The nodes `apart` stay outside of regions.
+        """A module that computes what `body` does and shares its parameters and submodules. Runs of
+        two or more ops that only compute become calls of compiled functions. The nodes `apart` stay
+        outside of these.
         """
         root, graph = nn.Module(), Graph()
         values: dict[Node, Node] = {}
@@ -217,7 +223,9 @@ class Compiler:
             values[node] = graph.node_copy(node, values.__getitem__)
 
         def close() -> None:
-            """Append the current region to the graph: as one call if it has more than one op."""
+            """Append the current region to the graph and empty it: as one call if it has more than
+            one op, else as it is, which counts as not compiled.
+            """
             if sum(map(_works, region)) > 1:
                 self._call(graph, root, region, values)
             else:
@@ -246,7 +254,9 @@ class Compiler:
         return made
 
     def _note(self, node: Node) -> None:
-        """Count an op that is not compiled."""
+        """Count an op that is not compiled, by its name, for `coverage`. Views and nodes that run
+        nothing do not count.
+        """
         if _works(node):
             function = called_function(node)
             self._others[getattr(function, "_opname", function.__name__)] += 1
@@ -254,7 +264,10 @@ class Compiler:
     def _call(
         self, graph: Graph, root: nn.Module, region: list[Node], values: dict[Node, Node]
     ) -> None:
-        """Append a call of the function that computes a region, and nodes for its results."""
+        """Append to `graph` one call of the function that computes the nodes `region`, and nodes
+        for its results. The function becomes a submodule of `root`. `values` maps nodes of the old
+        graph to those of the new one, and gets the results.
+        """
         inputs = list(
             dict.fromkeys(x for node in region for x in node.all_input_nodes if x not in region)
         )
@@ -277,8 +290,8 @@ class Compiler:
         self._ops += sum(map(_works, region))
 
     def _function(self, graph: Graph, inputs: tuple[str, ...]) -> nn.Module:
-        """The compiled function of a graph without parameters. Graphs with the same structure and
-        the same described inputs share one.
+        """The compiled function of a graph without parameters. Graphs with the same structure, and
+        inputs with the same descriptions (`_described`), share one.
 
         Inputs of other shapes would recompile the function for dynamic shapes.
         """
@@ -290,8 +303,9 @@ class Compiler:
 
 
 def _tail(graph: Graph) -> frozenset[Node]:
-    """The last product and the nodes after it, if these are at most a sum. Backward does not read
-    them, and recomputation stops before them, which is impossible inside a compiled function.
+    """The last matrix product and the nodes after it, if ops after it are at most sums; otherwise
+    an empty set. Backward does not read them. Recomputation stops before them, which is impossible
+    inside a compiled function.
     """
     nodes = list(graph.nodes)
     last = max((k for k, node in enumerate(nodes) if node.target in _PRODUCTS), default=len(nodes))
@@ -303,14 +317,18 @@ def _tail(graph: Graph) -> frozenset[Node]:
 
 
 def _only_computes(node: Node) -> bool:
-    """Whether a node is an op that a compiler computes like torch."""
+    """Whether a compiler may compute this op: it draws no random numbers, and no shape depends on
+    data. Collectives and most functions of autopar are not such ops.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target in _LOCAL
     return node.target in _YET or _AS_THEY_ARE.isdisjoint(node.target.tags)
 
 
 def _described(node: Node) -> str:
-    """A value's shape and dtype before sharding, and its layouts, as text."""
+    """A value's shape and dtype before sharding, and its layouts, as text; '' if the node has none
+    of these.
+    """
     whole = node.meta.get("whole")
     return "" if whole is None else f"{whole.dtype} {tuple(whole.shape)} {node.meta['layouts']}"
 

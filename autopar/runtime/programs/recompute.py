@@ -41,8 +41,8 @@ Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 
 
 class Recomputed(nn.Module):
-    """A recomputed segment, which replaces `body`. It runs `run` with the parameters and buffers of
-    `body`.
+    """A segment whose backward recomputes activations; it replaces the segment `body`. It calls
+    `run`, which has the parameters and buffers of `body`.
 
     `whole`: the whole segment is checkpointed; otherwise `run` checkpoints parts of itself.
     `contexts` are those of a selective policy. `changing` are buffers that forward changes; the
@@ -72,8 +72,8 @@ class Recomputed(nn.Module):
         self.__dict__["run"] = run  # not a child, which would list the parameters twice
 
     def run_again_by(self, again: Callable) -> None:
-        """Make `again(run, *inputs)` run the checkpointed parts, in place of torch's
-        checkpointing.
+        """Replace torch's checkpointing of this segment: `again(run, *inputs)` is called instead,
+        for the segment or for each part that is checkpointed.
         """
         for part in (
             (self,)
@@ -100,12 +100,14 @@ def kept_in_split_backward(plan: Plan) -> bool:
 
 
 def segment_of(module: GraphModule | Recomputed) -> GraphModule:
-    """The segment's own graph module, whether it is recomputed or not."""
+    """The segment's own graph module: `body` of a recomputed one, otherwise the module itself."""
     return module.body if isinstance(module, Recomputed) else module
 
 
 def wrap_recomputed(program: Program, plan: Plan, traced: TracedModel) -> None:
-    """Replace the segments that the plan recomputes by recomputed ones, in place."""
+    """Replace each segment that the plan recomputes by a `Recomputed`, in place, in the program and
+    its stages.
+    """
     modes = {name: block.recompute for block in plan.blocks for name in block.segments}
     for segment in traced.segments:
         name = module_name(segment.name)
@@ -128,7 +130,9 @@ def wrap_recomputed(program: Program, plan: Plan, traced: TracedModel) -> None:
 def recomputed(
     body: GraphModule, block: BlockClass, mode: str, changing: tuple[str, ...]
 ) -> nn.Module:
-    """A segment under a recompute mode; the segment itself if the mode recomputes nothing in it."""
+    """A segment under the recompute mode `mode` of the plan; `body` itself if the mode recomputes
+    nothing in it. `changing` names the buffers that its forward changes.
+    """
     if mode == "full":
         return Recomputed(body, body, True, changing=changing)
     if mode == "op" and block.is_layer:
@@ -168,7 +172,7 @@ _kept = threading.local()  # autograd recomputes on threads of its own on CUDA
 
 @contextlib.contextmanager
 def _keep() -> Iterator[None]:
-    """A context in which the policy keeps results."""
+    """A context in which `_policy` keeps the results of ops."""
     _kept.on = True
     try:
         yield
@@ -177,8 +181,9 @@ def _keep() -> Iterator[None]:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """A checkpoint policy that keeps the results of ops within `_keep`. Views are recomputed: they
-    cost nothing, and keeping one would keep its whole base.
+    """The policy of selective checkpointing: keep the results of ops that run within `_keep`, and
+    recompute all others. Views are recomputed: they cost nothing, and keeping one would keep its
+    whole base.
     """
     views = any(result.alias_info is not None for result in op._schema.returns)
     return (
@@ -192,7 +197,9 @@ _kept_contexts = partial(create_selective_checkpoint_contexts, _policy)
 
 
 def _keeping(body: GraphModule, dear: Collection[str]) -> GraphModule:
-    """The segment with its expensive ops and its sums over axes called within `_keep`."""
+    """A copy of the segment that calls the ops named in `dear`, all-reduces and reduce-scatters
+    within `_keep`, so that their results are kept.
+    """
     run = _copy(body)
     for node in run.graph.nodes:
         if node.op == "call_function" and (
@@ -216,8 +223,8 @@ def _called_within_keep(function: Callable) -> Callable:
 
 
 def core_parts(graph: Graph, core: Collection[str]) -> list[set[Node]]:
-    """The nodes of each attention core: the ops named in `core`, the nodes between them, and the
-    parts of their results.
+    """For each attention core, its nodes: the ops named in `core`, the nodes between them, and the
+    getitem nodes of their results.
 
     Ops connected by a path without parameters belong to one core. Each core is closed: no path
     leaves it and returns.

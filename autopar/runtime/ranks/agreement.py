@@ -22,12 +22,12 @@ access.
 
 
 class LostRanks(AutoparError):
-    """Another rank has ended, or did not respond within the time limit."""
+    """Raised if another rank has ended, or did not respond within the time limit."""
 
 
 def from_first(group: dist.ProcessGroup | None, function: Callable[[], T]) -> T:
-    """The result of rank 0's `function()`, or its AutoparError, on every rank. Without a group this
-    rank is alone.
+    """Call `function` on rank 0 only, and return its result on every rank, or raise its
+    AutoparError on every rank. Without a group this rank is alone and calls it.
     """
     if group is None:
         return function()
@@ -42,8 +42,9 @@ def from_first(group: dist.ProcessGroup | None, function: Callable[[], T]) -> T:
 
 
 def from_all(group: dist.ProcessGroup | None, function: Callable[[], T]) -> list[T]:
-    """The results of `function()` from every rank, on every rank. If ranks fail, the AutoparError
-    of the first one is raised.
+    """Call `function` on every rank, and return the list of results, by rank, on every rank. If
+    ranks fail, the AutoparError of the first one is raised on all. Without a group this rank is
+    alone.
     """
     if group is None:
         return [function()]
@@ -77,7 +78,9 @@ def lost_contact(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def lost_ranks(doing: str) -> Iterator[None]:
-    """A context in which such an error becomes LostRanks, with advice on what to look for."""
+    """A context in which an error of gloo, NCCL or the store becomes LostRanks, with advice.
+    `doing`, such as "while saving", says when.
+    """
     try:
         yield
     except RuntimeError as error:

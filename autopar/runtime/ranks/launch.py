@@ -54,7 +54,8 @@ class WorkerError(RuntimeError):
 def run_workers(
     function: Callable[..., Any], nproc: int, args: tuple = (), timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> list[Any]:
-    """[function(rank, *args) for each rank], run by `nproc` new processes in a gloo process group.
+    """[function(rank, *args) for each rank], run by `nproc` new processes in a gloo process group,
+    which then end.
 
     The function may be a closure if processes can be forked (Linux, with CUDA and torch.distributed
     not initialized here). Raises AutoparError if a rank raised that; for any other failure,
@@ -83,7 +84,7 @@ class WorkerPool:
         self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> list[Any]:
         """[function(rank, *args) for each rank]. The function is sent by reference, so it must be
-        defined at the top level of a module.
+        defined at the top level of a module. Raises as `run_workers`; the processes then end.
         """
         task = pickle.dumps((function, args))
         if self._workers is not None and not self._workers.alive():
@@ -111,7 +112,9 @@ class WorkerPool:
 
 
 class _Workers:
-    """The processes of one gloo world, with a pipe to each."""
+    """The processes of one gloo world, with a pipe to each. `task`, (function, arguments), runs
+    first; None waits for `send`.
+    """
 
     def __init__(
         self,
@@ -154,7 +157,9 @@ class _Workers:
                 raise self._death(rank) from error
 
     def collect(self, timeout_s: float) -> list[Any]:
-        """The result of every rank, in order of rank. Raises an error on the first failure."""
+        """The result of every rank, in order of rank. Raises the error of the first failure, or
+        WorkerError after `timeout_s` seconds.
+        """
         deadline_s = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         while len(results) < len(self.pipes):
@@ -210,7 +215,9 @@ class _Workers:
         return WorkerError(words.strip(": \n"), rank)
 
     def _cause(self, rank: int, is_autopar_error: bool, message: str, trace: str) -> Exception:
-        """The exception to raise for a failure that `rank` reported."""
+        """The exception to raise for a failure that `rank` reported: its AutoparError; the death of
+        another rank, if one was killed; otherwise a WorkerError with `trace`.
+        """
         failure = WorkerError(f"rank {rank} of {len(self.pipes)} failed:\n{trace}", rank)
         if is_autopar_error:
             error = AutoparError(message)

@@ -95,7 +95,7 @@ def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def ranks_of(shape: MeshShape) -> torch.Tensor:
-    """The rank at each coordinate of `AXES`, as a tensor."""
+    """The rank at each coordinate, as an int tensor with one dim for each axis of `AXES`."""
     placed = shape.placed
     ranks = torch.arange(shape.num_devices, dtype=torch.int).view(
         [shape.size(axis) for axis in placed]
@@ -104,8 +104,8 @@ def ranks_of(shape: MeshShape) -> torch.Tensor:
 
 
 def _device_mesh(shape: MeshShape, device_type: str, shard: int = 0) -> DeviceMesh:
-    """The DeviceMesh of a shape. With `shard`, dp is divided in two: `COPIES`, and the ranks inside
-    a group of `shard` data-parallel ranks.
+    """The DeviceMesh of a shape, made once for each default process group. With `shard`, dp is
+    divided in two: `COPIES`, and the ranks inside a group of `shard` data-parallel ranks.
     """
     known, key = _known(), (shape, device_type, shard)
     if key not in known:

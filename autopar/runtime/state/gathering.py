@@ -23,7 +23,8 @@ from autopar.runtime.state.zero import Moving, copied
 
 
 class Gathering:
-    """Fills and empties the leaves made by `empty`.
+    """Fills and empties the leaves that `empty` makes: parameters that have memory only while a
+    segment needs them.
 
     `gather(names)` starts to gather their whole tensors; all ranks request the same names in the
     same order. With `ahead`, the gather of the next segment (in forward or backward) starts when a
@@ -42,7 +43,7 @@ class Gathering:
     def empty(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> nn.Parameter:
-        """A new leaf without memory."""
+        """A new parameter of this shape without memory, registered under `name`."""
         leaf = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         leaf.untyped_storage().resize_(0)
         self._leaves[name] = leaf
@@ -70,8 +71,8 @@ class Gathering:
 
     @torch.no_grad()
     def fill(self, names: Sequence[str], following: Sequence[str] = ()) -> None:
-        """Gather the leaves `names` that have no memory, and start to gather those of
-        `following`.
+        """Gather the leaves `names` that have no memory, and wait. With `ahead`, also start to
+        gather those of `following`, unless a gather is in transit.
         """
         if not self._present.issuperset(names):
             self._arrive()
@@ -84,7 +85,9 @@ class Gathering:
             self._travelling = coming, self._gather(coming)
 
     def _arrive(self) -> None:
-        """Wait for the leaves in transit."""
+        """Wait for the leaves in transit, if any, give them memory, and copy the gathered tensors
+        into it.
+        """
         if self._travelling is None:
             return
         (names, moving), self._travelling = self._travelling, None
@@ -97,7 +100,7 @@ class Gathering:
         self._present.update(names)
 
     def free(self, names: Sequence[str] | None = None) -> None:
-        """Empty leaves; by default all."""
+        """Take the memory of the leaves `names` that have some; by default of all."""
         if names is None:
             self._arrive()
         for name in list(self._present) if names is None else names:

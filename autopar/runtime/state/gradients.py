@@ -33,11 +33,11 @@ def add_up(
     axes: Mapping[str, AxisGroup],
     put: Callable[[str, Tensor], None],
 ) -> None:
-    """Sum partial gradients over their axes, in buckets of those that are partial over the same
-    axis.
+    """Sum partial gradients (`grads`, by name) over their axes, in place, in buckets of those that
+    are partial over the same axis.
 
-    Each sum replaces its summand in `grads`, and is passed to `put`, which should also drop its
-    reference to the summand. Memory is thus freed bucket by bucket.
+    Each sum replaces its summand in `grads`, and is passed to `put(name, sum)`, which should also
+    drop its reference to the summand. Memory is thus freed bucket by bucket.
     """
     members: dict[tuple, list[str]] = {}
     for name, grad in grads.items():
@@ -59,8 +59,8 @@ def global_norm(
     axes: Mapping[str, AxisGroup],
     device: torch.device,
 ) -> Tensor:
-    """The 2-norm of all gradients together. Squares of shards are summed over the axes that shard
-    them.
+    """The 2-norm of all gradients together, equal on all ranks. Squares of shards are summed over
+    the axes that shard them, so every rank must call it.
     """
     squares: dict[tuple[str, ...], Tensor] = {(): torch.zeros((), device=device)}
     for name, grad in grads.items():
@@ -76,7 +76,9 @@ def global_norm(
 
 
 class Gradients:
-    """The gradients of the `trained` parameters, which backward makes, and which are reduced before the optimizer is given them."""
+    """The gradients of the trained parameters: backward adds to them, `reduce` sums them over
+    ranks, and the optimizer then reads them.
+    """
 
     def __init__(
         self, holding: Holding, trained: Mapping[str, Trained], gathering: Gathering
@@ -86,12 +88,16 @@ class Gradients:
         self._travelling: tuple[list[str], Moving] | None = None
 
     def so_far(self) -> dict[str, Tensor]:
-        """The gradients so far, by name, of parameters that have one; after `reduce` those that the optimizer is given."""
+        """The gradients so far, by name, of parameters that have one. After `reduce` these are sums
+        over ranks, and under ZeRO this rank's parts.
+        """
         found = {name: one.grad for name, one in self.trained.items()}
         return {name: grad for name, grad in found.items() if grad is not None}
 
     def watch(self, name: str) -> None:
-        """Have each backward give the gradient of a parameter to `_take`, unless the whole gradient stays with the leaf."""
+        """Register a hook on a parameter's leaf that passes its gradient to `_take` when backward
+        has completed it. No hook is needed if the gradient simply stays in `leaf.grad`.
+        """
         holding = self.holding
         if holding.half or holding.sends_each_pass or holding.by_segment:
             # autograd holds its hooks where no collector of garbage looks
@@ -101,7 +107,10 @@ class Gradients:
             )
 
     def _take(self, name: str, leaf: Tensor) -> None:
-        """Called when backward has the whole gradient of a leaf: move it to where gradients add up."""
+        """Called when backward has completed a leaf's gradient: move it from `leaf.grad` to where
+        gradients add up, or queue it for the next reduction. The leaf is emptied if it has memory
+        only while a segment runs.
+        """
         holding, segments = self.holding, self.gathering.segment_of
         if holding.by_segment:
             self.gathering.free([name])
@@ -123,12 +132,12 @@ class Gradients:
         return grad.numel() * self.holding.master_dtype.itemsize
 
     def _flush(self) -> None:
-        """Start to reduce the gradients that are ready, once the bucket before has arrived."""
+        """Wait for the bucket in transit, and start to reduce the gradients that are ready."""
         self._arrive()
         self._travelling, self._ready = (list(self._ready), self._scatter(self._ready)), {}
 
     def _arrive(self) -> None:
-        """Wait for the bucket on its way."""
+        """Wait for the bucket in transit, if any, and add its parts to the gradients."""
         if self._travelling is not None:
             (names, moving), self._travelling = self._travelling, None
             for name, part in zip(names, moving.wait(), strict=True):
@@ -149,7 +158,9 @@ class Gradients:
             one.total.add_(grad)
 
     def after_backward(self) -> None:
-        """To be called after the backward of each micro-batch."""
+        """Finish what one micro-batch's backward has started: reduce the gradients that are ready,
+        wait for them, and empty the leaves that have memory only for segments.
+        """
         if self._ready:
             self._flush()
         self._arrive()
@@ -157,14 +168,16 @@ class Gradients:
             self.gathering.free()
 
     def change(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Put what `change` makes of a gradient so far, or of zeros if there is none, in its place."""
+        """Replace a parameter's gradient so far by `change(gradient)`. Without a gradient, zeros
+        are passed.
+        """
         grad, leaf = self.trained[name].grad, self.trained[name].leaf
         if grad is None:
             grad = torch.zeros_like(leaf, dtype=self.holding.master_dtype)
         self._put(name, change(grad))
 
     def _put(self, name: str, grad: Tensor) -> None:
-        """Make this the gradient so far."""
+        """Replace a parameter's gradient so far by `grad`."""
         one = self.trained[name]
         if self.holding.half or one.total is not None:
             one.total = grad
@@ -172,7 +185,9 @@ class Gradients:
             one.leaf.grad = grad
 
     def reduce(self) -> None:
-        """Add up partial gradients and keep what this rank owns of them; once a step."""
+        """Sum partial gradients over ranks, in place. Under ZeRO, keep only the part that this rank
+        owns. Must be called once a step.
+        """
         holding, grads = self.holding, self.so_far()
         if holding.plan.zero and not holding.sends_each_pass:
             cut = [name for name in grads if self.trained[name].share.cuts]
@@ -184,6 +199,6 @@ class Gradients:
         add_up(grads, holding.layouts_of_masters(grads), holding.axes, self._put)
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients: set them to None."""
         for one in self.trained.values():
             one.leaf.grad = one.master.grad = one.total = None

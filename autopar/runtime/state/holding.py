@@ -24,8 +24,10 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """How ranks hold a tensor of `shape`: cut by tp and ep (`splits`, outermost first) to `local_shape`, and then by ZeRO (`share`).
-    `layouts` are those of its master and of the master's gradient."""
+    """How ranks hold a tensor of `shape`: cut by tp and ep (`splits`, outermost first) to
+    `local_shape`, and then by ZeRO (`share`). `layouts` are those of its master (what the optimizer
+    trains) and of the master's gradient, by axis.
+    """
 
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
@@ -35,13 +37,15 @@ class Cutting:
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks hold parts of the tensor."""
+        """Whether ranks hold only parts of the tensor."""
         return bool(self.splits or self.share.cuts)
 
 
 @dataclass(slots=True)
 class Trained:
-    """One trained parameter; `parameters.py` says what its tensors are."""
+    """The tensors of one trained parameter; `parameters.py` says what they are. `total` is None if
+    the gradient is in `leaf.grad`.
+    """
 
     leaf: nn.Parameter
     share: Share
@@ -51,24 +55,25 @@ class Trained:
 
     @property
     def local(self) -> Tensor:
-        """This rank's part of the master."""
+        """This rank's local tensor of the master, without a DTensor around it."""
         return local_part(self.master)
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient so far."""
+        """The gradient so far: `total`, or if that is None, `leaf.grad`, which may be None too."""
         return self.leaf.grad if self.total is None else self.total
 
 
 class Holding:
-    """What a plan says of the parameters and buffers of this rank.
+    """What a plan says about the parameters and buffers of this rank.
 
-    `layouts` maps each name to its layouts on the axes with more than one rank.  In `axes` dp is parted where the plan has groups of
-    ranks that share out.
+    `layouts` maps each name to its layouts on the axes with more than one rank.  In `axes` dp is
+    divided in two if ZeRO shards within groups of ranks.
 
     Attributes:
-        half: masters have another dtype than leaves.
-        offloads, fetches: something is in host memory; parameters are, and leaves are fetched from there.
+        half: masters have another dtype than leaves, as in half precision.
+        offloads: masters and optimizer state are in host memory.
+        fetches: parameters are too, and leaves are copied from there.
         sends_each_pass: gradients are reduced in every backward, not once a step.
         by_segment: leaves have memory only while a segment runs.
         cuttings: how each parameter and buffer is cut, by name.
@@ -93,7 +98,9 @@ class Holding:
 
     @property
     def by_pass(self) -> bool:
-        """Whether ZeRO 2 and 3 send at every pass of a segment; in a pipeline they do once a step, as priced."""
+        """Whether ZeRO-2 and ZeRO-3 communicate in every forward and backward of a segment. In a
+        pipeline (False) they do so once a step, as priced.
+        """
         return self.plan.mesh.pp == 1
 
     def _cutting(self, spec: ParameterSpec) -> Cutting:
@@ -116,18 +123,24 @@ class Holding:
         return {name: self.cuttings[name].layouts for name in names}
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a floating tensor is to be made: trained ones keep what half precision would round."""
+        """The dtype in which a floating-point tensor is to be created: that of masters for trained
+        ones, otherwise the precision's. A tensor with `keeps_dtype` keeps its own.
+        """
         spec = self.specs[name]
         if spec.keeps_dtype:
             return getattr(torch, spec.dtype)
         return self.master_dtype if spec.trainable else self.dtype
 
     def home(self, name: str) -> torch.device:
-        """Where a tensor is to be made."""
+        """The device on which a tensor is to be created: the host if it is an offloaded
+        parameter.
+        """
         return HOST if self.fetches and self.specs[name].trainable else self.device
 
     def kept(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank keeps of the tensor that its graphs read."""
+        """What this rank keeps of `whole`, the tensor that its graphs read: under ZeRO-3 the part
+        that it owns, otherwise all.
+        """
         return self.cuttings[name].share.part(whole, self.axes) if self.plan.zero == 3 else whole
 
     def on_host(self, tensor: Tensor) -> Tensor:

@@ -115,11 +115,11 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def initialized(model: nn.Module, names: set[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Initialize a meta model on the CPU, one module at a time, and yield its named tensors, each
-    once.
+    """Initialize a meta model on the CPU, one module at a time, and yield (name, tensor) for
+    `names`, each tensor once.
 
     Every module is seeded from `seed` and its name, so the result does not depend on the rank or
-    the plan.
+    the plan. torch's random state is restored.
     """
     done: set[int] = set()
     state = torch.get_rng_state()
@@ -211,8 +211,8 @@ def _initialized_over(model: nn.Module, module: nn.Module, prefix: str, number: 
 
 
 class open_weights:
-    """Reads tensors by name from a .safetensors file, a directory of them (with or without an
-    index), or a torch checkpoint.
+    """Reads tensors by name (`reader(name)`) from a .safetensors file, a directory of them (with or
+    without an index), or a torch checkpoint. AutoparError if there is none or it cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -262,7 +262,7 @@ class open_weights:
         return set(self._files) | set(self._loaded)
 
     def has(self, name: str) -> bool:
-        """Whether the files contain a tensor."""
+        """Whether the files contain a tensor called `name`."""
         return name in self._files or name in self._loaded
 
     def __call__(self, name: str) -> torch.Tensor:

@@ -63,8 +63,8 @@ class _StandIn:
 
 
 def habits_of(optimizer: torch.optim.Optimizer) -> Habits:
-    """Find how the optimizer behaves, without changing it. An error in its step becomes an
-    obstacle.
+    """Find how the optimizer behaves, by training copies on small tensors, without changing it. An
+    error in its step becomes an obstacle.
     """
     stand_ins = list(_stand_ins(optimizer))
     everyone = range(len(stand_ins))
@@ -107,8 +107,8 @@ def _stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[_StandIn]:
 def _trained(
     optimizer: torch.optim.Optimizer, stand_ins: list[_StandIn], chosen: Any, seed: int
 ) -> list[Tensor]:
-    """The stand-ins after some steps of a copy that trains the `chosen` ones. `seed` seeds the
-    optimizer's own random draws.
+    """The values of all stand-ins after `STEPS` steps of a copy that trains those with indices in
+    `chosen`. `seed` seeds the optimizer's own random draws.
     """
     generator = torch.Generator().manual_seed(7)
     tensors = [nn.Parameter(stand_in.tensor(generator)) for stand_in in stand_ins]
@@ -166,8 +166,9 @@ def _twin(
 
 
 def _reduced(value: Any, real: Tensor, stand_in: Tensor) -> Any:
-    """Optimizer state that a constructor made for a parameter, reduced to its stand-in: filled with
-    its first element.
+    """Optimizer state `value` that a constructor made for the parameter `real`, in the shape of its
+    stand-in: filled with the first element. State of another shape, and state that is no tensor, is
+    copied.
     """
     if not isinstance(value, Tensor) or value.shape != real.shape or not value.dim():
         return copy.deepcopy(value)

@@ -131,8 +131,9 @@ def _built(factory: Factory, parameters: Parameters) -> torch.optim.Optimizer:
 
 
 def _couples(optimizer: torch.optim.Optimizer, cut: bool, plan: Plan) -> bool:
-    """Whether the optimizer couples parameters. `cut`: whether the plan cuts parameters of this
-    rank. Raises AutoparError if the plan separates what the optimizer needs together.
+    """Whether the optimizer, on any rank, couples parameters: an update depends on other parameters
+    too. `cut`: whether this rank holds only parts of some. Raises AutoparError if the plan
+    separates what the optimizer needs together. Every rank must call it.
     """
     # stages of a pipeline hold, and try, different parameters
     ranks = from_all(file_group(), lambda: (habits_of(optimizer), cut))
@@ -154,7 +155,9 @@ def _couples(optimizer: torch.optim.Optimizer, cut: bool, plan: Plan) -> bool:
 
 
 def _keep_owned(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
-    """Remove from the optimizer the parameters that other ranks update."""
+    """Remove from the optimizer's groups the parameters that other ranks update, with
+    their state.
+    """
     others = {
         id(master) for name, master in parameters.masters.items() if not parameters.has_master(name)
     }

@@ -48,8 +48,9 @@ from autopar.runtime.state.zero import SHARING_AXES, Moving, buckets, copied, ga
 class Parameters:
     """Parameters and buffers of a program on this rank.
 
-    `device_mesh` is of the device of the masters, with dp parted as in the axes of `holding`.  `leaves` are what the program's modules
-    hold, `masters` what the optimizer is built from; both by name.
+    `device_mesh` is that of the masters' device, with dp divided as in the axes of `holding`.  By
+    name, `leaves` has the tensors that the program's modules read. `trained` has all tensors of
+    each trained parameter, and `masters` those from which the optimizer is built.
     """
 
     def __init__(self, holding: Holding, device_mesh: DeviceMesh | None) -> None:
@@ -63,12 +64,12 @@ class Parameters:
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
-        """The tensors that the optimizer updates, by name."""
+        """By name, the tensors that the optimizer updates: DTensors if sharded."""
         return {name: one.master for name, one in self.trained.items()}
 
     def cuts(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
         """The groups over which a master is sharded, outermost first, each with its split: tp and
-        ep, then those of ZeRO.
+        ep, then those of ZeRO. () for a parameter that is updated whole.
         """
         if name in self.wholes:
             return ()
@@ -82,8 +83,8 @@ class Parameters:
         return name not in self.wholes or self.wholes.owns(name)
 
     def cut(self, trained: Collection[int]) -> dict[str, Cutting]:
-        """The parameters of which this rank holds only a part, among those whose master's id is in
-        `trained`.
+        """By name, how ranks cut those parameters of which this rank holds only a part. Only
+        parameters count whose master's id() is in `trained`.
         """
         found = {name: self.holding.cuttings[name] for name in self.trained}
         return {
@@ -94,8 +95,9 @@ class Parameters:
 
     @torch.no_grad()
     def update_whole(self, cut: Mapping[str, Cutting], everywhere: bool) -> None:
-        """From now on, update these parameters whole: each on one rank, or all on every rank.
-        Masters that every rank holds whole become plain tensors. Every rank must call it.
+        """From now on, update the parameters `cut` whole: each on one rank, or if `everywhere`, all
+        on every rank. Replaces their masters by whole tensors. Other masters that no axis cuts
+        become plain tensors. Every rank must call it.
         """
         holding = self.holding
         self.wholes.choose(cut, everywhere)
@@ -117,8 +119,10 @@ class Parameters:
     def install(
         self, program: Program, tensors: Mapping[str, Tensor], device: torch.device
     ) -> None:
-        """Put local tensors, of which `Holding.kept` says which part, in place of the program's meta parameters.  Tied slots share one
-        tensor."""
+        """Create leaves and masters from this rank's tensors (by name, the part that `Holding.kept`
+        gives), and put the leaves in place of the program's meta parameters. Tied slots share one
+        tensor.
+        """
         for name, spec in self.holding.specs.items():
             if spec.trainable:
                 self.leaves[name] = self._train(name, tensors[name])
@@ -129,7 +133,9 @@ class Parameters:
         self.give(program, device)
 
     def give(self, program: Program, device: torch.device) -> None:
-        """Make a program read the installed tensors."""
+        """Make the modules of a program read the installed leaves. Its other buffers move to
+        `device`.
+        """
         for parameter in program.parameters:
             holder = getattr(program.module, parameter.module)
             (holder._buffers if parameter.spec.buffer else holder._parameters)[
@@ -142,8 +148,8 @@ class Parameters:
         self.watch(program.module)
 
     def watch(self, module: nn.Module) -> None:
-        """Fill the leaves for this module's segments when they run, if leaves are emptied in
-        between. Its segments read the same leaves.
+        """Make this module's segments fill their leaves when they run, if leaves have memory only
+        while a segment runs. Its segments must read the same leaves.
         """
         if self.holding.by_segment:
             self.gathering.watch(module)
@@ -177,8 +183,9 @@ class Parameters:
         return leaf
 
     def _distributed(self, name: str, local: nn.Parameter) -> nn.Parameter:
-        """The tensor that the optimizer sees: a DTensor that shares storage with `local`, over ep
-        and tp, and over the axes that ZeRO shards over.
+        """What the optimizer sees of a master: a DTensor that shares storage with `local`, over ep
+        and tp, and over the axes that ZeRO shards over. `local` itself if none of these has several
+        ranks.
         """
         cutting, groups = self.holding.cuttings[name], self.holding.axes
         sharing = (COPIES, *SHARING_AXES) if self.holding.plan.zero else ("ep",)
@@ -204,7 +211,9 @@ class Parameters:
     # --------------------------------------------------------------------------------------------------------------- the step
 
     def hand_over(self) -> None:
-        """Set the gradient of each master."""
+        """Set the gradient of each master that this rank updates, in the form that the optimizer
+        expects: whole, in host memory or a DTensor if the master is.
+        """
         holding = self.holding
         for name, grad in self.gradients.so_far().items():
             one = self.trained[name]
@@ -227,7 +236,9 @@ class Parameters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Update the leaves from the masters."""
+        """Copy the updated masters into the tensors that graphs read. Under ZeRO-1 and ZeRO-2,
+        all-gather the leaves; ZeRO-3 gathers them when segments run.
+        """
         holding = self.holding
         for name, one in self.trained.items():
             if name in self.wholes:
@@ -241,7 +252,9 @@ class Parameters:
                     copied(self.leaves[name], whole)
 
     def _part(self, name: str, dtype: torch.dtype) -> Tensor:
-        """This rank's part of a parameter that is updated whole."""
+        """This rank's part, in `dtype`, of a parameter that is updated whole. Its owner sends the
+        parts, so every rank must call it.
+        """
         master = self.trained[name].master.detach() if self.wholes.owns(name) else None
         return self.wholes.part(name, master, dtype, self.holding.device)
 

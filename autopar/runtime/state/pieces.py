@@ -48,7 +48,9 @@ from autopar.rewrite.collectives.patterns import Split, pick
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One dim split over `parts` ranks; this is the split of rank `index`."""
+    """One dim of a tensor, split over `parts` ranks in `pattern`, as the rank with index `index`
+    sees it.
+    """
 
     dim: int
     parts: int
@@ -71,7 +73,7 @@ class Held:
     cuts: tuple[Cut, ...] = ()
 
     def pieces(self) -> Pieces:
-        """The pieces of the whole tensor that this rank holds."""
+        """What this rank holds, as pieces (boxes) of the whole tensor."""
         positions = tuple(self.positions(dim) for dim in range(len(self.shape)))
         return Pieces(self.shape, local_part(self.tensor), positions)
 
@@ -104,7 +106,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A rank's part of a tensor of `shape`: `local` contains the `positions` along each dim."""
+    """A rank's part of a tensor of `shape`: `local` has the elements at `positions[d]` along each
+    dim d.
+    """
 
     shape: tuple[int, ...]
     local: Tensor
@@ -132,7 +136,7 @@ class Pieces:
 
 
 def whole(tensor: Tensor) -> Pieces:
-    """The pieces of a tensor that every rank holds whole."""
+    """The pieces of a tensor that this rank holds whole."""
     return Held(tuple(tensor.shape), tensor).pieces()
 
 
@@ -143,8 +147,8 @@ def _runs(positions: Tensor) -> list[tuple[int, int, int]]:
 
 
 class PieceWriter(DefaultSavePlanner):
-    """A save planner for torch.distributed.checkpoint that writes the pieces of every rank. A piece
-    that several ranks hold is written once.
+    """A save planner for torch.distributed.checkpoint that writes the pieces of `tensors`, by name.
+    A piece that several ranks hold is written once.
     """
 
     def __init__(self, tensors: dict[str, Pieces]) -> None:
@@ -167,24 +171,26 @@ class PieceWriter(DefaultSavePlanner):
                 )
 
     def create_local_plan(self) -> SavePlan:
-        """The plan to write all pieces of this rank."""
+        """torch's plan to write all pieces of this rank; also stored in `self.plan`."""
         self.plan = SavePlan(self._items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The tensor to write at an index."""
+        """The tensor to write for an item of the plan: a view of the local tensor."""
         return self._views[index]
 
 
 def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The tensors that were saved, by name."""
+    """What torch.distributed.checkpoint says about each saved tensor (size, dtype, chunks), by
+    name.
+    """
     entries = metadata.state_dict_metadata.items()
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 class PieceReader(DefaultLoadPlanner):
-    """A load planner for torch.distributed.checkpoint that fills the pieces of every rank in
-    place.
+    """A load planner for torch.distributed.checkpoint that fills the pieces of `tensors`, by name,
+    in place.
     """
 
     def __init__(self, tensors: dict[str, Pieces]) -> None:
@@ -203,7 +209,9 @@ class PieceReader(DefaultLoadPlanner):
         self._saved = {} if metadata is None else tensors_in(metadata)
 
     def create_local_plan(self) -> LoadPlan:
-        """The plan of what this rank reads from each saved piece."""
+        """torch's plan of what this rank reads from each saved piece. Raises ValueError if the
+        checkpoint lacks part of a tensor.
+        """
         items = []
         for name, pieces in self._tensors.items():
             views = {torch.Size(offset): view for offset, view in pieces.boxes()}
@@ -221,13 +229,13 @@ class PieceReader(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The tensor to read into at an index."""
+        """The tensor to read into for an item of the plan: a view of the local tensor."""
         return self._views[index.fqn, index.offset]
 
 
 def write_pieces(path: Path, tensors: dict[str, Pieces], group: dist.ProcessGroup | None) -> None:
-    """Write the pieces of all ranks of the group (None: of this rank) into a directory, each
-    once.
+    """Write the pieces (`tensors`, by name) of all ranks of the group into a directory, each once.
+    Without a group, those of this rank.
     """
     with _no_warning(group):
         dcp.save(
@@ -240,7 +248,9 @@ def write_pieces(path: Path, tensors: dict[str, Pieces], group: dist.ProcessGrou
 
 
 def read_pieces(path: Path, tensors: dict[str, Pieces], group: dist.ProcessGroup | None) -> None:
-    """Fill the pieces of every rank of the group (None: of this rank) from a directory."""
+    """Fill the pieces (`tensors`, by name) of every rank of the group from a directory, in place.
+    Without a group, those of this rank.
+    """
     with _no_warning(group):
         dcp.load(
             {},
@@ -253,7 +263,9 @@ def read_pieces(path: Path, tensors: dict[str, Pieces], group: dist.ProcessGroup
 
 @contextlib.contextmanager
 def _no_warning(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """A context without torch's warning about a single process, which is intended here."""
+    """A context without torch's warning about a single process, if there is no group; with a group
+    it does nothing.
+    """
     # and then this may be the thread of a save, while warnings belong to all threads
     if group is not None:
         yield

@@ -110,9 +110,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def captured_in(precision: str | None, runnable: bool) -> str | None:
-    """The precision in which to capture a model. For a program that will run, its precision. For a
-    prediction in half precision None, which means the model's own: the cost models know what
-    stays in fp32.
+    """The precision in which to capture a model: `precision` itself for a program that will run,
+    and for fp32 and fp64. A prediction in half precision gets None, which means the model's own:
+    the cost models know what stays in fp32.
     """
     return precision if runnable or precision not in HALF else None
 
@@ -124,8 +124,8 @@ def master_dtype(precision: str) -> torch.dtype:
 
 @dataclass(slots=True)
 class LossScale:
-    """The dynamic loss scale of fp16. For other precisions it is always 1. `good_steps` counts
-    steps since it last changed.
+    """The loss scale: under fp16 it is `dynamic`, for other precisions always 1. `good_steps`
+    counts steps since it last changed.
     """
 
     scale: float = 1.0
@@ -134,14 +134,15 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: str) -> LossScale:
-        """The initial scale of a precision."""
+        """The initial loss scale of a precision."""
         return cls(FIRST_SCALE, True) if precision == "fp16" else cls()
 
     def unscale(
         self, grads: Mapping[str, torch.Tensor], axes: Iterable[AxisGroup], device: torch.device
     ) -> bool:
-        """Divide the gradients by the scale. Returns whether the step counts: all gradients are
-        finite, on every rank of the axes.
+        """Divide the gradients by the scale, in place. Returns whether the step counts: all
+        gradients are finite, on every rank of the axes. If not, the scale is halved; after enough
+        good steps it is doubled. Without a dynamic scale nothing changes, and the result is True.
         """
         if not self.dynamic:
             return True

@@ -31,7 +31,7 @@ class StageParameters:
         self._groups = {held: group for held, group in groups.items() if group is not None}
 
     def holds(self, name: str) -> bool:
-        """Whether this pipeline rank holds a parameter."""
+        """Whether this pipeline rank holds a parameter: one of its stages reads it."""
         return self.pp.index in self.holders[name]
 
     def counts(self, name: str) -> bool:
@@ -41,8 +41,8 @@ class StageParameters:
         return self.pp.index == self.holders[name][0]
 
     def add_up_tied(self, parameters: Parameters) -> None:
-        """Sum the gradients of a parameter that several stages read, on each rank that holds it.
-        This comes first, once a step.
+        """Replace the gradient of each parameter that stages of several ranks read by its sum over
+        these ranks. Must be called once a step, before other reductions.
         """
         for held, group in self._groups.items():
             for name in parameters.trained:
@@ -52,14 +52,14 @@ class StageParameters:
                     )
 
     def over_stages(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of a value over pp."""
+        """The sum of a value over the ranks of the pipeline, on each of them."""
         return apply_primitive("all_reduce", value, self.pp, None, None)
 
     def everywhere(
         self, state: dict[str, torch.Tensor], specs: Mapping[str, ParameterSpec]
     ) -> dict[str, torch.Tensor]:
-        """All whole tensors by name, on every rank, in the order of `specs`. `state` has those of
-        this rank.
+        """By name, the whole tensors of all stages, on every pipeline rank, in the order of
+        `specs`. `state` has those of this rank. Without a pipeline, `state` itself.
         """
         if self.group is None:
             return state

@@ -28,8 +28,9 @@ EVERY_RANK = -1
 
 
 class WholeMatrices:
-    """The parameters that are updated whole, by name, and their owners. `axes` are those over which
-    ZeRO shards.
+    """The parameters that are updated whole, by name, and the rank that updates each, its owner.
+    `axes` are those over which ZeRO shards, and tp. `name in wholes` says whether a parameter is
+    updated whole.
     """
 
     def __init__(self, axes: Mapping[str, AxisGroup]) -> None:
@@ -48,8 +49,8 @@ class WholeMatrices:
         return name in self._owner
 
     def choose(self, cuttings: Mapping[str, Cutting], everywhere: bool) -> None:
-        """Choose the owners of these parameters: the largest first, each assigned to the rank with
-        the fewest elements so far.
+        """Register these parameters and choose their owners: the largest first, each assigned to
+        the rank with the fewest elements so far. If `everywhere`, every rank owns all.
         """
         self._cuttings, load = dict(cuttings), [0] * self.ranks
         for name in sorted(cuttings, key=lambda name: -prod(cuttings[name].shape)):
@@ -57,19 +58,21 @@ class WholeMatrices:
             load[self._owner[name]] += prod(cuttings[name].shape)
 
     def owns(self, name: str) -> bool:
-        """Whether this rank owns a parameter and holds its whole master."""
+        """Whether this rank owns the parameter, so that it holds its whole master and
+        updates it.
+        """
         return self._owner[name] in (EVERY_RANK, self.rank)
 
     def most_elements(self) -> int:
-        """The number of elements of the rank that owns most."""
+        """The number of elements that the rank with most owns."""
         load = dict.fromkeys((*range(self.ranks), EVERY_RANK), 0)
         for name, owner in self._owner.items():
             load[owner] += prod(self._cuttings[name].shape)
         return max(load.values())
 
     def placeholder(self, name: str, like: Tensor) -> nn.Parameter:
-        """A placeholder for a parameter in the groups of an optimizer until it is removed: it has
-        the shape, but no memory.
+        """A parameter with the whole shape, but no memory of its own, for an optimizer's groups on
+        ranks that do not own it. It is removed from these later.
         """
         return nn.Parameter(
             torch.zeros((), dtype=like.dtype, device=like.device).expand(self._cuttings[name].shape)

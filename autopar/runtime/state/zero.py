@@ -32,23 +32,23 @@ SHARING_AXES = ("dp", "ep", "cp")
 @dataclass(frozen=True, slots=True)
 class Share:
     """How a whole is cut into parts: the axes that cut it, outermost first, each with its split
-    (dim, and size before). Without cuts every rank owns its whole copy.
+    (dim, and size before). Without cuts every rank owns the whole.
     """
 
     cuts: tuple[tuple[str, Split], ...] = ()
 
     @property
     def dim(self) -> int:
-        """The dim that is cut, or -1."""
+        """The dim that is cut; -1 if none is."""
         return self.cuts[0][1].dim if self.cuts else -1
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that cut it."""
+        """The axes that cut the whole, outermost first."""
         return tuple(axis for axis, _ in self.cuts)
 
     def split(self, axis: str) -> Split:
-        """The split of one axis."""
+        """The split (dim, and size before) of an axis that cuts the whole."""
         return dict(self.cuts)[axis]
 
     def part(self, whole: Tensor, axes: Mapping[str, AxisGroup]) -> Tensor:
@@ -61,8 +61,8 @@ class Share:
 def share_of(
     shape: Sequence[int], layouts: Mapping[str, Layout], axes: Mapping[str, AxisGroup]
 ) -> Share:
-    """The share of a parameter whose whole has this shape. The dim is the one whose largest part is
-    smallest; the first of several.
+    """How ZeRO cuts a parameter whose whole (what graphs read) has this shape: along the dim whose
+    largest part is smallest; the first of several.
 
     Dims that tp or ep shard are not cut, so that a part is a torch DTensor Shard on each axis. Dims
     with fewer elements than ranks are not cut either, since DTensor cannot update them in place. A
@@ -119,8 +119,8 @@ def scatter(
     layouts: Sequence[Mapping[str, Layout]],
     axes: Mapping[str, AxisGroup],
 ) -> Steps:
-    """This rank's parts of gradients. They are summed over the axes that cut them if the layouts
-    say that they are partial sums.
+    """This rank's parts of gradients, in order. Gradient k is cut as `shares[k]` says. It is summed
+    over each axis that cuts it if `layouts[k]` says that it is a partial sum there.
     """
     found = list(wholes)
     for axis in SHARING_AXES:
@@ -141,8 +141,8 @@ def scatter(
 def gather(
     parts: Sequence[Tensor], shares: Sequence[Share], axes: Mapping[str, AxisGroup]
 ) -> Steps:
-    """Whole tensors from every rank's parts, to be read by `copied`: the cut dim may appear as two
-    dims, (ranks, elements of each).
+    """Whole tensors from every rank's parts, in order. They are to be read by `copied`: the cut dim
+    may appear as two dims, (ranks, elements of each).
     """
     found = list(parts)
     for axis in reversed(SHARING_AXES):
@@ -157,17 +157,21 @@ def gather(
 
 
 def gathered(part: Tensor, share: Share, axes: Mapping[str, AxisGroup]) -> Tensor:
-    """The whole of one tensor, as `gather` gives it."""
+    """The whole of one tensor, as `gather` gives it: the cut dim may appear as two dims."""
     return Moving(gather([part], [share], axes)).wait()[0]
 
 
 def copied(target: Tensor, whole: Tensor) -> None:
-    """Copy a result of `gather` into a tensor of its true shape, without an intermediate copy."""
+    """Copy a result of `gather` into `target`, which has its true shape, without an intermediate
+    copy.
+    """
     target.view(whole.shape).copy_(whole)
 
 
 def _reduce_scatter(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
-    """This rank's chunk of each tensor, summed over the group."""
+    """Sum each tensor over the group, and return this rank's chunk of each, in order, cut as its
+    split says. All share one collective.
+    """
     if not members:
         return []
     rows = [_by_rank(x, split, group.size) for x, split in members]
@@ -194,7 +198,9 @@ def _reduce_scatter(members: list[tuple[Tensor, Split]], group: AxisGroup) -> St
 
 
 def _all_gather(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
-    """Whole tensors from chunks of each, in the form of `gather`."""
+    """Whole tensors from every rank's chunks, in order, in the form of `gather`. All share one
+    collective.
+    """
     if not members:
         return []
     padded = [_lengthened(x, split.dim, ceil(split.size / group.size)) for x, split in members]
@@ -213,7 +219,9 @@ def _all_gather(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
 
 
 def _by_rank(x: Tensor, split: Split, ranks: int) -> Tensor:
-    """x as (ranks, n): row r is the chunk of rank r, padded to the length of the longest."""
+    """`x` as a matrix (ranks, n): row r has the chunk of rank r, padded with zeros to the length of
+    the longest.
+    """
     step = ceil(split.size / ranks)
     whole = _lengthened(x, split.dim, step * ranks)
     return whole.unflatten(split.dim, (ranks, step)).movedim(split.dim, 0).reshape(ranks, -1)
