@@ -4,7 +4,7 @@ needs on top at its peak.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import ceil
 
 from torch.fx import Node
@@ -118,6 +118,11 @@ def workspace_bytes(
         alone: whether the plan has no pipeline.
     """
     facts, sizes = local.facts, _least_sizes(local, (*inputs, *calls))
+    made = {
+        name: {s.outputs[k] for s in op.strategies}
+        for op in (*inputs, *calls)
+        for k, name in enumerate(op.outputs)
+    }
     backward = []
     for node, op in zip(ops(facts.graph), calls, strict=True):
         if not any(facts.grads[name] for name in op.outputs):
@@ -128,6 +133,7 @@ def workspace_bytes(
             name for name in op.inputs if facts.grads[name] and name not in facts.weights
         )
         own = _while_it_runs(local, node, op, keeps, sizes, gradients if weights else {})
+        own += _gathered_bytes(local, op, made)
         backward.append(BackwardOp(op.outputs, writes, keeps, own, passes))
     ends = [op.inputs[0] for op in outputs if facts.grads[op.inputs[0]]]
     waiting = _waiting_bytes(local) if weights and alone else 0
@@ -172,6 +178,26 @@ def _while_it_runs(
         return 0
     # the gradient of a weight, before it is added to what is there
     return max((gradients[name] for name in op.inputs if name in gradients), default=0)
+
+
+def _gathered_bytes(
+    local: LocalClass, op: AnnotatedOp, made: Mapping[str, Collection[Layout]]
+) -> int:
+    """Bytes of the input that a linear layer gathers again, under the smallest strategy that shards
+    its parameter; 0 if it can read the input sharded as it is made. `made` has the layouts in which
+    each value can be made.
+    """
+    name = local.rerun.gathered.get(op.name)
+    if name is None or local.pricing.tp == 1:
+        return 0
+    read = op.inputs.index(name)
+    weights = [k for k, operand in enumerate(op.inputs) if operand in local.facts.weights]
+    whole = [
+        not (s.inputs[read].is_shard and s.inputs[read] in made.get(name, ()))
+        for s in op.strategies
+        if any(s.inputs[k].is_shard for k in weights)
+    ]
+    return held_bytes(local, local.bytes[name]) if whole and all(whole) else 0
 
 
 def _waiting_bytes(local: LocalClass) -> int:
@@ -251,21 +277,18 @@ def _own_bytes(local: LocalClass, node: Node, per_row: float) -> int:
 
 
 def _gathers_again(local: LocalClass, node: Node, root: str, layout: Layout) -> bool:
-    """Whether an op keeps only its tp shard of the operand `root` that it reads gathered along
-    positions, and gathers it again in backward. It does so under the sequence-parallelism pin, with
-    software that works like Megatron.
+    """Whether a layer keeps the sharded form of an input that it has whole, and gathers it again in
+    backward.
+
+    Under the recompute mode these are the inputs of linear layers. Under software that always does
+    so, they are inputs that were gathered along positions.
     """
-    pinned = (
-        local.setting.sequence_parallel is True
-        and local.pricing.tp > 1
-        and local.setting.software.gathers_again
-    )
-    return (
-        pinned
-        and node.name in local.facts.products
-        and not layout.is_shard
-        and bool(local.facts.positions.get(root))
-    )
+    if local.pricing.tp == 1 or layout.is_shard:
+        return False
+    if (name := local.rerun.gathered.get(node.name)) is not None and layout.value.kind == "R":
+        return local.facts.roots[name] == root
+    pinned = local.setting.sequence_parallel is True and local.setting.software.gathers_again
+    return pinned and node.name in local.facts.products and bool(local.facts.positions.get(root))
 
 
 def _fused_experts_bytes(local: LocalClass, node: Node) -> int:

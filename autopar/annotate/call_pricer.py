@@ -307,7 +307,8 @@ class CallPricer:
             kept += (Saved(f"{outs[0]}/sum", size),)
             again &= eager
         kept = own_tensors(local, kept)
-        for saved in set(strategy.saved) - set(kept):
+        # what is gathered again is part of the workspace
+        for saved in set() if rerun.gathered else set(strategy.saved) - set(kept):
             root = saved.key.partition("/")[0]
             least = self.rerun_bytes.get(root, saved.size_bytes)
             self.rerun_bytes[root] = min(least, saved.size_bytes)

@@ -303,7 +303,7 @@ def _rerun(
     """What backward runs again under a recompute mode; `NOTHING` if the mode is not selective or
     does not apply to this class.
     """
-    if mode not in SELECTIVE_MODES or (mode == "op" and not block.is_layer):
+    if mode not in SELECTIVE_MODES or (mode in ("gather", "op") and not block.is_layer):
         return NOTHING
     return rerun_of(mode, block.graph, saved, roots, compiled)
 

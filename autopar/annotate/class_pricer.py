@@ -97,7 +97,7 @@ class ClassPricer:
     ) -> dict[str, AnnotatedValue]:
         local, found = self.local, {}
         for name, have in produced.items():
-            if plain is not None and name not in local.rerun.values and name in plain.values:
+            if plain is not None and name not in local.rerun.converted and name in plain.values:
                 found[name] = plain.values[name]
             else:
                 costs = conversion_costs(local, self.calls.ops, name, have, wanted.get(name, set()))

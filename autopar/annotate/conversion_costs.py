@@ -39,12 +39,45 @@ def conversion_costs(
     beside = _beside(local, calls, name, readers)
     found = {pair: pricing.overlapped(price, *beside) for pair, price in found.items()}
     found = _pinned(local, name, have | wanted, found)
+    if name in local.rerun.gathered.values():
+        again = _gathered_again(local, name, readers)
+        found = {
+            (a, b): _and_again(price, again) if b.value.kind == "R" else price
+            for (a, b), price in found.items()
+        }
     if name in local.rerun.values:  # a sum whose result is kept is not made again
         sums = local.rerun.sums
         found = {
             (a, b): price if sums and a == P else price.rerun() for (a, b), price in found.items()
         }
     return found
+
+
+def _gathered_again(local: LocalClass, name: str, readers: Sequence[AnnotatedOp]) -> float:
+    """Seconds in which backward gathers a value again over tp, beyond the products that hide it:
+    those of the gradient of the value.
+    """
+    hidden_s = 0.0
+    if local.setting.software.late_gradients:
+        hidden_s = sum(
+            min(s.backward_s - s.backward_comm_s - s.backward_weight_s for s in op.strategies)
+            for op in readers
+            if local.rerun.gathered.get(op.name) == name
+        )
+    return local.pricing.exposed_s(
+        max(hidden_s, 0.0), local.pricing.move_s("all_gather", local.bytes[name])
+    )
+
+
+def _and_again(price: Conversion, again_s: float) -> Conversion:
+    """The price of a layout change whose result is gathered again in backward, in `again_s`."""
+    return Conversion(
+        price.forward_s,
+        price.backward_s + again_s,
+        price.forward_comm_s,
+        price.backward_comm_s + again_s,
+        price.rerun_s + again_s,
+    )
 
 
 def boundary_layouts(local: LocalClass, name: str, layouts: set[Layout]) -> set[Layout]:

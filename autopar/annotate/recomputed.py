@@ -1,5 +1,6 @@
 """Selective recomputation: what backward runs again, and which tensors are kept instead.
 
+- gather: inputs of linear layers that are whole over tp are kept as shards and gathered again.
 - selective: the attention core (`ops/recomputed.py`) runs again; what other ops keep stays.
 - op: a layer is checkpointed, but results of expensive ops are kept: attention, every second
   product by a parameter, sums over tp.
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from autopar.annotate.saved_tensors import SavedByOp
-from autopar.ops.recomputed import attention_core, dear_ops
+from autopar.ops.recomputed import attention_core, dear_ops, linear_inputs
 from autopar.ops.values import operand_names, ops, result_names
 
 
@@ -30,13 +31,20 @@ from autopar.ops.values import operand_names, ops, result_names
 class Rerun:
     """What backward runs again. `ops` run again. `kept` has the saved tensors of ops that differ
     from what autograd keeps. `values` are those whose layout changes run again. If `sums`,
-    results of sums over an axis are kept, so these sums do not run again.
+    results of sums over an axis are kept, so these sums do not run again. `gathered` maps linear
+    layers to the input that they keep as a shard and gather again if it is whole over tp.
     """
 
     ops: frozenset[str] = frozenset()
     kept: dict[str, SavedByOp] = field(default_factory=dict)
     values: frozenset[str] = frozenset()
     sums: bool = False
+    gathered: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def converted(self) -> frozenset[str]:
+        """The values whose layout changes cost more in backward."""
+        return self.values.union(self.gathered.values())
 
 
 NOTHING = Rerun()
@@ -48,11 +56,26 @@ def rerun_of(
     """What backward runs again in a class graph under a recompute mode. `saved` and `roots` come
     from `observe_saved`.
     """
+    if mode == "gather":
+        return Rerun(gathered=_kept_inputs(graph, saved, roots))
     return (
         _core_again(graph, saved, roots)
         if mode == "selective"
         else _layer_again(graph, saved, roots, compiled)
     )
+
+
+def _kept_inputs(
+    graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str]
+) -> dict[str, str]:
+    """The inputs of linear layers that autograd keeps, by op name. An input is not kept if the
+    parameter is frozen.
+    """
+    return {
+        op: name
+        for op, name in linear_inputs(graph).items()
+        if op in saved and roots.get(name) in saved[op].values
+    }
 
 
 def _core_again(graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str]) -> Rerun:

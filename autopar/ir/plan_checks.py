@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
-SELECTIVE_MODES = ("selective", "op")
+SELECTIVE_MODES = ("gather", "selective", "op")
 """Recompute modes that run parts of a layer again (`ops/recomputed.py`)."""
 BLOCK_MODES = ("none", *SELECTIVE_MODES, "full")
 PLAN_MODES = (*BLOCK_MODES, "mixed")

@@ -1,7 +1,8 @@
 """Selective recomputation: which ops of a layer run again, and which results are kept.
 
-Mode `selective` runs the attention core again, which keeps much memory and costs little time. Mode
-`op` runs all ops again except expensive ones.
+Mode `gather` gathers the inputs of linear layers again. Mode `selective` runs the attention core
+again, which keeps much memory and costs little time. Mode `op` runs all ops again except expensive
+ones.
 
 The core lies between queries, keys, values and the resulting context: scores, softmax, dropout,
 context (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys
@@ -13,11 +14,17 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from autopar.ir.calls import is_attention, op_name
-from autopar.ops.values import ops
+from autopar.ir.calls import argument, is_attention, op_name
+from autopar.ops.values import ops, value_name
 
 _PRODUCTS = {f"aten::{name}" for name in ("matmul", "bmm", "baddbmm", "einsum")}
-_LINEAR = {f"aten::{name}" for name in ("linear", "addmm", "mm", "matmul")}
+LINEAR_FACTORS = {
+    "aten::linear": ("input", "weight"),
+    "aten::addmm": ("mat1", "mat2"),
+    "aten::mm": ("self", "mat2"),
+    "aten::matmul": ("self", "other"),
+}
+"""Ops that are linear layers if one factor is a parameter, with the schema names of the factors."""
 
 
 def attention_core(graph: Graph) -> frozenset[str]:
@@ -54,11 +61,26 @@ def dear_ops(graph: Graph) -> frozenset[str]:
     """
     made = parameters_of(graph)
     products = [
-        node for node in ops(graph) if op_name(node) in _LINEAR and made & set(node.all_input_nodes)
+        node
+        for node in ops(graph)
+        if op_name(node) in LINEAR_FACTORS and made & set(node.all_input_nodes)
     ]
     return frozenset(
         node.name for node in (*products[::2], *(n for n in ops(graph) if is_attention(n)))
     )
+
+
+def linear_inputs(graph: Graph) -> dict[str, str]:
+    """The activation that each linear layer reads: op name -> value name."""
+    made, found = parameters_of(graph), {}
+    for node in ops(graph):
+        if (factors := LINEAR_FACTORS.get(op_name(node))) is None:
+            continue
+        operands = [argument(node, name) for name in factors]
+        read = [operand for operand in operands if operand not in made]
+        if len(read) == 1:
+            found[node.name] = value_name(read[0])
+    return found
 
 
 def parameters_of(graph: Graph) -> set[Node]:

@@ -120,6 +120,8 @@ def _blocks(
     candidate, solution = best
     for number, block in enumerate(model.classes):
         index, mode = origin[number]
+        if mode == "gather" and not block.is_layer:
+            mode = "none"
         if mode not in SELECTIVE_MODES:  # 'full' and every k-th: of layers alone
             mode = "full" if block.recompute else "none"
         choices = {

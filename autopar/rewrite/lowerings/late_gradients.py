@@ -16,12 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from autopar.rewrite.lowerings.kept_shards import GatheredAgain, keeping_shards, unpack
 
 
 @dataclass(slots=True)
@@ -66,19 +69,26 @@ class _LateLinear(torch.autograd.Function):
         token: Tensor,
         handle: _Handle,
         transposed: bool,
+        again: GatheredAgain | None,
     ) -> Tensor:
         ctx.handle, ctx.transposed = handle, transposed
-        ctx.save_for_backward(x, weight)
+        ctx.again = again if ctx.needs_input_grad[3] else None
+        kept = x if ctx.again is None else ctx.again.pack(x)
+        ctx.kept = None if isinstance(kept, Tensor) else kept
+        ctx.save_for_backward(*((x, weight) if ctx.kept is None else (weight,)))
         return torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows, transposed = _rows(grad), ctx.transposed
+        *saved, weight = ctx.saved_tensors
+        rows, transposed, kept = _rows(grad), ctx.transposed, ctx.kept
+        if kept is not None:
+            ctx.again.start()  # which the product below hides
 
         def weight_gradient() -> Tensor:
-            return _rows(x).t() @ rows if transposed else rows.t() @ _rows(x)
+            x = _rows(unpack(saved[0] if kept is None else kept))
+            return x.t() @ rows if transposed else rows.t() @ x
 
         if ctx.needs_input_grad[3]:
             ctx.handle.compute = weight_gradient
@@ -87,7 +97,7 @@ class _LateLinear(torch.autograd.Function):
             dx = grad @ (weight.t() if transposed else weight)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0)
-        return dx, None, dbias, grad.new_empty(0), None, None
+        return dx, None, dbias, grad.new_empty(0), None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -121,12 +131,17 @@ def late_linear(
     late: LateGradient,
     bias: Tensor | None = None,
     transposed: bool = False,
+    again: GatheredAgain | None = None,
 ) -> Tensor:
     """The linear layer x (..., in) times the transpose of weight (out, in), plus bias (out). The
     weight's gradient is computed later, where `late` was made.
 
-    If `transposed`, the weight is (in, out).
+    If `transposed`, the weight is (in, out). `again` is the value that backward gathers in the
+    place of a kept `x`.
     """
     if late.token is None or _is_plain(weight):
-        return torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
-    return _LateLinear.apply(x, weight, bias, late.token, late.handle, transposed)
+        linear = torch.nn.functional.linear
+        if again is not None:
+            linear = partial(keeping_shards(linear), again)
+        return linear(x, weight.t() if transposed else weight, bias)
+    return _LateLinear.apply(x, weight, bias, late.token, late.handle, transposed, again)

@@ -1,7 +1,8 @@
 """Recomputation: segments that do not keep all activations, in the mode that the plan has for each.
 
 - full: the whole segment is checkpointed, and backward runs its forward again.
-- op: the same, but results of expensive ops and of sums over an axis are kept (a selective policy
+- gather: inputs that linear layers gather over tp are kept as shards, and gathered again.
+- op: the same as full, but results of expensive ops and of sums over an axis are kept (a selective policy
   of torch.utils.checkpoint).
 - selective: only the attention core is checkpointed; other ops keep what autograd keeps.
 """
@@ -29,9 +30,10 @@ from torch.utils.checkpoint import (
 
 from autopar.ir.plan import Plan
 from autopar.ir.traced import BlockClass, TracedModel
-from autopar.ops.recomputed import attention_core, dear_ops
+from autopar.ops.recomputed import attention_core, dear_ops, linear_inputs
 from autopar.ops.values import is_getitem
 from autopar.rewrite.collectives.transitions import all_reduce, reduce_scatter
+from autopar.rewrite.gather_again import gather_again
 from autopar.rewrite.program import Program, copied_graph
 from autopar.rewrite.root import module_name
 from autopar.rewrite.shard import local_shard
@@ -139,6 +141,11 @@ def recomputed(
         return Recomputed(
             body, _keeping(body, dear_ops(block.graph)), True, _kept_contexts, changing
         )
+    if mode == "gather" and block.is_layer:
+        run = _copy(body)
+        gather_again(run.graph, linear_inputs(block.graph))
+        run.recompile()
+        return Recomputed(body, run, False)
     if mode == "selective" and (core := attention_core(block.graph)):
         run = _copy(body)
         parts = core_parts(run.graph, core)

@@ -11,8 +11,8 @@ INFINITE = float("inf")
 MIXED = "mixed"
 """The recompute choice in which each block has its best mode."""
 
-MODES = ("none", "selective", "full")
-"""The modes of a block under `MIXED`, from the one that keeps most to the one that keeps least."""
+MODES = ("none", "gather", "selective", "full")
+"""The modes of a block under `MIXED`. The first keeps most and the last keeps least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ class Candidate:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The recompute modes that blocks may have: all of `MODES` if `recompute` is `MIXED`,
-        otherwise `recompute` alone.
-        """
-        return MODES if self.recompute == MIXED else (self.recompute,)
+        """The recompute modes that blocks may have. Without tp there is nothing to gather again."""
+        if self.recompute != MIXED:
+            return (self.recompute,)
+        return tuple(mode for mode in MODES if mode != "gather" or self.mesh.tp > 1)
 
     def __str__(self) -> str:
         choices = [
