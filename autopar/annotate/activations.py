@@ -64,25 +64,18 @@ def kept_tensors(
         for i, (n, x) in enumerate(zip(names, choice.inputs, strict=True))
     ]
     held += [(n, x, local.fixed[n]) for n, x in zip(outs, choice.outputs, strict=True)]
-    by_root = {
-        local.facts.roots[name]: (layout, layouts) for name, layout, layouts in reversed(held)
-    }
+    by_root: dict[str, list[_Held]] = {}
+    for name, layout, layouts in held:
+        by_root.setdefault(local.facts.roots[name], []).append((name, layout, layouts))
     kept = []
     for root in observed.values:
         if root in local.unwritten:
             continue
-        layout, layouts = by_root.get(root, (R, local.fixed[root]))
-        key = sharding_key({**layouts, "tp": layout})
-        size = local.pricing.size_bytes(
-            local.facts.tensors[root],
-            {a: x for a, x in layouts.items() if x.dim < local.facts.tensors[root].dim()},
-        )
-        size = local.pricing.sharded(size, layout)
-        if _gathers_again(local, node, root, layout):
-            key, size = f"{key}/tp", ceil(size / local.pricing.tp)
-        if local.setting.software.keeps_fp8 and node.name in local.narrow:
-            key, size = f"{key}:fp8", size // local.pricing.itemsize(local.facts.tensors[root])
-        kept.append(Saved(root + key, size))
+        first, *others = by_root.get(root, [(root, R, local.fixed[root])])
+        if all(_key(other) == _key(first) for other in others):
+            kept.append(_kept(local, node, root, (root, *first[1:])))
+        else:  # parts of one tensor, of which some were converted and are tensors of their own
+            kept += [_kept(local, node, root, part) for part in (first, *others)]
     if observed.extra_bytes_per_row:
         own = _own_bytes(local, node, observed.extra_bytes_per_row)
         if "cp" in fixed and any(x.is_shard for x in (*fixed["cp"].inputs, *fixed["cp"].outputs)):
@@ -92,6 +85,29 @@ def kept_tensors(
             own = whole + ceil((own - whole) / local.pricing.tp)
         kept.append(Saved(f"{node.name}:own", own))
     return tuple(kept)
+
+
+_Held = tuple[str, Layout, dict[str, Layout]]
+"""A value of a call: its name, its layout over tp, and its layouts on the other axes."""
+
+
+def _key(held: _Held) -> str:
+    return sharding_key({**held[2], "tp": held[1]})
+
+
+def _kept(local: LocalClass, node: Node, root: str, held: _Held) -> Saved:
+    """The tensor that autograd keeps of a value on one device. `root` is the value that owns its
+    storage.
+    """
+    (name, layout, layouts), key = held, _key(held)
+    tensor = local.facts.tensors[name]
+    fitting = {axis: x for axis, x in layouts.items() if x.dim < tensor.dim()}
+    size = local.pricing.sharded(local.pricing.size_bytes(tensor, fitting), layout)
+    if _gathers_again(local, node, root, layout):
+        key, size = f"{key}/tp", ceil(size / local.pricing.tp)
+    if local.setting.software.keeps_fp8 and node.name in local.narrow:
+        key, size = f"{key}:fp8", size // local.pricing.itemsize(tensor)
+    return Saved(name + key, size)
 
 
 def workspace_bytes(
@@ -185,7 +201,8 @@ def _gathered_bytes(
 ) -> int:
     """Bytes of the input that a linear layer gathers again, under the smallest strategy that shards
     its parameter; 0 if it can read the input sharded as it is made. `made` has the layouts in which
-    each value can be made.
+    each value can be made. The input is there twice for a moment: as the collective delivers it,
+    and with its shards in order.
     """
     name = local.rerun.gathered.get(op.name)
     if name is None or local.pricing.tp == 1:
@@ -197,7 +214,7 @@ def _gathered_bytes(
         for s in op.strategies
         if any(s.inputs[k].is_shard for k in weights)
     ]
-    return held_bytes(local, local.bytes[name]) if whole and all(whole) else 0
+    return held_bytes(local, 2 * local.bytes[name]) if whole and all(whole) else 0
 
 
 def _waiting_bytes(local: LocalClass) -> int:

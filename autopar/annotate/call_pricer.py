@@ -312,7 +312,8 @@ class CallPricer:
             root = saved.key.partition("/")[0]
             least = self.rerun_bytes.get(root, saved.size_bytes)
             self.rerun_bytes[root] = min(least, saved.size_bytes)
-        return strategy.keeping(kept, again)
+        gather_s = sum(map(local.gathered_again_s, outs, choice.outputs))
+        return strategy.keeping(kept, again).gathering(gather_s)
 
 
 def least_compute_s(calls: Iterable[AnnotatedOp]) -> tuple[float, float]:

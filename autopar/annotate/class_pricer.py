@@ -176,7 +176,10 @@ def _input(local: LocalClass, position: int, node: Node, wanted: set[Layout]) ->
     layouts = {R}
     if position not in local.facts.place.from_model:
         layouts = boundary_layouts(local, node.name, {R} | wanted)
-    strategies = tuple(Strategy(str(x), (), (x,)) for x in sorted(layouts, key=str))
+    strategies = tuple(
+        Strategy(str(x), (), (x,)).gathering(local.gathered_again_s(node.name, x))
+        for x in sorted(layouts, key=str)
+    )
     return AnnotatedOp(node.name, "input", "", (), (node.name,), strategies)
 
 

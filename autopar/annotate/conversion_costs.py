@@ -8,7 +8,7 @@ from autopar.annotate.call_pricer import least_compute_s
 from autopar.annotate.local_class import LocalClass
 from autopar.annotate.transfers import Conversions
 from autopar.ir.annotated import AnnotatedOp, Conversion
-from autopar.ir.sharding import COLLECTIVES, Layout, P, transition
+from autopar.ir.sharding import COLLECTIVES, Layout, P, R, transition
 
 
 def conversion_costs(
@@ -41,8 +41,8 @@ def conversion_costs(
     found = _pinned(local, name, have | wanted, found)
     if name in local.rerun.gathered.values():
         again = _gathered_again(local, name, readers)
-        found = {
-            (a, b): _and_again(price, again) if b.value.kind == "R" else price
+        found = {  # where it is made whole, the op that makes it has the seconds
+            (a, b): price.gathering(again) if b.value.kind == "R" and a.value.kind != "R" else price
             for (a, b), price in found.items()
         }
     if name in local.rerun.values:  # a sum whose result is kept is not made again
@@ -64,20 +64,7 @@ def _gathered_again(local: LocalClass, name: str, readers: Sequence[AnnotatedOp]
             for op in readers
             if local.rerun.gathered.get(op.name) == name
         )
-    return local.pricing.exposed_s(
-        max(hidden_s, 0.0), local.pricing.move_s("all_gather", local.bytes[name])
-    )
-
-
-def _and_again(price: Conversion, again_s: float) -> Conversion:
-    """The price of a layout change whose result is gathered again in backward, in `again_s`."""
-    return Conversion(
-        price.forward_s,
-        price.backward_s + again_s,
-        price.forward_comm_s,
-        price.backward_comm_s + again_s,
-        price.rerun_s + again_s,
-    )
+    return local.pricing.exposed_s(max(hidden_s, 0.0), local.gathered_again_s(name, R))
 
 
 def boundary_layouts(local: LocalClass, name: str, layouts: set[Layout]) -> set[Layout]:

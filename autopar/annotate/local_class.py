@@ -55,6 +55,16 @@ class LocalClass:
             for dim, pattern in self.facts.positions.get(name, ())
         )
 
+    def gathered_again_s(self, name: str, layout: Layout) -> float:
+        """Seconds in which backward gathers a value over tp for the linear layers that keep its
+        shard; 0.0 if no layer does, or if `layout`, in which the value is made, is not whole.
+        """
+        if self.pricing.tp == 1 or layout.value.kind != "R":
+            return 0.0
+        if name not in self.rerun.gathered.values():
+            return 0.0
+        return self.pricing.move_s("all_gather", self.bytes[name])
+
     def lowered(self, node: Node) -> str:
         """The special lowering that propagation chose for an op, or ''."""
         dims = self.facts.dims[node.name]

@@ -137,6 +137,17 @@ class Strategy:
             rerun_s=self.forward_s,
         )
 
+    def gathering(self, again_s: float) -> Strategy:
+        """This strategy if backward also gathers results over tp again, in `again_s` seconds."""
+        if not again_s:
+            return self
+        return replace(
+            self,
+            backward_s=self.backward_s + again_s,
+            backward_comm_s=self.backward_comm_s + again_s,
+            rerun_s=self.rerun_s + again_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedOp:
@@ -222,6 +233,18 @@ class Conversion:
         )
         return Conversion(
             self.forward_s, backward_s, self.forward_comm_s, backward_comm_s, self.forward_s
+        )
+
+    def gathering(self, again_s: float) -> Conversion:
+        """This conversion if backward also gathers its result over tp again, in `again_s`
+        seconds.
+        """
+        return Conversion(
+            self.forward_s,
+            self.backward_s + again_s,
+            self.forward_comm_s,
+            self.backward_comm_s + again_s,
+            self.rerun_s + again_s,
         )
 
 

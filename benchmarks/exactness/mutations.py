@@ -1,6 +1,7 @@
 """Mutations of a program's communication: list them, apply one, and see whether anything notices.
 
 Every transition node is deleted, doubled, or given every other backward that its function allows.
+Every value that backward gathers again becomes zeros, this rank's shard for all ranks, or twice itself.
 Every message inside a special lowering is damaged (`inner_mutations.py`). Every parameter's
 gradient reduction is dropped or done again, axis by axis.  Of segments of one class the first is
 mutated.  A mutant is caught if the verifier rejects it, or if training raises, gets stuck, or
@@ -23,9 +24,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from autopar.ir.plan import Plan
@@ -34,12 +36,20 @@ from autopar.ir.traced import TracedModel
 from autopar.rewrite.collectives.axes import active_axes
 from autopar.rewrite.collectives.primitives import apply_primitive
 from autopar.rewrite.collectives.transitions import _LEGAL_BACKWARD, NODE_FUNCTIONS
+from autopar.rewrite.lowerings.kept_shards import GatheredAgain, gathered_again
 from autopar.rewrite.root import module_name
 from autopar.rewrite.shape_check import verify_program
 from autopar.runtime.engine import Engine
 from autopar.verify.verify import TOLERANCE as TOLERANCES
 from autopar.verify.verify import Case, _optimizer, compare, make_engine, relative_error
-from benchmarks.exactness.inner_mutations import COMMUNICATING, Message, Place, Watch, kinds_of
+from benchmarks.exactness.inner_mutations import (
+    COMMUNICATING,
+    KINDS,
+    Message,
+    Place,
+    Watch,
+    kinds_of,
+)
 from benchmarks.exactness.same_gradients import any_rank, same_backwards
 
 TOLERANCE, ABSOLUTE = TOLERANCES["fp64"]
@@ -85,11 +95,19 @@ def modules(engine: Engine) -> dict[str, GraphModule]:
     segment, the graph inside).
     """
     found = {"": engine.program.module}
-    found.update(
-        (name, getattr(child, "body", child))
-        for name, child in engine.program.module.named_children()
-    )
+    found.update((name, _inside(child)) for name, child in engine.program.module.named_children())
     return found
+
+
+def _inside(child: nn.Module) -> GraphModule:
+    """The graph module of a segment: of a recomputed one the graph that the plan describes, or the
+    one that runs, if that gathers again.
+    """
+    run = getattr(child, "run", child)
+    again = isinstance(run, GraphModule) and any(
+        node.target is gathered_again for node in run.graph.nodes
+    )
+    return run if again else getattr(child, "body", child)
 
 
 def representatives(traced: TracedModel) -> dict[str, int]:
@@ -160,7 +178,7 @@ class _Differentiable(Interpreter):
 
     def call_module(self, target, args, kwargs):
         child = self.submodules[target]
-        return _Differentiable(getattr(child, "body", child)).run(*args)
+        return _Differentiable(_inside(child)).run(*args)
 
 
 def mutations_of(trial: Trial) -> list[Mutation]:
@@ -204,6 +222,9 @@ def mutations_of(trial: Trial) -> list[Mutation]:
             Mutation(at, other, untouched, what, same=same.get((at, other), ""))
             for other in _others(node)
         ]
+    for name, _, node in nodes:
+        if node.target is gathered_again:
+            found += [Mutation((name, node.name), kind, what="gather again") for kind in KINDS]
     for message in messages:
         found += [
             Mutation(message.place, kind, no_op, "", message) for kind, no_op in kinds_of(message)
@@ -287,11 +308,45 @@ def damaged(engine: Engine, mutation: Mutation) -> Iterator[None]:
             ):
                 yield
             return
-        undo = _damage_node(module, node, mutation.kind)
+        damage = _damage_again if node.target is gathered_again else _damage_node
+        undo = damage(module, node, mutation.kind)
     try:
         yield
     finally:
         undo()
+
+
+def _damage_again(module: GraphModule, node: Node, kind: str) -> Callable[[], None]:
+    """Make a value that backward gathers again wrong: zeros, this rank's shard for all ranks, or
+    twice itself. Returns a function that undoes it.
+    """
+
+    def damaged(*args: Any, **kwargs: Any) -> GatheredAgain | None:
+        value = gathered_again(*args, **kwargs)
+        if value is not None:
+            take, shard = value.take, value._shard
+
+            def taken(*form: Any) -> Tensor:
+                whole = take(*form)
+                own = shard.reshape(-1).repeat(whole.numel() // max(shard.numel(), 1) + 1)
+                wrong = {
+                    "zero": torch.zeros_like(whole),
+                    "double": 2 * whole,
+                    "delete": own[: whole.numel()].view(whole.shape),
+                }
+                return wrong[kind]
+
+            value.take = taken
+        return value
+
+    node.target = damaged
+    module.recompile()
+
+    def undo():
+        node.target = gathered_again
+        module.recompile()
+
+    return undo
 
 
 def _damage_node(module: GraphModule, node: Node, kind: str) -> Callable[[], None]:
@@ -333,9 +388,17 @@ def _damage_reduction(engine: Engine, name: str, axis: str, kind: str) -> Callab
     Returns a function that undoes it.
     """
     if kind == "drop":
-        layouts = engine._layouts
-        engine._layouts = layouts | {name: layouts[name] | {axis: R}}
-        return lambda: setattr(engine, "_layouts", layouts)
+        holding = engine.parameters.holding
+        mine = [holding.layouts[name], holding.cuttings[name].layouts]
+        right = [dict(layouts) for layouts in mine]
+        for layouts in mine:
+            layouts[axis] = R
+
+        def undo() -> None:
+            for layouts, before in zip(mine, right, strict=True):
+                layouts.update(before)
+
+        return undo
     reduce = engine.reduce_gradients
 
     def reduce_again() -> None:
@@ -400,12 +463,24 @@ class Trial:
     def _step(self, batch, found: list[float]) -> None:
         found.append(float(self.engine.step(self.engine.local_batch(batch))))
 
+    def _verify(self) -> None:
+        """Verify the program with the graphs of recomputed segments in place of these segments."""
+        module = self.engine.program.module
+        children = dict(module.named_children())
+        try:
+            for name, child in children.items():
+                setattr(module, name, _inside(child))
+            verify_program(self.engine.program)
+        finally:
+            for name, child in children.items():
+                setattr(module, name, child)
+
     def outcome(self, verify: bool = True) -> str:
         """Train for all batches and compare. Returns EXACT, or the way in which the damage was
         caught; stops at the first difference. `verify`: first let the verifier check the program.
         Equal on all ranks, unless their control flow differs.
         """
-        if verify and any_rank(_fails(lambda: verify_program(self.engine.program))):
+        if verify and any_rank(_fails(self._verify)):
             return REJECTED
         self.reset()
         for batch, loss in zip(self.case.batches, self.case.losses, strict=True):

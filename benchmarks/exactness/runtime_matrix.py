@@ -59,7 +59,7 @@ MODELS = {"llama": "autopar-llama", "gpt": "autopar-gpt", "moe": "autopar-moe", 
 
 PROCESSES = (4, 8)
 DEGREES = {"pp": (1, 2, 4), "tp": (1, 2), "dp": (1, 2)}
-ZERO, RECOMPUTE = (0, 1, 2, 3), ("none", "selective", "full")
+ZERO, RECOMPUTE = (0, 1, 2, 3), ("none", "gather", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 TOGETHER = ("schedule", "zero", "recompute")
 ROWS, MICRO_BATCHES, STEPS, PRECISION = 8, 4, 3, "fp64"

@@ -14,7 +14,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.exactness import case, random_plan, reference, setting, solved_plan
+from support.exactness import case, gathering_again, random_plan, reference, setting, solved_plan
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
@@ -46,7 +46,7 @@ def trained_case(name: str) -> Case:
     )
 
 
-def check(name: str, plan: Plan, every: int = 1) -> None:
+def check(name: str, plan: Plan, every: int = 1) -> list[Mutation]:
     trained_case(name)  # before the workers are forked, which then need not make it again
     with WorkerPool(plan.mesh.num_devices) as pool:
         found = run_mutations(pool, (trained_case, name), plan, every)
@@ -54,6 +54,7 @@ def check(name: str, plan: Plan, every: int = 1) -> None:
     check_cell(
         replace(cell, escaped=tuple(text for text in cell.escaped if text not in REDUNDANT)), found
     )
+    return [mutation for mutation, _ in found]
 
 
 def check_cell(cell: MutationCell, found: list[tuple[Mutation, str]] = ()) -> None:
@@ -75,12 +76,19 @@ def plans(name: str) -> dict[str, Plan]:
     return {
         "solved": solved_plan(found.traced, found.annotator, where),
         "random": random_plan(found.traced, found.annotator, where, seed=5, random_fixed=False),
+        "gathered again": gathering_again(solved_plan(found.traced, found.annotator, where)),
     }
 
 
 @pytest.mark.slow
 def test_every_mutation_of_the_solved_program_is_caught():
     check("llama-tiny", plans("llama-tiny")["solved"])
+
+
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
+def test_mutations_of_what_is_gathered_again_are_caught(every):
+    found = check("llama-tiny", plans("llama-tiny")["gathered again"], every)
+    assert sum(mutation.what == "gather again" for mutation in found) >= (3 if every == 1 else 1)
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", pytest.param("hf-llama", marks=pytest.mark.slow)])

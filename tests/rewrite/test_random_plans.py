@@ -9,7 +9,16 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from support.exactness import MODELS, case, moved, random_plan, reference, setting, train_under
+from support.exactness import (
+    MODELS,
+    case,
+    gathering_again,
+    moved,
+    random_plan,
+    reference,
+    setting,
+    train_under,
+)
 
 from autopar.ir.mesh import MeshShape
 
@@ -26,9 +35,11 @@ def test_training_moves_the_parameters(name):
     assert moved(reference(name)) >= 0.01
 
 
-def check(pool, name: str, mesh: MeshShape, seeds) -> None:
+def check(pool, name: str, mesh: MeshShape, seeds, changed=lambda plan: plan) -> None:
     found = case(name)
-    plans = [random_plan(found.traced, found.annotator, setting(mesh), seed) for seed in seeds]
+    plans = [
+        changed(random_plan(found.traced, found.annotator, setting(mesh), seed)) for seed in seeds
+    ]
     results = pool.run(
         train_under, name, [plan.to_json() for plan in plans], timeout_s=60 + 30 * len(plans)
     )
@@ -52,6 +63,14 @@ def check(pool, name: str, mesh: MeshShape, seeds) -> None:
 ])  # fmt: skip
 def test_random_plans_are_exact(pool4, name, mesh):
     check(pool4, name, mesh, SEEDS)
+
+
+@pytest.mark.parametrize(("name", "mesh"), [
+    pytest.param(name, mesh, id=f"{name}-{mesh}", marks=pytest.mark.slow if (name, mesh.tp) != ("gpt-tiny", 4) else ())
+    for name, mesh in product(MODELS, [mesh for mesh in MESHES if mesh.tp > 1])
+])  # fmt: skip
+def test_random_plans_that_gather_again_are_exact(pool4, name, mesh):
+    check(pool4, name, mesh, range(200, 202), gathering_again)
 
 
 @pytest.mark.parametrize("mesh", EXPERT_MESHES, ids=str)

@@ -149,6 +149,21 @@ PLANS = {
     "gpt dp2 zero3 bf16": (GPT.module, 2, {"dp": 2, "zero": 3, "precision": "bf16"}),
     "llama tp2": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": False}),
     "llama tp2 sequence parallel": (LLAMA.module, 2, {"tp": 2, "sequence_parallel": True}),
+    "llama tp2 gathered again": (
+        LLAMA.module,
+        2,
+        {"tp": 2, "sequence_parallel": True, "recompute": "gather"},
+    ),
+    "llama tp4 gathered again": (
+        LLAMA.module,
+        4,
+        {"tp": 4, "sequence_parallel": True, "recompute": "gather"},
+    ),
+    "gpt tp2 gathered again": (
+        WIDE.module,
+        2,
+        {"tp": 2, "sequence_parallel": True, "recompute": "gather"},
+    ),
     "hugging face dp2 tp2 recomputed": (
         hugging_face,
         4,
@@ -213,7 +228,7 @@ def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
 SLOW = ("llama dp2 zero1 offloaded bf16", "llama offloaded", "hugging face dp2 tp2 recomputed", "llama dp2 zero1", "llama dp2",
         "gpt recomputed but for dear ops", "llama attention recomputed", "one mask recomputed", "encoded once recomputed",
         "gpt parameters offloaded recomputed", "llama dp2 zero3 parameters offloaded bf16", "llama dp2 zero2", "llama dp4 zero3",
-        "gpt dp2 zero3 bf16", "gpt", "llama dp2 zero1 bf16")  # fmt: skip
+        "gpt dp2 zero3 bf16", "gpt", "llama dp2 zero1 bf16", "llama tp4 gathered again", "gpt tp2 gathered again")  # fmt: skip
 
 
 @pytest.mark.parametrize(

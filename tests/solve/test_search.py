@@ -13,7 +13,7 @@ from support.brute_force import brute_force
 from support.solve_models import random_model, transformer
 
 from autopar.ir.mesh import MeshShape
-from autopar.solve.costs.candidate import MODES, Candidate
+from autopar.solve.costs.candidate import Candidate
 from autopar.solve.costs.recompute_mix import Mixed
 from autopar.solve.costs.schedule import Schedule
 from autopar.solve.integer_program.lp_relaxation import quick_time_bound
@@ -213,4 +213,4 @@ def test_buffers_of_what_is_made_again_follow_the_micro_batch():
 
     assert holds("selective", 1) != holds("selective", 2) and holds("mixed", 1) == holds(
         "mixed", 2
-    ) == (holds("none", 4)[0], MODES, 0)
+    ) == (holds("none", 4)[0], ("none", "selective", "full"), 0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
@@ -260,6 +260,12 @@ def solved_plan(traced: TracedModel, annotator: Annotator, where: Setting) -> Pl
             )
         )
     return make_plan(traced, where, tuple(blocks))
+
+
+def gathering_again(plan: Plan) -> Plan:
+    """The plan with layers that keep shards of what linear layers read whole."""
+    blocks = tuple(replace(block, recompute="gather") for block in plan.blocks)
+    return replace(plan, recompute="gather", blocks=blocks)
 
 
 def random_plan(

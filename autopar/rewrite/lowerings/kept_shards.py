@@ -42,7 +42,8 @@ class GatheredAgain:
         """
         self._memory = whole.untyped_storage().data_ptr()
         self._first, self._count = int(whole.storage_offset()), whole.numel()
-        self._shard, self._group, self._split = shard.detach(), group, split
+        self._shard: Tensor | None = shard.detach()
+        self._group, self._split = group, split
         self._started: Started | None = None
         self._whole: Tensor | None = None
         self._uses = 0
@@ -60,23 +61,27 @@ class GatheredAgain:
         return self, tuple(tensor.shape), tensor.stride(), offset
 
     def start(self) -> None:
-        """Start to gather the value, unless it is here or on its way."""
-        if self._whole is None and self._started is None:
-            self._started = start_primitive("all_gather", self._shard, self._group, self._split)
+        """Start to gather the value, unless it is here or on its way. Raises RuntimeError after the
+        last use.
+        """
+        if self._whole is not None or self._started is not None:
+            return
+        if self._shard is None:
+            raise RuntimeError("backward ran a second time through a value that is gathered again")
+        self._started = start_primitive("all_gather", self._shard, self._group, self._split)
 
     def take(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
-        """The tensor that `pack` described. The last one frees the value."""
+        """The tensor that `pack` described. The last use frees the value and the shard, since a
+        graph may outlive its backward.
+        """
         self.start()
-        if self._started is not None:
-            self._whole, self._started = self._started.wait(), None
-        whole = self._whole
+        started, self._started = self._started, None
+        whole = self._whole if started is None else started.wait()
         if whole is None:
-            raise RuntimeError(
-                "a value that is gathered again has neither arrived nor been started"
-            )
+            raise RuntimeError("a value that is gathered again has not arrived")
         self._uses -= 1
-        if self._uses <= 0:
-            self._whole = None
+        self._whole = whole if self._uses else None
+        self._shard = self._shard if self._uses else None
         return whole.as_strided(shape, stride, whole.storage_offset() + offset)
 
 
