@@ -57,7 +57,7 @@ class LocalClass:
 
     def gathered_again_s(self, name: str, layout: Layout) -> float:
         """Seconds in which backward gathers a value over tp for the linear layers that keep its
-        shard; 0.0 if no layer does, or if `layout`, in which the value is made, is not whole.
+        shard. 0.0 if no layer does, or if `layout`, in which the value is made, is not whole.
         """
         if self.pricing.tp == 1 or layout.value.kind != "R":
             return 0.0
