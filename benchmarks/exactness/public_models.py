@@ -59,7 +59,11 @@ class PublicSpec(ModelSpec):
 
 @dataclass(frozen=True, slots=True)
 class PublicCell:
-    """What a model did under a mesh. `verdict`: 'exact', 'refused', 'WRONG' or 'crash'; `words`: the error, or the reason; `collectives`: number in a micro-batch."""
+    """What a model did under a mesh.
+
+    `verdict` is 'exact', 'refused', 'WRONG' or 'crash'. `words` has the error or the reason.
+    `collectives` is the number of them in a micro-batch.
+    """
 
     model: str
     mesh: str
@@ -137,7 +141,9 @@ def table(cells: Iterable[PublicCell]) -> str:
     rows.append("")
     for mesh in MESHES:
         count = Counter(found[name, mesh].verdict for name in models if (name, mesh) in found)
-        rows.append(f"{mesh}: " + ", ".join(f"{number} {word}" for word, number in count.most_common()))
+        rows.append(
+            f"{mesh}: " + ", ".join(f"{number} {word}" for word, number in count.most_common())
+        )
     rows.append("")
     rows += [
         f"{cell.model} {cell.mesh} {cell.verdict}: {cell.words}"

@@ -89,7 +89,9 @@ _X_DECODERS = {
 def _x_decoder(changes: dict[str, Any]) -> nn.Module:
     from x_transformers import Decoder, TransformerWrapper
 
-    layers = Decoder(dim=HIDDEN, depth=LAYERS, heads=HEADS, attn_dim_head=HIDDEN // HEADS, **changes)
+    layers = Decoder(
+        dim=HIDDEN, depth=LAYERS, heads=HEADS, attn_dim_head=HIDDEN // HEADS, **changes
+    )
     return NextToken(TransformerWrapper(num_tokens=VOCAB, max_seq_len=SEQ, attn_layers=layers))
 
 
@@ -108,7 +110,15 @@ _OF_BOTH = {**_TOKENS, "d_model": HIDDEN, "decoder_start_token_id": 0}
 _BART = {**_OF_BOTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
          "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "max_position_embeddings": 32,
          "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "forced_eos_token_id": 1}  # fmt: skip
-_T5 = {**_OF_BOTH, "d_kv": 8, "num_heads": HEADS, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "dropout_rate": 0.0}
+_T5 = {
+    **_OF_BOTH,
+    "d_kv": 8,
+    "num_heads": HEADS,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "dropout_rate": 0.0,
+}
 
 _DECODERS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
@@ -151,8 +161,8 @@ _MASKED: dict[str, dict[str, Any]] = {
     "roberta": _BERT | {"max_position_embeddings": 40, "pad_token_id": 1},
     "electra": _BERT | {"embedding_size": HIDDEN},
     "albert": _BERT | {"embedding_size": 16},
-    "distilbert": _TOKENS | {"dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": 64, "dropout": 0.0, "attention_dropout": 0.0,
-                   "max_position_embeddings": 32},
+    "distilbert": _TOKENS | {"dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": 64, "dropout": 0.0,
+                   "attention_dropout": 0.0, "max_position_embeddings": 32},
     "deberta-v2": _BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
     "modernbert": _BERT | {"global_attn_every_n_layers": 2, "local_attention": 6, "cls_token_id": 0, "sep_token_id": 1},
 }  # fmt: skip
@@ -222,7 +232,9 @@ def _preference(loss: type[Preference], kind: str) -> nn.Module:
 def _text_models() -> dict[str, PublicModel]:
     found: dict[str, PublicModel] = {}
 
-    def add(name: str, inputs: Callable[[int], Batch], build: Callable[..., nn.Module], *args: Any) -> None:
+    def add(
+        name: str, inputs: Callable[[int], Batch], build: Callable[..., nn.Module], *args: Any
+    ) -> None:
         found[name] = PublicModel(partial(build, *args), inputs)
 
     for name, values in _LITGPT.items():
