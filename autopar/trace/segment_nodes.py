@@ -158,11 +158,16 @@ def _pieces(captured: Captured) -> Named:
         if node.meta.get("grad"):
             read_until[max(readers, default=place[node])].append(node)
     crossing, pieces = set[Node](), [list[Node]()]
+    changes, piece_of = _changes(captured), dict[Node, int]()
     for number, node in enumerate(nodes):
         long_enough = min(len(pieces[-1]), len(nodes) - number) >= _LEAST_OPS
         if long_enough and len(crossing) == 1 and _begins(captured, node, nodes[number - 1]):
             pieces.append([])
-        pieces[-1].append(node)
+        piece_of[node] = len(pieces) - 1
+        if node in changes:  # new values of buffers may be written at the end
+            made = [piece_of[i] for i in node.all_input_nodes if i in piece_of]
+            piece_of[node] = max(made, default=piece_of[node])
+        pieces[piece_of[node]].append(node)
         if node.meta.get("grad"):
             crossing.add(node)
         crossing.difference_update(read_until[number])

@@ -240,7 +240,7 @@ def _signal_models() -> dict[str, PublicModel]:
         found[name] = PublicModel(partial(build, *args), inputs)
 
     for name, values in _TIMM.items():
-        add(f"timm {name}", images(32), _timm, name, values)
+        add(f"timm {name}", images(values.get("img_size", 64)), _timm, name, values)
     for name in _TORCHVISION:
         add(f"torchvision {name}", images(64), _torchvision, name)
     add("torchvision vit", images(32), _torchvision_vit)
