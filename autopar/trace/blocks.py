@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 from autopar.ir.batch import multiple_of_batch
 from autopar.ir.calls import op_name
 from autopar.ir.traced import BlockClass, LossSplit, Segment, Source, StepValues, TracedModel
+from autopar.ops.random import COUNTED
 from autopar.ops.values import output_nodes
 from autopar.trace.capture import Captured
 from autopar.trace.segment_nodes import nodes_of_segments
 
-_NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")),
+_NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty")), *COUNTED,
                 *(f"aten::new_{name}" for name in ("zeros", "ones", "full", "empty"))}  # fmt: skip
 """Ops whose results never need a gradient."""
 _MOST_CLASSES = 4

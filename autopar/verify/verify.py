@@ -40,7 +40,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.base import ModelSpec
-from autopar.ops.random import drops
+from autopar.ops.random import draws
 from autopar.ops.values import ops
 from autopar.planning.model_facts import calls_of, divisors, num_experts
 from autopar.request.pins import check_pin_names
@@ -296,7 +296,7 @@ def make_case(setup: Setup) -> Case:
     rate = FIRST_RATE
     with widened(setup.precision):
         traced = trace(model, batches[0], batch_dims=setup.spec.batch_dims())
-        dropping = any(drops(node) for block in traced.classes for node in ops(block.graph))
+        dropping = any(draws(node) for block in traced.classes for node in ops(block.graph))
         case = Case(model=model, batches=batches, traced=traced, drops=dropping)
         train = _train_by_engine if dropping else _train
         for _ in range(RATES_TRIED):

@@ -244,7 +244,8 @@ def _text_models() -> dict[str, PublicModel]:
     for name, values in _DECODERS.items():
         add(f"transformers {name}", tokens if name == "mamba" else padded, _hugging_face, "AutoModelForCausalLM", name, values)  # fmt: skip
     for name in ("llama", "qwen3", "gemma2"):
-        add(f"transformers {name} packed", packed, _hugging_face, "AutoModelForCausalLM", name, _DECODERS[name] | {"use_cache": False})  # fmt: skip
+        values = _DECODERS[name] | {"use_cache": False}
+        add(f"transformers {name} packed", packed, _hugging_face, "AutoModelForCausalLM", name, values)  # fmt: skip
     add(
         "transformers llama packed with a cache",
         packed,

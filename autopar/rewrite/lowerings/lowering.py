@@ -21,7 +21,7 @@ from autopar.ops.rules import op_dims
 from autopar.ops.strategies import lowering_of
 from autopar.rewrite.lowerings import vocabulary_parallel
 from autopar.rewrite.lowerings.context_attention import context_attention
-from autopar.rewrite.lowerings.dropout import lower_draw
+from autopar.rewrite.lowerings.draws import lower_draw
 from autopar.rewrite.lowerings.expert_parallel import expert_parallel
 from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 
@@ -34,7 +34,7 @@ Lowered = tuple[Any, tuple, dict]
 @dataclass(frozen=True, slots=True)
 class Lowering:
     """The input for lowering a call: the call over whole tensors, the plan's choice on each axis,
-    this rank's sizes and device. For a call with dropout, `noise` is the segment's noise node
+    this rank's sizes and device. For a call that draws, `noise` is the segment's noise node
     and the call's number.
     """
 
