@@ -89,7 +89,7 @@ def _blocks(captured: Captured) -> Named | None:
     for node in reversed(list(graph.nodes)):  # what only the epilogue uses runs there
         fixed = node in paths or node in changes or node.target is operator.getitem
         if node in level and not fixed and level[node] < last:
-            users = [level.get(u, last) for u in node.users]
+            users = [level.get(u, last) for u in node.users if u not in changes]
             if users and min(users) == last:
                 level[node] = last
     _keep_changes(captured, level, paths, changes)

@@ -5,7 +5,7 @@ Conditions: fp64, SGD with momentum, and labels with a different number of -100 
 equal numbers would hide a wrong mean. The learning rate moves the median tensor by at least 1 % in
 total, since a tiny rate would hide every bug, and by at most its own norm.
 
-Criterion, for each parameter over all ranks: ||p - p_ref|| / ||p_ref - p_0|| <= 1e-9, or ||p -
+Criterion, for each parameter and changed buffer over all ranks: ||p - p_ref|| / ||p_ref - p_0|| <= 1e-9, or ||p -
 p_ref|| <= 1e-12 if that allows more. Losses agree to 1e-9. In fp32 the tolerance is 1e-4.
 
 Plans are made for a fictitious cluster with a free network and kernels that launch in no time. The
@@ -356,7 +356,7 @@ Trained = tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, ...]]
 def _train(setup: Setup, case: Case, rate: float) -> Trained:
     """Results of training a copy of the model on one device, in eager mode."""
     model = copy.deepcopy(case.model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = _kept(model, case)
     optimizer, losses = _optimizer(rate)([p for p in model.parameters() if p.requires_grad]), []
     for batch in case.batches:
         optimizer.zero_grad()
@@ -366,7 +366,17 @@ def _train(setup: Setup, case: Case, rate: float) -> Trained:
         output.backward()
         optimizer.step()
         losses.append(output.item())
-    return before, {name: p.detach().clone() for name, p in model.named_parameters()}, tuple(losses)
+    return before, _kept(model, case), tuple(losses)
+
+
+def _kept(model: nn.Module, case: Case) -> dict[str, Tensor]:
+    """Copies of what training changes: parameters, and persistent buffers that forward changes."""
+    parameters = {name for name, _ in model.named_parameters()}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in model.state_dict().items()
+        if name in parameters or name in case.traced.updates
+    }
 
 
 def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
@@ -392,7 +402,7 @@ def _train_by_engine(
         {k: v[rows] if v.dim() and v.shape[0] == setup.rows else v for k, v in batch.items()}
         for batch in case.batches
     ]
-    before = {name: p.detach().clone() for name, p in case.model.named_parameters()}
+    before = _kept(case.model, case)
     pin = {"micro_batch": setup.rows // number}
     plan = _solved(setup, case, batches[0], 1, pin, Software())
     engine = make_engine(replace(case, model=copy.deepcopy(case.model), learning_rate=rate), plan)
@@ -407,7 +417,7 @@ def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
     """
     if not all(bool(t.isfinite().all()) for t in after.values()):
         return float("nan")
-    sized = {name: value for name, value in before.items() if value.norm() > 0}
+    sized = {k: v for k, v in before.items() if v.is_floating_point() and v.norm() > 0}
     shares = sorted(float((after[k] - v).norm() / v.norm()) for k, v in sized.items())
     return shares[len(shares) // 2] if shares else 0.0
 
@@ -498,8 +508,8 @@ def compare(
         if name not in state or state[name].shape != expected.shape:
             errors[name] = float("inf")
             continue
-        difference = float((state[name] - expected).norm())
-        update = float((expected - before[name]).norm())
+        difference = float((state[name] - expected).double().norm())
+        update = float((expected - before[name]).double().norm())
         error = difference / max(update, absolute / tolerance)
         errors[name] = error if error == error else float("inf")
     worst = max(errors, key=errors.__getitem__)
