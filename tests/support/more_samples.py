@@ -713,6 +713,10 @@ FUSED = {
         lambda b, i, j, k, m: rotation(
             t(b, i, j, 2 * k), t(m + 3, 2 * k, grad=False), ids(m + 3, b, j)
         ),
+        lambda b, i, j, k, m: rotation(
+            *(t(b, i, j, 2 * k + 3), t(1, j, k, grad=False)),
+            **{"rotated": 2 * k, "last": True, "interleaved": True, "parted": True},
+        ),
     ],
     "autopar::glu": [
         lambda b, i, j, k, m: call(autopar.glu.default, t(b, i, j), t(b, i, j)),
