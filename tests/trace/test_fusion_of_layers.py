@@ -250,3 +250,51 @@ def test_probabilities_are_no_classes():
 
     model = fused_from(body, mode="all")
     assert not model.fusion.fused and "probabilities" in model.fusion.missed[0].reason
+
+
+def hidden(x):
+    """A mask that is added, of the shape (3, WIDTH)."""
+    places = torch.arange(3).unsqueeze(1) + 3 >= torch.arange(WIDTH)
+    return torch.zeros(places.shape, dtype=x.dtype).masked_fill(~places, torch.finfo(x.dtype).min)
+
+
+SOFTMAXES = {
+    "scaled": (lambda x: (x * 0.3).softmax(-1), {"scale": 0.3}),
+    "divided": (lambda x: torch.softmax(x / 4, 2), {"scale": 0.25}),
+    "masked": (lambda x: (x + hidden(x)).softmax(-1), {}),
+    "both": (lambda x: (0.3 * x + hidden(x)).softmax(-1), {"scale": 0.3}),
+    "capped": (
+        lambda x: (2.0 * torch.tanh(0.3 * x / 2.0) + hidden(x)).softmax(-1),
+        {"scale": 0.3, "soft_cap": 2.0},
+    ),
+    "hidden": (
+        lambda x: (0.3 * x).masked_fill(hidden(x) < 0, -torch.inf).softmax(-1),
+        {"scale": 0.3},
+    ),
+    "seen": (lambda x: x.masked_fill(~(hidden(x) == 0), -torch.inf).softmax(-1), {}),
+    "in fp32": (
+        lambda x: torch.softmax(x * 0.3 + hidden(x), -1, dtype=torch.float32).to(x.dtype),
+        {"scale": 0.3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_attention_probabilities(name):
+    body, expected = SOFTMAXES[name]
+    model = fused_from(lambda x, w, v: body(torch.sin(x)), torch.bfloat16, "all")
+    found = {key: value for key, value in only(model, "autopar::softmax").items() if value}
+    assert found == pytest.approx(expected)
+
+
+PLAIN = {
+    "of scores as they are": lambda x, w, v: x.softmax(-1),
+    "of another dim": lambda x, w, v: (0.3 * x).softmax(1),
+    "with a mask that learns": lambda x, w, v: (x + w).softmax(-1),
+    "with a mask of another number": lambda x, w, v: x.masked_fill(hidden(x) < 0, -1e4).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_other_softmaxes_stay(name):
+    assert not fused_from(PLAIN[name], mode="all").fusion.fused

@@ -23,15 +23,20 @@ from autopar.ops.values import output_nodes
 from autopar.trace.edit import call
 from autopar.trace.fusion.algebra import Algebra
 from autopar.trace.fusion.gated import match_gated
+from autopar.trace.fusion.gated_norms import match_gated_norm, with_gate_first
 from autopar.trace.fusion.losses import match_loss
 from autopar.trace.fusion.matches import Match, Matcher, Miss, View, used_outside, viewed
 from autopar.trace.fusion.norms import match_norm, with_residual
 from autopar.trace.fusion.rotary import match_rotary
+from autopar.trace.fusion.softmaxes import match_softmax
 from autopar.trace.fusion.validate import wrong
 
 _MATCHERS: dict[str, tuple[Matcher, ...]] = {
-    "norms": (match_norm,),
-    "all": (match_norm, match_gated, match_rotary, match_loss),
+    "norms": (match_gated_norm, match_norm),
+    "all": (
+        *(match_gated_norm, match_norm, match_gated),
+        *(match_rotary, match_softmax, match_loss),
+    ),
 }
 """By mode; the first matcher that matches a node has it."""
 
@@ -97,7 +102,7 @@ def _tried(
         if isinstance(found, Miss):
             yield found
         elif found is not None:
-            larger = _with_residual(algebra, found, matchers) if matcher is match_norm else None
+            larger = _larger(algebra, found, matchers) if matcher is match_norm else None
             for match in (larger, found) if larger is not None else (found,):
                 reason = _refused(match, taken)
                 if not reason:
@@ -106,11 +111,15 @@ def _tried(
                     yield Miss(found.name, found.at, reason)
 
 
-def _with_residual(algebra: Algebra, match: Match, matchers: tuple[Matcher, ...]) -> Match | None:
-    """A norm with the addition before it, unless that addition is the result of another op, such as a rotation."""
+def _larger(algebra: Algebra, match: Match, matchers: tuple[Matcher, ...]) -> Match | None:
+    """A norm with the product or the addition before it, unless that is the result of another op, such as a rotation."""
+    if (gated := with_gate_first(algebra, match)) is not None:
+        return gated
     larger = with_residual(match)
+    if larger is None:
+        return None
     others = (other(algebra, match.operands["x"]) for other in matchers if other is not match_norm)
-    return None if larger is None or any(isinstance(o, Match) for o in others) else larger
+    return None if any(isinstance(other, Match) for other in others) else larger
 
 
 def _refused(match: Match, taken: set[Node]) -> str:
