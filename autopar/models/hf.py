@@ -96,7 +96,9 @@ def _prepare(model: nn.Module) -> None:
     by_sdpa = (
         of_transformers._supports_sdpa and of_transformers.config._attn_implementation == "sdpa"
     )
-    if by_sdpa and of_transformers._can_set_attn_implementation():
+    # an indexer chooses keys by the mask, and needs one
+    by_mask = any(module.endswith(".indexer") for module, _ in model.named_modules())
+    if by_sdpa and not by_mask and of_transformers._can_set_attn_implementation():
         transformers.AttentionInterface.register(name, _attention)
         mask = _mask_of_cached if name == CACHED_NAME else _mask
         transformers.AttentionMaskInterface.register(name, mask)
@@ -269,7 +271,10 @@ def hf_example_inputs(
             return torch.empty(shape, dtype=torch.int64, device="meta")
         return torch.randint(0, limit, shape, generator=generator).to(device)
 
-    of_tokens = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
+    of_tokens = (
+        *("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration"),
+        *("MTModel", "GenerationDecoder"),
+    )
     if main == "input_ids" and kind.endswith((*of_tokens, "ForSequenceClassification")):
         ids = integers(config.get_text_config().vocab_size, batch, seq)
         each = kind.endswith(of_tokens)

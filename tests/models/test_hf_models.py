@@ -286,3 +286,13 @@ def test_blooms_gelu_has_the_gradient_of_its_own_backward():
     ]
     assert torch.equal(prepared(x), GeLUFunction.apply(x))
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", ["bamba", "gemma3n_text", "gemma4_text", "laguna", "zamba", "marian", "glm_moe_dsa"]
+)
+def test_what_configurations_say_of_each_layer_shrinks_with_them(name):
+    """Lists and dicts by layer, heads of Mamba, a second vocabulary, and masks that an indexer reads."""
+    small = HFSpec.from_dict(name, {"model_type": name}).shrunk()
+    loss = small.build("cpu")(**small.example_inputs(2, 16, "cpu")).loss
+    assert small.num_layers == 2 and loss.isfinite()
