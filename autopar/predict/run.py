@@ -369,16 +369,25 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class RunPrediction:
     """The prediction for a run. `breakdown` has the seconds of each part of the step;
-    `peak_memory_bytes` is for the fullest GPU.
+    `peak_memory_bytes` is for the fullest GPU. `outside_bytes` of them are not torch's: the CUDA
+    context and the buffers of communicators.
     """
 
     step_time_s: float
     peak_memory_bytes: float
     breakdown: dict[str, float] = field(default_factory=dict)
+    outside_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         _quantity("predicted step_time_s", self.step_time_s)
         _quantity("predicted peak_memory_bytes", self.peak_memory_bytes, zero=True)
+
+    def memory_bytes(self, scope: str) -> float:
+        """The bytes that a measurement of this scope counts. Torch's allocator sees no context and
+        no communicator.
+        """
+        torch_alone = scope in ("allocated", "reserved")
+        return self.peak_memory_bytes - (self.outside_bytes if torch_alone else 0.0)
 
 
 Evaluate = Callable[[Run], RunPrediction]

@@ -26,6 +26,7 @@ from autopar.predict.options import (
     read_sharding,
 )
 from autopar.predict.run import Degrees, Dims, Latent, Machine, Measured, Precision, Run, Software
+from autopar.predict.stacks import printed_scope
 
 REQUIRED_COLUMNS = (
     "id", "model_family", "layers", "hidden", "heads", "vocab", "seq", "gpu", "gpus", "tp", "pp",
@@ -210,7 +211,7 @@ def _measured(cells: Mapping[str, str], row: Stated) -> Measured:
     return Measured(
         step_time_s=time_s,
         memory_bytes=None if size is None else size * unit,
-        memory_scope="" if size is None else scope,
+        memory_scope="" if size is None else scope or printed_scope(row["framework"]),
         memory_kind="" if size is None else kind,
         out_of_memory=time_s is None and said,
         parameters=row.get("parameters"),

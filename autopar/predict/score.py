@@ -44,7 +44,7 @@ class Scored:
         """The signed relative error of the peak memory; None if it was not measured."""
         measured = self.run.measured
         size_bytes = measured.memory_bytes if measured.has_memory else None
-        return relative_error(self.prediction.peak_memory_bytes, size_bytes)
+        return relative_error(self.prediction.memory_bytes(measured.memory_scope), size_bytes)
 
     @property
     def fits(self) -> bool | None:

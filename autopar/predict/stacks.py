@@ -20,6 +20,18 @@ def is_megatron(framework: str) -> bool:
     return is_nvidia(framework) or runs_on(framework, "megatron", "megascale")
 
 
+def is_nanotron(framework: str) -> bool:
+    """Whether the framework is Hugging Face's nanotron."""
+    return runs_on(framework, "nanotron")
+
+
+def printed_scope(framework: str) -> str:
+    """What a framework prints as its memory, where a source does not say: nanotron prints the peaks
+    of torch's allocator (src/nanotron/helpers.py, create_table_log); '' if unknown.
+    """
+    return "reserved" if is_nanotron(framework) else ""
+
+
 def is_deepspeed(framework: str) -> bool:
     """Whether the framework is DeepSpeed, with its own layers or Megatron's."""
     return runs_on(framework, "deepspeed")
