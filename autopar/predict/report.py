@@ -62,7 +62,7 @@ def report_json(predictions: Predictions, by: str | None = None) -> str:
     if by is not None:
         scores["groups"] = {name: asdict(of) for name, of in _group_scores(scored, by).items()}
     data = {
-        "file": predictions.path,
+        "files": list(predictions.paths),
         "rows": [_row(result) for result in predictions.results],
         "out_of_memory": [_row(result) for result in predictions.out_of_memory],
         "not_predicted": [asdict(problem) for problem in predictions.problems],
@@ -138,7 +138,9 @@ def report_table(predictions: Predictions, by: str | None = None) -> Group:
     lines = _verdicts(everything)
     ignored = sorted({option for result in predictions.results for option in result.run.ignored})
     if ignored:
-        lines.append(f"Options that are not known and were left aside: {', '.join(ignored)}")
+        lines.append(
+            f"Options that are not known, and make their runs incomplete: {', '.join(ignored)}"
+        )
     lines.append(
         f"{len(scored)} complete runs are scored, {len(predictions.results) - len(scored)} incomplete ones only predicted."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
@@ -65,8 +65,8 @@ class Problem:
 def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
     """(runs of a CSV file, in order; rows that could not be read).
 
-    Columns are described in docs/guides/predict.md. Unknown columns and options are ignored. Raises
-    AutoparError if the file is missing, is not a CSV, or lacks a required column.
+    Columns are described in docs/guides/predict.md. Unknown columns are ignored. A row with an unknown
+    option is incomplete. Raises AutoparError if the file is missing, is not a CSV, or lacks a required column.
     """
     runs: list[Run] = []
     problems: list[Problem] = []
@@ -86,6 +86,23 @@ def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
         except AutoparError as error:
             problems.append(Problem(name, str(error), scored))
     return tuple(runs), tuple(problems)
+
+
+def read_files(paths: Sequence[str | Path]) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
+    """`read_runs` of several files, one after the other. A run whose id an earlier file has becomes
+    a problem.
+    """
+    runs: dict[str, Run] = {}
+    problems: list[Problem] = []
+    for path in paths:
+        found, unread = read_runs(path)
+        problems += unread
+        for run in found:
+            if run.id in runs:
+                reason = f"the id {shown(run.id)} is in {path} and in a file before it"
+                problems.append(Problem(run.id, reason, run.complete))
+            runs.setdefault(run.id, run)
+    return tuple(runs.values()), tuple(problems)
 
 
 def _rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
@@ -139,7 +156,7 @@ def _run(name: str, scored: bool, cells: Mapping[str, str]) -> Run:
         software=make(Software),
         global_batch=row["global_batch"],
         measured=_measured(cells, row),
-        complete=scored,
+        complete=scored and not ignored,  # what is not known may matter
         defaulted=filled,
         ignored=ignored,
         notes=cells.get("notes", "").strip(),

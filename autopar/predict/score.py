@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import isfinite, nan, sqrt
 
+from autopar_cost_models import DEVICES
+
+from autopar.predict.machines import device_of
 from autopar.predict.run import Run, RunPrediction
+from autopar.predict.stacks import framework_of
 
 WORST = 10
 CLEAR_DIFFERENCE = 0.10
@@ -128,8 +132,8 @@ def ordered_pairs(
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The scores of runs with the same model, cluster and dtype and nearly the same global batch,
-    which differ in layout.
+    """The scores of runs with the same model, cluster, framework and dtype and nearly the same
+    global batch, which differ in layout.
 
     `regret` uses the time of one sequence. `pairs` counts pairs that differ clearly; `pairs_right`
     counts those predicted in the right order.
@@ -144,14 +148,16 @@ class Group:
 
 
 def comparable(results: Iterable[Scored]) -> list[list[Scored]]:
-    """Runs with a measured time, in groups of at least two that differ only in layout and software,
+    """Runs with a measured time, in groups of at least two that differ only in layout and options,
     in order of appearance.
     """
     bins: dict[Hashable, list[Scored]] = {}
     for result in results:
         run = result.run
         if result.time_error is not None:
-            bins.setdefault((run.dims, run.machine, run.precision.matmul), []).append(result)
+            framework = framework_of(run.software.framework)
+            key = (run.dims, run.machine, run.precision.matmul, framework)
+            bins.setdefault(key, []).append(result)
     groups: list[list[Scored]] = []
     for members in bins.values():
         current: list[Scored] = []
@@ -312,6 +318,9 @@ GROUPINGS: dict[str, Callable[[Run], str]] = {
     "source": lambda run: run.source or "(none)",
     "gpu": lambda run: run.machine.gpu,
     "dtype": lambda run: run.precision.matmul,
+    "framework": lambda run: framework_of(run.software.framework),
+    "generation": lambda run: DEVICES[device_of(run.machine.gpu)].generation,
+    "family": lambda run: "experts" if run.dims.experts else run.dims.family,
 }
 
 
