@@ -14,6 +14,7 @@ from typing import Any
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text
 from autopar.predict.defaults import complete
+from autopar.predict.failed import cells_of, is_layout
 from autopar.predict.options import (
     Stated,
     is_out_of_memory,
@@ -63,7 +64,8 @@ class Problem:
 
 
 def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
-    """(runs of a CSV file, in order; rows that could not be read).
+    """(runs of a CSV file, in order; rows that could not be read). A file of layouts that failed
+    (`failed.py`) is one of runs without a measured time.
 
     Columns are described in docs/guides/predict.md. Unknown columns are ignored. A row with an unknown
     option is incomplete. Raises AutoparError if the file is missing, is not a CSV, or lacks a required column.
@@ -75,6 +77,9 @@ def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
         name = cells.get("id", "").strip() or f"line {line}"
         scored = _SWITCH_VALUES.get(cells.get("config_complete", "").strip().lower(), True)
         try:
+            if is_layout(cells):
+                cells = cells_of(cells, line)
+                name = cells["id"]
             if name in seen:
                 raise AutoparError(f"the id {shown(name)} is given twice; this is line {line}")
             seen.add(name)
@@ -119,7 +124,7 @@ def _rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
     except csv.Error as error:
         raise AutoparError(f"{path} is not a CSV file: {error}") from None
     missing = [column for column in REQUIRED_COLUMNS if column not in header]
-    if missing:
+    if missing and not is_layout(header):
         found = f"its columns are {', '.join(header[:12])}{', ...' if len(header) > 12 else ''}"
         found = found if any(header) else "it is empty"
         raise AutoparError(

@@ -14,6 +14,7 @@ from math import isfinite, nan, sqrt
 
 from autopar_cost_models import DEVICES
 
+from autopar.predict.chances import Reliability, fit_chance, reliability, separation
 from autopar.predict.machines import device_of
 from autopar.predict.run import Run, RunPrediction
 from autopar.predict.stacks import framework_of
@@ -55,6 +56,11 @@ class Scored:
         """Whether the predicted memory fits the GPU; None if its memory is unknown."""
         capacity = self.run.machine.memory_bytes
         return None if capacity is None else self.prediction.peak_memory_bytes <= capacity
+
+    @property
+    def fit_chance(self) -> float | None:
+        """The chance that the run fits its GPU; None if its memory is unknown."""
+        return fit_chance(self.run, self.prediction)
 
 
 def relative_error(predicted: float, measured: float | None) -> float | None:
@@ -227,7 +233,8 @@ class MemoryScore:
 
     `under` are runs predicted more than 10 % below the measurement. `rejected` are runs that ran
     but are predicted not to fit, out of `judged` runs with known GPU memory. `accepted` are layouts
-    that ran out of memory but are predicted to fit, out of `out_of_memory`.
+    that ran out of memory but are predicted to fit, out of `out_of_memory`. `separation` and
+    `reliability` judge the chances to fit (`chances.py`).
     """
 
     count: int
@@ -238,6 +245,8 @@ class MemoryScore:
     judged: int
     accepted: tuple[str, ...]
     out_of_memory: int
+    separation: float
+    reliability: tuple[Reliability, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +288,12 @@ def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()
     failed = [r for r in everything if r.run.measured.out_of_memory and r.fits is not None]
     errors = [(r.run.id, r.memory_error) for r in ran if r.memory_error is not None]
     values = [error for _, error in errors]
+    judged = [
+        (r.fit_chance, ok)
+        for rs, ok in ((ran, True), (failed, False))
+        for r in rs
+        if r.fit_chance is not None
+    ]
     return MemoryScore(
         count=len(values),
         mape=mape(values),
@@ -288,6 +303,8 @@ def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()
         judged=sum(r.fits is not None for r in ran),
         accepted=tuple(r.run.id for r in failed if r.fits),
         out_of_memory=len(failed),
+        separation=separation([c for c, ok in judged if ok], [c for c, ok in judged if not ok]),
+        reliability=reliability(judged),
     )
 
 
