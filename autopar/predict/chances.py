@@ -10,8 +10,8 @@ from math import erf, log, nan, sqrt
 from autopar.predict.run import Run, RunPrediction
 
 SPREAD = 0.17
-"""Standard deviation of log(measured / predicted memory). Fit: the root mean square over the runs
-of nanotron_runs.csv that are not rerun with another version, rounded up.
+"""Standard deviation of log(measured / predicted memory). Fit: the root mean square over nanotron's
+runs of the ultra-scale playbook.
 """
 
 BINS = (0.0, 0.1, 0.3, 0.7, 0.9, 1.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from math import inf
+from math import gcd, inf
 from typing import Any
 
 from autopar_cost_models import FITTED, FittedConstants
@@ -218,6 +218,7 @@ def _pins(run: Run) -> dict[str, Any]:
     zero = by.zero if by.dp * by.cp > 1 else 0
     alike = ("tp", "pp", "cp", "dp", "ep", "micro_batch")
     pin: dict[str, Any] = {name: getattr(by, name) for name in alike} | {"zero": zero}
+    pin["ep"] = gcd(by.ep, by.dp)  # experts that are shared out over tp too are split over it
     pin["recompute"] = _RECOMPUTE[by.recompute].format(every=by.recompute_every)
     if by.pp > 1:
         # with fewer micro-batches than ranks, 1F1B runs all forwards first

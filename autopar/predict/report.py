@@ -272,6 +272,11 @@ def _verdicts(scores: Scores) -> list[str]:
     memory, lines = scores.memory, []
     lines.append(
         f"The memory model rejects {len(memory.rejected)} of {memory.judged} layouts that ran"
+        + (
+            f" ({memory.rejected_unprinted} with a recomputation that is not printed)"
+            if memory.rejected_unprinted
+            else ""
+        )
         + (f": {', '.join(memory.rejected)}" if memory.rejected else ".")
     )
     if memory.out_of_memory:

@@ -232,7 +232,8 @@ class MemoryScore:
     """Scores of peak memory.
 
     `under` are runs predicted more than 10 % below the measurement. `rejected` are runs that ran
-    but are predicted not to fit, out of `judged` runs with known GPU memory. `accepted` are layouts
+    but are predicted not to fit, out of `judged` runs with known GPU memory. `rejected_unprinted`
+    counts rejected runs whose recomputation is not printed, and taken as none. `accepted` are layouts
     that ran out of memory but are predicted to fit, out of `out_of_memory`. `separation` and
     `reliability` judge the chances to fit (`chances.py`).
     """
@@ -242,6 +243,7 @@ class MemoryScore:
     bias: float
     under: tuple[str, ...]
     rejected: tuple[str, ...]
+    rejected_unprinted: int
     judged: int
     accepted: tuple[str, ...]
     out_of_memory: int
@@ -300,6 +302,7 @@ def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()
         bias=mean(values),
         under=tuple(name for name, error in errors if error < -UNDER),
         rejected=tuple(r.run.id for r in ran if r.fits is False),
+        rejected_unprinted=sum(r.fits is False and "recompute" in r.run.defaulted for r in ran),
         judged=sum(r.fits is not None for r in ran),
         accepted=tuple(r.run.id for r in failed if r.fits),
         out_of_memory=len(failed),
