@@ -110,10 +110,11 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """An attention function for transformers: query (b, n, s, d), key and value (b, kv_heads, s, d)
-    -> (result (b, s, n, d), None). It calls `scaled_dot_product_attention`, causal if there is no
-    mask and the module is causal.
+    -> (result (b, s, n, d), None). It calls `scaled_dot_product_attention` with `dropout` and
+    `scaling` (None: 1 / sqrt(d)). It is causal if there is no mask and `is_causal` holds (None:
+    the module's attribute, True by default).
 
-    With a position bias, a cache, a softcap, or other lengths of keys, calls transformers' own
+    With a position bias, a cache, a softcap, or fewer queries than keys, calls transformers' own
     function.
     """
     rare = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
@@ -138,8 +139,11 @@ def _attention(
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """A mask function for transformers, with the arguments of its `sdpa_mask`. None if the mask is
-    plain causal, so that `is_causal=True` suffices, or hides nothing. Otherwise transformers' sdpa
-    mask, without its parts for packed sequences where rows share positions.
+    plain causal, so that `is_causal=True` suffices, or hides nothing. For that, no padding mask or
+    offset may be given, and transformers must allow the skip.
+
+    Otherwise transformers' sdpa mask, without its parts for packed sequences where rows share
+    positions.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -211,8 +215,8 @@ def _without_packing(function: Callable) -> Callable:
 
 
 def _is_causal(function: Callable, kv_length: int) -> bool:
-    """Whether a mask function of transformers is the causal one, or combines it by "and" with
-    windows of at least `kv_length`.
+    """Whether a mask function of transformers is the causal one, or combines by "and" only causal
+    ones and windows of at least `kv_length` keys.
     """
     if _name(function) == "and_masks":
         parts = _closure(function).get("mask_functions", ())
@@ -289,8 +293,9 @@ class HFSpec(ModelSpec):
 
     @classmethod
     def from_dict(cls, name: str, config_dict: dict[str, Any]) -> HFSpec:
-        """The spec called `name` of a config.json's contents. Sizes that the config does not have
-        are 0. Raises AutoparError if transformers rejects the config.
+        """The spec called `name` of a config.json's contents, which must have 'model_type'. Sizes
+        that the config does not have are 0. Raises AutoparError if transformers rejects the config,
+        or has no language model or image classifier for it.
         """
         text = _config(name, config_dict).get_text_config()
         sizes = {}
