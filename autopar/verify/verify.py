@@ -144,7 +144,7 @@ def verify(
 
     Without a pin of tp or dp, every mesh dp x tp of `nproc` devices is verified. So are meshes with
     cp, ep and ZeRO-3 where the model has a use for them. A program that fails to run is reported as
-    not exact.
+    not exact. Meshes that cannot be planned are listed in `skipped`.
 
     Args:
         model: a spec, or a function that returns (model, example inputs).
@@ -154,13 +154,14 @@ def verify(
         steps: training steps.
         seq: tokens per sequence; default 12.
         rows: sequences per batch; default two per process.
-        progress: called with a line of text at each step.
+        progress: called with a line of text before the training of each mesh.
         shrink: whether to shrink the model first.
         compile: whether the processes compile their programs, as in `parallelize`; the single
             device does not.
 
     Raises:
-        AutoparError: the request is invalid.
+        AutoparError: the request is invalid, the model cannot be captured or fails on the data, or
+            no mesh can be planned.
     """
     spec = model if isinstance(model, ModelSpec) else FactorySpec.of(model)
     spec = spec.shrunk() if shrink else spec
@@ -212,9 +213,11 @@ def free_network(devices: int) -> ClusterSpec:
 def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]:
     """For each mesh to verify, the pins of its plan: `pin` and those that fix the mesh.
 
-    If tp or dp is pinned, that is one mesh. Otherwise it is every dp x tp, one mesh with cp if the
-    model has attention, one with ep if it has routed experts, and one with ZeRO-3. A pipeline is
-    used only if pinned. Other meshes have no ZeRO unless it is pinned.
+    If tp or dp is pinned, that is one mesh. Otherwise it is every dp x tp, and up to three more:
+    with cp=2 if the model has attention, with ep=2 if it has routed experts, and with ZeRO-3. These
+    are left out if cp or ep is pinned, or the number of ranks does not allow them.
+
+    A pipeline is used only if pinned. ZeRO is off elsewhere unless `zero` or `shard` is pinned.
     """
     pin = {"pp": 1} | pin
     unshared = pin if pin.get("shard") else {"zero": 0} | pin
@@ -291,7 +294,7 @@ def make_case(setup: Setup) -> Case:
     device. The last two cases are cached. Forked workers inherit them; spawned ones compute equal
     ones.
 
-    Raises AutoparError if no learning rate that is tried moves the tensors enough.
+    Raises AutoparError if no learning rate that is tried moves the median tensor by `MOVED`.
     """
     state = torch.get_rng_state()
     torch.manual_seed(0)
@@ -333,8 +336,8 @@ def _disturb(model: nn.Module) -> None:
 
 def _batches(setup: Setup) -> list[dict[str, Tensor]]:
     """One batch by name per step, on the CPU, made from the spec's example inputs. 2-D `input_ids`
-    and `labels` are random tokens if the vocabulary is known. Each row of 2-D labels begins with a
-    random number of -100.
+    and `labels` are random tokens if the vocabulary is known. Each row of 2-D integer labels of at
+    least 3 columns begins with a random number of -100.
     """
     generator = torch.Generator().manual_seed(3)
     batches = []
@@ -419,8 +422,8 @@ def _train_by_engine(
 
 
 def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
-    """The median, over tensors, of ||after - before|| / ||before||. NaN if a value of `after` is
-    not finite; 0.0 if all tensors were zero.
+    """The median of ||after - before|| / ||before|| over tensors that were not zero. NaN if a value
+    of `after` is not finite; 0.0 if all tensors were zero.
     """
     if not all(bool(t.isfinite().all()) for t in after.values()):
         return float("nan")
@@ -514,8 +517,8 @@ def compare(
     before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[str, Tensor], precision: str
 ) -> tuple[float, str]:
     """(largest update-relative error of `state` against `after`, name of its tensor). An error is
-    divided by the update `after` - `before`, or by a small allowance if that is more. A missing
-    tensor is an infinite error.
+    divided by the update `after` - `before`, or by a small allowance if that is more. The error of
+    a tensor that is missing, has another shape or contains NaN is infinite.
     """
     tolerance, absolute = TOLERANCE[precision]
     errors = {}
