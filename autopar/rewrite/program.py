@@ -242,7 +242,8 @@ def stored_layouts(
 
     Segments that share a tensor may want its gradient replicated in one place and partial in
     another. The tensor has one gradient, which is then partial; a segment that wants it replicated
-    converts it. Raises AutoparError if segments want different layouts of the tensor itself.
+    converts it. Raises AutoparError if segments want different layouts of the tensor itself, or a
+    partial sum.
     """
     layouts: dict[Key, dict[str, Layouts]] = {}
     for key in dict.fromkeys(choices):

@@ -97,7 +97,10 @@ def active_axes(axes: Mapping[str, AxisGroup]) -> Iterator[None]:
 @torch.compiler.assume_constant_result
 def axis_group(axis: str) -> AxisGroup:
     """The group of the mesh axis `axis` in the active context (`active_axes`). A compiled program
-    treats it as a constant. Raises AutoparError if no context is active, or the axis is not in it.
+    treats it as a constant.
+
+    Raises AutoparError if no context is active or the axis is not in it. Also on a thread without a
+    context, if other threads have different ones.
     """
     axes = _axes_by_thread.get(threading.get_ident())
     if axes is None:

@@ -180,7 +180,7 @@ def apply_primitive(
     name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None
 ) -> Tensor:
     """Run the primitive called `name` on this rank's `x`, without gradient, and wait for the
-    result.
+    result. In a group of one rank that is x itself.
 
     `src` describes how x is sharded by the group, `dst` how the result is (None: not sharded).
     Raises ValueError if the shape of x does not match.

@@ -78,12 +78,15 @@ def keep_mask(
     sizes: Sequence[int | None],
     device: torch.device,
 ) -> Tensor:
-    """A boolean mask of `shape` whose elements are True with probability 1 - p.
+    """A boolean mask of `shape` whose elements are True with probability 1 - p. `key`, two 32-bit
+    words, identifies the draw.
 
     `positions[d]` says which indices along dim d of the whole tensor this rank holds. `sizes[d]` is
-    the size of the whole dim. It is None for a dim that grows with the batch (at most two), whose
-    index is hashed separately. One hash gives four words, for four neighbours along the last dim
-    with a size. Whole dims, and shards that begin at a multiple of four, are therefore cheapest.
+    the size of the whole dim. It is None for a dim that grows with the batch, whose index is hashed
+    separately. Raises ValueError for more than two of these.
+
+    One hash gives four words, for four neighbours along the last dim with a size. Whole dims, and
+    shards that begin at a multiple of four, are therefore cheapest.
     """
     if len(rows := [d for d, size in enumerate(sizes) if size is None]) > 2:
         raise ValueError(

@@ -53,7 +53,8 @@ def vocab_parallel_embedding(
     sum: zero where another rank has the row.
 
     weight is (local vocab, hidden); indices have any shape and values in [0, vocab). The result is
-    (*indices.shape, hidden), Partial over `axis`.
+    (*indices.shape, hidden), Partial over `axis`. Row `padding_idx` gets no gradient (-1: every row
+    gets one).
     """
     group = axis_group(axis)
     start, length = shard_extent(vocab, group.size, group.index)
