@@ -109,8 +109,8 @@ class Registered:
 
     def name(self, constant: torch.Tensor) -> str | None:
         """The name of the parameter or buffer that `constant` is; None if it is neither. Raises
-        AutoparError if it is part of a trained parameter, or is computed from tensors of the model
-        before forward.
+        AutoparError if it only shares memory with a trained parameter, or is computed from tensors
+        of the model before forward.
         """
         if not _lies(constant):
             return None

@@ -21,8 +21,8 @@ def read_of(names: Collection[str], functions: Iterable[types.FunctionType]) -> 
     """' (file.py:12: its text)' for the first line that reads one of the attributes or variables
     `names`; None if no line does.
 
-    Lines that only change state with these names, or print it, do not count. A function without
-    source code counts as reading.
+    Lines that only change state with these names, or print it, do not count. If the source of a
+    function is missing, it counts as reading all names in its code; its own name is then the text.
     """
     for function in functions:
         code = function.__code__

@@ -48,7 +48,8 @@ def fused(traced: TracedModel, mode: str) -> TracedModel:
         mode: one of `FUSE_MODES`: 'off', 'norms' or 'all'.
 
     Raises:
-        ValueError: the mode is unknown, or the model was fused in another one.
+        KeyError: the mode is unknown.
+        ValueError: the model was fused in another mode.
     """
     if mode == traced.fusion.mode:
         return traced
