@@ -154,9 +154,10 @@ class AnnotatedOp:
     """An op of a block class: the names of the values that it reads and writes (keys of
     `AnnotatedBlock.values`), and every strategy, with its cost.
 
-    `kind` is 'input', 'parameter', 'output' or 'op'. `over_dp`: its inputs are communicated over dp
-    first, which the seconds of every strategy include. Raises ValueError without strategies, or if
-    a strategy has another number of layouts than the op has inputs or outputs.
+    `kind` is 'input', 'parameter', 'output' or 'op'. `target` is the called op or the parameter's
+    slot as text, or ''. `over_dp`: its inputs are communicated over dp first, which the seconds of
+    every strategy include. Raises ValueError without strategies, or if a strategy has another
+    number of layouts than the op has inputs or outputs.
     """
 
     name: str
