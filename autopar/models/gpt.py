@@ -109,8 +109,9 @@ class GPTAttention(nn.Module):
     """A module: causal multi-head self-attention with one fused projection to queries, keys and
     values.
 
-    `visible` (s, s) is True where a query sees a key. `bias` (n, 1, s) is added to the scores; it
-    needs `visible`. Unfused attention is causal only by `visible`.
+    `visible` (s, s) is True where a query sees a key. `bias` (n, 1, s) is added to the scores;
+    fused attention adds it only if `visible` is given. Unfused attention is causal only by
+    `visible`.
     """
 
     def __init__(self, config: GPTConfig) -> None:

@@ -111,11 +111,11 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """An attention function for transformers: query (b, n, s, d), key and value (b, kv_heads, s, d)
     -> (result (b, s, n, d), None). It calls `scaled_dot_product_attention` with `dropout` and
-    `scaling` (None: 1 / sqrt(d)). It is causal if there is no mask and `is_causal` holds (None:
-    the module's attribute, True by default).
+    `scaling` (None: 1 / sqrt(d)). It is causal if there is no mask and `is_causal` holds (None: the
+    module's attribute, True by default).
 
-    With a position bias, a cache, a softcap, or fewer queries than keys, calls transformers' own
-    function.
+    With a position bias, a cache, a softcap, or another number of keys than queries, calls
+    transformers' own function.
     """
     rare = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
     if rare or query.shape[2] != key.shape[2]:
