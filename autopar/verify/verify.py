@@ -215,7 +215,8 @@ def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]
 
     If tp or dp is pinned, that is one mesh. Otherwise it is every dp x tp, and up to three more:
     with cp=2 if the model has attention, with ep=2 if it has routed experts, and with ZeRO-3. These
-    are left out if cp or ep is pinned, or the number of ranks does not allow them.
+    are left out if cp or ep is pinned, ZeRO-3 also if `zero` is. cp and ep need an even number of
+    ranks, ZeRO-3 more than one.
 
     A pipeline is used only if pinned. ZeRO is off elsewhere unless `zero` or `shard` is pinned.
     """
@@ -492,6 +493,8 @@ def rank_errors(
     """(worst error of a parameter against `after`, its name, the loss of each step) of this
     process, which trains the case of `setup` under the plan in `plan_text`. Every rank must call
     it.
+
+    `compile` is that of `verify`. `rank` is this process's number; it is not read.
     """
     case = make_case(setup)
     engine = make_engine(case, Plan.from_json(plan_text), compile)
