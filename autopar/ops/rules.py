@@ -190,8 +190,8 @@ def _split(call: Call) -> OpDims:
 
 def _concatenate(call: Call) -> OpDims:
     """How cat may be sharded: along all other dims, and along the joined one if each operand is
-    sharded evenly; the result is then sharded in sections. Not at all if an operand has other dims,
-    as an empty one may.
+    sharded evenly; the result is then sharded in sections. Not at all if operands differ in their
+    number of dims, as with an empty one.
     """
     rank = call.tensors[0].dim()
     dim = call.dim(default=0)

@@ -100,7 +100,7 @@ def strategies(
 def fits(dims: OpDims, letter: str, pattern: Pattern, parts: int, least: int) -> bool:
     """Whether the letter can be split into `parts` in this pattern. A contiguous split may be
     uneven, but needs at least `least` elements. Equal chunks are needed for other patterns, for
-    `even` letters, and for letters of sections or of a flattened dim.
+    `even` letters, and for letters in sections or behind the batch in a flattened dim.
     """
     size: Any = dims.sizes[letter]
     if is_symbolic(size):  # flattened tokens: what counts is the tokens of one batch row
@@ -205,7 +205,7 @@ def named_strategy(
     dims: OpDims, name: str, input_grads: list[bool], output_grads: list[bool]
 ) -> OpStrategy | None:
     """The op's strategy with this name, whether or not it fits the size of the axis. None if the op
-    has no such strategy. Raises AutoparError if the name's pattern is none.
+    has no such strategy. Raises AutoparError if what follows the letter in the name is no pattern.
 
     `input_grads` and `output_grads` say whether each operand and result carries a gradient.
     """

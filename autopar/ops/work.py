@@ -25,8 +25,7 @@ def positions(vals: Iterable[torch.Tensor]) -> int:
 
 
 def tokens_per_row(traced: TracedModel) -> int:
-    """Positions per sequence of a traced model, by `positions` of its inputs; 1 if none has tokens.
-    """
+    """Positions per sequence of a traced model, by `positions` of its inputs; 1 without tokens."""
     return positions(traced.input_vals)
 
 
