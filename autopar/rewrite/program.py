@@ -72,9 +72,9 @@ class Program:
 
     Attributes:
         module: without a pipeline, the module of the only stage. `module(**inputs)` returns the
-            loss of the whole batch, or the loss and the new values of the buffers `updates`, each
-            in its buffer's layout. In a pipeline, a module with the segments of all the rank's
-            stages.
+            loss of a micro-batch, as this rank's part over `loss_axes`. If buffers change, it
+            returns the loss and the new values of the buffers `updates`, each in its buffer's
+            layout. In a pipeline, a module with the segments of all the rank's stages.
         mesh: the mesh.
         rank: the rank.
         stages: the rank's stages, in order.
@@ -221,8 +221,8 @@ def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
 def _crossing(
     traced: TracedModel, plan: Plan, choices: list[Key], source: Source, steady: bool
 ) -> Value:
-    """The description of output `source.index` of segment `source.segment`, which another stage
-    reads. `steady`: it is the same for all micro-batches, unless it has a gradient.
+    """The `Value` that describes output `source.index` of segment `source.segment`, which another
+    stage reads. `steady`: it is the same for all micro-batches, unless it has a gradient.
     """
     segment, (index, number) = traced.segments[source.segment], choices[source.segment]
     graph = traced.classes[index].graph

@@ -50,7 +50,8 @@ def local_shard(parameter: torch.Tensor, gradients: dict[str, str]) -> torch.Ten
 
 class ClassSharder:
     """Rewrites the graph of one block class over whole tensors, by `run`, into the graph over one
-    rank's shards. `stored` has the layouts in which parameters are stored, by slot.
+    rank's shards. `plan` has the choices. Calls such as arange make their tensors on `device`.
+    `stored` has the layouts in which parameters are stored, by slot.
     """
 
     def __init__(

@@ -291,7 +291,7 @@ def row_positions(
     has `per_row` entries per batch row, of which this rank holds those that `splits` select.
 
     The rows of x are those of the micro-batches of the data-parallel `ranks`, one rank after the
-    other.
+    other. `noise` says at which row the micro-batch begins.
     """
     if x.is_meta:
         return torch.empty(x.shape[dim], dtype=torch.int64, device=x.device)
@@ -325,8 +325,9 @@ def local_positions(
     them. New nodes are appended to the graph.
 
     `size` is the size of the whole dim; `source` is a local value with the same extent along `dim`.
-    This function must know every way in which a rank can hold part of a dim. These are shards with
-    any pattern, nested in the order of the mesh's axes, and rows over the batch axes.
+    `noise` is the segment's noise node. This function must know every way in which a rank can hold
+    part of a dim. These are shards with any pattern, nested in the order of the mesh's axes, and
+    rows over the batch axes.
     """
     mesh = sizes.mesh
     splits = {

@@ -99,10 +99,12 @@ def vocab_parallel_statistics(
     soft_cap: float | None = None,
     reduction: str = "sum",
 ) -> Tensor:
-    """`autopar::cross_entropy` of logits whose classes are sharded over `axis`; one all-gather of three numbers a token (four with
-    smoothing), and nothing of the logits' size is kept besides them.
+    """`autopar::cross_entropy` of logits whose classes are sharded over `axis`, with the options of
+    that op. It needs one all-gather of three numbers per token (four with smoothing). Nothing of
+    the logits' size is kept besides them.
 
-    logits: (..., local vocab); target: (...) whole class indices; weight: (vocab,); result: () for 'sum', (...) for 'none', replicated.
+    logits are (..., local vocab); target is (...) with whole class indices; weight is (vocab,). The
+    result is () for 'sum' or (...) for 'none', replicated.
     """
     group = axis_group(axis)
     start, length = shard_extent(vocab, group.size, group.index)
