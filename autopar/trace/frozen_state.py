@@ -130,8 +130,9 @@ def _constant_tensors(
 def _from_state(
     state: Snapshot, values: dict[str, torch.Tensor], record: StateRecord, capture_again: Callable
 ) -> Captured:
-    """Capture forward from the Python state `state`, which is put back first. `values` has, by
-    path, known values of tensors in it, which are put in as well. `record` records the call.
+    """Capture forward from the Python state `state`, which is put back first, and return the
+    `Captured`. `values` has, by path, known values of tensors in it, which are put in as well.
+    `record` records the call.
     """
     state.restore()
     for path, value in values.items():

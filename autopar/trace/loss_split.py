@@ -53,8 +53,8 @@ ROUTERS = "balance losses of routers"
 
 
 def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
-    """How the losses of micro-batches combine to that of the batch, and the values that each step
-    computes from its whole batch (None if there are none).
+    """(a `LossSplit`: how the losses of micro-batches combine to that of the batch, `StepValues`:
+    the values that each step computes from its whole batch, or None if there are none).
 
     Edits the normalized graph of `captured` so that it reads these values as inputs. A loss that
     does not split leaves the graph unchanged; then `joins` is '' and `reason` says why.

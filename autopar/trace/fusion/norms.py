@@ -61,7 +61,8 @@ class _Unlike:
 
 
 def match_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
-    """The RMS norm, in any spelling, or torch's layer_norm, whose result is `node`.
+    """The `Match` of the RMS norm, in any spelling, or of torch's layer_norm, whose result is
+    `node`.
 
     A `Miss` with the reason if it looks like a norm that no op computes; None if it does not look
     like one.

@@ -24,7 +24,7 @@ _ROTARY = "autopar::rotary_single"
 
 
 def match_rotary(algebra: Algebra, node: Node) -> Match | Miss | None:
-    """The rotary position embedding, x cos + turned(x) sin, whose result is `node`.
+    """The `Match` of the rotary position embedding, x cos + turned(x) sin, whose result is `node`.
 
     A `Miss` with the reason if it looks like one that the op cannot compute; None if it does not
     look like one.
