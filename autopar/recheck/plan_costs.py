@@ -229,7 +229,9 @@ def stage_segments(plan: Plan, traced: TracedModel) -> list[range]:
 
 
 def block_numbers(plan: Plan, traced: TracedModel) -> list[int]:
-    """For each segment of the model, in order, the index of the plan's block that lists it."""
+    """For each segment of the model, in order, the index of the plan's block that lists it. Raises
+    KeyError if none does.
+    """
     number_of = {
         name: number for number, block in enumerate(plan.blocks) for name in block.segments
     }
