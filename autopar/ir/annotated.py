@@ -329,7 +329,7 @@ class PipelineSetting:
     """How the stages of a pipeline run: `ranks` ranks of `stages_per_rank` stages each, under the
     schedule `schedule`. A message between neighbouring stages takes `hop_latency_s`, plus
     `hop_s_per_byte` for each byte. With `keeps_outputs`, a stage keeps what it has sent until its
-    backward.
+    backward. `sizes` has the number of layers of each stage; () means as even as possible.
     """
 
     ranks: int
