@@ -68,15 +68,17 @@ def prepare_hf(model: nn.Module) -> nn.Module:
     """Make the transformers models in a model ready for capture *in place*, and return the model.
 
     Sets `use_cache=False` on their configs. Where an architecture has SDPA behind transformers'
-    AttentionInterface, it selects our attention and mask functions. Others keep their own attention,
-    which may build a mask in the graph: slower, never wrong. An attention chosen by the user, other
-    than the default `sdpa`, is kept.
+    AttentionInterface, it selects our attention and mask functions, unless an indexer chooses keys
+    by the mask. Others keep their own attention, which may build a mask in the graph: slower, never
+    wrong. An attention chosen by the user, other than the default `sdpa`, is kept.
+
     Experts compute by `autopar::routed_experts` where it has their activation
-    (`hf_experts.prepare_experts`). `position_ids` of one row for the whole batch are taken to be
-    0, 1, 2, ... (no packed sequences), as are those the model makes itself. Rows per sample are
+    (`hf_experts.prepare_experts`). `position_ids` of one row for the whole batch are taken to be 0,
+    1, 2, ... (no packed sequences), as are those the model makes itself. Rows per sample are
     honoured, and refused where the user left `use_cache` on: transformers then ignores them.
-    Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd:
-    the same derivative.
+
+    Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd: the same
+    derivative.
     """
     for outermost in hf_models(model):
         _prepare(outermost)
@@ -170,7 +172,9 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _mask_of_cached(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The same for a model whose user left the cache on; AutoparError if rows may be packed."""
+    """`_mask` for a model whose user left `use_cache` on. Raises AutoparError if the mask function
+    separates packed sequences by rows' own positions.
+    """
     function = kwargs.get("mask_function")
     if function is not None and any(map(_packs, _parts(_peel_packing(function)))):
         raise AutoparError(
