@@ -298,7 +298,8 @@ def make_case(setup: Setup) -> Case:
     device. The last two cases are cached. Forked workers inherit them; spawned ones compute equal
     ones.
 
-    Raises AutoparError if no learning rate that is tried moves the median tensor by `MOVED`.
+    Raises AutoparError if no learning rate that is tried moves the median tensor by `MOVED` to
+    `MOVED_MOST`.
     """
     state = torch.get_rng_state()
     torch.manual_seed(0)
@@ -372,8 +373,8 @@ Trained = tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, ...]]
 
 
 def _train(setup: Setup, case: Case, rate: float) -> Trained:
-    """(parameters before, parameters after, losses) of training a copy of the case's model on its
-    batches on one device, in eager mode, with the learning rate `rate`.
+    """(tensors before, tensors after, losses) of training a copy of the case's model on its batches
+    on one device, in eager mode, with the learning rate `rate`. The tensors are those of `_kept`.
     """
     model = copy.deepcopy(case.model)
     before = _kept(model, case)
@@ -390,7 +391,9 @@ def _train(setup: Setup, case: Case, rate: float) -> Trained:
 
 
 def _kept(model: nn.Module, case: Case) -> dict[str, Tensor]:
-    """Copies of what training changes: parameters, and persistent buffers that forward changes."""
+    """Copies, by name, of the tensors that training changes: parameters, and persistent buffers
+    that forward changes.
+    """
     parameters = {name for name, _ in model.named_parameters()}
     return {
         name: tensor.detach().clone()
@@ -415,8 +418,8 @@ def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 def _train_by_engine(
     setup: Setup, case: Case, rate: float, number: int = 1, dp: int = 1
 ) -> Trained:
-    """(parameters before, parameters after, losses) as from `_train`, but by autopar's engine on
-    one device, which draws the dropout masks that every plan draws.
+    """(tensors before, tensors after, losses) as from `_train`, but by autopar's engine on one
+    device, which draws the random numbers that every plan draws.
 
     It can split a batch into `number` micro-batches, each with the rows of `dp` data-parallel
     ranks.
@@ -436,8 +439,8 @@ def _train_by_engine(
 
 
 def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
-    """The median of ||after - before|| / ||before|| over tensors that were not zero. NaN if a value
-    of `after` is not finite; 0.0 if all tensors were zero.
+    """The median of ||after - before|| / ||before|| over floating-point tensors that were not zero.
+    NaN if a value of `after` is not finite; 0.0 if there is no such tensor.
     """
     if not all(bool(t.isfinite().all()) for t in after.values()):
         return float("nan")
@@ -484,7 +487,7 @@ def _verify_plan(
 def expected_of(
     setup: Setup, case: Case, plan: Plan
 ) -> tuple[dict[str, Tensor], tuple[float, ...]]:
-    """(parameters after training, losses) of one device that runs the plan's micro-batches. They
+    """(tensors after training, losses) of one device that runs the plan's micro-batches. They
     differ from those of the whole batch only if the loss is not linear in the batch (balance of
     routers, batch norm).
     """
@@ -503,9 +506,8 @@ def rank_errors(
     after: dict[str, Tensor],
     compile: bool | Mapping[str, Any] = False,
 ) -> tuple[float, str, list[float]]:
-    """(worst error of a parameter against `after`, its name, the loss of each step) of this
-    process, which trains the case of `setup` under the plan in `plan_text`. Every rank must call
-    it.
+    """(worst error of a tensor against `after`, its name, the loss of each step) of this process,
+    which trains the case of `setup` under the plan in `plan_text`. Every rank must call it.
 
     `compile` is that of `verify`. `rank` is this process's number; it is not read.
     """
