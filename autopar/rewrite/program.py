@@ -55,8 +55,9 @@ class ProgramParameter:
 @dataclass(frozen=True, slots=True)
 class StageProgram:
     """One pipeline stage of a rank's program. `module` takes the values `received`, the graph
-    inputs `stage.inputs`, and NOISE if `draws` (the stage has dropout). It returns the values
-    `sent` (a tuple), or the loss in the last stage, and the new values of the buffers `updates`.
+    inputs `stage.inputs`, and NOISE if `draws` (the stage draws random numbers). It returns the
+    values `sent` (a tuple), or the loss in the last stage, and the new values of the buffers
+    `updates`.
     """
 
     stage: Stage
@@ -112,7 +113,9 @@ class Program:
 
     @property
     def draws(self) -> bool:
-        """Whether any of the rank's stages has dropout, so that it takes NOISE."""
+        """Whether any of the rank's stages draws random numbers, as dropout does, so that it takes
+        NOISE.
+        """
         return any(stage.draws for stage in self.stages)
 
     @property

@@ -36,7 +36,8 @@ class Lowering:
     """The input for lowering a call (finding the call that this rank runs in its place), as data.
 
     It has the call over whole tensors, the plan's choice on each axis, this rank's sizes and
-    device. For a call with dropout, `noise` is the segment's noise node and the call's number.
+    device. For a call that draws random numbers, `noise` is the segment's noise node and the call's
+    number.
     """
 
     node: Node
@@ -69,7 +70,7 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     the whole call, with local values in the place of tensors. May add nodes for sizes to the graph.
 
     Raises AutoparError if the choices need two special lowerings that cannot be combined, or one
-    for a call with dropout.
+    for a call that draws random numbers.
     """
     node, sizes, special = op.node, op.sizes, op.special
     name, asked = sparse_argument(node)
