@@ -456,7 +456,7 @@ def _verify_plan(
     setup: Setup, case: Case, plan: Plan, compile: bool | Mapping[str, Any] = False
 ) -> MeshReport:
     """The report of one plan, run on as many processes as its mesh has devices. If a process fails,
-    the report says so in `failure`.
+    the report says so in `failure`. `compile` is that of `verify`.
     """
     start = time.perf_counter()
     choices = ("micro_batch", "recompute", "schedule", "zero", "shard")
