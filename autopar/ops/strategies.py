@@ -165,7 +165,8 @@ def _result(dims: OpDims, term: Letters, letter: str, pattern: Pattern) -> Layou
 
 def shard_jointly(dims: OpDims, name: str, pattern: Pattern, input_grads: list[bool]) -> OpStrategy:
     """The joint strategy `name` of the op, with the same pattern on every sharded dim. Other
-    operands are replicated, with partial gradients if they carry one. Other results are partial.
+    operands are replicated, with partial gradients if they carry one (`input_grads`). Other results
+    are partial.
     """
     joint = dims.joint[name]
     inputs = tuple(
