@@ -226,7 +226,8 @@ def _crossing(
     traced: TracedModel, plan: Plan, choices: list[Key], source: Source, steady: bool
 ) -> Value:
     """The `Value` that describes output `source.index` of segment `source.segment`, which another
-    stage reads. `steady`: it is the same for all micro-batches, unless it has a gradient.
+    stage reads. `steady`: it is the same for all micro-batches, unless it has a gradient. `choices`
+    has (class, plan's block) of each segment.
     """
     segment, (index, number) = traced.segments[source.segment], choices[source.segment]
     graph = traced.classes[index].graph

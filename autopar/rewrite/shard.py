@@ -178,7 +178,8 @@ class ClassSharder:
 
 def insert_transition(node: Node, have: Layouts, axis: str, to: Layout, sizes: LocalSizes) -> Node:
     """Append the call that changes the layout of `node` on one axis to `to`, and return it. `have`
-    are its current layouts. Returns `node` itself if neither value nor gradient changes.
+    are its current layouts; `sizes` gives this rank's sizes and has the graph. Returns `node`
+    itself if neither value nor gradient changes.
     """
     tensor, source = node.meta["whole"], have[axis]
     others = {a: layout for a, layout in have.items() if a != axis}

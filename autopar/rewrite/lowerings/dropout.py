@@ -259,12 +259,13 @@ def attention_with_dropout(
     positions: Sequence[Position],
     sizes: Sequence[int | None],
 ) -> Tensor:
-    """Attention with dropout, the replacement of scaled_dot_product_attention: the probabilities
-    are materialized, dropped and applied.
+    """Attention with dropout of probability `p`, the replacement of scaled_dot_product_attention:
+    the probabilities are materialized, dropped and applied.
 
     q is (.., h, s, d), k (.., g, t, d) and v (.., g, t, e), where g divides h. `mask` broadcasts to
-    (.., h, s, t); it is boolean (True: attend) or additive. `positions` and `sizes` are those of
-    the probabilities (.., h, s, t). Queries that may not attend to any key give zeros.
+    (.., h, s, t); it is boolean (True: attend) or additive. `noise` and `call` are those of
+    `dropout`. `positions` and `sizes` are those of the probabilities (.., h, s, t). Queries that
+    may not attend to any key give zeros.
     """
     if q.dim() > 2 and k.shape[-3] != q.shape[-3] and k.shape[-3] > 1:
         k, v = (t.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for t in (k, v))

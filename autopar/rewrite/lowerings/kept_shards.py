@@ -71,8 +71,8 @@ class GatheredAgain:
         self._started = start_primitive("all_gather", self._shard, self._group, self._split)
 
     def take(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
-        """The tensor that `pack` described. The last use frees the value and the shard, since a
-        graph may outlive its backward.
+        """The tensor of this shape, stride and offset, which `pack` described. The last use frees
+        the value and the shard, since a graph may outlive its backward.
         """
         self.start()
         started, self._started = self._started, None

@@ -79,8 +79,8 @@ def vocab_parallel_cross_entropy(
     """Cross-entropy of logits whose classes are sharded over `axis`. It needs three all-reduces of
     one number per token, and no gathered logits.
 
-    logits are (tokens, local vocab); target is (tokens,) with whole class indices. The result is ()
-    for 'sum' or (tokens,) for 'none', replicated.
+    logits are (tokens, local vocab); target is (tokens,) with whole class indices. Targets of
+    `ignore_index` have loss 0. The result is () for 'sum' or (tokens,) for 'none', replicated.
     """
     return _VocabParallelCrossEntropy.apply(
         logits, target, axis_group(axis), vocab, reduction, ignore_index
