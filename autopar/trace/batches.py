@@ -105,7 +105,7 @@ def shortened(
     a mapping, else a tuple.
 
     Every dim as long as the example's sequences gets the new length, but for the dim of rows (dim 0
-    of an input without rows).
+    of an input without rows). `batch_dims` says where rows are, as in `row_dims`.
     """
     tensors = batch_tensors(example_inputs)
     dims = row_dims(tensors, batch_dims)

@@ -406,6 +406,9 @@ def _return_updates(
     """Change the graph to return the loss and then the detached new value of each buffer that
     forward changes. Returns the names of these buffers, in that order.
 
+    `output_specs` are torch.export's. `first_name` maps every name of a tensor to its first, and
+    `attributes` placeholders to names.
+
     Reads of a changed buffer are wrapped in `autopar::in_training`: in evaluation the buffer does
     not change. Raises AutoparError if forward changes a parameter, or another tensor that is no
     input.

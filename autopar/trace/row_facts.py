@@ -134,7 +134,8 @@ def row_facts(
 
 def gathered_inputs(node: Node, found: RowFacts) -> list[Node]:
     """The placeholders from whose rows the value of `node`, known before forward, is computed in
-    ways other than a sum over rows. Every rank needs all rows of these.
+    ways other than a sum over rows. Every rank needs all rows of these. `found` has the facts of
+    nodes.
     """
 
     def is_whole(each: Node) -> bool:
@@ -245,7 +246,9 @@ class _Transfer:
     """
 
     def __init__(self, node: Node, found: RowFacts, widest: int, again: bool = False) -> None:
-        """`again`: the node is computed per micro-batch although it is known."""
+        """`found` has the facts of earlier nodes; `widest` is that of `row_facts`. `again`: the
+        node is computed per micro-batch although it is known.
+        """
         self.node, self.found, self.widest = node, found, widest
         self.operands = operands(node)
         facts = [found.of(each) for each in self.operands]

@@ -107,8 +107,7 @@ def _without_scale(term: Term) -> tuple[Term, dict[str, Attribute]]:
 
 
 def _scaled(term: Term) -> tuple[Term, float]:
-    """(term, factor) of a product of one term and a number. (the term itself, 1.0) for any other.
-    """
+    """(term, factor) of a product of one term and a number; (the term itself, 1.0) otherwise."""
     if isinstance(term, Product) and [power for _, power in term.factors] == [1.0]:
         return term.factors[0][0], term.coefficient
     return term, 1.0
