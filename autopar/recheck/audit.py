@@ -391,7 +391,8 @@ def _edge_findings(
     ledger: Sequence[Mapping[str, Any]],
 ) -> Iterator[Finding]:
     """Yields findings on edges between blocks whose layout change takes other seconds than `ledger`
-    says. Edges of the same blocks, output and input are checked once.
+    says. Edges of the same blocks, output and input are checked once. Other arguments are those of
+    `_ledger_findings`.
     """
     said = {
         (*e["from"], *e["to"]): (e["forward_s"], e["backward_s"])

@@ -352,9 +352,9 @@ def _arriving(
     chosen: Chosen,
     sources: Sequence[tuple[int, int]],
 ) -> Iterator[Conversion]:
-    """Yields the layout changes of the inputs of a segment of class `index`, which pays for them.
-    `before` has all earlier segments. `sources` has (segment, output) for each input; -1 is an
-    input of the model.
+    """Yields the layout changes of the inputs of a segment of class `index` with the strategies
+    `chosen`, which pays for them. `before` has all earlier segments. `sources` has (segment,
+    output) for each input; -1 is an input of the model.
 
     Raises AutoparError if a change is impossible.
     """
