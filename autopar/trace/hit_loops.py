@@ -78,7 +78,7 @@ class HitLoops:
         if span is None or mode is None:
             yield
             return
-        graph = mode.tracer.graph
+        graph: Any = mode.tracer.graph
         last = graph._root.prev
         yield
         node = graph._root.prev
@@ -141,8 +141,10 @@ def _parsed(file: str) -> ast.Module:
 
 def _asks_for_hits(node: ast.For | ast.If) -> bool:
     """Whether the header is one of `for e in hit` and `if rows.numel() > 0`, without `else`."""
-    if node.orelse or isinstance(node, ast.For):
-        return not node.orelse
+    if node.orelse:
+        return False
+    if isinstance(node, ast.For):  # not `for place, e in enumerate(hit)`: places would be others
+        return isinstance(node.target, ast.Name)
     test = node.test
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Gt) and _is_zero(test)
 
@@ -231,7 +233,7 @@ def check_spans(graph: Graph) -> None:
         span = mark_of(node, _SPAN)
         if span is not None and node.op == "call_function":
             raise AutoparError(
-                f"forward runs code{line_text(span.file, span.header)} for the experts that got a token, and does more there than add "
-                f"what an expert computes of its tokens{line_of_node(node)}, so that how often it runs depends on data. Loop over all "
-                "experts, range(num_experts), and index the tokens of each by a mask"
+                f"forward runs code{line_text(span.file, span.header)} for the experts that got a token, so that how often depends on "
+                f"data, and does more there than add what an expert computes of its tokens{line_of_node(node)}. Loop over all experts, "
+                "range(num_experts), and index the tokens of each by a mask"
             )

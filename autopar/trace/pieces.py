@@ -46,16 +46,17 @@ class _Counts:
 @contextlib.contextmanager
 def unread_counts() -> Iterator[None]:
     """A context in which `tolist` of a tensor without values can be called in such a method."""
-    plain = FakeTensor.tolist
+    name = "tolist"
+    plain = getattr(FakeTensor, name)
 
     def tolist(tensor: FakeTensor) -> Any:
         return _Counts(tensor) if _cuts_features() else plain(tensor)
 
-    FakeTensor.tolist = tolist
+    setattr(FakeTensor, name, tolist)
     try:
         yield
     finally:
-        FakeTensor.tolist = plain
+        setattr(FakeTensor, name, plain)
 
 
 def kept_whole(func: Callable, args: tuple, kwargs: dict) -> Any:

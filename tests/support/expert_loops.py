@@ -259,5 +259,16 @@ class OtherRows(DeepSeek):
         return total
 
 
-REFUSED = (Biased, Busy, OthersHit, OtherRows)
+class Counted(HitExperts):
+    """A loop that counts the experts that got a token."""
+
+    def mixed(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        masks = F.one_hot(index, num_classes=EXPERTS).permute(2, 1, 0)
+        for place, e in enumerate(masks.sum(dim=(-1, -2)).gt(0).nonzero()):
+            self.turn(place, masks[e].squeeze(0), x, weights, total)
+        return total
+
+
+REFUSED = (Biased, Busy, OthersHit, OtherRows, Counted)
 """How often their code runs depends on data."""
