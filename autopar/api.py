@@ -44,9 +44,9 @@ from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
 from autopar.trace.embeddings import refuse_max_norm
+from autopar.trace.hit_loops import check_spans
 from autopar.trace.loss_split import split_loss
 from autopar.trace.normalize import normalize
-from autopar.trace.selections import selection_notes
 from autopar.trace.uncast import uncast_buffers
 
 if TYPE_CHECKING:
@@ -88,8 +88,9 @@ def trace(
         warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
         dtype = PRECISIONS.get(precision or "")
         captured = capture(prepared(model), example_inputs, loss_fn, dtype, batch_dims)
-        captured = replace(captured, notes=(*captured.notes, *selection_notes(captured.graph)))
-        normalize(captured.graph)
+        notes = normalize(captured.graph)
+        check_spans(captured.graph)
+        captured = replace(captured, notes=(*captured.notes, *notes))
         split, values = split_loss(captured)
         parameters = uncast_buffers(
             captured.graph, captured.attributes, captured.parameters, kept_buffers

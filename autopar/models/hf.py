@@ -168,7 +168,10 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
         both_ways = _name(function) == "bidirectional_mask_function"
         if kwargs.get("allow_is_bidirectional_skip", False) and both_ways:
             return None
-    return sdpa_mask(*args, **{**kwargs, "mask_function": without_packing})
+    kwargs["mask_function"] = without_packing
+    if all(part.__module__.startswith("transformers.") for part in _parts(without_packing)):
+        kwargs["use_vmap"] = False  # all of them are made of indexing, and export has no vmap
+    return sdpa_mask(*args, **kwargs)
 
 
 def _mask_of_cached(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -449,6 +449,8 @@ _TABLE: dict[str, Rule] = {
 for _name, _rule in _TABLE.items():
     _RULES[f"aten::{_name}"] = _rule
 _RULES["autopar::routed_experts"] = routed_experts
+# `trace/scattered_rows.py`
+_RULES["autopar::row_places"] = keep_dims(lambda call: [1])
 _RULES.update(FUSED)
 # `trace/batch_norm.py`; linear in its first operand, but evaluation reads the second
 _RULES["autopar::in_training"] = pointwise()

@@ -65,7 +65,8 @@ class _LossModule(nn.Module):
         for rows in others:
             torch._check(rows == first)  # one batch, though forward may never relate its inputs
         self.aliases.refresh(self.model)
-        with self.record.around_call(), values_unread() as self.record.notes:
+        record = self.record
+        with record.around_call(), values_unread(record.loops) as record.notes:
             loss = self._loss(tensors)
         return (loss, *self.record.tensors())
 

@@ -23,6 +23,7 @@ from torch import nn
 from autopar.errors import AutoparError, one_line
 from autopar.trace.captured import Captured
 from autopar.trace.graph_keys import GraphKeys
+from autopar.trace.hit_loops import HitLoops
 from autopar.trace.normalize import inline_no_grad_regions
 from autopar.trace.python_state import RANDOM, Functions, Snapshot, generator_state
 from autopar.trace.state_reads import methods_of, read_of
@@ -42,6 +43,7 @@ class StateRecord:
     before: Snapshot = field(default_factory=Snapshot)
     after: Snapshot = field(default_factory=Snapshot)
     notes: list[str] = field(default_factory=list)
+    loops: HitLoops = field(default_factory=HitLoops)
 
     @contextmanager
     def around_call(self) -> Iterator[None]:

@@ -8,8 +8,10 @@ Means over the batch are sums divided by a number.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
 from autopar.errors import AutoparError
@@ -19,8 +21,10 @@ from autopar.trace.batch_norm import expand_batch_norm
 from autopar.trace.complex_pairs import spell_complex
 from autopar.trace.edit import call, is_op, replace, replace_argument
 from autopar.trace.embeddings import expand_bags
+from autopar.trace.expert_loops import route_expert_loops
 from autopar.trace.mean_losses import batch_means, class_means, row_means
 from autopar.trace.own_rows import index_own_rows
+from autopar.trace.scattered_rows import spell_masked_scatter
 from autopar.trace.selections import spell_selections
 from autopar.trace.spelling import join_slices, unify_spelling
 from autopar.trace.user_lines import line_of_node, line_of_nodes
@@ -36,14 +40,14 @@ _ASSERTIONS = (
 )
 
 
-def normalize(graph: Graph) -> None:
-    """Run all passes of `PASSES`, in order, on a graph, in place, with dead code removed after
-    each.
-    """
+def normalize(graph: Graph) -> tuple[str, ...]:
+    """Run all passes on a graph. Returns notes on what is computed in another way than written."""
+    notes: tuple[str, ...] = ()
     for graph_pass in PASSES:
-        graph_pass(graph)
+        notes += graph_pass(graph) or ()
         graph.eliminate_dead_code()
     graph.lint()
+    return notes
 
 
 def inline_no_grad_regions(graph: Graph) -> None:
@@ -53,11 +57,13 @@ def inline_no_grad_regions(graph: Graph) -> None:
     Changes the graph in place. Raises AutoparError for a region of enabled autocast.
     """
     for node in list(graph.nodes):
-        if node.op != "call_function" or getattr(node.target, "__name__", "") not in (
-            "wrap_with_set_grad_enabled",
-            "wrap_with_autocast",
-        ):
+        if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
             continue
+        if node.target.__name__ not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            raise AutoparError(
+                f"forward calls {node.target.__name__}{line_of_node(node)}, which runs a graph of its own, and autopar cannot shard that: "
+                "use plain PyTorch there, as torch.where in the place of torch.cond"
+            )
         autocast = node.target.__name__ == "wrap_with_autocast"
         # (device_type, dtype, enabled, cache, submodule, *args); disabled regions are plain
         if autocast and node.args[1]:
@@ -227,7 +233,8 @@ def inline_symbolic_sizes(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-PASSES = (
+PASSES: tuple[Callable[[Graph], tuple[str, ...] | None], ...] = (
     inline_no_grad_regions, expand_feature_dropout, expand_batch_norm, expand_bags, drop_assertions, drop_no_ops, unify_spelling,
-    spell_complex, spell_selections, spell_writes, join_slices, class_means, row_means, batch_means, inline_symbolic_sizes, index_own_rows,
+    spell_complex, route_expert_loops, spell_selections, spell_masked_scatter, spell_writes, join_slices, class_means, row_means,
+    batch_means, inline_symbolic_sizes, index_own_rows,
 )  # fmt: skip

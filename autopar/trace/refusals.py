@@ -61,7 +61,14 @@ def why_not_captured(
             f"forward of {name} changes a buffer in place that it reads from a tuple or an object, not as an attribute of its module; "
             "read it as self.name, or from a list"
         )
-    if kind in ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException"):
+    if "Constraints violated" in str(error):
+        return (
+            f"forward of {name} would compute for some batch sizes alone{where}: {_guard(error)}. Write it for any number of rows: sizes "
+            "that follow from x.shape[0], and -1 in reshape"
+        )
+    if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or (
+        kind == "UserError" and "data-dependent" in str(error)
+    ):
         return (
             f"forward of {name} branches on the values of a tensor{where}: which ops run would depend on data "
             f"({reason.partition(').')[0]}). Choose between tensors with torch.where, or decide outside of forward"
@@ -76,6 +83,12 @@ def why_not_captured(
         f"{key} ({shape_text(value)}) {value.dtype}" for key, value in tensors.items()
     )
     return f"forward of {name} fails on example_inputs ({shapes}){where}: {kind}: {reason}. Check shapes and dtypes; does it run eagerly?"
+
+
+def _guard(error: Exception) -> str:
+    """What torch's message says about a batch size, without its heading and its advice."""
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.startswith("  - ")]
+    return " ".join(lines[:1] or [_reason(error)])[:300].rstrip(". ")
 
 
 def _reason(error: Exception) -> str:

@@ -30,10 +30,8 @@ from autopar.trace.row_facts import is_random
 aten = torch.ops.aten
 
 
-def selection_notes(graph: Graph) -> tuple[str, ...]:
-    """Notes for the user on the boolean indexing in a captured graph: one text, or () if there is
-    none.
-    """
+def _notes(graph: Graph) -> tuple[str, ...]:
+    """What a user must know of the boolean indexing in a captured graph."""
     count = sum(_makes_unknown(node) for node in graph.nodes)
     if not count:
         return ()
@@ -43,13 +41,9 @@ def selection_notes(graph: Graph) -> tuple[str, ...]:
     )
 
 
-def spell_selections(graph: Graph) -> None:
-    """Rewrite boolean indexing, and what depends on it, as arithmetic over all rows with a mask, in
-    place.
-
-    Raises AutoparError for a shape that depends on data in another way than row by row.
-    """
-    found: dict[Node, Any] = {}
+def spell_selections(graph: Graph) -> tuple[str, ...]:
+    """Rewrite what depends on boolean indexing. Returns notes on it. Raises AutoparError for a shape that depends on data otherwise."""
+    notes, found = _notes(graph), dict[Node, Any]()
     for node in list(graph.nodes):
         if _makes_unknown(node) or any(each in found for each in node.all_input_nodes):
             with graph.inserting_before(node):
@@ -61,6 +55,7 @@ def spell_selections(graph: Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and _is_unknown(node.meta.get("val")):
             raise refusal(node)
+    return notes
 
 
 def _is_unknown(val: Any) -> bool:

@@ -19,6 +19,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError
+from autopar.trace.hit_loops import HitLoops
+from autopar.trace.pieces import kept_whole, unread_counts
 from autopar.trace.respelled import RESPELLED, symbolic_lengths
 from autopar.trace.user_lines import line_now, line_of_error
 
@@ -57,16 +59,20 @@ def watched_forward() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def values_unread() -> Iterator[list[str]]:
-    """A context in which forward itself runs under export.  Yields a list that fills with notes on
-    tensors that are printed.
+def values_unread(loops: HitLoops) -> Iterator[list[str]]:
+    """Run forward itself inside of this.  Yields a list that fills with notes on tensors that are printed.
+    `loops` fills with the loops over experts that are run for all experts.
 
-    Raises AutoparError, which names the user's line, where ops depend on the values of tensors.
-    (Torch's own error would have torch print the whole graph.)
+    Raises AutoparError, which names the user's line, where ops depend on the values of tensors.  (Torch's own error would have
+    torch print the whole graph.)
     """
     notes: list[str] = []
     try:
-        with _ValueReads(notes), symbolic_lengths():
+        with (
+            _ValueReads(notes, loops),
+            symbolic_lengths(),
+            unread_counts(),
+        ):
             yield notes
     except RuntimeError as error:
         if type(error).__name__ not in _DATA_DEPENDENT:
@@ -80,14 +86,22 @@ class _ValueReads(TorchFunctionMode):
     prints.
     """
 
-    def __init__(self, notes: list[str]) -> None:
+    def __init__(self, notes: list[str], loops: HitLoops) -> None:
         super().__init__()
-        self.notes = notes
+        self.notes, self.loops = notes, loops
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        with self.loops.marked():
+            return self._result(func, args, kwargs or {})
+
+    def _result(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        for replaced in (kept_whole, self.loops.run):
+            if (found := replaced(func, args, kwargs)) is not None:
+                return found
+        if func is Tensor.item and _is_within("_check_tensor_all_with"):
+            return self._unchecked()
         if func in _NUMBERS:
             return _number_of(_NUMBERS[func], func, args, kwargs)
         if func in _TEXTS:
@@ -118,10 +132,18 @@ class _ValueReads(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
+    def _unchecked(self) -> bool:
+        """The result of torch's check of the values of a tensor, which raises if one is False."""
+        self._note(f"forward checks values of a tensor{line_now()}: training does not check them")
+        return True
+
+    def _note(self, note: str) -> None:
+        self.notes += [] if note in self.notes else [note]
+
     def _text(self, tensor: Tensor) -> str:
-        note = f"forward prints a tensor{line_now()}: only once, during capture, where it has no values"
-        if note not in self.notes:
-            self.notes.append(note)
+        self._note(
+            f"forward prints a tensor{line_now()}: only once, during capture, where it has no values"
+        )
         return f"tensor(shape={tuple(map(str, tensor.shape))}, dtype={tensor.dtype})"
 
 
@@ -151,11 +173,18 @@ _DATA_DEPENDENT = (
 """Names of the errors that torch raises if Python asks for the values of a fake tensor."""
 
 
+_REMEDY = "keep it a tensor (torch.where chooses between two), or decide outside of forward"
+_SIZES_REMEDY = "give it images of one size, by a wrapper as in docs/guides/own-model.md, under 'Images and text'"
+_SIZES_FILE = "vision_utils.py"
+"""Where transformers computes shapes from the sizes of images."""
+
+
 def _reads(what: str, how: str, where: str | None = None) -> AutoparError:
     where = line_now() if where is None else where
+    remedy = _SIZES_REMEDY if f"({_SIZES_FILE}:" in where else _REMEDY
     return AutoparError(
         f"forward reads {what} out of a tensor{where}, by {how}: which ops run, or with which numbers, would depend on the data, "
-        "and autopar runs one graph for all batches; keep it a tensor (torch.where chooses between two), or decide outside of forward"
+        f"and autopar runs one graph for all batches; {remedy}"
     )
 
 

@@ -650,6 +650,12 @@ class Scaled(torch.autograd.Function):
 
 _SCALED = keep_call(Scaled, [torch.zeros(1), torch.zeros(1), 0.5])[2]
 CONSTANTS = {
+    "autopar::row_places": [
+        # every entry is marked, as the op checks
+        lambda b, i, j, k, m: call(
+            torch.ops.autopar.row_places.default, T((b, 3), "true", grad=False), 3
+        )
+    ],
     "autopar::custom_function": [
         lambda b, i, j, k, m: call(OP, [t(b, i), t(i)], [], _SCALED),
         lambda b, i, j, k, m: call(OP, [t(j, i), t(i)], [], _SCALED),

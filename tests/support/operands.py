@@ -11,7 +11,7 @@ import torch
 class T:
     """An operand of a sample.
 
-    `kind` says which values it has: normal, complex, positive, fraction (in (0, 1)), above_one, sorted, bool, `below` (whole numbers
+    `kind` says which values it has: normal, complex, positive, fraction (in (0, 1)), above_one, sorted, bool, true, `below` (whole numbers
     below `limit`),
     `distinct` (the same, none twice) or `labels` (the same, some -100).
     """
@@ -28,6 +28,7 @@ class T:
             "distinct": torch.int64,
             "labels": torch.int64,
             "bool": torch.bool,
+            "true": torch.bool,
             "complex": torch.complex128,
         }.get(self.kind, torch.float64)
 
@@ -61,6 +62,8 @@ def values_of(x: T, generator: torch.Generator) -> torch.Tensor:
     if x.kind == "labels":
         labels = torch.randint(0, x.limit, x.shape, generator=generator)
         return torch.where(torch.rand(x.shape, generator=generator) < 0.3, -100, labels)
+    if x.kind == "true":
+        return torch.ones(x.shape, dtype=torch.bool)
     if x.kind == "bool":
         return torch.rand(x.shape, generator=generator) < 0.5
     if x.kind == "complex":
