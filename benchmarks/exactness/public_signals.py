@@ -28,7 +28,7 @@ _TIMM: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": _VIT,
     "deit_tiny_patch16_224": _VIT,
     "deit3_small_patch16_224": _VIT,
-    "beit_base_patch16_224": _VIT,
+    "beit_base_patch16_224": _VIT | {"init_values": 1.0},
     "eva02_tiny_patch14_224": _VIT,
     "cait_xxs24_224": _VIT,
     "mixer_s16_224": {"img_size": 64},
