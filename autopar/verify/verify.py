@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -59,7 +60,7 @@ MOVED, MOVED_MOST = 0.01, 1.0
 """How far training must move the median tensor, and may move it, relative to its norm. Steps that
 are longer throw a network with norms into a region where rounding errors grow without limit.
 """
-FIRST_RATE, RATES_TRIED = 0.5, 8
+FIRST_RATE, RATES_TRIED = 0.5, 10
 DEFAULT_SEQ = 12
 
 Factory = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
@@ -315,13 +316,18 @@ def make_case(setup: Setup) -> Case:
         dropping = any(draws(node) for block in traced.classes for node in ops(block.graph))
         case = Case(model=model, batches=batches, traced=traced, drops=dropping)
         train = _train_by_engine if dropping else _train
+        low, high = 0.0, float("inf")
         for _ in range(RATES_TRIED):
             before, after, losses = train(setup, case, rate)
             moved = _moved(before, after)
             if MOVED <= moved <= MOVED_MOST:
                 case = replace(case, before=before, after=after, losses=losses)
                 return replace(case, learning_rate=rate, moved=moved)
-            rate = rate * 4 if moved < MOVED else rate / 10  # nan: the rate was too high
+            if moved < MOVED:
+                low = rate
+            else:  # too far, or not a number
+                high = rate
+            rate = math.sqrt(low * high) if low and high < float("inf") else low * 4 or high / 10
     raise AutoparError(
         f"{setup.spec.name}: none of {RATES_TRIED} learning rates moves the median tensor by {MOVED:.0%} to {MOVED_MOST:.0%} in "
         f"{setup.steps} steps; raise --steps"

@@ -28,7 +28,7 @@ _TIMM: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": _VIT,
     "deit_tiny_patch16_224": _VIT,
     "deit3_small_patch16_224": _VIT,
-    "beit_base_patch16_224": _VIT,
+    "beit_base_patch16_224": _VIT | {"init_values": 1.0},
     "eva02_tiny_patch14_224": _VIT,
     "cait_xxs24_224": _VIT,
     "mixer_s16_224": {"img_size": 64},
@@ -37,7 +37,7 @@ _TIMM: dict[str, dict[str, Any]] = {
                                     "num_heads": (2, 4)},
     "convnext_atto": _STAGES,
     "convnextv2_atto": _STAGES,
-    "poolformer_s12": {"depths": (1, 1, 2, 1), "dims": (16, 16, 32, 32)},
+    "poolformer_s12": {},
     "resnet18": {"layers": (1, 1, 1, 1), "channels": (8, 16, 16, 32)},
     "resnet50": {"layers": (1, 1, 1, 1), "channels": (8, 16, 16, 32)},
     "resnext50_32x4d": {"layers": (1, 1, 1, 1), "cardinality": 4, "base_width": 8},
@@ -48,7 +48,6 @@ _TIMM: dict[str, dict[str, Any]] = {
     "regnetx_002": {},
     "regnety_002": {},
     "densenet121": {"block_config": (2, 2, 2), "growth_rate": 8},
-    "vgg11_bn": {"num_features": 64},
 }  # fmt: skip
 
 
