@@ -318,9 +318,11 @@ def _damage_node(module: GraphModule, node: Node, kind: str) -> Callable[[], Non
 def _damage_reduction(engine: Engine, name: str, axis: str, kind: str) -> Callable[[], None]:
     """The gradient of one parameter is not added up over one axis, or added up twice; returns what undoes it."""
     if kind == "drop":
-        layouts = engine._layouts
-        engine._layouts = layouts | {name: layouts[name] | {axis: R}}
-        return lambda: setattr(engine, "_layouts", layouts)
+        holding = engine.parameters.holding
+        cuttings = holding.cuttings
+        whole = dict(cuttings[name].layouts) | {axis: R}
+        holding.cuttings = cuttings | {name: replace(cuttings[name], layouts=whole)}
+        return lambda: setattr(holding, "cuttings", cuttings)
     reduce = engine.reduce_gradients
 
     def reduce_again() -> None:
