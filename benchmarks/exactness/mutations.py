@@ -389,16 +389,10 @@ def _damage_reduction(engine: Engine, name: str, axis: str, kind: str) -> Callab
     """
     if kind == "drop":
         holding = engine.parameters.holding
-        mine = [holding.layouts[name], holding.cuttings[name].layouts]
-        right = [dict(layouts) for layouts in mine]
-        for layouts in mine:
-            layouts[axis] = R
-
-        def undo() -> None:
-            for layouts, before in zip(mine, right, strict=True):
-                layouts.update(before)
-
-        return undo
+        cuttings = holding.cuttings
+        whole = dict(cuttings[name].layouts) | {axis: R}
+        holding.cuttings = cuttings | {name: replace(cuttings[name], layouts=whole)}
+        return lambda: setattr(holding, "cuttings", cuttings)
     reduce = engine.reduce_gradients
 
     def reduce_again() -> None:
