@@ -85,7 +85,8 @@ class IndexLimits:
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise AutoparError if a batch (`tensors`, by input name) has an index out of range. The
-        message has the input, value, row and limits.
+        message has the value and its limits. If an input contains the value itself, it also has
+        the input and the row.
 
         On a GPU this waits for the device once. The check of a batch across ranks waits for it
         anyway.
@@ -189,8 +190,8 @@ class IndexLimits:
         )
 
     def _inputs_of(self, number: int, node: Node) -> frozenset[str] | None:
-        """Names of the integer model inputs from which a node of segment `number` is computed by
-        cheap ops. Empty for a constant. None if it depends on anything else, such as a parameter or
+        """Names of the model inputs (not floats) from which a node of segment `number` is computed
+        by cheap ops. Empty for a constant. None if it depends on anything else, such as a parameter or
         a float input. Results are cached.
         """
         key = number, node

@@ -43,8 +43,8 @@ class Found:
 def newest(directory: Path, missing_ok: bool = False) -> Found | None:
     """The newest complete checkpoint in `directory`, or `directory` itself if it is one.
 
-    If there is none, raises AutoparError with the defect of each incomplete one. With `missing_ok`,
-    returns None if there are no checkpoints at all.
+    If none is complete, raises AutoparError with the defects of at most three incomplete ones. With
+    `missing_ok`, returns None if there are no checkpoints at all.
     """
     mistakes = []
     with disk_errors(f"cannot read {directory}"):
@@ -84,8 +84,8 @@ def _numbered(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _checked(path: Path) -> dict[str, Any]:
-    """The header of a complete checkpoint. Raises AutoparError if a file is missing or its size has
-    changed.
+    """The header of a complete checkpoint. Raises AutoparError if it cannot be read or has another
+    format version, or if a file is missing or has another size.
     """
     try:
         header = json.loads((path / HEADER).read_text())
@@ -169,8 +169,8 @@ def own_checksums(final: Path, rank: int) -> dict[str, int]:
 
 
 def check_content(found: Found, rank: int, world_size: int) -> None:
-    """Raise AutoparError if a file of the checkpoint has changed since it was saved. A rank reads
-    only every `world_size`-th file.
+    """Raise AutoparError if a file of the checkpoint has changed since it was saved, or cannot be
+    read. A rank reads only every `world_size`-th file, from number `rank` on.
     """
     for name, (_, expected) in sorted(found.header["files"].items())[rank::world_size]:
         with disk_errors(f"cannot read {found.path / name}"):

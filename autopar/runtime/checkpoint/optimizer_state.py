@@ -57,7 +57,7 @@ def _state(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) -> dict[s
 
 def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
     """A tensor of the optimizer's state as this rank's pieces of the whole tensor. It is cut like
-    its parameter `held`, unless it has no dims. Raises AutoparError, which names it `what`, if it
+    its parameter `held`, except for dims that have size 1 or that it has whole. Raises AutoparError, which names it `what`, if it
     is a pending sum over ranks or its shape does not follow the parameter's.
     """
     local, parameter = local_part(value), local_part(held.tensor)
@@ -207,7 +207,8 @@ def _listed(keys: set[str]) -> str:
 
 def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
     """Run an optimizer step of these parameters with zero gradients and a learning rate of zero,
-    which allocates their state. If an optimizer changes parameters anyway, the change is undone.
+    which allocates their state. If an optimizer that is not known to be element-wise changes
+    parameters anyway, the change is undone.
     """
     if not parameters:
         return

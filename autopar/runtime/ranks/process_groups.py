@@ -169,7 +169,8 @@ _file_group: tuple[Any, dist.ProcessGroup | None] = (None, None)
 
 def file_group() -> dist.ProcessGroup | None:
     """A gloo process group of all ranks, separate from the groups that train, because saving
-    communicates during steps. None without a process group.
+    communicates during steps. None without a process group. All ranks must make the first call
+    together; later calls return the same group.
     """
     global _file_group
     if not dist.is_initialized():
