@@ -68,8 +68,9 @@ class StepInputs:
         device: torch.device,
     ) -> list[Tensor]:
         """The step values of a batch of `rows` rows, in the order of `values.names`, but without
-        the last one if that is the share of rows (`takes_share`). `parts` is the sum of all ranks' parts; `inputs` have the rows of all ranks. `tensors` are whole buffers
-        and constants by name.
+        the last one if that is the share of rows (`takes_share`). `parts` is the sum of all ranks'
+        parts; `inputs` have the rows of all ranks. `tensors` are whole buffers and constants by
+        name.
         """
         pieces = parts.split([prod(shape) for shape in self.shapes]) if self.shapes else ()
         added = {
