@@ -321,7 +321,7 @@ class Annotator:
 
 @per_model(4)
 def annotator_of(traced: TracedModel) -> Annotator:
-    """The annotator of a traced model. The most recent ones are cached, so that plans of one model
+    """The annotator of a traced model. The most recent four are cached, so that plans of one model
     share work that does not depend on the cluster.
     """
     return Annotator(traced)

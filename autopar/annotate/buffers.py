@@ -35,8 +35,8 @@ def gathered_row_bytes(traced: TracedModel, setting: Setting) -> int:
 
 
 def buffer_bytes(setting: Setting, pricers: Sequence[ClassPricer], model: ModelFacts) -> int:
-    """Bytes of framework buffers, of the attention core that a segment recomputes, and of
-    parameters that stay gathered in all segments.
+    """Bytes that are the same in all segments: of framework buffers, of the attention core that a
+    segment recomputes, and of parameters that are gathered or fetched from the host.
 
     FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): the root unit holds embedding and head.
     They stay gathered, with their whole gradients, through backward. Of the blocks, one is computed
@@ -126,7 +126,7 @@ def gathered_bytes(
 
 
 def _fetched_scalars(pricers: Sequence[ClassPricer], model: ModelFacts, ahead: bool) -> int:
-    """The largest number of parameters on a device at once, if segments fetch them from the host.
+    """The largest number of trained scalars on a device at once, if segments fetch them from the host.
     With `ahead`, a neighbouring segment is prefetched. Tied parameters stay from the backward of
     the head to the backward of the embedding, which completes their gradient.
     """

@@ -316,8 +316,8 @@ def _tensor_parallel(
     tp: int,
     taken: tuple[tuple[str, int], ...],
 ) -> list[OpStrategy]:
-    """The strategies of an op over tp. `taken` says by how much other axes have already divided
-    each letter.
+    """The strategies of an op over `tp` ranks. `taken` says by how much other axes have already
+    divided each letter. Raises ValueError if the op has no rule.
     """
     own = dims[node.name]
     if own is None:

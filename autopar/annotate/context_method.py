@@ -49,7 +49,8 @@ def context_extra_s(
 ) -> tuple[float, float]:
     """Seconds (forward, backward) that a method ("gather", "ring" or "ulysses") takes beyond a
     balanced 1/cp of the compute: waiting, and communication that is not hidden. `gathers`: whether
-    to count the all-gathers of keys and values, which a program runs as separate layout changes.
+    method "gather" counts its all-gathers and reduce-scatters, which a program runs as separate
+    layout changes.
     """
     cp, stride, topology = mesh.cp, mesh.stride("cp"), cluster.topology
     forward, backward = op.forward_s * op.waste(cp), op.backward_s * op.waste(cp)
