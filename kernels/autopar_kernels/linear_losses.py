@@ -171,7 +171,9 @@ def linear_cross_entropy_merged(
     soft_cap: float | None = None,
     chunk: int = 2048,
 ) -> tuple[Tensor, Tensor]:
-    """(the loss of each row, the weight of its class), each of target's shape; differentiable in hidden and weight.
+    """(the loss of each row, the weight of its class), each of target's shape and 0 for ignored rows.
+
+    The loss is differentiable in hidden and weight. The gradient of hidden is that of this shard alone: a partial sum.
 
     Args:
         hidden: (..., H), any strides.
@@ -183,8 +185,8 @@ def linear_cross_entropy_merged(
         classes: V, the number of classes over all shards; V' by default.
         ignore_index: the target of rows that do not count.
         label_smoothing: as F.cross_entropy's.
-        z_loss: the factor of l^2.
-        soft_cap: the cap, or None.
+        z_loss: the factor of l^2, where l is the logarithm of the sum of exponentials of a row.
+        soft_cap: logits become cap tanh(logits / cap); None caps nothing.
         chunk: how many tokens' logits exist at a time.
     """
     attributes = (

@@ -270,7 +270,9 @@ def cross_entropy_merged(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(the loss of each row, the weight of its class), each of target's shape; differentiable in logits.
+    """(the loss of each row, the weight of its class), each of target's shape and 0 for ignored rows.
+
+    The loss is differentiable in logits.
 
     The mean of F.cross_entropy is the sum of the first over the sum of the second.
 
@@ -283,8 +285,8 @@ def cross_entropy_merged(
         classes: V, the number of classes over all shards; V' by default.
         ignore_index: the target of rows that do not count.
         label_smoothing: as F.cross_entropy's.
-        z_loss: the factor of l^2.
-        soft_cap: the cap, or None.
+        z_loss: the factor of l^2, where l is the logarithm of the sum of exponentials of a row.
+        soft_cap: logits become cap tanh(logits / cap); None caps nothing.
     """
     attributes = (
         *(first, logits.shape[-1] if classes is None else classes),
@@ -304,7 +306,9 @@ def cross_entropy(
     soft_cap: float | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """The cross-entropy of whole rows, a scalar or of target's shape; differentiable in logits.
+    """The cross-entropy of whole rows in fp32 (fp64 for fp64 logits), differentiable in logits.
+
+    It is a scalar, or of target's shape for the reduction "none".
 
     Args:
         logits: (..., V), any strides.
@@ -312,9 +316,10 @@ def cross_entropy(
         weight: (V,), or None.
         ignore_index: the target of rows that do not count.
         label_smoothing: as F.cross_entropy's.
-        z_loss: the factor of l^2, which the reduction treats as part of a row's loss.
-        soft_cap: the cap, or None.
-        reduction: none, sum, or mean, which divides by the sum of the rows' class weights.
+        z_loss: the factor of l^2, where l is the logarithm of the sum of exponentials of a row. The reduction treats it as part
+            of a row's loss.
+        soft_cap: logits become cap tanh(logits / cap); None caps nothing.
+        reduction: "none", "sum", or "mean", which divides by the sum of the rows' class weights (NaN if all rows are ignored).
 
     Raises:
         ValueError: the reduction is unknown or a shape does not fit.
