@@ -119,8 +119,8 @@ class RankResult:
 
 
 def run_cell(model: ZooModel, mesh: str, pins: dict[str, int]) -> Cell:
-    """Plan, train and weigh `model` under `pins`. An error becomes a failed or refused cell: this
-    raises nothing but KeyboardInterrupt.
+    """Plan, train and weigh `model` under `pins`; `mesh` is their text. An error of planning or
+    training becomes a failed cell, or a refused one if it is the planner's.
     """
     start = time.perf_counter()
 
@@ -260,8 +260,8 @@ def _rank(rank: int, setup: Setup, plan_text: str) -> RankResult:
 
 
 def local_matrices(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, this rank's tensor) of every parameter with two or more dims; a
-    tied one once.
+    """Yields (name, this rank's tensor) of every parameter that is a matrix (`is_matrix`); a tied
+    one once.
     """
     seen = set()
     for parameter in engine.program.parameters:
@@ -275,8 +275,8 @@ def local_matrices(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_matrix(spec: ParameterSpec) -> bool:
-    """Whether a parameter is a matrix: it has two dims and more, not counting dims of size 1 (a
-    class token is a vector).
+    """Whether a parameter is a matrix: it has two dims or more, not counting dims of size 1 (a
+    class token is a vector). False for a buffer.
     """
     return not spec.buffer and sum(size > 1 for size in spec.shape) >= 2
 
