@@ -33,8 +33,8 @@ def predict_file(
     path: str | Path, evaluate: Evaluate, tell: Callable[[str], None] = lambda text: None
 ) -> Predictions:
     """The predictions of the runs in a CSV file by `evaluate`. Raises AutoparError if the file
-    cannot be read. A run that cannot be predicted becomes a problem. `tell` is called with a line
-    of text for each run.
+    cannot be read. A row that cannot be read, or a run that cannot be predicted, becomes a problem.
+    `tell` is called with a line of text for each run.
     """
     runs, problems = read_runs(path)
     results, failed = predict_runs(runs, evaluate, tell)

@@ -95,7 +95,7 @@ def price(case: Case) -> RunPrediction:
 
 def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
     """The planner's own choice for the model, batch, cluster and software of a case, on GPUs with
-    `memory_bytes`. Raises NoPlanFits if no plan fits.
+    `memory_bytes`. Raises NoPlanFits if no plan fits, or none was found in time.
 
     Software that keeps a sharded input and gathers it again does so only under the
     sequence-parallelism pin. For such software the result is the better plan of two, with and

@@ -46,7 +46,8 @@ def config_of(
     layers: int | None = None,
 ) -> NativeConfig:
     """The reference model's configuration; `vocab` and `layers` replace those of `dims`. Only gpt
-    models have dropout, and attention as separate ops if not `flash`.
+    models have dropout, and attention as separate ops if not `flash`. Raises AutoparError for a gpt
+    model with a window in some layers only.
     """
     layers = dims.layers if layers is None else layers
     common: dict[str, Any] = {

@@ -50,8 +50,8 @@ def report_json(predictions: Predictions, by: str | None = None) -> str:
       `predicted_peak_memory_bytes`, `breakdown` (seconds), the measurements, the errors, whether it
       counts in the scores (`scored`), and the fields that were `defaulted`.
     - `out_of_memory`: the same for layouts that are known to have failed.
-    - `not_predicted`: `id` and `reason`.
-    - `scores`: `all`, one entry per selection, and `groups` if `by` is set.
+    - `not_predicted`: `id`, `reason`, and whether the row was `complete`.
+    - `scores`: of `all` scored runs, of `selections` by name, and of `groups` if `by` is set.
     """
     scored = predictions.scored
     scores: dict[str, Any] = {"all": asdict(score(scored, predictions.out_of_memory))}

@@ -149,8 +149,8 @@ _MOE_OPTIONS = {"experts": "experts", "topk": "top_k"}
 
 
 def _stated(cells: Mapping[str, str]) -> tuple[Stated, tuple[str, ...]]:
-    """(fields that a row states, unknown options). Options override notes, and columns override
-    options.
+    """(fields that a row states, unknown options). Options override notes and the column dtype; all
+    other columns override options.
     """
     options, ignored = read_options(cells.get("extra_opts", ""))
     stated = read_notes(cells.get("notes", "")) | read_dtype(cells["dtype"]) | options
@@ -222,8 +222,8 @@ def out_of_memory_layouts(runs: tuple[Run, ...]) -> tuple[Run, ...]:
     """Layouts that ran out of memory according to the notes of `runs`, each once, as copies of the
     first run that names it.
 
-    Their global batch is the next smaller one that the layout divides. Layouts that contradict the
-    GPUs of their run are left out.
+    Their global batch is the largest one that the layout divides and that is not above the run's.
+    Layouts that contradict their run, such as its GPUs, are left out.
     """
     found: dict[tuple, Run] = {}
     for run in runs:

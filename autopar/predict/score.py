@@ -84,7 +84,8 @@ def ranks(values: Sequence[float]) -> list[float]:
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's rank correlation: Pearson's correlation of the ranks, with ties averaged. NaN for
-    fewer than two values, for constant values, or if one is not finite.
+    fewer than two values, for constant values, or if one is not finite. Raises ValueError if the
+    lengths differ.
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} values cannot be compared with {len(second)}")
@@ -146,8 +147,9 @@ class Group:
 
 
 def comparable(results: Iterable[Scored]) -> list[list[Scored]]:
-    """Runs with a measured time, in groups of at least two that differ only in layout and software,
-    in order of appearance.
+    """Runs with a measured time, in groups of at least two that have the same model, GPUs and dtype
+    of linear layers, and nearly the same global batch. Models and GPUs are in order of appearance,
+    then groups by global batch.
     """
     bins: dict[Hashable, list[Scored]] = {}
     for result in results:
@@ -223,7 +225,7 @@ class MemoryScore:
 
     `under` are runs predicted more than 10 % below the measurement. `rejected` are runs that ran
     but are predicted not to fit, out of `judged` runs with known GPU memory. `accepted` are layouts
-    that ran out of memory but are predicted to fit, out of `out_of_memory`.
+    that ran out of memory but are predicted to fit, out of `out_of_memory` with known GPU memory.
     """
 
     count: int
@@ -246,7 +248,9 @@ class Scores:
 
 
 def score_times(results: Iterable[Scored], worst: int = WORST) -> TimeScore:
-    """The scores of all measured step times."""
+    """The scores of predicted step times, over all results whose step time was measured. The
+    `worst` largest errors are listed. Without a measured one, means are NaN.
+    """
     errors = [(r.run.id, r.time_error) for r in results if r.time_error is not None]
     values = [error for _, error in errors]
     ordered = tuple(sorted(errors, key=lambda item: -abs(item[1]))[:worst])
