@@ -103,7 +103,8 @@ class Engine(Durable):
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
         """`shorter`: the model traced with shorter batches, shortest first. With it (even if
-        empty), shorter batches are padded. `compile`: see `parallelize`.
+        empty), shorter batches are padded. `device_type` is 'cpu' or 'cuda'. For the other
+        arguments see `parallelize`.
         """
         traced = fused(traced, plan.fusion.mode)
         shorter = None if shorter is None else [fused(one, plan.fusion.mode) for one in shorter]
@@ -154,8 +155,8 @@ class Engine(Durable):
         self._meter = Meter(plan, self.device, self.axes["pp"].index)
 
     def _splitter(self, lengths: Sequence[TracedModel], fills_up: bool) -> BatchSplitter:
-        """The object that splits batches into micro-batches, and pads batches that are shorter than
-        the traced ones.
+        """The object that splits batches into micro-batches. `lengths` are the traced models,
+        shortest batches first. `fills_up`: it pads batches to the next of these lengths.
         """
         if fills_up:
             check_model(lengths[-1])

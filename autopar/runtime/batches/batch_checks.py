@@ -221,8 +221,8 @@ class IndexLimits:
         return frozenset().union(*known) if known and len(known) == len(parts) else None
 
     def _source(self, number: int, node: Node) -> Source | None:
-        """Where a segment's placeholder gets its value: a model input, or a result of another
-        segment. None for other nodes.
+        """Where a placeholder of segment `number` gets its value: a model input, or a result of
+        another segment. None for other nodes.
         """
         if node.op != "placeholder":
             return None

@@ -319,7 +319,8 @@ class BatchSplitter:
         self, tensors: Mapping[str, torch.Tensor], held: list[int], dealt: Deal
     ) -> Mapping[str, torch.Tensor]:
         """The batch with the rows that the deal's row numbers refer to: `tensors` itself if each
-        rank runs its own share, otherwise the rows of all data-parallel ranks, gathered.
+        rank runs its own share, otherwise the rows of all data-parallel ranks, gathered. Rank r
+        holds `held[r]` rows.
         """
         if dealt.evenly:
             return tensors

@@ -254,8 +254,8 @@ class Checkpoints:
     def _load(self, found: Found, extra: Extra, optimizer: bool) -> None:
         """Load the complete checkpoint `found` into the engine and the objects `extra`. Every rank
         first checks content, names, shapes and options; an error in these is raised on all ranks
-        and changes nothing. If reading fails later, tensors may be partly loaded. `optimizer`:
-        whether to load the optimizer's state.
+        before anything is loaded. If reading fails later, tensors may be partly loaded.
+        `optimizer`: whether to load the optimizer's state.
         """
         engine, held = self.engine, self.engine.held()
         saved: dict[str, tuple[int, ...]] = {}

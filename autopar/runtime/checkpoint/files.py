@@ -134,8 +134,8 @@ def begin(directory: Path, steps: int) -> Path:
 
 
 def finish(final: Path, state: bytes, header: dict[str, Any], checksums: dict[str, int]) -> None:
-    """Write state.pt and autopar.json and rename the checkpoint, which makes it visible.
-    `checksums` are those of the tensor files, by file name.
+    """Write state.pt and autopar.json and rename the checkpoint to `final`, which makes it visible.
+    `checksums` are those of the tensor files, by file name. They are added to `header`.
     """
     partial = partial_of(final)
     with disk_errors(f"cannot save {final}"):
@@ -162,7 +162,7 @@ def checksum(file: Path) -> int:
 
 def own_checksums(final: Path, rank: int) -> dict[str, int]:
     """The CRC-32 of each tensor file that torch.distributed.checkpoint wrote for a rank, by file
-    name.
+    name. The checkpoint is still partial; `final` is its later path.
     """
     with disk_errors(f"cannot save {final}"):
         return {file.name: checksum(file) for file in partial_of(final).glob(f"__{rank}_*")}
@@ -182,7 +182,7 @@ def check_content(found: Found, rank: int, world_size: int) -> None:
 
 
 def discard(final: Path) -> None:
-    """Remove the partial directory of a failed save."""
+    """Remove the partial directory of a failed save, whose path would have been `final`."""
     shutil.rmtree(partial_of(final), ignore_errors=True)
 
 

@@ -28,7 +28,9 @@ Groups = list[dict[str, Any]]
 def state_tensors(
     optimizer: torch.optim.Optimizer, held: Mapping[str, Held]
 ) -> dict[str, dict[str, Pieces]]:
-    """The tensors of the optimizer's state on this rank: parameter -> key -> pieces."""
+    """The tensors of the optimizer's state on this rank: parameter -> key -> pieces. `held` has
+    this rank's parts of the parameters, which the optimizer trains, by name.
+    """
     kind = type(optimizer).__name__
     return {
         name: {
@@ -43,7 +45,9 @@ def state_tensors(
 def state_values(
     optimizer: torch.optim.Optimizer, held: Mapping[str, Held]
 ) -> dict[str, dict[str, Any]]:
-    """The other values of the optimizer's state: parameter -> key -> number, None or similar."""
+    """The other values of the optimizer's state: parameter -> key -> number, None or similar.
+    `held` as for `state_tensors`.
+    """
     return {
         name: {key: value for key, value in found.items() if not isinstance(value, Tensor)}
         for name, found in _state(optimizer, held).items()

@@ -60,7 +60,7 @@ def global_norm(
     device: torch.device,
 ) -> Tensor:
     """The 2-norm of all gradients together, equal on all ranks. Squares of shards are summed over
-    the axes that shard them, so every rank must call it.
+    the axes that shard them (`layouts`), so every rank must call it.
     """
     squares: dict[tuple[str, ...], Tensor] = {(): torch.zeros((), device=device)}
     for name, grad in grads.items():
