@@ -88,8 +88,8 @@ def context_extra_s(
 def choose_method(
     op: ContextAttention, legal: tuple[str, ...], mesh: MeshShape, cluster: ClusterSpec
 ) -> str:
-    """The method of `legal` ("gather", "ring", "ulysses") with the lowest time, forward plus
-    backward.
+    """The method of `legal` ("gather", "ring", "ulysses") with the lowest time for the attention
+    `op`, forward plus backward.
     """
     return min(
         legal, key=lambda method: sum(context_extra_s(method, op, mesh, cluster, gathers=True))
