@@ -213,7 +213,7 @@ class _Clock:
         """(size, seconds of one operation) for each entry (size, work, number of operations in it)
         of `works`.
 
-        Each round visits all sizes in turn, so that a disturbance does not affect one point alone.
+        `ahead` as for `run`. Each round visits all sizes in turn, so that a disturbance does not affect one point alone.
         A point is the median of its rounds.
         """
         queued = max(operations for *_, operations in works)
@@ -235,8 +235,8 @@ class _Clock:
 def _in_turn(
     operation: Callable[[Tensor, Tensor], Tensor], make: Callable[[], Tensor], operations: int
 ) -> Work:
-    """Work of `operations` operations that cycle through several operand and result tensors, so
-    that operands are not in a cache.
+    """Work of `operations` operations that cycle through several operand tensors, which `make`
+    creates, and several results, so that operands are not in a cache.
     """
     tensors = [make()]
     count = min(POOL_TENSORS, POOL_BYTES // tensors[0].nbytes)

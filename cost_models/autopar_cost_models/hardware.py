@@ -253,8 +253,8 @@ class Link:
 
 
 def _link_curves(given: object) -> dict[str, dict[int, Curve]]:
-    """Measured curves of a link, validated. Raises ValueError for unknown transfers or group
-    sizes.
+    """Measured curves of a link, validated. Raises ValueError for unknown transfers, invalid group
+    sizes and invalid curves.
     """
     if not isinstance(given, dict):
         raise ValueError(
