@@ -41,7 +41,8 @@ def _local(
     chunk: int,
 ) -> Tensor:
     """The statistics (3, R) of a shard's logits hidden weight^T, (4, R) if `smooth`, as
-    `autopar::cross_entropy_local` gives them. `chunk` rows' logits exist at a time.
+    `autopar::cross_entropy_local` gives them. `chunk` rows' logits exist at a time. The other
+    arguments are those of `linear_cross_entropy_merged`.
     """
     out = _local_fake(hidden, weight, target, class_weight, first, smooth, soft_cap, chunk)
     rows, flat = rows_of(hidden), target.reshape(-1)
@@ -95,7 +96,8 @@ def _gradient(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """(gradient of hidden, gradient of weight), each an empty tensor unless its entry of `needs` is
-    True. `grad` (R,) is the gradient of each row's loss.
+    True. `grad` (R,) is the gradient of each row's loss. The other arguments are those of
+    `linear_cross_entropy_merged`.
     """
     dhidden = hidden.new_empty(hidden.shape) if needs[0] else absent(hidden)
     wide = statistics.dtype

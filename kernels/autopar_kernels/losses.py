@@ -53,8 +53,9 @@ def _local(
     smooth: bool,
     soft_cap: float | None,
 ) -> Tensor:
-    """The statistics (3, R) of a shard, (4, R) if `smooth`. `weight` (V,) of all classes is read
-    only for the fourth.
+    """The statistics (3, R) of a shard, (4, R) if `smooth`: max, sum of exp(x - max), the target's
+    logit (0 on other shards), weighted sum of x. `weight` (V,) of all classes is read only for the
+    fourth. The other arguments are those of `cross_entropy_merged`.
     """
     out = _local_fake(logits, target, weight, first, smooth, soft_cap)
     flat = target.reshape(-1).contiguous()
@@ -127,7 +128,9 @@ def _rows(
     smoothing: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
-    """(the loss of each row, the weight of its class), (R,) each; 0 for ignored rows."""
+    """(the loss of each row, the weight of its class), (R,) each; 0 for ignored rows. The arguments
+    are those of `cross_entropy_merged`.
+    """
     loss, scales = torch.empty_like(statistics[0]), torch.empty_like(statistics[0])
     flat = target.reshape(-1).contiguous()
     total = _weight_sum(weight, smoothing, statistics.dtype)
@@ -179,7 +182,8 @@ def _gradient(
     soft_cap: float | None,
 ) -> Tensor:
     """The gradient of a shard's logits, in their shape, from the gradient `grad` of each row's loss
-    (R,) and the merged statistics. 0 for ignored rows.
+    (R,) and the merged statistics. 0 for ignored rows. The other arguments are those of
+    `cross_entropy_merged`.
     """
     out = logits.new_empty(logits.shape)
     flat = target.reshape(-1).contiguous()

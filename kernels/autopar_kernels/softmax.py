@@ -39,7 +39,9 @@ def _four_dims(tensor: Tensor) -> Tensor:
 def _scores(
     scores: Tensor, mask: Tensor | None, scale: float, cap: float | None, wide: torch.dtype
 ) -> tuple[Tensor, Tensor | float]:
-    """(scaled, capped and masked scores, the derivative of the cap)."""
+    """(scaled, capped and masked scores, the derivative of the cap), in the dtype `wide`. Without a
+    cap the derivative is 1.0.
+    """
     x = scores.to(wide) * scale
     slope: Tensor | float = 1.0
     if cap is not None:
