@@ -67,23 +67,23 @@ class Case:
 
 
 def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
-    """The predicted step time, peak memory and breakdown of a run. Raises AutoparError with the
-    feature that cannot be predicted.
+    """The predicted step time, peak memory and breakdown of a run, with the constants `fitted` of
+    the cost models. Raises AutoparError if it cannot be predicted, with the reason.
     """
     return price(case_of(run, fitted))
 
 
 def case_of(run: Run, fitted: FittedConstants = FITTED) -> Case:
-    """The case of a run: its cluster and software. Raises AutoparError for a GPU outside the
-    catalogue.
+    """The case of a run: its cluster and software, with the constants `fitted` of the cost models.
+    Raises AutoparError for a GPU outside the catalogue.
     """
     cluster = cluster_of(run, fitted)
     return Case(run, cluster, replace(_software(run, cluster.device.generation), fitted=fitted))
 
 
 def price(case: Case) -> RunPrediction:
-    """The predicted step time, peak memory and breakdown of a case. Raises AutoparError with the
-    feature that cannot be predicted.
+    """The predicted step time, peak memory and breakdown of a case. Raises AutoparError if it
+    cannot be predicted, with the reason.
     """
     lacking = [text.format(run=case.run) for text, applies in _UNSUPPORTED if applies(case.run)]
     if lacking:

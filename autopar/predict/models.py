@@ -30,8 +30,8 @@ def model_of(run: Run, layers: int | None = None) -> nn.Module:
 
 
 def spec_of(run: Run, layers: int | None = None) -> NativeSpec:
-    """The spec of the model of a run. It also makes example inputs, and counts parameters and model
-    FLOPs.
+    """The spec of the model of a run; `layers` as for `model_of`. It builds the model, makes
+    example inputs, and counts parameters and model FLOPs.
     """
     vocab, software = run.degrees.padded_vocab, run.software
     config = config_of(run.dims, vocab, software.flash, software.dropout, layers)

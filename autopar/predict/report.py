@@ -111,7 +111,9 @@ def _finite(data: Any) -> Any:
 
 
 def report_table(predictions: Predictions, by: str | None = None) -> Group:
-    """The report as a rich renderable: predicted runs, runs that were not predicted, scores."""
+    """The report as a rich renderable: predicted runs, runs that were not predicted, scores. `by`,
+    a key of `GROUPINGS`, adds scores of each group.
+    """
     from rich.console import Group
     from rich.text import Text
 
