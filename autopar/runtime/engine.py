@@ -231,7 +231,8 @@ class Engine(Durable):
 
     def local_batch(self, batch: Any) -> Any:
         """This data-parallel rank's rows of a global batch: a mapping if `batch` is one, otherwise
-        a tuple. Tensors without rows stay whole.
+        a tuple. Tensors without rows stay whole. If ranks do not divide the batch, the first ones
+        get one row more. Raises AutoparError if a tensor lacks its dim of rows.
         """
         return self.batches.local(batch)
 
@@ -336,8 +337,8 @@ class Engine(Durable):
     @lost_ranks("in an evaluation")
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The loss of the global batch, as `step` returns it, without gradients, with dropout off
-        and batch norm on running statistics. A scalar that is equal on every rank. `batch` has this data-parallel
-        rank's rows.
+        and batch norm on running statistics. A scalar that is equal on every rank. `batch` has this
+        data-parallel rank's rows.
         """
         work = self.batches.split(batch)
         self._check_filled_up(work)

@@ -191,8 +191,8 @@ class IndexLimits:
 
     def _inputs_of(self, number: int, node: Node) -> frozenset[str] | None:
         """Names of the model inputs (not floats) from which a node of segment `number` is computed
-        by cheap ops. Empty for a constant. None if it depends on anything else, such as a parameter or
-        a float input. Results are cached.
+        by cheap ops. Empty for a constant. None if it depends on anything else, such as a parameter
+        or a float input. Results are cached.
         """
         key = number, node
         if key not in self._sources:

@@ -61,8 +61,9 @@ def _state(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) -> dict[s
 
 def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
     """A tensor of the optimizer's state as this rank's pieces of the whole tensor. It is cut like
-    its parameter `held`, except for dims that have size 1 or that it has whole. Raises AutoparError, which names it `what`, if it
-    is a pending sum over ranks or its shape does not follow the parameter's.
+    its parameter `held`, except for dims that have size 1 or that it has whole. Raises
+    AutoparError, which names it `what`, if it is a pending sum over ranks or its shape does not
+    follow the parameter's.
     """
     local, parameter = local_part(value), local_part(held.tensor)
     if value.dim() == 0 or not held.cuts:

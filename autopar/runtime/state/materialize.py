@@ -152,8 +152,8 @@ def _buffers(model: nn.Module, names: set[str]) -> Iterator[tuple[str, torch.Ten
 
 
 def _initialize_module(model: nn.Module, module: nn.Module, prefix: str) -> nn.Module:
-    """An initialized copy of the module called `prefix` on the CPU, without its children. Raises AutoparError if it
-    has no initializer, or one that leaves some tensor unset.
+    """An initialized copy of the module called `prefix` on the CPU, without its children. Raises
+    AutoparError if it has no initializer, or one that leaves some tensor unset.
     """
     state = torch.get_rng_state()
     real = _initialized_over(model, module, prefix, 0)
