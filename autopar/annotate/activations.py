@@ -52,8 +52,8 @@ def kept_tensors(
     keeping: dict[str, SavedByOp],
 ) -> tuple[Saved, ...]:
     """The tensors that autograd keeps for a call under the strategy `choice` over tp, with bytes on
-    one device; none if no gradient flows. `names` and `outs` name the call's operands and results. `keeping`
-    replaces, by op name, what was observed to be saved.
+    one device; none if no gradient flows. `names` and `outs` name the call's operands and results.
+    `keeping` replaces, by op name, what was observed to be saved.
     """
     observed = keeping.get(node.name, local.facts.saved.get(node.name))
     if observed is None or not node.meta.get("grad"):

@@ -257,8 +257,9 @@ class Annotator:
             )
 
         def message_s(size_bytes: int) -> float:
-            """Seconds of one message of `size_bytes` between pipeline ranks. If every tp rank has the whole value
-            and the software scatters messages, each sends one part and the receivers all-gather it.
+            """Seconds of one message of `size_bytes` between pipeline ranks. If every tp rank has
+            the whole value and the software scatters messages, each sends one part and the
+            receivers all-gather it.
             """
             if (
                 mesh.tp == 1

@@ -126,9 +126,9 @@ def gathered_bytes(
 
 
 def _fetched_scalars(pricers: Sequence[ClassPricer], model: ModelFacts, ahead: bool) -> int:
-    """The largest number of trained scalars on a device at once, if segments fetch them from the host.
-    With `ahead`, a neighbouring segment is prefetched. Tied parameters stay from the backward of
-    the head to the backward of the embedding, which completes their gradient.
+    """The largest number of trained scalars on a device at once, if segments fetch them from the
+    host. With `ahead`, a neighbouring segment is prefetched. Tied parameters stay from the backward
+    of the head to the backward of the embedding, which completes their gradient.
     """
     alone, staying = _scalars_by_segment(pricers, model)
     found = [own + there for own, there in zip(alone, staying, strict=True)]

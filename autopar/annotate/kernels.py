@@ -373,10 +373,10 @@ class Kernels:
     ) -> KernelTime:
         """Kernel time of attention.
 
-        In bf16 and fp16, a measured flash kernel of the device is used if there is one. Otherwise FLOPs and bytes
-        decide, and backward takes 2.5 times forward. With dropout, attention runs op by op and is
-        priced so. Context ranks share one sequence's work equally here; `context_method.py` prices
-        imbalance and transfers.
+        In bf16 and fp16, a measured flash kernel of the device is used if there is one. Otherwise
+        FLOPs and bytes decide, and backward takes 2.5 times forward. With dropout, attention runs
+        op by op and is priced so. Context ranks share one sequence's work equally here;
+        `context_method.py` prices imbalance and transfers.
         """
         key = a, flops, forward_bytes, backward_bytes
         if key not in self._known:
