@@ -213,8 +213,8 @@ class _Clock:
         """(size, seconds of one operation) for each entry (size, work, number of operations in it)
         of `works`.
 
-        `ahead` as for `run`. Each round visits all sizes in turn, so that a disturbance does not affect one point alone.
-        A point is the median of its rounds.
+        `ahead` as for `run`. Each round visits all sizes in turn, so that a disturbance does not
+        affect one point alone. A point is the median of its rounds.
         """
         queued = max(operations for *_, operations in works)
         most = MOST // queued if ahead and self.device.type == "cuda" else MOST
