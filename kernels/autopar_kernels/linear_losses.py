@@ -173,9 +173,11 @@ def linear_cross_entropy_merged(
     soft_cap: float | None = None,
     chunk: int = 2048,
 ) -> tuple[Tensor, Tensor]:
-    """(the loss of each row, the weight of its class), each of target's shape and 0 for ignored rows.
+    """(the loss of each row, the weight of its class), each of target's shape and 0 for ignored
+    rows.
 
-    The loss is differentiable in hidden and weight. The gradient of hidden is that of this shard alone: a partial sum.
+    The loss is differentiable in hidden and weight. The gradient of hidden is that of this shard
+    alone: a partial sum.
 
     Args:
         hidden: (..., H), any strides.

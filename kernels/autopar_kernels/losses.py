@@ -274,7 +274,8 @@ def cross_entropy_merged(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(the loss of each row, the weight of its class), each of target's shape and 0 for ignored rows.
+    """(the loss of each row, the weight of its class), each of target's shape and 0 for ignored
+    rows.
 
     The loss is differentiable in logits.
 
@@ -320,10 +321,11 @@ def cross_entropy(
         weight: (V,), or None.
         ignore_index: the target of rows that do not count.
         label_smoothing: as F.cross_entropy's.
-        z_loss: the factor of l^2, where l is the logarithm of the sum of exponentials of a row. The reduction treats it as part
-            of a row's loss.
+        z_loss: the factor of l^2, where l is the logarithm of the sum of exponentials of a row. The
+            reduction treats it as part of a row's loss.
         soft_cap: logits become cap tanh(logits / cap); None caps nothing.
-        reduction: "none", "sum", or "mean", which divides by the sum of the rows' class weights (NaN if all rows are ignored).
+        reduction: "none", "sum", or "mean", which divides by the sum of the rows' class weights
+            (NaN if all rows are ignored).
 
     Raises:
         ValueError: the reduction is unknown or a shape does not fit.

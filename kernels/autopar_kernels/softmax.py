@@ -205,12 +205,13 @@ def softmax(
 ) -> Tensor:
     """Attention probabilities of the shape and dtype of scores; differentiable in scores and sinks.
 
-    The softmax over the last dim of x = soft_cap tanh(scale scores / soft_cap) + mask, with exp(sink)
-    added to the denominator. A fully masked row without a sink gives zeros.
+    The softmax over the last dim of x = soft_cap tanh(scale scores / soft_cap) + mask, with
+    exp(sink) added to the denominator. A fully masked row without a sink gives zeros.
 
     Args:
         scores: (..., Q, K) of 1 to 4 dims, any strides.
-        mask: bool (True is seen), or numbers that are added; it broadcasts to scores and is constant.
+        mask: bool (True is seen), or numbers that are added; it broadcasts to scores and is
+            constant.
         sinks: (H,), a score of each head without a column, for scores (..., H, Q, K); or None.
         scale: the factor of scores. Mask and sinks are not scaled.
         soft_cap: the cap, or None for none.
