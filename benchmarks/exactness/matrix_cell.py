@@ -64,7 +64,8 @@ other experts.
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What one cell showed.  Ratios are the whole's divided by a rank's; `needed_*` are what they
-    must reach (0: nothing is asked).
+    must reach (0: nothing is asked). `worst_error` is the largest error of a tensor, relative to
+    its update, and `worst_tensor` has it.
 
     `status`: 'ok', 'failed' (`message` says what is missing), or 'refused' (the planner's own
     words).  `replicated` lists ops that multiply matrices and ran whole over an axis: (op, axis,

@@ -55,7 +55,9 @@ class Verdict:
 
 @dataclass
 class Counts:
-    """Counts of the results of several tasks."""
+    """Counts of the results of several tasks: of each kind, and of enumerated plans. `lacking` has
+    the verdicts of tasks whose optimum was not found.
+    """
 
     kinds: Counter = field(default_factory=Counter)
     lacking: list[Verdict] = field(default_factory=list)

@@ -60,8 +60,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """What one plan took, in seconds and bytes; `plan` describes it, `step_s` is its predicted step
-    time. If there is no plan, `error` says why.
+    """What one plan took: seconds of the whole process, and of imports, trace and search in it, and
+    peak bytes. `plan` describes it, `step_s` is its predicted step time, and `candidates` counts
+    the entries of its certificate. If there is no plan, `error` says why.
     """
 
     process_s: float
