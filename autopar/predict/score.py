@@ -194,8 +194,8 @@ def rank_group(group: Sequence[Scored]) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class TimeScore:
-    """Scores of step times: `bias` is the mean signed error, `within_10` the fraction of errors of
-    at most 10 %, `worst` the largest errors as (id, error).
+    """Scores of step times, over `count` runs: `bias` is the mean signed error, `within_10` the
+    fraction of errors of at most 10 %, `worst` the largest errors as (id, error).
     """
 
     count: int
@@ -221,7 +221,7 @@ class RankScore:
 
 @dataclass(frozen=True, slots=True)
 class MemoryScore:
-    """Scores of peak memory.
+    """Scores of peak memory. `count` runs have a measured memory, over which `mape` and `bias` are.
 
     `under` are runs predicted more than 10 % below the measurement. `rejected` are runs that ran
     but are predicted not to fit, out of `judged` runs with known GPU memory. `accepted` are layouts
