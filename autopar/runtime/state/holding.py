@@ -44,7 +44,7 @@ class Cutting:
 @dataclass(slots=True)
 class Trained:
     """The tensors of one trained parameter (see `parameters.py`). `leaf` is what graphs read, and
-    `own` this rank's part of it, cut as `share` says. `master` is what the optimizer trains.
+    `own` the part that this rank owns, cut as `share` says. `master` is what the optimizer trains.
     `total` is the gradient so far, or None if that is in `leaf.grad`.
     """
 
