@@ -22,7 +22,8 @@ class Setting:
     `zero` is the ZeRO stage, and `shard` the data-parallel ranks within which it shards (0: all).
     `context_method` is that of all attention under context parallelism (None: the cheapest of each
     op). `sequence_parallel`: whether tp shards positions between matrix products (None: as the
-    solver finds).
+    solver finds). `stage_sizes` has the layers of each stage of a pipeline ((): as even as
+    possible).
 
     `offload` says what is in host memory: "none", "optimizer" or "parameters"; the latter two need
     a cluster that describes its host. On a cluster of several kinds of devices a setting is about
@@ -48,6 +49,7 @@ class Setting:
     offload: str = "none"
     between: Link | None = None
     shard: int = 0  # data-parallel ranks, neighbours, that share out what ZeRO does; 0: all
+    stage_sizes: tuple[int, ...] = ()  # layers of each stage of a pipeline; (): as even as possible
 
     @property
     def gathers_by_segment(self) -> bool:
