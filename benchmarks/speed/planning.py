@@ -233,7 +233,9 @@ def ratio(took: dict[int, Took]) -> str:
 
 
 def both(cases: Sequence[Asked], time_limit_s: float, say: Callable[[str], None]) -> list[Took]:
-    """Plan each case with fuse=off and with fuse=all; both are one line of text."""
+    """Plan each case with fuse=off and with fuse=all, in separate processes. Passes one line of text
+    for both to `say`, and returns all results.
+    """
     say(f"\nfuse=off -> fuse=all\n{'':22s} {'plan':>24s} {'step':>34s} {'memory':>26s}  chosen")
     found = []
     for asked in cases:
