@@ -154,9 +154,10 @@ class AnnotatedOp:
     """An op of a block class: the names of the values that it reads and writes (keys of
     `AnnotatedBlock.values`), and every strategy, with its cost.
 
-    `kind` is 'input', 'parameter', 'output' or 'op'. `over_dp`: its inputs are communicated over dp
-    first, which the seconds of every strategy include. Raises ValueError without strategies, or if
-    a strategy has another number of layouts than the op has inputs or outputs.
+    `kind` is 'input', 'parameter', 'output' or 'op'. `target` is the called op or the parameter's
+    slot as text, or ''. `over_dp`: its inputs are communicated over dp first, which the seconds of
+    every strategy include. Raises ValueError without strategies, or if a strategy has another
+    number of layouts than the op has inputs or outputs.
     """
 
     name: str
@@ -327,7 +328,8 @@ class BoundaryEdge:
 class PipelineSetting:
     """How the stages of a pipeline run: `ranks` ranks of `stages_per_rank` stages each, under the
     schedule `schedule`. A message between neighbouring stages takes `hop_latency_s`, plus
-    `hop_s_per_byte` for each byte.
+    `hop_s_per_byte` for each byte. With `keeps_outputs`, a stage keeps what it has sent until its
+    backward. `sizes` has the number of layers of each stage; () means as even as possible.
     """
 
     ranks: int

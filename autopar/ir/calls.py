@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def called_function(node: Node) -> Callable[..., Any]:
-    """The function that a node calls, which is its target. Raises TypeError for inputs, outputs and
-    attributes, which call none.
+    """The function that a node calls, which is its target. Raises TypeError if the target is a
+    name, as in inputs, outputs and attributes.
     """
     if isinstance(node.target, str):
         raise TypeError(f"{node.name} ({node.op}) calls no function: its target is {node.target!r}")

@@ -152,7 +152,8 @@ class ClusterSpec:
                 - the path of a cluster file, which ends in .yaml or .yml.
 
         Raises:
-            AutoparError: the text is none of these.  The message names what works.
+            AutoparError: the text is none of these, the file is defective, or such a cluster cannot
+                be planned. The message names what works.
         """
         if not isinstance(text, str) or not text.strip():
             raise AutoparError(
@@ -253,8 +254,8 @@ class ClusterSpec:
 
     @staticmethod
     def from_yaml(path: str | Path) -> ClusterSpec | MixedCluster:
-        """Read a cluster file. Its keys are the arguments of `make`; device, nodes and
-        devices_per_node are required.
+        """Read a cluster file. Its keys are the arguments of `make` except `fitted`; device, nodes
+        and devices_per_node are required.
 
         `device` is a name of the catalogue, or a mapping with the fields of `Device`. A cluster of
         several kinds of devices has `groups`, a list of such mappings. `between` has the fields of
@@ -265,7 +266,8 @@ class ClusterSpec:
             path: the file. `autopar calibrate` writes one, with measured curves.
 
         Raises:
-            AutoparError: the file cannot be read. The message names the file and the defect.
+            AutoparError: the file cannot be read, or what it describes is no cluster. The message
+                names the defect.
         """
         import yaml
 
@@ -370,8 +372,8 @@ class ClusterSpec:
         return replace(self, name=f"{self.name} with {devices} devices", topology=part)
 
     def with_memory(self, memory_bytes: int) -> ClusterSpec:
-        """The same cluster with `memory_bytes` of memory per device. Raises AutoparError if the
-        reserved memory leaves nothing of that.
+        """The same cluster, under a new name, with `memory_bytes` of memory per device. Raises
+        AutoparError if the reserved memory leaves nothing of that.
         """
         try:
             device = replace(self.device, memory_bytes=memory_bytes)
@@ -382,8 +384,8 @@ class ClusterSpec:
         )
 
     def with_inter_bandwidth(self, device_Bps: float) -> ClusterSpec:
-        """The same cluster with `device_Bps` bytes/s of line rate between nodes, per device and
-        direction. Raises AutoparError for a cluster of one node.
+        """The same cluster, under a new name, with `device_Bps` bytes/s of line rate between nodes,
+        per device and direction. Raises AutoparError for a cluster of one node.
         """
         t = self.topology
         if t.nodes == 1:
@@ -483,8 +485,8 @@ class MixedCluster:
         """A cluster of these groups. `between` joins them; by default, the link of least bandwidth
         that a device of any group has between nodes, with the largest latency of all.
 
-        `name` is by default the groups' names, joined by '+'. Raises AutoparError if a group is
-        itself a `MixedCluster`.
+        `name` is by default the groups' names, joined by '+'. Raises AutoparError unless there are
+        2 or 3 groups, each of one kind of device, and all with GPUs or all with CPUs.
         """
         groups = tuple(groups)
         slowest = min(

@@ -236,7 +236,8 @@ def deal_text(groups: Iterable[int]) -> str:
 
 def mesh_words(mesh: Mapping[str, int | str]) -> str:
     """A mesh as text, such as `pp=2 dp=4 (dp-pp)`: degrees above 1, the order if it is not the
-    default, and the deal. `mesh` is a (partial) `MeshShape.as_dict`.
+    default, and the deal. '1 device' if there is none of these. `mesh` is a (partial)
+    `MeshShape.as_dict`.
     """
     named = [f"{degree}={mesh[degree]}" for degree in DEGREES if int(mesh.get(degree, 1)) > 1]
     where = [mesh.get("order"), mesh.get("deal") and f"groups {mesh['deal']}"]

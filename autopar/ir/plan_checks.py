@@ -44,7 +44,9 @@ def made(kind: type[T], data: Any, what: str) -> T:
     """A dataclass of type `kind` from a mapping of its fields. Lists become tuples where the field
     is one.
 
-    Raises ValueError, which begins with `what` and names the field, if one is missing or unknown.
+    Raises ValueError, which begins with `what`, if `data` is no dict, or a field is missing or
+    unknown. If a tuple field is no list, ValueError begins with the field's name. Checks of the
+    class itself raise their own errors.
     """
     if not isinstance(data, dict):
         raise ValueError(f"{what} is {shown(data)}, not a mapping of its fields")
@@ -143,7 +145,7 @@ def _check_choices(plan: PlanFields) -> None:
 
 def _check_mesh(plan: PlanFields) -> None:
     """Raise ValueError unless the axes of layouts, the stages, the kinds of devices and the
-    schedule agree with the mesh.
+    schedule agree with the mesh. Also if it has more than `MOST` devices.
     """
     mesh = plan.mesh
     if mesh.num_devices > MOST:
@@ -198,7 +200,8 @@ def _check_segments(plan: PlanFields) -> None:
 
 
 def _check_numbers(plan: PlanFields) -> None:
-    """Raise ValueError unless all numbers of prediction and certificate are finite and at least 0.
+    """Raise ValueError unless all numbers of prediction and certificate are finite and at least 0,
+    and the step time is more than 0.
 
     Also if memory is not one number for each pipeline rank, or the parts of a step do not add up to
     its time.
@@ -240,8 +243,9 @@ def _numbers(plan: PlanFields) -> Iterator[tuple[str, Any]]:
 
 
 def _check_certificate(plan: PlanFields) -> None:
-    """Raise ValueError unless the certificate's candidates and ledger have the fields that reports
-    read, its bound is at most its objective, and the objective is the predicted step time.
+    """Raise ValueError unless the certificate's status is known, and its candidates and ledger have
+    the fields that reports read. Its bound may be at most its objective, which must be the
+    predicted step time.
     """
     proof = plan.certificate
     if proof.status not in ("optimal", "feasible"):

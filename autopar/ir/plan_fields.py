@@ -31,7 +31,8 @@ class BlockPlan:
     alike.
 
     `ops` maps op name -> mesh axis -> `AxisChoice`, for axes with more than one rank. `recompute`
-    is 'none', 'full', or the parts that backward runs again ('selective', 'op').
+    is 'none', 'full', or the name of the parts that backward runs again: 'gather', 'selective' or
+    'op'.
     """
 
     name: str

@@ -91,8 +91,8 @@ class Pattern(_Value):
         return self == CONTIGUOUS
 
     def divides(self, size: int, parts: int) -> bool:
-        """Whether all `parts` ranks get equal chunks of every section of `size` elements. With
-        `rows`, `size` is the number of elements in one batch row.
+        """Whether all `parts` ranks get equal chunks of every section, for a dim of `size`
+        elements. With `rows`, `size` is the number of elements in one batch row.
         """
         return size % (sum(self.sections) * parts * (2 if self.zigzag else 1)) == 0
 

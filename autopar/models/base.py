@@ -41,8 +41,8 @@ class ModelSpec:
     its published sizes.
 
     `max_seq` is the sequence length that the model was designed for. `vocab`, `max_seq` and
-    `num_layers` are 0 if unknown (a `module:function`). Subclasses define how to build, feed and
-    shrink their kind of model.
+    `num_layers` are 0 if unknown, as for a `module:function`. Subclasses define how to build, feed
+    and shrink their kind of model.
     """
 
     name: str
@@ -69,7 +69,7 @@ class ModelSpec:
     ) -> dict[str, Tensor]:
         """A dict with `input_ids` and `labels`: equal int64 tensors (batch, seq) that share no
         memory. They hold random tokens (seed 0), or only shapes on meta. Raises AutoparError for
-        sizes below 1.
+        sizes below 1, or if the model has fewer learned positions than `seq`.
         """
         self._check_inputs(batch, seq)
         if torch.device(device).type == "meta":

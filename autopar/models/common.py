@@ -42,7 +42,8 @@ class Embedding(nn.Embedding):
 
 
 def rotary_tables(seq: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each (s, d), in the dtype and on the device of `like`.
+    """cos and sin of the rotary angles, each (s, d), in the dtype and on the device of `like`. At
+    position p, angle i is p * theta ** (-2 i / d).
 
     Angles are computed in fp32, or in fp64 if `like` is fp64. The two halves of d repeat the same
     angles, as in Hugging Face's `rotate_half`. Su et al. 2021 (arXiv:2104.09864, eq. 34) use

@@ -27,7 +27,8 @@ class FunctionSpec(ModelSpec):
     function returns an nn.Module, (module, dict of example inputs), or (module, example inputs,
     batch_dims).
 
-    The function is called anew for each `build`, inside `torch.device(device)`.
+    The function is called anew for each `build`, inside `torch.device(device)`, and for each
+    `example_inputs` and `batch_dims`.
     """
 
     module: str
@@ -108,8 +109,10 @@ class FunctionSpec(ModelSpec):
         self, device: torch.device | str = "meta", dtype: torch.dtype | None = None
     ) -> nn.Module:
         """A new module from the user's function, in training mode on `device`. With `dtype=None`,
-        parameters keep their dtype. Raises AutoparError if values are asked for and the function
-        makes meta tensors.
+        parameters keep their dtype.
+
+        Raises AutoparError if the function fails or returns something else. Also if it makes meta
+        tensors and `device` is not meta.
         """
         with torch.device(device):
             model = self._make()
@@ -127,7 +130,8 @@ class FunctionSpec(ModelSpec):
         `device`. A tensor without rows is only copied. `row_dims` says where rows are.
 
         `seq` applies only to a Hugging Face model without example inputs, which gets those of
-        `hf_example_inputs`. Raises AutoparError for other models without them.
+        `hf_example_inputs`. Raises AutoparError for other models without them. Also for sizes below
+        1, and for inputs on meta if `device` is not meta.
         """
         self._check_inputs(batch, seq)
         model, inputs, named = self._call()

@@ -109,8 +109,9 @@ class GPTAttention(nn.Module):
     """A module: causal multi-head self-attention with one fused projection to queries, keys and
     values.
 
-    `visible` (s, s) is True where a query sees a key. `bias` (n, 1, s) is added to the scores. Both
-    are None if the causal mask of the fused op suffices.
+    `visible` (s, s) is True where a query sees a key. `bias` (n, 1, s) is added to the scores;
+    fused attention adds it only if `visible` is given. Unfused attention is causal only by
+    `visible`.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -124,8 +125,10 @@ class GPTAttention(nn.Module):
     def forward(
         self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """Attention and its output projection: x (batch, seq, hidden) -> the same shape. `visible`
-        (seq, seq) is True where a query sees a key; None is causal. `bias` (heads, 1, seq) is added
+        """Attention and its output projection: x (batch, seq, hidden) -> the same shape.
+
+        `visible` (seq, seq) is True where a query sees a key. If it is None, fused attention is
+        causal and ignores `bias`; unfused attention masks nothing. `bias` (heads, 1, seq) is added
         to the scores.
         """
         batch, seq, hidden = x.shape
@@ -190,8 +193,9 @@ class GPTBlock(nn.Module):
     def forward(
         self, x: Tensor, visible: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """x (batch, seq, hidden) -> the same shape. `visible` (seq, seq) is True where a query sees
-        a key; None is causal. `bias` (heads, 1, seq) is added to the attention scores.
+        """x (batch, seq, hidden) -> the same shape. `visible` and `bias` are those of
+        `GPTAttention.forward`: where a query sees a key (seq, seq), and what is added to the
+        attention scores (heads, 1, seq).
         """
         normed = self.attention_norm(x)
         x = x + self.attention_dropout(self.attention(normed, visible, bias))

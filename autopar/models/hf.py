@@ -68,15 +68,17 @@ def prepare_hf(model: nn.Module) -> nn.Module:
     """Make the transformers models in a model ready for capture *in place*, and return the model.
 
     Sets `use_cache=False` on their configs. Where an architecture has SDPA behind transformers'
-    AttentionInterface, it selects our attention and mask functions. Others keep their own attention,
-    which may build a mask in the graph: slower, never wrong. An attention chosen by the user, other
-    than the default `sdpa`, is kept.
+    AttentionInterface, it selects our attention and mask functions, unless an indexer chooses keys
+    by the mask. Others keep their own attention, which may build a mask in the graph: slower, never
+    wrong. An attention chosen by the user, other than the default `sdpa`, is kept.
+
     Experts compute by `autopar::routed_experts` where it has their activation
-    (`hf_experts.prepare_experts`). `position_ids` of one row for the whole batch are taken to be
-    0, 1, 2, ... (no packed sequences), as are those the model makes itself. Rows per sample are
+    (`hf_experts.prepare_experts`). `position_ids` of one row for the whole batch are taken to be 0,
+    1, 2, ... (no packed sequences), as are those the model makes itself. Rows per sample are
     honoured, and refused where the user left `use_cache` on: transformers then ignores them.
-    Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd:
-    the same derivative.
+
+    Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd: the same
+    derivative.
     """
     for outermost in hf_models(model):
         _prepare(outermost)
@@ -118,11 +120,12 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """An attention function for transformers: query (b, n, s, d), key and value (b, kv_heads, s, d)
-    -> (result (b, s, n, d), None). It calls `scaled_dot_product_attention`, causal if there is no
-    mask and the module is causal.
+    -> (result (b, s, n, d), None). It calls `scaled_dot_product_attention` with `dropout` and
+    `scaling` (None: 1 / sqrt(d)). It is causal if there is no mask and `is_causal` holds (None: the
+    module's attribute, True by default).
 
-    With a position bias, a cache, a softcap, or other lengths of keys, calls transformers' own
-    function.
+    With a position bias, a cache, a softcap, or another number of keys than queries, calls
+    transformers' own function.
     """
     rare = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
     if rare or query.shape[2] != key.shape[2]:
@@ -146,8 +149,11 @@ def _attention(
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """A mask function for transformers, with the arguments of its `sdpa_mask`. None if the mask is
-    plain causal, so that `is_causal=True` suffices, or hides nothing. Otherwise transformers' sdpa
-    mask, without its parts for packed sequences where rows share positions.
+    plain causal, so that `is_causal=True` suffices, or hides nothing. For that, no padding mask or
+    offset may be given, and transformers must allow the skip.
+
+    Otherwise transformers' sdpa mask, without its parts for packed sequences where rows share
+    positions.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -166,7 +172,9 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _mask_of_cached(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The same for a model whose user left the cache on; AutoparError if rows may be packed."""
+    """`_mask` for a model whose user left `use_cache` on. Raises AutoparError if the mask function
+    separates packed sequences by rows' own positions.
+    """
     function = kwargs.get("mask_function")
     if function is not None and any(map(_packs, _parts(_peel_packing(function)))):
         raise AutoparError(
@@ -234,8 +242,8 @@ def _without_packing(function: Callable) -> Callable:
 
 
 def _is_causal(function: Callable, kv_length: int) -> bool:
-    """Whether a mask function of transformers is the causal one, or combines it by "and" with
-    windows of at least `kv_length`.
+    """Whether a mask function of transformers is the causal one, or combines by "and" only causal
+    ones and windows of at least `kv_length` keys.
     """
     if _name(function) == "and_masks":
         parts = _closure(function).get("mask_functions", ())
@@ -315,8 +323,9 @@ class HFSpec(ModelSpec):
 
     @classmethod
     def from_dict(cls, name: str, config_dict: dict[str, Any]) -> HFSpec:
-        """The spec called `name` of a config.json's contents. Sizes that the config does not have
-        are 0. Raises AutoparError if transformers rejects the config.
+        """The spec called `name` of a config.json's contents, which must have 'model_type'. Sizes
+        that the config does not have are 0. Raises AutoparError if transformers rejects the config,
+        or has no language model or image classifier for it.
         """
         text = _config(name, config_dict).get_text_config()
         sizes = {}

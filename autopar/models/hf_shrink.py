@@ -50,7 +50,9 @@ def _ints(config: dict[str, Any], names: str) -> list[str]:
 
 
 def _lists(config: dict[str, Any], names: str) -> list[str]:
-    """The names whose value in the config is a list, of an integer for each layer."""
+    """Those of `names` (separated by spaces) whose value in the config is a list, as of an integer
+    for each layer.
+    """
     return [name for name in names.split() if isinstance(config.get(name), list)]
 
 

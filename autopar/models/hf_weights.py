@@ -43,21 +43,27 @@ class Recipe:
     convert: Callable[[Sequence[str], Read], Mapping[str, Tensor]]
 
     def sources_of_rows(self, rows: Sequence[int]) -> list[str]:
-        """The sources that make these indices along dim 0. Only where `rows` is not 0."""
+        """The sources that make the indices `rows` along dim 0 of the result, in the order of
+        `sources`. Only if the recipe's own `rows` is not 0.
+        """
         count = len(self.sources) // self.rows
         wanted = {kind * count + row for kind in range(self.rows) for row in rows}
         return [name for index, name in enumerate(self.sources) if index in wanted]
 
 
 def recipes(model: nn.Module, shapes: Mapping[str, Shape]) -> tuple[list[Recipe], list[str]]:
-    """How a model's tensors are made of files that hold tensors of these shapes.
+    """How a model's tensors are made of files that hold tensors of these shapes, by name.
 
     Tensors of transformers models inside `model` are found by transformers' conversion tables.
-    Files of a single such model may leave out its path in `model`. All other names are the
-    model's own.
+    Files of a single such model may leave out its path in `model`. All other names are the model's
+    own.
 
     Returns:
-        The recipes, and the names that no tensor of the model is made of.
+        The recipes, and the names in the files of which no tensor of the model is made.
+
+    Raises:
+        AutoparError: quantized weights cannot be turned into plain ones, or tensors do not fit a
+            conversion.
     """
     inner = {id(found) for found in hf_models(model)}
     paths = {path: module for path, module in model.named_modules() if id(module) in inner}
@@ -84,7 +90,9 @@ def _as_is(target: str, source: str, shape: Shape) -> Recipe:
 
 
 def _below(recipe: Recipe, start: str, start_in_files: str) -> Recipe:
-    """A recipe of a module, as one of the model that has it below `start`."""
+    """The recipe of a module, as one of the model that has it below `start`. The files have it
+    below `start_in_files`. Both are dotted prefixes, or ''.
+    """
 
     def convert(names: Sequence[str], read: Read) -> Mapping[str, Tensor]:
         inside = [name.removeprefix(start_in_files) for name in names]
@@ -100,7 +108,10 @@ def _below(recipe: Recipe, start: str, start_in_files: str) -> Recipe:
 
 
 def _of_transformers(model: Any, shapes: Mapping[str, Shape]) -> tuple[list[Recipe], set[str]]:
-    """`recipes` of one transformers model, after its loader `convert_and_load_state_dict_in_model`."""
+    """(recipes, unknown names) of one transformers model, after its loader
+    `convert_and_load_state_dict_in_model`. `shapes` has the files' tensors by name. Names that
+    transformers ignores are not unknown.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
 
@@ -150,7 +161,10 @@ def _converted(
     patterns: Mapping[str, str],
     shapes: Mapping[str, Shape],
 ) -> Recipe:
-    """The recipe of one use of a converter. `patterns`: the pattern that each source matched."""
+    """The `Recipe` of one use of a converter of transformers, which makes the tensor `target` and
+    perhaps others. `patterns` has the converter's pattern that each source matched; `shapes` the
+    shapes of sources.
+    """
 
     def convert(names: Sequence[str], read: Read) -> Mapping[str, Tensor]:
         fresh = deepcopy(converter)
@@ -177,7 +191,9 @@ def _converted(
 
 
 def _is_by_rows(converter: Any) -> bool:
-    """Whether a converter stacks tensors along a new dim 0, which no later operation touches."""
+    """Whether a converter of transformers stacks tensors along a new dim 0, which no later
+    operation touches.
+    """
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     first, *later = converter.operations
@@ -187,7 +203,7 @@ def _is_by_rows(converter: Any) -> bool:
 
 def _dequantizer(model: Any) -> Any:
     """transformers' quantizer that turns the quantized weights of a model's config into plain ones.
-    None if the config has none.
+    None if the config has none. Raises AutoparError for weights that it cannot turn.
     """
     config = getattr(model.config, "quantization_config", None)
     if config is None:
@@ -205,7 +221,7 @@ def _dequantizer(model: Any) -> Any:
 
 
 def _ignored(model: Any, names: Iterable[str]) -> set[str]:
-    """The names among those unknown to a model that transformers knows to be superfluous."""
+    """Those of `names`, unknown to the model, that transformers knows to be superfluous."""
     info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     before = set(info.unexpected_keys)
     model._adjust_missing_and_unexpected_keys(info)

@@ -139,7 +139,7 @@ class SwiGLU(nn.Module):
 
 
 class SquaredReLU(nn.Module):
-    """A feed-forward layer with a squared ReLU and without a gate."""
+    """A module: a feed-forward layer without a gate, with a squared ReLU: down(relu(up(x))^2)."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()

@@ -138,7 +138,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """For each token of x (t, h), the sum of its k experts' results, weighted: (t, h). `index`
-        (t, k) has the chosen experts and `weights` (t, k) their routing weights.
+        (t, k) has the chosen experts and `weights` (t, k) their routing weights. Choices beyond an
+        expert's capacity add nothing.
         """
         return torch.ops.autopar.routed_experts(
             x,

@@ -18,8 +18,9 @@ def row_dims(
     """By name of an input, the dim that is the batch; None for an input without rows.
 
     Inputs that `batch_dims` does not name have their rows in dim 0 if that is as long as the batch.
-    The batch is as long as the dim that `batch_dims` names first, or else dim 0 of the first other
-    input.  Raises AutoparError for dims that `batch_dims` cannot mean, or if no input has rows.
+    The batch is as long as the first dim that `batch_dims` names, or else dim 0 of the first other
+    input that is no scalar. Raises AutoparError for names, dims or lengths in `batch_dims` that do
+    not fit, or if no input has rows.
     """
     named = {} if batch_dims is None else dict(batch_dims)
     for name, dim in named.items():

@@ -44,7 +44,7 @@ _REQUIRED = ("layers", "hidden", "heads", "vocab")
 def parse_model(text: str) -> ModelSpec:
     """The spec of the model that `text` names.
 
-    Raises AutoparError if the text has none of these forms:
+    Raises AutoparError if the text has none of these forms, or what it names cannot be read:
 
     - A named configuration: `llama3-8b`.
     - Dimensions: `gpt:layers=96,hidden=12288,heads=96,vocab=51200`. Families are gpt, llama and

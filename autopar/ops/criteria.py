@@ -40,7 +40,8 @@ def _elementwise_loss(call: Call) -> OpDims:
 
 def _class_loss(call: Call) -> OpDims:
     """How nll_loss may be sharded: by tokens, if it is summed or unreduced. Its operands are
-    log-probabilities (tokens, classes, ..) and indices (tokens, ..). Classes stay whole.
+    log-probabilities (tokens, classes, ..) and indices (tokens, ..). Classes stay whole, as do
+    operands of other dims.
     """
     source, target, *weight = call.tensors
     reduction = call.arg("reduction", _MEAN)

@@ -68,7 +68,7 @@ def custom_rule(call: Call) -> OpDims:
 
 def _trial_sizes(tensors: list[Tensor]) -> dict[int, int]:
     """By size of a dim (per batch row), the size to use for it in trial runs: a small one, equal
-    for equal ones. {} if all tensors are small already.
+    for equal ones. {} if all tensors together have at most `_LARGE` elements.
     """
     if sum(prod(at_batch(s, _ROWS[-1]) for s in t.shape) for t in tensors) <= _LARGE:
         return {}

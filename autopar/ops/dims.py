@@ -242,9 +242,11 @@ def einsum(
 
     `b..` stands for any number of leading dims. `+` marks an additive operand. Trailing operands
     may be absent in a call. Letters that are missing in the result are summed. `fixed` letters
-    cannot be sharded. With `ordered`, shards must be contiguous, for ops that depend on the
-    position of an element. `linear`, `special`, `replicated` (letters, separated by spaces) and
-    `contraction` are those of `OpDims`.
+    cannot be sharded.
+
+    Shards of `special` letters must be contiguous. With `ordered`, those of all letters must be,
+    for ops that depend on the position of an element. `linear`, `special`, `replicated` (letters,
+    separated by spaces) and `contraction` are those of `OpDims`.
     """
     left, right = equation.split("->")
     terms = [term.split() for term in left.split(",")]

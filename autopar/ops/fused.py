@@ -76,7 +76,9 @@ def _rotary(call: Call) -> OpDims:
 
 
 def _softmax(call: Call) -> OpDims:
-    """All dims of the scores but the last shard, and those of a mask that it does not repeat."""
+    """How the fused softmax may be sharded: along all dims of the scores but the last. A mask is
+    sharded with them, except along dims that it broadcasts.
+    """
     scores = call.tensors[0].shape
     letters = (*(f"d{k}" for k in range(len(scores) - 1)), "!k")
     terms = {"scores": letters}

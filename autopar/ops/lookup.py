@@ -214,7 +214,8 @@ def _scatter(adding: bool) -> Rule:
     a number). Dims of equal size in all of them can be sharded, except the dim that is written
     along.
 
-    `adding`: entries may also be sharded along that dim, which gives a partial sum.
+    `adding`: entries may also be sharded along that dim, which gives a partial sum. For that, src
+    must be as long there as index.
     """
 
     def rule(call: Call) -> OpDims:

@@ -20,7 +20,9 @@ COUNTED = (
 
 
 def draws(node: Node) -> bool:
-    """Whether a call draws the same numbers on one device and on the ranks of any plan."""
+    """Whether a call is lowered to draw by counter: an op of `COUNTED`, or a call that `drops`. One
+    device and the ranks of any plan then draw the same numbers.
+    """
     return op_name(node) in COUNTED or drops(node)
 
 
@@ -35,7 +37,7 @@ def drops(node: Node) -> bool:
 
 def draws_otherwise(node: Node) -> bool:
     """Whether a call may draw random numbers from PyTorch's global generator, so that the ranks of
-    a plan draw others than one device.
+    a plan draw others than one device. False for dropout, attention and the ops `COUNTED`.
     """
     tags = getattr(node.target, "tags", ())
     return (

@@ -164,8 +164,8 @@ def parameter_readers(traced: TracedModel) -> dict[str, list[tuple[int, str]]]:
 
 
 def pattern_marks(reach: Reach) -> Marks:
-    """By class and value, the (dim, pattern) pairs in which it can be sharded other than
-    contiguously: all that hold the same data as a split or a flattened dim.
+    """By class and value, the (dim, pattern) pairs that hold the same data as a split or a
+    flattened dim. They are the ways to shard it other than contiguously, and some contiguous ones.
     """
     seeds: set[Mark] = set()
     for index, terms in enumerate(reach.terms):

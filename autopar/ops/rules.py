@@ -190,7 +190,8 @@ def _split(call: Call) -> OpDims:
 
 def _concatenate(call: Call) -> OpDims:
     """How cat may be sharded: along all other dims, and along the joined one if each operand is
-    sharded evenly; the result is then sharded in sections.
+    sharded evenly; the result is then sharded in sections. Not at all if operands differ in their
+    number of dims, as with an empty one.
     """
     rank = call.tensors[0].dim()
     dim = call.dim(default=0)
@@ -260,7 +261,7 @@ def _matmul(call: Call) -> OpDims:
 def _attention(call: Call) -> OpDims:
     """How attention may be sharded: by batch, heads and query positions; keys and channels stay
     whole. With grouped heads, the letter of the key heads covers whole groups. Positions are whole
-    with dropout, or with other than 4 dims.
+    with dropout, with other than 4 dims, or if causal over another number of keys.
 
     Sharding query positions (`s`, keys whole) and the joint strategies 'ring' and 'ulysses' are
     context parallelism, see `rewrite/lowerings/context_attention.py`. The joint strategy
@@ -342,8 +343,8 @@ def _attention_joints(call: Call, grouped: bool) -> dict[str, JointSharding]:
 
 
 def _attention_flops(call: Call) -> Any:
-    """FLOPs of attention's forward: two products of (queries x keys x channels) per head. A causal
-    mask halves them.
+    """FLOPs of attention's forward: two products of (queries x keys x channels) per head.
+    `is_causal` halves them; a mask that is an operand does not.
     """
     q, k, v = call.tensors[:3]
     total = 2 * k.shape[-2] * (q.shape[-1] + v.shape[-1])

@@ -55,8 +55,8 @@ def strategies(
     taken: Mapping[str, int] | None = None,
 ) -> list[OpStrategy]:
     """All strategies of an op for an axis of `parts` ranks. They are the replicated ones, one for
-    each letter and pattern that can be sharded, joint ones, and partial sums where the op is
-    linear.
+    each letter and pattern that can be sharded, joint ones for this kind of axis, and partial sums
+    where the op is linear.
 
     Args:
         dims: the dims of the op.
@@ -99,8 +99,8 @@ def strategies(
 
 def fits(dims: OpDims, letter: str, pattern: Pattern, parts: int, least: int) -> bool:
     """Whether the letter can be split into `parts` in this pattern. A contiguous split may be
-    uneven, but needs at least `least` elements; other patterns, and `even` letters, need equal
-    chunks.
+    uneven, but needs at least `least` elements. Equal chunks are needed for other patterns, for
+    `even` letters, and for letters in sections or behind the batch in a flattened dim.
     """
     size: Any = dims.sizes[letter]
     if is_symbolic(size):  # flattened tokens: what counts is the tokens of one batch row
@@ -165,7 +165,8 @@ def _result(dims: OpDims, term: Letters, letter: str, pattern: Pattern) -> Layou
 
 def shard_jointly(dims: OpDims, name: str, pattern: Pattern, input_grads: list[bool]) -> OpStrategy:
     """The joint strategy `name` of the op, with the same pattern on every sharded dim. Other
-    operands are replicated, with partial gradients if they carry one. Other results are partial.
+    operands are replicated, with partial gradients if they carry one (`input_grads`). Other results
+    are partial.
     """
     joint = dims.joint[name]
     inputs = tuple(
@@ -205,7 +206,9 @@ def named_strategy(
     dims: OpDims, name: str, input_grads: list[bool], output_grads: list[bool]
 ) -> OpStrategy | None:
     """The op's strategy with this name, whether or not it fits the size of the axis. None if the op
-    has no such strategy.
+    has no such strategy. Raises AutoparError if what follows the letter in the name is no pattern.
+
+    `input_grads` and `output_grads` say whether each operand and result carries a gradient.
     """
     letter, _, text = name.partition(" ")
     if letter in dims.joint:

@@ -15,8 +15,8 @@ from autopar.ops.values import ops
 
 
 def positions(vals: Iterable[torch.Tensor]) -> int:
-    """Positions per sequence: the size of dim 1 of the first integer tensor with at least 2 dims; 1
-    if there is none.
+    """Positions per sequence: the size of dim 1 of the first integer tensor with at least 2 dims,
+    of which dim 1 does not depend on the batch. 1 if there is none.
     """
     for val in vals:
         if val.dim() >= 2 and not val.is_floating_point() and not is_symbolic(val.shape[1]):
@@ -25,7 +25,7 @@ def positions(vals: Iterable[torch.Tensor]) -> int:
 
 
 def tokens_per_row(traced: TracedModel) -> int:
-    """Positions per sequence of a traced model, by `positions` of its inputs."""
+    """Positions per sequence of a traced model, by `positions` of its inputs; 1 without tokens."""
     return positions(traced.input_vals)
 
 

@@ -225,7 +225,8 @@ def _rank_bytes(
     of_stage: Sequence[range],
     rank: int,
 ) -> int:
-    """Peak bytes on a device of a pipeline rank.
+    """Peak bytes on a device of a pipeline rank. `base` and `segments` are the whole model at the
+    prices of its devices; `of_stage` has the numbers of the segments of each stage.
 
     This is the sum of static bytes, messages in transit, the most that is kept, and the peak of a
     backward. Under zero bubble, the most that additionally waits between the two parts of backwards
@@ -347,7 +348,8 @@ def _ledger_findings(
     group: int,
 ) -> Iterator[Finding]:
     """Yields findings on blocks and edges whose seconds or bytes, on the devices of `group`, differ
-    from those in the certificate's ledger. `numbers` has the plan's block of each segment.
+    from those in the certificate's ledger. `base` and `segments` are at the prices of these
+    devices. `numbers` has the plan's block of each segment.
     """
     ledger = [entry for entry in plan.certificate.ledger if entry.get("group", 0) == group]
     said = [entry for entry in ledger if entry["part"] == "block"]
@@ -389,7 +391,8 @@ def _edge_findings(
     ledger: Sequence[Mapping[str, Any]],
 ) -> Iterator[Finding]:
     """Yields findings on edges between blocks whose layout change takes other seconds than `ledger`
-    says. Edges of the same blocks, output and input are checked once.
+    says. Edges of the same blocks, output and input are checked once. Other arguments are those of
+    `_ledger_findings`.
     """
     said = {
         (*e["from"], *e["to"]): (e["forward_s"], e["backward_s"])

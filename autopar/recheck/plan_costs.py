@@ -229,7 +229,9 @@ def stage_segments(plan: Plan, traced: TracedModel) -> list[range]:
 
 
 def block_numbers(plan: Plan, traced: TracedModel) -> list[int]:
-    """For each segment of the model, in order, the index of the plan's block that lists it."""
+    """For each segment of the model, in order, the index of the plan's block that lists it. Raises
+    KeyError if none does.
+    """
     number_of = {
         name: number for number, block in enumerate(plan.blocks) for name in block.segments
     }
@@ -350,9 +352,9 @@ def _arriving(
     chosen: Chosen,
     sources: Sequence[tuple[int, int]],
 ) -> Iterator[Conversion]:
-    """Yields the layout changes of the inputs of a segment of class `index`, which pays for them.
-    `before` has all earlier segments. `sources` has (segment, output) for each input; -1 is an
-    input of the model.
+    """Yields the layout changes of the inputs of a segment of class `index` with the strategies
+    `chosen`, which pays for them. `before` has all earlier segments. `sources` has (segment,
+    output) for each input; -1 is an input of the model.
 
     Raises AutoparError if a change is impossible.
     """

@@ -146,8 +146,8 @@ class Replay:
 
 
 def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
-    """Simulate one step of a plan, action by action, at prices annotated again, and return
-    predictions and results. Arguments and errors are those of `plan_costs`.
+    """Simulate one step of a plan, action by action, at prices annotated again. Returns predictions
+    and results as a `Replay`. Arguments and errors are those of `plan_costs`.
     """
     costs = plan_costs(plan, traced, request)
     actions = actions_of(plan)
@@ -171,7 +171,8 @@ def replay(plan: Plan, traced: TracedModel, request: PlanRequest) -> Replay:
 
 
 def held_bytes(todo: Sequence[Action], stages: Sequence[StageCost]) -> tuple[int, int]:
-    """Peak bytes of a rank's list of actions, without static bytes, as two numbers.
+    """Peak bytes of a rank's list of actions, without static bytes, as two numbers. `stages` has
+    the costs of all stages of the plan.
 
     The first is the most held at once. The second is the sum of three separate peaks: kept bytes,
     bytes that wait between two parts of backwards, and transient bytes of an action. On a rank with

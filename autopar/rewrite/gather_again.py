@@ -46,7 +46,9 @@ def gather_again(graph: Graph, linears: Collection[str], axis: str = "tp") -> Gr
 
 
 def _input(node: Node, parameters: Collection[Node]) -> Node | None:
-    """The activation that a linear layer reads; None if the node was lowered to another call."""
+    """The activation that a linear layer reads. None if the node was lowered to another call, or if
+    not exactly one factor is an activation.
+    """
     if node.target is late_linear:
         return input_node(node, 0)
     if not isinstance(node.target, torch._ops.OpOverload) or op_name(node) not in LINEAR_FACTORS:
@@ -64,7 +66,9 @@ def _base(node: Node) -> Node:
 
 
 def _keep(graph: Graph, whole: Node, axis: str) -> Node:
-    """Insert the call that keeps the shard of a value, after the value."""
+    """Insert the call that keeps this rank's shard of the value `whole`, after the value, and
+    return it. It keeps the tensor from which `whole` was gathered over `axis`, if it was.
+    """
     made = input_node(whole, 0) if whole.target is wait else whole
     with graph.inserting_after(whole):
         if made.target is all_gather and made.args[1] == axis:

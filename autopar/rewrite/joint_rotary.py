@@ -19,7 +19,9 @@ _SHARED = [each.name for each in _SINGLE._schema.arguments if each.name != "x"]
 
 
 def join_rotations(graph: Graph) -> Graph:
-    """Run the pass on a graph in place, and return the graph."""
+    """Join each two calls of `autopar::rotary_single` that share their tables into one of
+    `autopar::rotary`, in place, and return the graph.
+    """
     waiting: dict[tuple, Node] = {}
     for node in graph.find_nodes(op="call_function", target=_SINGLE):
         first = waiting.pop(_shared(node), None)
@@ -32,7 +34,9 @@ def join_rotations(graph: Graph) -> Graph:
 
 
 def _shared(node: Node) -> tuple:
-    """What two calls must have in common: tables and attributes, and the rank's part of all dims but heads."""
+    """What two calls must have in common, as a key: tables, attributes, sizes of all dims but
+    heads, and the layouts that shard these dims.
+    """
     heads = 2 if argument(node, "heads_last") else 1
     shape = [str(size) for dim, size in enumerate(node.meta["whole"].shape) if dim != heads]
     layouts = [
@@ -44,7 +48,9 @@ def _shared(node: Node) -> tuple:
 
 
 def _join(graph: Graph, first: Node, second: Node) -> None:
-    """Replace two calls by one at the place of the second."""
+    """Replace two calls of `autopar::rotary_single` by one of `autopar::rotary` at the place of
+    `second`, in place.
+    """
     operands = (argument(first, "x"), argument(second, "x"))
     shared = {name: argument(first, name) for name in _SHARED}
     with graph.inserting_before(second):

@@ -87,7 +87,7 @@ def _unused(name: str, taken: set[str]) -> str:
 
 def _value_names(graph: Graph, functions: Mapping[Callable, str]) -> dict[Node, str]:
     """By node of a graph, the name of its value in the text: the node's own, with a number if the
-    text uses that name for something else.
+    text uses that name for something else. `functions` has the names of imported functions.
     """
     reserved = {*_OWN_NAMES, *functions.values()}
     taken = reserved | {node.name for node in graph.nodes}

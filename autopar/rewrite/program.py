@@ -55,8 +55,9 @@ class ProgramParameter:
 @dataclass(frozen=True, slots=True)
 class StageProgram:
     """One pipeline stage of a rank's program. `module` takes the values `received`, the graph
-    inputs `stage.inputs`, and NOISE if `draws` (the stage has dropout). It returns the values
-    `sent` (a tuple), or the loss in the last stage, and the new values of the buffers `updates`.
+    inputs `stage.inputs`, and NOISE if `draws` (the stage draws random numbers). It returns the
+    values `sent` (a tuple), or the loss in the last stage, and the new values of the buffers
+    `updates`.
     """
 
     stage: Stage
@@ -73,9 +74,9 @@ class Program:
 
     Attributes:
         module: without a pipeline, the module of the only stage. `module(**inputs)` returns the
-            loss of the whole batch, or the loss and the new values of the buffers `updates`, each
-            in its buffer's layout. In a pipeline, a module with the segments of all the rank's
-            stages.
+            loss of a micro-batch, as this rank's part over `loss_axes`. If buffers change, it
+            returns the loss and the new values of the buffers `updates`, each in its buffer's
+            layout. In a pipeline, a module with the segments of all the rank's stages.
         mesh: the mesh.
         rank: the rank.
         stages: the rank's stages, in order.
@@ -112,7 +113,9 @@ class Program:
 
     @property
     def draws(self) -> bool:
-        """Whether any of the rank's stages has dropout, so that it takes NOISE."""
+        """Whether any of the rank's stages draws random numbers, as dropout does, so that it takes
+        NOISE.
+        """
         return any(stage.draws for stage in self.stages)
 
     @property
@@ -222,8 +225,9 @@ def _choices(traced: TracedModel, plan: Plan) -> list[Key]:
 def _crossing(
     traced: TracedModel, plan: Plan, choices: list[Key], source: Source, steady: bool
 ) -> Value:
-    """The description of output `source.index` of segment `source.segment`, which another stage
-    reads. `steady`: it is the same for all micro-batches, unless it has a gradient.
+    """The `Value` that describes output `source.index` of segment `source.segment`, which another
+    stage reads. `steady`: it is the same for all micro-batches, unless it has a gradient. `choices`
+    has (class, plan's block) of each segment.
     """
     segment, (index, number) = traced.segments[source.segment], choices[source.segment]
     graph = traced.classes[index].graph
@@ -243,7 +247,8 @@ def stored_layouts(
 
     Segments that share a tensor may want its gradient replicated in one place and partial in
     another. The tensor has one gradient, which is then partial; a segment that wants it replicated
-    converts it. Raises AutoparError if segments want different layouts of the tensor itself.
+    converts it. Raises AutoparError if segments want different layouts of the tensor itself, or a
+    partial sum.
     """
     layouts: dict[Key, dict[str, Layouts]] = {}
     for key in dict.fromkeys(choices):

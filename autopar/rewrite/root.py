@@ -66,8 +66,8 @@ def segments_of(stage: nn.Module) -> dict[str, GraphModule]:
 
 class RootGraph:
     """Builds the root graph of one stage, by `run`. The graph takes the values that the stage
-    receives, the graph inputs that it reads, and NOISE if it has dropout. It returns the values
-    that it sends, or the loss if it is the last stage, and the new values of buffers.
+    receives, the graph inputs that it reads, and NOISE if it draws random numbers. It returns the
+    values that it sends, or the loss if it is the last stage, and the new values of buffers.
     """
 
     def __init__(

@@ -29,9 +29,9 @@ class ProgramError(RuntimeError):
 
 
 def verify_program(program: Program, rows: int = 2) -> int:
-    """Run the program on the meta device and check the shape of every value against its layouts,
-    with `rows` local rows. Returns the number of values checked. Raises ProgramError at the first
-    that differs.
+    """Run the program on the meta device and check the shape of every value against its layouts. A
+    micro-batch has `rows` rows on each data-parallel rank. Returns the number of values checked.
+    Raises ProgramError at the first that differs.
     """
     checker = _Checker(program, rows)
     with active_axes(simulated_axes(program.mesh, program.rank)), torch.no_grad():

@@ -50,7 +50,8 @@ def local_shard(parameter: torch.Tensor, gradients: dict[str, str]) -> torch.Ten
 
 class ClassSharder:
     """Rewrites the graph of one block class over whole tensors, by `run`, into the graph over one
-    rank's shards. `stored` has the layouts in which parameters are stored, by slot.
+    rank's shards. `plan` has the choices. Calls such as arange make their tensors on `device`.
+    `stored` has the layouts in which parameters are stored, by slot.
     """
 
     def __init__(
@@ -177,7 +178,8 @@ class ClassSharder:
 
 def insert_transition(node: Node, have: Layouts, axis: str, to: Layout, sizes: LocalSizes) -> Node:
     """Append the call that changes the layout of `node` on one axis to `to`, and return it. `have`
-    are its current layouts. Returns `node` itself if neither value nor gradient changes.
+    are its current layouts; `sizes` gives this rank's sizes and has the graph. Returns `node`
+    itself if neither value nor gradient changes.
     """
     tensor, source = node.meta["whole"], have[axis]
     others = {a: layout for a, layout in have.items() if a != axis}

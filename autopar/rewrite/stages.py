@@ -38,11 +38,11 @@ class Stage:
 
 
 def cut(traced: TracedModel, plan: Plan) -> tuple[Stage, ...]:
-    """The stages of a plan, in order. Without a pipeline there is one, which takes every model
+    """The stages of a plan, in order. Without a pipeline there is one, which takes every graph
     input.
 
-    Raises AutoparError if the plan's stages are not the model's segments in order, or if they
-    separate a buffer from its changes.
+    In a pipeline, raises AutoparError if the plan's stages are not the model's segments in order,
+    or if they separate a buffer from its changes.
     """
     if plan.mesh.pp == 1:
         everything = tuple(traced.graph_inputs), tuple(traced.updates)
@@ -81,8 +81,8 @@ def _ends(traced: TracedModel, plan: Plan) -> tuple[int, ...]:
 
 
 def _crossing(traced: TracedModel, end: int) -> tuple[Source, ...]:
-    """The values that segments before `end` make and segments from `end` on read, in the order in
-    which they are made. Model inputs are left out.
+    """The values that segments before `end` make and segments from `end` on read, as `Source`s in
+    the order in which they are made. Model inputs are left out.
     """
     later = {
         source
@@ -112,9 +112,9 @@ def _check_updates(traced: TracedModel, stages: list[Stage]) -> None:
 
 
 def steady_values(traced: TracedModel) -> frozenset[Source]:
-    """The values between segments that are the same for all micro-batches of a step. They are
-    computed from constants, parameters, unmodified buffers and sizes; examples are rotary tables
-    and causal masks.
+    """The values between segments, as `Source`s, that are the same for all micro-batches of a step.
+    They are computed from constants, parameters, unmodified buffers and sizes; examples are rotary
+    tables and causal masks.
     """
     found: set[Source] = set()
     for number, segment in enumerate(traced.segments):

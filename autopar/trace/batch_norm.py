@@ -58,7 +58,7 @@ def expand_batch_norm(graph: Graph) -> None:
 def _expanded(graph: Graph, node: Node) -> tuple:
     """Write the sums before `node`, a batch norm call, and return its results: (normalized, None,
     None, new running mean, new running variance), as nodes. None stands for what only backward
-    needs.
+    needs, and for running statistics that it does not have.
 
     In evaluation the running statistics normalize and stay as they are.
     """

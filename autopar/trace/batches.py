@@ -21,8 +21,8 @@ def input_names(example_inputs: ExampleInputs) -> tuple[str, ...]:
 
 
 def check_example(example_inputs: ExampleInputs) -> None:
-    """Raise AutoparError unless `example_inputs` is a mapping or sequence of dense tensors, each
-    with one element or more.
+    """Raise AutoparError unless `example_inputs` is a dense tensor, or a mapping or sequence of
+    such, each with one element or more.
     """
     for name, tensor in batch_tensors(example_inputs, "example_inputs").items():
         if tensor.numel() == 0:
@@ -38,8 +38,8 @@ def batch_tensors(
     """The tensors of a batch by flat name: their keys, or `arg0`, `arg1`, ... One tensor is a batch
     of one.
 
-    Raises AutoparError for anything but a mapping or sequence of dense tensors, or if there is
-    none. `what` names the argument in the message.
+    Raises AutoparError for anything but a mapping from texts, or a sequence, of dense tensors, or
+    if there is none. `what` names the argument in the message.
     """
     if isinstance(batch, torch.Tensor):
         batch = (batch,)
@@ -82,8 +82,10 @@ def batch_tensors(
 def shorter_lengths(
     example_inputs: ExampleInputs, buckets: Sequence[int], batch_dims: BatchDims | None = None
 ) -> list[int]:
-    """The sequence lengths in `buckets` that are shorter than the example's rows, ascending, each
-    once. Raises AutoparError if one is not a whole number from 1 to the example's length.
+    """The sequence lengths in `buckets` that are shorter than the example's sequences, ascending,
+    each once. Raises AutoparError if one is not a whole number from 1 to the example's length.
+
+    `batch_dims` says where the rows of an input are, as in `row_dims`.
     """
     tensors = batch_tensors(example_inputs)
     longest = positions(rows_first(tensors, row_dims(tensors, batch_dims)).values())
@@ -103,7 +105,7 @@ def shortened(
     a mapping, else a tuple.
 
     Every dim as long as the example's sequences gets the new length, but for the dim of rows (dim 0
-    of an input without rows).
+    of an input without rows). `batch_dims` says where rows are, as in `row_dims`.
     """
     tensors = batch_tensors(example_inputs)
     dims = row_dims(tensors, batch_dims)

@@ -48,8 +48,9 @@ class _LossModule(nn.Module):
         record: StateRecord,
         moved: Mapping[str, int],
     ) -> None:
-        """`names` are all inputs in order; `keyword`: the model takes them by name. `moved`: by
-        input, the dim to which dim 0, the rows, is moved before the model is called.
+        """`names` are all inputs in order; `keyword`: the model takes them by name. `aliases` are
+        refreshed before each call, and `record` watches it. `moved`: by input, the dim to which dim
+        0, the rows, is moved before the model is called.
         """
         super().__init__()
         self.model, self.names, self.keyword = model, names, keyword
@@ -135,15 +136,18 @@ def capture(
     dtype: torch.dtype | None = None,
     batch_dims: BatchDims | None = None,
 ) -> Captured:
-    """Export `model` and its loss as one ATen graph with a symbolic batch size.
+    """Export `model` and its loss as one ATen graph with a symbolic batch size, in a `Captured`.
 
     The model is not touched: a copy of its structure with fake tensors is exported, so that no
-    memory is needed.  They are fake CPU tensors, not meta ones, so that constants that forward
-    makes from Python numbers keep their values. Python state that forward changes outside of the
-    model, generators of random numbers among it, is put back. `loss_fn(output, target)` makes the
-    loss if given; else the model returns it. `dtype` casts floating parameters, buffers and inputs
-    first.  `batch_dims` says where the rows of an input are that are not dim 0, or that it has none
-    (None).  Raises AutoparError when the model cannot be captured, with the cause.
+    memory is needed. They are fake CPU tensors, not meta ones, so that constants that forward makes
+    from Python numbers keep their values. Python state that forward changes outside of the model,
+    generators of random numbers among it, is put back.
+
+    `loss_fn(output, target)` makes the loss if given; else the model returns it. `dtype` casts
+    floating parameters, buffers and inputs first. `batch_dims` says where the rows of an input are
+    that are not dim 0, or that it has none (None).
+
+    Raises AutoparError when the model cannot be captured, with the cause.
     """
     tensors = batch_tensors(example_inputs)
     if MICRO_BATCH_SHARE in tensors:
@@ -401,6 +405,9 @@ def _return_updates(
 ) -> tuple[str, ...]:
     """Change the graph to return the loss and then the detached new value of each buffer that
     forward changes. Returns the names of these buffers, in that order.
+
+    `output_specs` are torch.export's. `first_name` maps every name of a tensor to its first, and
+    `attributes` placeholders to names.
 
     Reads of a changed buffer are wrapped in `autopar::in_training`: in evaluation the buffer does
     not change. Raises AutoparError if forward changes a parameter, or another tensor that is no

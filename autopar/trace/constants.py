@@ -22,7 +22,8 @@ _Byte = int | torch.SymInt
 
 def read_as_attributes(exported: torch.export.ExportedProgram, registered: Registered) -> None:
     """Make the program read parameters and buffers as such, in place, where export treated them as
-    constants. They leave `exported.constants`; real constants stay there.
+    constants. They leave `exported.constants`; real constants stay there. `registered` tells which
+    constant is which tensor of the model.
 
     Fake tensors among the constants would crash torch's passes. Raises AutoparError for a part of a
     trained parameter, and for constants computed from fake tensors.
@@ -109,8 +110,8 @@ class Registered:
 
     def name(self, constant: torch.Tensor) -> str | None:
         """The name of the parameter or buffer that `constant` is; None if it is neither. Raises
-        AutoparError if it is part of a trained parameter, or is computed from tensors of the model
-        before forward.
+        AutoparError if it only shares memory with a trained parameter, or is computed from tensors
+        of the model before forward.
         """
         if not _lies(constant):
             return None

@@ -44,7 +44,8 @@ def copy_with(
 
     Other tensors in attributes are copied; those that autograd computed lose their history. Locks,
     files, process groups and the like are shared with the model. Raises AutoparError, with the
-    attribute's name, if an object can be neither copied nor shared.
+    attribute's name, if an object can be neither copied nor shared, or a lazy parameter has no
+    shape yet.
     """
     memo = {} if memo is None else memo
     for name, parameter in model.named_parameters():

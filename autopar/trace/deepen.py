@@ -267,10 +267,11 @@ def _more_parameters(
 @per_model(4)
 def counted(traced: TracedModel, every: int) -> TracedModel:
     """A copy of `traced` with every `every`-th of its layers in a block class with `picked=True`.
-    Classes of other layers have `picked=False`, and classes without layers None.
+    Classes of other layers have `picked=False`, and classes without layers None. If no structure
+    repeats, all segments count as layers.
 
-    A class with both kinds of layers is split in two with the same graph. Nothing else changes, so
-    segments keep their places and names.
+    A class with both kinds of layers is split in two with the same graph. Segments keep their
+    places and names.
     """
     layers = traced.layers
     picked = set(layers[every - 1 :: every])

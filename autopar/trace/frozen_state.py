@@ -114,6 +114,7 @@ def _constant_tensors(
 ) -> dict[str, torch.Tensor]:
     """By path, the values of those changed tensors that depend on no input, parameter or buffer,
     such as masks and tables. Captures once more, to see what the call stores at the changed paths.
+    `record` and `capture_again` are those of `check_state`.
     """
     paths = tuple(path for path in changed if path in record.after.tensors)
     if not paths:
@@ -130,8 +131,9 @@ def _constant_tensors(
 def _from_state(
     state: Snapshot, values: dict[str, torch.Tensor], record: StateRecord, capture_again: Callable
 ) -> Captured:
-    """Capture forward from the Python state `state`, which is put back first. `values` has, by
-    path, known values of tensors in it, which are put in as well. `record` records the call.
+    """Capture forward from the Python state `state`, which is put back first, and return the
+    `Captured`. `values` has, by path, known values of tensors in it, which are put in as well.
+    `record` records the call.
     """
     state.restore()
     for path, value in values.items():
@@ -187,7 +189,8 @@ def _draw(path: str, record: StateRecord, capture_again: Callable) -> str:
 
 def _line_of_draw(path: str, record: StateRecord, capture_again: Callable) -> str:
     """Text that names the user's line which first draws from the generator at `path`; '' if it is
-    not found. Forward runs once more with a trace function on the user's lines.
+    not found. Forward runs once more with a trace function on the user's lines. `record` and
+    `capture_again` are those of `check_state`.
     """
     generator, found = record.after.generators[path], list[str]()
     line_before: dict[types.FrameType, int] = {}

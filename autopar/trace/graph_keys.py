@@ -38,8 +38,8 @@ class GraphKeys:
         ]
 
     def value(self, node: Any) -> torch.Tensor | None:
-        """The tensor that a node computes from constants alone. None for any other node, and if it
-        would have more than `_MOST_ELEMENTS` elements.
+        """The tensor that a node computes from constants alone. None for any other node. Also None
+        if it is random, or is a result of more than `_MOST_ELEMENTS` elements.
         """
         return self._values.get(node) if isinstance(node, Node) else None
 

@@ -53,8 +53,8 @@ ROUTERS = "balance losses of routers"
 
 
 def split_loss(captured: Captured) -> tuple[LossSplit, StepValues | None]:
-    """How the losses of micro-batches combine to that of the batch, and the values that each step
-    computes from its whole batch (None if there are none).
+    """(a `LossSplit`: how the losses of micro-batches combine to that of the batch, `StepValues`:
+    the values that each step computes from its whole batch, or None if there are none).
 
     Edits the normalized graph of `captured` so that it reads these values as inputs. A loss that
     does not split leaves the graph unchanged; then `joins` is '' and `reason` says why.
@@ -458,7 +458,7 @@ def _carried(captured: Captured, loss: Node) -> str:
 
 def _gates_of(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:
     """The nodes of router logits (one number per expert), from which the choice or the weights of
-    routed experts are computed. Empty without routed experts.
+    routed experts are computed. Empty without routed experts. `fixed` is that of `row_facts`.
     """
     found: set[Node] = set()
     for experts in graph.nodes:
@@ -470,7 +470,8 @@ def _gates_of(graph: Graph, fixed: Mapping[str, bool]) -> set[Node]:
 
 def _products_above(choices: Iterable[Node], number: int, fixed: Mapping[str, bool]) -> set[Node]:
     """The nearest matrix products with a learned operand from which `choices` are computed, with a
-    dim of size `number`. Products further up, such as in a norm of states, are not gates.
+    dim of size `number`. Products further up, such as in a norm of states, are not gates. `fixed`
+    is that of `row_facts`.
     """
 
     def is_gate(node: Node) -> bool:
@@ -488,7 +489,7 @@ def _products_above(choices: Iterable[Node], number: int, fixed: Mapping[str, bo
 
 def _widest_input(graph: Graph, fixed: Mapping[str, bool]) -> int:
     """The largest number of elements per row of any integer input of the user that has rows; at
-    least 1.
+    least 1. Placeholders in `fixed` are no inputs.
     """
     inputs = [
         node

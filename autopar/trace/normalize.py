@@ -120,9 +120,11 @@ def drop_assertions(graph: Graph) -> None:
 
 
 def drop_no_ops(graph: Graph) -> None:
-    """Remove, in place, casts to the same dtype, slices of everything, inactive dropout, contiguity
-    hints, and additions of 0. `sum(losses)` starts with 0, and a sum plus something else could not
-    stay partial over ranks.
+    """Remove, in place, calls that change nothing: casts to the same dtype, copies, reshapes to the
+    same shape, slices of everything, inactive dropout, and additions of 0. Integers are no longer
+    detached.
+
+    `sum(losses)` starts with 0, and a sum plus something else could not stay partial over ranks.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):

@@ -107,8 +107,8 @@ def row_facts(
     overruled: Mapping[Node, Fact],
     widest: int,
 ) -> RowFacts:
-    """How every node of the graph depends on the rows of the batch, by the op rules. Does not
-    change the graph.
+    """`RowFacts`: how every node of the graph depends on the rows of the batch, by the op rules.
+    Does not change the graph.
 
     `fixed` maps placeholders of parameters to False, and of buffers and constants with known values
     to True; other placeholders are inputs. `overruled` has facts that hold by convention. `widest`
@@ -134,7 +134,8 @@ def row_facts(
 
 def gathered_inputs(node: Node, found: RowFacts) -> list[Node]:
     """The placeholders from whose rows the value of `node`, known before forward, is computed in
-    ways other than a sum over rows. Every rank needs all rows of these.
+    ways other than a sum over rows. Every rank needs all rows of these. `found` has the facts of
+    nodes.
     """
 
     def is_whole(each: Node) -> bool:
@@ -240,12 +241,14 @@ def _degree(expr: sympy.Expr) -> int | None:
 
 
 class _Transfer:
-    """Computes, by `run`, how one call depends on rows from how its operands do. Marks in `found`
-    the edits that this takes.
+    """Computes how one call depends on rows from how its operands do. `run` returns a `Fact`, or a
+    tuple for several results. Marks in `found` the edits that this takes.
     """
 
     def __init__(self, node: Node, found: RowFacts, widest: int, again: bool = False) -> None:
-        """`again`: the node is computed per micro-batch although it is known."""
+        """`found` has the facts of earlier nodes; `widest` is that of `row_facts`. `again`: the
+        node is computed per micro-batch although it is known.
+        """
         self.node, self.found, self.widest = node, found, widest
         self.operands = operands(node)
         facts = [found.of(each) for each in self.operands]
@@ -555,8 +558,8 @@ class _Transfer:
 
 
 def _reshaped(node: Node, source: Node, fact: Fact) -> Fact | None:
-    """How `node`, which reshapes `source`, depends on rows. Elements keep their order, and so do
-    rows; only the repetition of the batch may change. None if rows are not kept.
+    """The `Fact` of `node`, which reshapes `source`: how it depends on rows. Elements keep their
+    order, and so do rows; only the repetition of the batch may change. None if rows are not kept.
     """
     before, after = source.meta["val"].shape, node.meta["val"].shape
     here, there = row_dim_of(source), row_dim_of(node)
@@ -569,8 +572,8 @@ def _reshaped(node: Node, source: Node, fact: Fact) -> Fact | None:
 
 
 def _batches_in_a_row(node: Node, sources: Sequence[Node], facts: Sequence[Fact]) -> Fact | None:
-    """How a cat of several whole batches along their dim of rows depends on rows: the batch repeats
-    once for each. None if the operands are no such batches of equal size.
+    """The `Fact` of a cat of several whole batches along their dim of rows: the batch repeats once
+    for each. None if the operands are no such batches of equal size.
     """
     dim = argument(node, "dim", 0) % max(sources[0].meta["val"].dim(), 1)
     sizes = {str(each.meta["val"].shape[dim]) for each in sources}
@@ -580,8 +583,8 @@ def _batches_in_a_row(node: Node, sources: Sequence[Node], facts: Sequence[Fact]
 
 
 def _single_batches(node: Node, source: Node, fact: Fact) -> tuple[Fact, ...] | None:
-    """How the parts of a split depend on rows, one for each part, if `source` is several batches
-    along the dim of rows and each part is one of them. None otherwise.
+    """The `Fact` of each part of a split, if `source` is several batches along the dim of rows and
+    each part is one of them. None otherwise.
     """
     vals, dim = results(node), argument(node, "dim", 0) % max(source.meta["val"].dim(), 1)
     alike = len({str(val.shape[dim]) for val in vals}) == 1

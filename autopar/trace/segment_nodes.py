@@ -27,16 +27,16 @@ Named = list[tuple[str, list[Node]]]
 
 
 def nodes_of_segments(captured: Captured) -> Named:
-    """(name, nodes) of each segment, in execution order. Needs `meta['grad']` of all nodes
-    (`blocks.mark_differentiable`).
+    """(name, nodes) of each segment, in execution order: blocks and what lies between them, or
+    pieces if there are none. Needs `meta['grad']` of all nodes (`blocks.mark_differentiable`).
     """
     found = _blocks(captured)
     return found if found is not None else _pieces(captured)
 
 
 def _block_paths(graph: Graph) -> dict[Node, str]:
-    """The outermost `container.<n>` path of each node, for containers with at least two
-    children.
+    """By node, the outermost module path of the form `container.<n>` that it was called in, for
+    containers with at least two children in the graph. Nodes outside such containers are left out.
     """
     stacks = {
         n: [path for path, _ in n.meta.get("nn_module_stack", {}).values()]
@@ -59,8 +59,9 @@ def _block_paths(graph: Graph) -> dict[Node, str]:
 
 
 def _blocks(captured: Captured) -> Named | None:
-    """(name, nodes) of each segment of a graph with blocks; None for other graphs, and for blocks
-    that do not run one after the other.
+    """(name, nodes) of each segment of a graph with blocks, in execution order: 'prologue', the
+    module path of each block, glue between blocks ('glue1' and so on), 'epilogue'. Empty ones are
+    left out. None without blocks, or if they do not run one after the other.
 
     Levels: prologue 0, block i 2i + 1, glue after it 2i + 2.
     """
@@ -110,7 +111,7 @@ def _blocks(captured: Captured) -> Named | None:
 
 
 def _changes(captured: Captured) -> set[Node]:
-    """The nodes whose results are needed for new values of buffers alone."""
+    """The nodes whose results only new values of buffers need."""
     output, found = captured.graph.output_node(), set[Node]()
     loss = output_nodes(captured.graph)[0]
     for node in reversed(captured.graph.nodes):
@@ -128,7 +129,9 @@ def _changes(captured: Captured) -> set[Node]:
 def _keep_changes(
     captured: Captured, level: dict[Node, int], paths: dict[Node, str], changes: set[Node]
 ) -> None:
-    """Raise the levels of changes to the level of whatever else reads the buffer."""
+    """Raise, in place, the levels of `changes` (nodes that only new values of buffers need) to the
+    highest level at which their buffer is read. Nodes in `paths` keep their level.
+    """
     changed = set(captured.updates)
     for buffer in captured.graph.find_nodes(op="placeholder"):
         if captured.attributes.get(buffer.name) not in changed:
@@ -144,7 +147,8 @@ def _keep_changes(
 
 
 def _pieces(captured: Captured) -> Named:
-    """(name, nodes) of the pieces of a graph without blocks.
+    """(name, nodes) of the pieces of a graph without blocks, in order. If there is no place to cut,
+    all nodes as 'model'.
 
     A cut is where a module with trainable parameters begins, and a single value that needs a
     gradient crosses. Pieces have `_LEAST_OPS` ops and more, and are named after their first module
@@ -191,12 +195,14 @@ def _trained(captured: Captured, node: Node) -> bool:
 
 
 def _begins(captured: Captured, node: Node, before: Node) -> bool:
-    """Whether a module with trainable parameters begins at a node."""
+    """Whether `node` reads a trainable parameter in another module than the call `before` it."""
     return _trained(captured, node) and _module(node) != _module(before)
 
 
 def _named(captured: Captured, pieces: list[list[Node]]) -> Named:
-    """The pieces with distinct names."""
+    """(name, nodes) of the pieces: the module path of the first node with a trainable parameter, or
+    'piece', made distinct by numbers.
+    """
     found: dict[str, list[Node]] = {}
     for number, nodes in enumerate(pieces):
         name = next((_module(node) for node in nodes if _trained(captured, node)), "")

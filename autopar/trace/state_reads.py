@@ -18,11 +18,11 @@ _LOGS = {"print", "log", "logger", "logging", "warnings", "_logger", "LOG", "LOG
 
 
 def read_of(names: Collection[str], functions: Iterable[types.FunctionType]) -> str | None:
-    """' (file.py:12: its text)' for the first line that reads one of the attributes or variables
-    `names`; None if no line does.
+    """' (file.py:12: its text)' for the first line of `functions` that reads one of the attributes
+    or variables `names`; None if no line does.
 
-    Lines that only change state with these names, or print it, do not count. A function without
-    source code counts as reading.
+    Lines that only change state with these names, or print it, do not count. If the source of a
+    function is missing, it counts as reading all names in its code; its own name is then the text.
     """
     for function in functions:
         code = function.__code__

@@ -61,7 +61,7 @@ def line_text(file: str, number: int | None) -> str:
 
 def is_of_user(file: str) -> bool:
     """Whether a file (by its path) belongs neither to Python's standard library nor to torch or
-    autopar.
+    autopar. False for code without a file, such as '<string>'.
     """
     return not file.startswith(_OWN) and (
         not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file

@@ -68,8 +68,9 @@ class MeshReport:
 
     `worst_error` is update-relative (error / update), except for tiny updates: there it is the
     absolute error over the absolute allowance, times the tolerance. `worst_tensor` is the parameter
-    that has it. `collectives` are those of the program per micro-batch, by kind. `failure` is '' or
-    why the program did not run; errors are then infinite.
+    or buffer that has it. `collectives` are those of the program per micro-batch, by kind. `time_s`
+    is the seconds of the whole run. `failure` is '' or why the program did not run; errors are then
+    infinite.
     """
 
     mesh: dict[str, int | str]

@@ -147,7 +147,7 @@ def verify(
 
     Without a pin of tp or dp, every mesh dp x tp of `nproc` devices is verified. So are meshes with
     cp, ep and ZeRO-3 where the model has a use for them. A program that fails to run is reported as
-    not exact.
+    not exact. Meshes that cannot be planned are listed in `skipped`.
 
     Args:
         model: a spec, or a function that returns (model, example inputs).
@@ -157,13 +157,14 @@ def verify(
         steps: training steps.
         seq: tokens per sequence; default 12.
         rows: sequences per batch; default two per process.
-        progress: called with a line of text at each step.
+        progress: called with a line of text before the training of each mesh.
         shrink: whether to shrink the model first.
         compile: whether the processes compile their programs, as in `parallelize`; the single
             device does not.
 
     Raises:
-        AutoparError: the request is invalid.
+        AutoparError: the request is invalid, the model cannot be captured or fails on the data, or
+            no mesh can be planned.
     """
     spec = model if isinstance(model, ModelSpec) else FactorySpec.of(model)
     spec = spec.shrunk() if shrink else spec
@@ -215,9 +216,12 @@ def free_network(devices: int) -> ClusterSpec:
 def _meshes(case: Case, nproc: int, pin: dict[str, Any]) -> list[dict[str, Any]]:
     """For each mesh to verify, the pins of its plan: `pin` and those that fix the mesh.
 
-    If tp or dp is pinned, that is one mesh. Otherwise it is every dp x tp, one mesh with cp if the
-    model has attention, one with ep if it has routed experts, and one with ZeRO-3. A pipeline is
-    used only if pinned. Other meshes have no ZeRO unless it is pinned.
+    If tp or dp is pinned, that is one mesh. Otherwise it is every dp x tp, and up to three more:
+    with cp=2 if the model has attention, with ep=2 if it has routed experts, and with ZeRO-3. These
+    are left out if cp or ep is pinned, ZeRO-3 also if `zero` is. cp and ep need an even number of
+    ranks, ZeRO-3 more than one.
+
+    A pipeline is used only if pinned. ZeRO is off elsewhere unless `zero` or `shard` is pinned.
     """
     pin = {"pp": 1} | pin
     unshared = pin if pin.get("shard") else {"zero": 0} | pin
@@ -294,7 +298,8 @@ def make_case(setup: Setup) -> Case:
     device. The last two cases are cached. Forked workers inherit them; spawned ones compute equal
     ones.
 
-    Raises AutoparError if no learning rate that is tried moves the tensors enough.
+    Raises AutoparError if no learning rate that is tried moves the median tensor by `MOVED` to
+    `MOVED_MOST`.
     """
     state = torch.get_rng_state()
     torch.manual_seed(0)
@@ -336,8 +341,8 @@ def _disturb(model: nn.Module) -> None:
 
 def _batches(setup: Setup) -> list[dict[str, Tensor]]:
     """One batch by name per step, on the CPU, made from the spec's example inputs. 2-D `input_ids`
-    and `labels` are random tokens if the vocabulary is known. Each row of 2-D labels begins with a
-    random number of -100.
+    and `labels` are random tokens if the vocabulary is known. Each row of 2-D integer labels of at
+    least 3 columns begins with a random number of -100.
     """
     generator = torch.Generator().manual_seed(3)
     batches = []
@@ -368,8 +373,8 @@ Trained = tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, ...]]
 
 
 def _train(setup: Setup, case: Case, rate: float) -> Trained:
-    """(parameters before, parameters after, losses) of training a copy of the case's model on its
-    batches on one device, in eager mode, with the learning rate `rate`.
+    """(tensors before, tensors after, losses) of training a copy of the case's model on its batches
+    on one device, in eager mode, with the learning rate `rate`. The tensors are those of `_kept`.
     """
     model = copy.deepcopy(case.model)
     before = _kept(model, case)
@@ -386,7 +391,9 @@ def _train(setup: Setup, case: Case, rate: float) -> Trained:
 
 
 def _kept(model: nn.Module, case: Case) -> dict[str, Tensor]:
-    """Copies of what training changes: parameters, and persistent buffers that forward changes."""
+    """Copies, by name, of the tensors that training changes: parameters, and persistent buffers
+    that forward changes.
+    """
     parameters = {name for name, _ in model.named_parameters()}
     return {
         name: tensor.detach().clone()
@@ -411,8 +418,8 @@ def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 def _train_by_engine(
     setup: Setup, case: Case, rate: float, number: int = 1, dp: int = 1
 ) -> Trained:
-    """(parameters before, parameters after, losses) as from `_train`, but by autopar's engine on
-    one device, which draws the dropout masks that every plan draws.
+    """(tensors before, tensors after, losses) as from `_train`, but by autopar's engine on one
+    device, which draws the random numbers that every plan draws.
 
     It can split a batch into `number` micro-batches, each with the rows of `dp` data-parallel
     ranks.
@@ -432,8 +439,8 @@ def _train_by_engine(
 
 
 def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
-    """The median, over tensors, of ||after - before|| / ||before||. NaN if a value of `after` is
-    not finite; 0.0 if all tensors were zero.
+    """The median of ||after - before|| / ||before|| over floating-point tensors that were not zero.
+    NaN if a value of `after` is not finite; 0.0 if there is no such tensor.
     """
     if not all(bool(t.isfinite().all()) for t in after.values()):
         return float("nan")
@@ -449,7 +456,7 @@ def _verify_plan(
     setup: Setup, case: Case, plan: Plan, compile: bool | Mapping[str, Any] = False
 ) -> MeshReport:
     """The report of one plan, run on as many processes as its mesh has devices. If a process fails,
-    the report says so in `failure`.
+    the report says so in `failure`. `compile` is that of `verify`.
     """
     start = time.perf_counter()
     choices = ("micro_batch", "recompute", "schedule", "zero", "shard")
@@ -480,7 +487,7 @@ def _verify_plan(
 def expected_of(
     setup: Setup, case: Case, plan: Plan
 ) -> tuple[dict[str, Tensor], tuple[float, ...]]:
-    """(parameters after training, losses) of one device that runs the plan's micro-batches. They
+    """(tensors after training, losses) of one device that runs the plan's micro-batches. They
     differ from those of the whole batch only if the loss is not linear in the batch (balance of
     routers, batch norm).
     """
@@ -499,9 +506,10 @@ def rank_errors(
     after: dict[str, Tensor],
     compile: bool | Mapping[str, Any] = False,
 ) -> tuple[float, str, list[float]]:
-    """(worst error of a parameter against `after`, its name, the loss of each step) of this
-    process, which trains the case of `setup` under the plan in `plan_text`. Every rank must call
-    it.
+    """(worst error of a tensor against `after`, its name, the loss of each step) of this process,
+    which trains the case of `setup` under the plan in `plan_text`. Every rank must call it.
+
+    `compile` is that of `verify`. `rank` is this process's number; it is not read.
     """
     case = make_case(setup)
     engine = make_engine(case, Plan.from_json(plan_text), compile)
@@ -527,8 +535,8 @@ def compare(
     before: dict[str, Tensor], after: dict[str, Tensor], state: Mapping[str, Tensor], precision: str
 ) -> tuple[float, str]:
     """(largest update-relative error of `state` against `after`, name of its tensor). An error is
-    divided by the update `after` - `before`, or by a small allowance if that is more. A missing
-    tensor is an infinite error.
+    divided by the update `after` - `before`, or by a small allowance if that is more. The error of
+    a tensor that is missing, has another shape or contains NaN is infinite.
     """
     tolerance, absolute = TOLERANCE[precision]
     errors = {}

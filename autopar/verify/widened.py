@@ -39,7 +39,8 @@ def _grouped_mm(
     function: Callable, rows: Tensor, weights: Tensor, offs: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     """A grouped matrix product in fp64: rows (t, k), weights (e, k, n), `offs` (e,), the end index
-    of each group of rows -> (t, n). Other calls go to `function`.
+    of each group of rows -> (t, n). Rows after the last group give zeros. Other calls go to
+    `function`.
     """
     given = [value for value in kwargs.values() if value is not None]
     fits = rows.dtype is torch.float64 and rows.dim() == 2 and weights.dim() == 3 and not given

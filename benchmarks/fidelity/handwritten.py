@@ -10,6 +10,7 @@ ranks is the mean of those that are returned.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,15 +31,21 @@ from torch.distributed.tensor.parallel import (
 from autopar.models.common import rotary_tables, shifted_loss
 from autopar.models.llama import Llama
 from autopar.runtime.engine import Optimizer
+from benchmarks.fidelity.megatron_way import MegatronBlock, sum_norms
 
 Batch = Mapping[str, Tensor]
 Step = Callable[[Batch], Tensor | None]
 
 
-def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def _loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    after_backward: Callable[[], None] = lambda: None,
+) -> Step:
     def step(batch: Batch) -> Tensor:
         loss = model(**batch)
         loss.backward()
+        after_backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -62,11 +69,14 @@ def fully_sharded(model: Llama, optimizer: Optimizer, reshard: bool) -> Step:
     return _loop(model, optimizer(model.parameters()))
 
 
-def tensor_parallel(model: Llama, optimizer: Optimizer, sequences: bool) -> Step:
+def tensor_parallel(
+    model: Llama, optimizer: Optimizer, sequences: bool, megatron: bool = False
+) -> Step:
     """A step under DTensor, as in PyTorch's tutorial: heads, feed-forward width and vocabulary are
     sharded over all ranks.
 
-    With `sequences`, values between matrix products are sharded along positions.
+    With `sequences`, values between matrix products are sharded along positions. With `megatron`
+    too, layers are those of `megatron_way.py`.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     between = Shard(1) if sequences else Replicate()
@@ -85,7 +95,10 @@ def tensor_parallel(model: Llama, optimizer: Optimizer, sequences: bool) -> Step
             "mlp_norm": SequenceParallel(),
             "mlp": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
         }  # fmt: skip
-    for layer in model.layers:
+    for number, layer in enumerate(model.layers):
+        if megatron:
+            model.layers[number] = MegatronBlock(layer)
+            continue
         layer.attention.heads //= mesh.size()
         layer.attention.kv_heads //= mesh.size()
         parallelize_module(layer, mesh, layer_plan)
@@ -99,7 +112,8 @@ def tensor_parallel(model: Llama, optimizer: Optimizer, sequences: bool) -> Step
     # a group must not mix the two
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    run = _loop(model, optimizer([{"params": group} for group in (sharded, whole) if group]))
+    made = optimizer([{"params": group} for group in (sharded, whole) if group])
+    run = _loop(model, made, partial(sum_norms, model)) if megatron else _loop(model, made)
 
     def step(batch: Batch) -> Tensor:
         with loss_parallel():

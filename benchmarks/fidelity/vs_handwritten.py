@@ -100,6 +100,7 @@ CASES = (
     Case("FSDP2", {"dp": 4, "zero": 3}),
     Case("DTensor TP", {"tp": 4, "sequence_parallel": False}),
     Case("DTensor TP, sequences", {"tp": 4, "sequence_parallel": True}),
+    Case("Megatron TP", {"tp": 4, "sequence_parallel": True, "recompute": "gather"}),
     Case("pipelining 1F1B", {"pp": 4, "schedule": "1f1b", "stages": "even"}),
 )
 
@@ -189,7 +190,8 @@ def _by_hand(
         case.pin or {"dp": 4, "zero": 0},
     )
     if "tp" in pin:
-        return tensor_parallel(model, optimizer, pin["sequence_parallel"]), batches
+        megatron = pin.get("recompute") == "gather"
+        return tensor_parallel(model, optimizer, pin["sequence_parallel"], megatron), batches
     if "pp" in pin:
         cuts = [len(model.layers) * stage // RANKS for stage in range(RANKS + 1)]
         return pipeline(model, optimizer, cuts, work.micro_batches), batches
@@ -248,7 +250,7 @@ def measure(
         rows = work.rows // (
             case.pin.get("dp", 1) * (work.micro_batches if "pp" in case.pin else 1)
         )
-        plan = plan_under(case.pin | {"micro_batch": rows, "recompute": "none"}).to_json()
+        plan = plan_under({"micro_batch": rows, "recompute": "none"} | case.pin).to_json()
     pool.run(_build, case, work, plan, timeout_s=900)
     times, worked = ([], []), ([], [])
     differences, done = [], 0

@@ -47,8 +47,8 @@ class AxisGroup:
 
 
 def simulated_axes(shape: MeshShape, rank: int, shard: int = 0) -> dict[str, AxisGroup]:
-    """By mesh axis, the simulated group of `rank`, for running its program alone to get shapes.
-    Raises AutoparError if the mesh has no such rank.
+    """By mesh axis, the simulated `AxisGroup` of `rank`, for running its program alone to get
+    shapes. Raises AutoparError if the mesh has no such rank.
 
     With `shard`, dp is divided into ZeRO groups of that many data-parallel ranks: the axis dp is
     then inside a group, and the axis `COPIES` goes from group to group.
@@ -96,8 +96,11 @@ def active_axes(axes: Mapping[str, AxisGroup]) -> Iterator[None]:
 
 @torch.compiler.assume_constant_result
 def axis_group(axis: str) -> AxisGroup:
-    """The group of the mesh axis `axis` in the active context (`active_axes`). A compiled program
-    treats it as a constant. Raises AutoparError if no context is active, or the axis is not in it.
+    """The `AxisGroup` of the mesh axis `axis` in the active context (`active_axes`). A compiled
+    program treats it as a constant.
+
+    Raises AutoparError if no context is active or the axis is not in it. Also on a thread without a
+    context, if other threads have different ones.
     """
     axes = _axes_by_thread.get(threading.get_ident())
     if axes is None:

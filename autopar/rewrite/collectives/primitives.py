@@ -39,14 +39,14 @@ def _mask(x: Tensor, group: AxisGroup, src: Split | None, dst: Split | None) -> 
 
 
 def _slice(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Tensor:
-    """Replicated to sharded (R -> S): a copy of this rank's shard, so that the whole tensor can be
-    freed.
+    """Replicated to sharded (R -> S): a copy of this rank's shard (`dst`), so that the whole tensor
+    can be freed.
     """
     return pick(x, dst, group.size, group.index).clone(memory_format=torch.contiguous_format)
 
 
 def _pad(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Tensor:
-    """Sharded to partial (S -> P): this rank's shard at its place in the whole size, zeros
+    """Sharded to partial (S -> P): this rank's shard (`src`) at its place in the whole size, zeros
     elsewhere.
     """
     length = x.shape[src.dim]
@@ -91,7 +91,7 @@ def _start_all_reduce(x: Tensor, group: AxisGroup, src: Split | None, dst: Split
 
 def _start_all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None) -> Started:
     """Sharded to replicated (S -> R): start an all-gather, whose result is the whole tensor in its
-    original order.
+    original order. `src` says how x is sharded.
     """
     shard = _resize(x, src.dim, ceil(src.size / group.size)).contiguous()
 
@@ -104,7 +104,7 @@ def _start_all_gather(x: Tensor, group: AxisGroup, src: Split, dst: Split | None
 
 def _start_reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: Split) -> Started:
     """Partial to sharded (P -> S): start a reduce-scatter, whose result is this rank's shard of the
-    sum.
+    sum. `dst` says how the sum is sharded.
     """
     step = ceil(dst.size / group.size)
     whole = _resize(rank_major(x, dst, group.size), dst.dim, step * group.size)
@@ -120,7 +120,7 @@ def _start_reduce_scatter(x: Tensor, group: AxisGroup, src: Split | None, dst: S
 
 def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
     """Sharded along one dim to sharded along another (S(d) -> S(e)): start an all-to-all, which
-    cuts along e and joins along d. The result is this rank's shard along e.
+    cuts along e (`dst`) and joins along d (`src`). The result is this rank's shard along e.
     """
     x = rank_major(x, dst, group.size)
     pieces = list(x.split([dst.extent(group.size, rank) for rank in range(group.size)], dst.dim))
@@ -139,8 +139,8 @@ def _start_all_to_all(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> St
 
 
 def _start_reshuffle(x: Tensor, group: AxisGroup, src: Split, dst: Split) -> Started:
-    """Sharded along a dim to sharded along it in another pattern: start an all-gather, of which
-    each rank keeps its new shard.
+    """Sharded along a dim (`src`) to sharded along it in another pattern (`dst`): start an
+    all-gather, of which each rank keeps its new shard.
     """
     gathering = _start_all_gather(x, group, src, None)
     return _then(gathering, lambda whole: _slice(whole, group, None, dst))
@@ -180,7 +180,7 @@ def apply_primitive(
     name: str, x: Tensor, group: AxisGroup, src: Split | None = None, dst: Split | None = None
 ) -> Tensor:
     """Run the primitive called `name` on this rank's `x`, without gradient, and wait for the
-    result.
+    result. In a group of one rank that is x itself.
 
     `src` describes how x is sharded by the group, `dst` how the result is (None: not sharded).
     Raises ValueError if the shape of x does not match.

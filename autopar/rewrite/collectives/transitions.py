@@ -369,7 +369,7 @@ def make_transition(
     `sizes` is the shape of the tensor before the axis shards it. `rows` is the number of batch rows
     in a dim with a pattern of rows. Sizes of dims that the axis does not shard are ignored. A size
     that depends on the batch is a graph node. For `src == dst` the function is an identity in both
-    directions.
+    directions. Raises AutoparError if the tensor lacks a sharded dim.
 
     >>> make_transition(parse_layout("S(1)"), parse_layout("R/P"), (4, 10))
     (<function all_gather>, {'dim': 1, 'size': 10, 'backward': 'reduce_scatter'})

@@ -219,7 +219,8 @@ def _ulysses(
     operands: Operands, axis: str, group: AxisGroup, seq: int, kv_seq: int, zigzag: bool
 ) -> Tensor:
     """This rank's part of attention by the ulysses method: all-to-all from sequence shards to head
-    shards, attention over the whole sequence, and back to sequence shards.
+    shards, attention over the whole sequence, and back to sequence shards. Arguments are those of
+    `context_attention`, and the group of `axis`.
     """
     query, key, value, mask, *_ = operands
     heads, kv_heads, ranks = query.shape[1], key.shape[1], group.size

@@ -46,10 +46,14 @@ def random_tensor(
     positions: Sequence[Position],
     sizes: Sequence[int | None],
 ) -> Tensor:
-    """Random numbers of the shape of `like`: the replacement of the ops COUNTED.
+    """Random numbers of the shape of `like` in `dtype`: the replacement of the ops `COUNTED`.
 
-    `op` and `options` say which distribution. `bernoulli` without `p` takes `like` as the
-    probabilities. The numbers come from 32 random bits each.
+    `op` is the schema name, and `options` its arguments (`OPTIONS`) that say how numbers are
+    distributed. `aten::bernoulli` without `p` takes `like` as the probabilities. Each number has at
+    most 32 random bits.
+
+    `noise` and `call` identify the draw, as in `dropout`. `positions` and `sizes` say which part of
+    the whole tensor this rank holds; see `drawn`.
     """
     with torch.no_grad():
         key, of_words = call_key(noise, call), _DISTRIBUTIONS[op]
@@ -63,7 +67,7 @@ def random_tensor(
 
 
 def _uniform(words: Tensor) -> Tensor:
-    """Numbers between 0 and 1, which they never reach, in fp64."""
+    """fp64 numbers above 0 and below 1, one for each 32-bit word."""
     return (words.double() + 0.5) / 2**32
 
 
@@ -97,12 +101,13 @@ _DISTRIBUTIONS: dict[str, Callable[..., Tensor]] = {
 def local_positions(
     dim: int, size: Any, layouts: Layouts, sizes: LocalSizes, source: Node, noise: Node
 ) -> tuple[Node | int | None, int | None]:
-    """(position, whole size) of one dim of a value with these layouts, as `counter_dropout` needs
-    them. New nodes are appended to the graph.
+    """(position, whole size) of one dim of a value with these layouts, as `drawn` needs them. New
+    nodes are appended to the graph.
 
     `size` is the size of the whole dim; `source` is a local value with the same extent along `dim`.
-    This function must know every way in which a rank can hold part of a dim. These are shards with
-    any pattern, nested in the order of the mesh's axes, and rows over the batch axes.
+    `noise` is the segment's noise node. This function must know every way in which a rank can hold
+    part of a dim. These are shards with any pattern, nested in the order of the mesh's axes, and
+    rows over the batch axes.
     """
     mesh = sizes.mesh
     splits = {
@@ -139,8 +144,11 @@ def local_positions(
 def lower_draw(
     node: Node, args: tuple, sizes: LocalSizes, result: Layouts, noise: Node, call: int
 ) -> tuple[Any, tuple, dict]:
-    """(target, args, kwargs) of the node that replaces a call that draws. `args` name local
-    values; `result` has the layouts of the call's result.
+    """(target, args, kwargs) of the node that replaces a call that draws random numbers. Nodes for
+    positions are added to the graph first.
+
+    `args` are the call's, with local values; `result` has the layouts of its result. `noise` is the
+    segment's noise node, `call` the number of the call in its segment.
     """
     out, call_of = node.meta["val"], Call(node)
     if op_name(node) in ("aten::dropout", *COUNTED):

@@ -73,7 +73,9 @@ def keep_mask(
     sizes: Sequence[int | None],
     device: torch.device,
 ) -> Tensor:
-    """A boolean mask of `shape` whose elements are True with probability 1 - p. See `drawn`."""
+    """A boolean mask of `shape` whose elements are True with probability 1 - p. The other arguments
+    are those of `drawn`.
+    """
     return drawn(shape, partial(torch.ge, other=round(p * 2**32)), key, positions, sizes, device)
 
 
@@ -85,12 +87,15 @@ def drawn(
     sizes: Sequence[int | None],
     device: torch.device,
 ) -> Tensor:
-    """Values of `shape`: `of_words` of random words, which are int64 below 2**32.
+    """A tensor of `shape`: `of_words` applied to random words, which are int64 numbers below 2**32.
+    `key`, two 32-bit words, identifies the draw.
 
     `positions[d]` says which indices along dim d of the whole tensor this rank holds. `sizes[d]` is
-    the size of the whole dim. It is None for a dim that grows with the batch (at most two), whose
-    index is hashed separately. One hash gives four words, for four neighbours along the last dim
-    with a size. Whole dims, and shards that begin at a multiple of four, are therefore cheapest.
+    the size of the whole dim. It is None for a dim that grows with the batch, whose index is hashed
+    separately. Raises ValueError for more than two of these.
+
+    One hash gives four words, for four neighbours along the last dim with a size. Whole dims, and
+    shards that begin at a multiple of four, are therefore cheapest.
     """
     if len(rows := [d for d, size in enumerate(sizes) if size is None]) > 2:
         raise ValueError(
@@ -153,7 +158,7 @@ def counter_dropout(
     Backward keeps one bool per element. x itself if p <= 0.
 
     `key` identifies the draw. `positions` and `sizes` say which part of the whole tensor x is; see
-    `keep_mask`.
+    `drawn`.
     """
     if p <= 0:
         return x
@@ -173,7 +178,9 @@ def in_chunks(
     positions: Sequence[Position],
     sizes: Sequence[int | None],
 ) -> Tensor:
-    """The values of `drawn` for each element of x, in `dtype`; no more than CHUNK at a time."""
+    """The values of `drawn` for each element of x, in `dtype`. At most about CHUNK are hashed at a
+    time. On meta, an empty tensor.
+    """
     if x.is_meta or x.numel() == 0:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel() <= CHUNK:
@@ -234,7 +241,7 @@ def dropout(
     seed, step, segment (all in `noise`), call and its index in the whole tensor.
 
     `call` is the number of the dropout call in its segment. `positions` and `sizes` say which part
-    of the whole tensor x is; see `keep_mask`.
+    of the whole tensor x is; see `drawn`.
     """
     return counter_dropout(x, p, call_key(noise, call), positions, sizes)
 
@@ -252,12 +259,13 @@ def attention_with_dropout(
     positions: Sequence[Position],
     sizes: Sequence[int | None],
 ) -> Tensor:
-    """Attention with dropout, the replacement of scaled_dot_product_attention: the probabilities
-    are materialized, dropped and applied.
+    """Attention with dropout of probability `p`, the replacement of scaled_dot_product_attention:
+    the probabilities are materialized, dropped and applied.
 
     q is (.., h, s, d), k (.., g, t, d) and v (.., g, t, e), where g divides h. `mask` broadcasts to
-    (.., h, s, t); it is boolean (True: attend) or additive. `positions` and `sizes` are those of
-    the probabilities (.., h, s, t). Queries that may not attend to any key give zeros.
+    (.., h, s, t); it is boolean (True: attend) or additive. `noise` and `call` are those of
+    `dropout`. `positions` and `sizes` are those of the probabilities (.., h, s, t). Queries that
+    may not attend to any key give zeros.
     """
     if q.dim() > 2 and k.shape[-3] != q.shape[-3] and k.shape[-3] > 1:
         k, v = (t.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for t in (k, v))
@@ -299,7 +307,7 @@ def row_positions(
     has `per_row` entries per batch row, of which this rank holds those that `splits` select.
 
     The rows of x are those of the micro-batches of the data-parallel `ranks`, one rank after the
-    other.
+    other. `noise` says at which row the micro-batch begins.
     """
     if x.is_meta:
         return torch.empty(x.shape[dim], dtype=torch.int64, device=x.device)

@@ -53,7 +53,8 @@ def expert_parallel(
 
     x (T, H), index (T, K) and weights (T, K) are this rank's tokens, any number of them; `index`
     counts all `experts`. up, down and their biases hold this rank's experts, `shard_extent(experts,
-    group size, coordinate)`, perhaps none. Shapes and `activation` are those of `routed_experts`.
+    group size, coordinate)`, perhaps none; ValueError for another number. Shapes and `activation`
+    are those of `routed_experts`.
 
     The result and the gradients of x and weights are this rank's rows of the unsharded ones.
     Gradients of the experts' tensors are complete. A capacity applies to the tokens of each rank
@@ -108,8 +109,8 @@ def _exchange_counts(
 
 def _expert_of_rows(counts: Tensor, rows: int) -> Tensor:
     """(rows, 1): the local expert of each received row. Rows are sorted by sender and then by
-    expert, with the numbers in `counts` (p, local). Rows beyond these, as in a simulated group,
-    get no expert.
+    expert, with the numbers in `counts` (p, local). Rows beyond these, as in a simulated group, get
+    the number `local`, which is no expert.
     """
     senders, local = counts.shape
     ends = counts.reshape(-1).cumsum(0)

@@ -71,8 +71,8 @@ class GatheredAgain:
         self._started = start_primitive("all_gather", self._shard, self._group, self._split)
 
     def take(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
-        """The tensor that `pack` described. The last use frees the value and the shard, since a
-        graph may outlive its backward.
+        """The tensor of this shape, stride and offset, which `pack` described. The last use frees
+        the value and the shard, since a graph may outlive its backward.
         """
         self.start()
         started, self._started = self._started, None
@@ -114,7 +114,7 @@ def gathered_again(
         rows: batch rows flattened into `dim`.
 
     Returns:
-        None if nothing is kept for backward, or if `whole` is not contiguous.
+        A `GatheredAgain`. None without gradients, or if `whole` is empty or not contiguous.
     """
     if not torch.is_grad_enabled() or not whole.is_contiguous() or not whole.numel():
         return None
@@ -130,7 +130,8 @@ def gathered_again(
 
 def keeping_shards(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of (again, *arguments) that calls `function` on the arguments. Of what autograd
-    keeps, tensors in the memory of `again`'s value are gathered again in backward.
+    keeps, tensors in the memory of `again`'s value are gathered again in backward. If `again` is
+    None, autograd keeps them as usual.
     """
 
     def kept(again: GatheredAgain | None, *args: Any, **kwargs: Any) -> Any:

@@ -134,7 +134,8 @@ def late_linear(
     again: GatheredAgain | None = None,
 ) -> Tensor:
     """The linear layer x (..., in) times the transpose of weight (out, in), plus bias (out). The
-    weight's gradient is computed later, where `late` was made.
+    weight's gradient is computed later, where `late` was made. If `late` has no token, autograd
+    computes it as usual.
 
     If `transposed`, the weight is (in, out). `again` is the value that backward gathers in the
     place of a kept `x`.

@@ -36,7 +36,8 @@ class Lowering:
     """The input for lowering a call (finding the call that this rank runs in its place), as data.
 
     It has the call over whole tensors, the plan's choice on each axis, this rank's sizes and
-    device. For a call with dropout, `noise` is the segment's noise node and the call's number.
+    device. For a call that draws random numbers, `noise` is the segment's noise node and the call's
+    number.
     """
 
     node: Node
@@ -68,7 +69,8 @@ def lower_call(op: Lowering, args: tuple, kwargs: dict) -> Lowered:
     """(function, args, kwargs) of the call that this rank runs. `args` and `kwargs` are those of
     the whole call, with local values in the place of tensors. May add nodes for sizes to the graph.
 
-    Raises AutoparError if the choices need two special lowerings that cannot be combined.
+    Raises AutoparError if the choices need two special lowerings that cannot be combined, or one
+    for a call that draws random numbers.
     """
     node, sizes, special = op.node, op.sizes, op.special
     name, asked = sparse_argument(node)
@@ -111,7 +113,8 @@ def _local_sections(op: Lowering) -> list:
 
 def _shape_argument(node: Node, sizes: LocalSizes, result: Layouts) -> list:
     """The shape argument of reshape and expand on this rank: numbers, and nodes that compute sizes.
-    The one dim that depends on the batch becomes -1 if that is unambiguous.
+    For expand, dims that do not grow become -1. For reshape, the one dim that depends on the batch
+    becomes -1 if that is unambiguous.
     """
     val, source = node.meta["val"], Call(node).tensors[0]
     symbolic = [d for d, s in enumerate(val.shape) if is_symbolic(s)]

@@ -39,7 +39,8 @@ have more than two operands.
 
 class LocalSizes:
     """Converts sizes of whole tensors to this rank's sizes: numbers, or nodes that it adds to one
-    segment's graph, which compute them from the batch.
+    segment's graph, which compute them from the batch. `coordinates` has this rank's coordinate on
+    each axis.
 
     The local batch size is read from the first segment input with a dim that is a multiple of the
     batch size. The batch of the whole micro-batch is that times the ranks that shard this input,

@@ -53,7 +53,8 @@ def vocab_parallel_embedding(
     sum: zero where another rank has the row.
 
     weight is (local vocab, hidden); indices have any shape and values in [0, vocab). The result is
-    (*indices.shape, hidden), Partial over `axis`.
+    (*indices.shape, hidden), Partial over `axis`. Row `padding_idx` gets no gradient (-1: every row
+    gets one).
     """
     group = axis_group(axis)
     start, length = shard_extent(vocab, group.size, group.index)
@@ -78,8 +79,8 @@ def vocab_parallel_cross_entropy(
     """Cross-entropy of logits whose classes are sharded over `axis`. It needs three all-reduces of
     one number per token, and no gathered logits.
 
-    logits are (tokens, local vocab); target is (tokens,) with whole class indices. The result is ()
-    for 'sum' or (tokens,) for 'none', replicated.
+    logits are (tokens, local vocab); target is (tokens,) with whole class indices. Targets of
+    `ignore_index` have loss 0. The result is () for 'sum' or (tokens,) for 'none', replicated.
     """
     return _VocabParallelCrossEntropy.apply(
         logits, target, axis_group(axis), vocab, reduction, ignore_index
@@ -98,10 +99,12 @@ def vocab_parallel_statistics(
     soft_cap: float | None = None,
     reduction: str = "sum",
 ) -> Tensor:
-    """`autopar::cross_entropy` of logits whose classes are sharded over `axis`; one all-gather of three numbers a token (four with
-    smoothing), and nothing of the logits' size is kept besides them.
+    """`autopar::cross_entropy` of logits whose classes are sharded over `axis`, with the options of
+    that op. It needs one all-gather of three numbers per token (four with smoothing). Nothing of
+    the logits' size is kept besides them.
 
-    logits: (..., local vocab); target: (...) whole class indices; weight: (vocab,); result: () for 'sum', (...) for 'none', replicated.
+    logits are (..., local vocab); target is (...) with whole class indices; weight is (vocab,). The
+    result is () for 'sum' or (...) for 'none', replicated.
     """
     group = axis_group(axis)
     start, length = shard_extent(vocab, group.size, group.index)

@@ -13,7 +13,9 @@ from autopar.trace.fusion.algebra import at
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Columns `start` to `stop` of the node `of`."""
+    """A description of adjacent columns (the last dim) of the node `of`: from `start` to before
+    `stop`.
+    """
 
     of: Node
     start: int
@@ -22,19 +24,21 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """The lower or upper half of the columns of the node `of`, or with `neighbours` its even or odd ones."""
+    """A description of half of the columns (the last dim) of the node `of`: the lower or `upper`
+    half. With `neighbours`, the even columns, or the odd ones if `upper`.
+    """
 
     of: Node
     upper: bool
     neighbours: bool
 
     def completes(self, lower: Half) -> bool:
-        """Whether this is the upper half to a lower one."""
+        """Whether this is the upper half and `lower` the lower half of the same columns."""
         return self == Half(lower.of, True, lower.neighbours) and not lower.upper
 
 
 def part_of(node: Node) -> Part | None:
-    """The adjacent columns of another node that a node has; None if it is no cut of the last dim."""
+    """The adjacent columns of another node that a node is. None if it is no cut of the last dim."""
     if node.target is operator.getitem:
         split, index = at(node), at(node, 1)
         if not isinstance(split, Node) or op_name(split) != "aten::split_with_sizes":
@@ -49,7 +53,7 @@ def part_of(node: Node) -> Part | None:
 
 
 def half_of(node: Node | None) -> Half | None:
-    """Which half of another node's columns a node has; None if it has none."""
+    """Which half of another node's columns a node is. None if it is none, and for None."""
     if node is None:
         return None
     part = part_of(node)
@@ -66,13 +70,15 @@ def half_of(node: Node | None) -> Half | None:
 
 
 def negated(node: Node) -> Node | None:
-    """What a node negates."""
+    """The node that a node negates, or None."""
     negates = op_name(node) == "aten::neg" or (op_name(node) == "aten::mul" and at(node, 1) == -1)
     return at(node) if negates else None
 
 
 def joined(node: Node, neighbours: bool = False) -> list[Node] | None:
-    """What a node joins along the last dim, one after another, or with `neighbours` in turn; None if it joins nothing."""
+    """The nodes that a node joins along the last dim, in order: as blocks of columns, or with
+    `neighbours` by turns. None if it joins nothing that way.
+    """
     if not neighbours:
         is_joint = op_name(node) == "aten::cat" and _along_last(node, node)
         return list(at(node)) if is_joint else None
@@ -84,19 +90,21 @@ def joined(node: Node, neighbours: bool = False) -> list[Node] | None:
 
 
 def _along_last(node: Node, of: Node) -> bool:
-    """Whether the dim of a call is the last one of a value."""
+    """Whether the argument `dim` of the call `node` is the last dim of the value `of`."""
     rank: int = of.meta["val"].dim()
     return bool(argument(node, "dim", 0) % rank == rank - 1)
 
 
 def _columns(node: Node) -> int:
-    """The size of the last dim, 0 if it is an expression."""
+    """The size of the last dim of a node's value; 0 if it is symbolic."""
     size = node.meta["val"].shape[-1]
     return size if isinstance(size, int) else 0
 
 
 def _cut(node: Node) -> slice | None:
-    """The columns that a slice of the last dim takes."""
+    """The columns that a slice of the last dim takes, with start, stop and step from 0 on. None for
+    any other node, and if a size is symbolic.
+    """
     if op_name(node) != "aten::slice" or not _along_last(node, at(node)):
         return None
     start, stop = argument(node, "start") or 0, argument(node, "end")

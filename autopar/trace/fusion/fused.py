@@ -53,7 +53,8 @@ def fused(traced: TracedModel, mode: str) -> TracedModel:
         mode: one of `FUSE_MODES`: 'off', 'norms' or 'all'.
 
     Raises:
-        ValueError: the mode is unknown, or the model was fused in another one.
+        KeyError: the mode is unknown.
+        ValueError: the model was fused in another mode.
     """
     if mode == traced.fusion.mode:
         return traced
@@ -123,7 +124,9 @@ def _tried(
 
 
 def _larger(algebra: Algebra, match: Match, matchers: tuple[Matcher, ...]) -> Match | None:
-    """A norm with the product or the addition before it, unless that is the result of another op, such as a rotation."""
+    """The match of a norm joined with the product by a gate, or the addition, before it. None if
+    there is neither, or if the sum is the result of another op, such as a rotation.
+    """
     if (gated := with_gate_first(algebra, match)) is not None:
         return gated
     larger = with_residual(match)
@@ -192,7 +195,9 @@ class _Rewriting:
         return self._copies[node]
 
     def _viewed(self, match: Match, name: str, node: Node) -> Node:
-        """What the op of a match reads as an operand; matches share equal views."""
+        """The node that the op of `match` reads as the operand called `name`: a view of the copy of
+        `node`, inserted on the first call. Matches share equal views.
+        """
         key = node, match.views.get(name, ())
         if key not in self._views:
             made: Node = viewed(match, name, self._copy(node), partial(call, self._graph, node))

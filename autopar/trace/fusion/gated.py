@@ -29,7 +29,7 @@ _ACTIVATIONS = {
 
 
 def match_gated(algebra: Algebra, node: Node) -> Match | Miss | None:
-    """The gated activation, act(gate) * (up + shift), whose result is `node`.
+    """The `Match` of the gated activation, act(gate) * (up + shift), whose result is `node`.
 
     A `Miss` with the reason if it looks like one that the op cannot compute; None if it does not
     look like one.

@@ -17,7 +17,9 @@ from autopar.trace.fusion.norms import RMS, match_norm
 
 
 def match_gated_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
-    """The norm, multiplied by its gate, that a node is the result of."""
+    """The `Match` of an RMS norm multiplied by its gate, norm(x) * silu(gate), whose result is
+    `node`. None if it is no such product.
+    """
     product = at(node) if op_name(node) == "aten::to" else node
     for normed, gate in _gated(algebra, product):
         for inner in (normed, _widened(normed)):
@@ -28,7 +30,9 @@ def match_gated_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
 
 
 def with_gate_first(algebra: Algebra, match: Match) -> Match | None:
-    """The match of a norm together with the product before it; None if there is none."""
+    """The match of an RMS norm joined with the product before it, norm(x * silu(gate)). None if
+    there is no such product, or the norm has a gate already.
+    """
     if match.name != RMS or "gate" in match.operands:
         return None
     for x, gate in _gated(algebra, match.operands["x"]):
@@ -58,7 +62,7 @@ def _with_gate(
 
 
 def _gated(algebra: Algebra, node: Node) -> Iterator[tuple[Node, Node]]:
-    """(the other factor, z) for each factor silu(z) of a product of two."""
+    """Yields (the other factor, gate) for each factor silu(gate) if `node` is a product of two."""
     if not isinstance(node, Node) or op_name(node) != "aten::mul":
         return
     factors = [factor for factor in (at(node), at(node, 1)) if factor in algebra.terms]
@@ -73,11 +77,11 @@ def _gated(algebra: Algebra, node: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _widened(node: Node) -> Node:
-    """What a node casts, or the node itself."""
+    """The operand of a node that is a cast; any other node itself."""
     source = at(node) if op_name(node) == "aten::to" else node
     return source if isinstance(source, Node) else node
 
 
 def _alike(x: Node, gate: Node) -> bool:
-    """Whether two values have one shape."""
+    """Whether two nodes have values of one shape."""
     return str(list(x.meta["val"].shape)) == str(list(gate.meta["val"].shape))

@@ -61,7 +61,8 @@ class _Unlike:
 
 
 def match_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
-    """The RMS norm, in any spelling, or torch's layer_norm, whose result is `node`.
+    """The `Match` of the RMS norm, in any spelling, or of torch's layer_norm, whose result is
+    `node`.
 
     A `Miss` with the reason if it looks like a norm that no op computes; None if it does not look
     like one.
@@ -252,8 +253,8 @@ def with_residual(match: Match) -> Match | None:
     """The match of a norm joined with the addition that computes its input: the sum is then a
     second result of the op. None if there is no such addition.
 
-    Also None unless both terms have the shape and dtype of the sum, and the joint op has all
-    attributes of the norm.
+    Also None unless both terms have the shape and dtype of the sum, the joint op has all attributes
+    of the norm, and weights are computed before the sum.
     """
     total = match.operands["x"]
     known = {spec.name for spec in _WITH_RESIDUAL[match.name]._schema.arguments}

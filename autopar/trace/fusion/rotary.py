@@ -31,10 +31,10 @@ _OTHER_WAY = "it is scaled, or the signs of its products are those of no rotatio
 
 @dataclass(frozen=True, slots=True)
 class _Rotation:
-    """A rotation of whole pairs.
+    """A description of a rotation of whole pairs of columns.
 
     Attributes:
-        x: what is rotated.
+        x: the node that is rotated.
         tables: the terms of cos and sin.
         backwards: whether sin is negated.
         interleaved: whether the columns of a pair are neighbours in x.
@@ -52,14 +52,16 @@ class _Rotation:
 
 @dataclass(frozen=True, slots=True)
 class _Unlike:
-    """A value that looks like a rotation, recognised at `turn`, and why it is none."""
+    """A record of a value that looks like a rotation, recognised at `turn`, and is none for
+    `reason`.
+    """
 
     turn: Node
     reason: str
 
 
 def match_rotary(algebra: Algebra, node: Node) -> Match | Miss | None:
-    """The rotary position embedding, x cos + turned(x) sin, whose result is `node`.
+    """The `Match` of the rotary position embedding, x cos + turned(x) sin, whose result is `node`.
 
     A `Miss` with the reason if it looks like one that the op cannot compute; None if it does not
     look like one.
@@ -69,7 +71,9 @@ def match_rotary(algebra: Algebra, node: Node) -> Match | Miss | None:
 
 
 def _whole(algebra: Algebra, node: Node) -> Match | _Unlike | None:
-    """The rotation of all columns of a value."""
+    """The match of a rotation of all columns of a value, perhaps rounded, with the result `node`.
+    `_Unlike` with the reason if it looks like one; None if it does not.
+    """
     rounded = op_name(node) == "aten::to" and isinstance(at(node), Node)
     result = at(node) if rounded else node
     if result not in algebra.terms:
@@ -79,7 +83,9 @@ def _whole(algebra: Algebra, node: Node) -> Match | _Unlike | None:
 
 
 def _partial(algebra: Algebra, node: Node) -> Match | None:
-    """The rotation of the first or the last columns of a value, joined with the others."""
+    """The match of a rotation of the first or the last columns of a value, joined with its other
+    columns, with the result `node`. None if it is none.
+    """
     parts = joined(node) or []
     for number, rotated in enumerate(parts if len(parts) == 2 else ()):
         match, rest = _whole(algebra, rotated), part_of(parts[1 - number])
@@ -114,7 +120,9 @@ def _partial(algebra: Algebra, node: Node) -> Match | None:
 
 
 def _turned(algebra: Algebra, node: Node) -> _Rotation | _Unlike | None:
-    """The rotation that is spelled with a turned factor."""
+    """The rotation x cos + turned(x) sin whose result is `node`. `_Unlike` with the reason if it
+    has a turned factor and is none; None without one.
+    """
     term = algebra.terms[node]
     if not isinstance(term, Sum):
         return None
@@ -137,7 +145,9 @@ def _turned(algebra: Algebra, node: Node) -> _Rotation | _Unlike | None:
 
 
 def _turned_factor(summand: Term) -> tuple[Term, Node, tuple[Node, bool, bool]] | None:
-    """(the other factor, the turned node, the result of `_turn_of`) of a product with a turned factor."""
+    """(the other factor, the turned node, the result of `_turn_of`) for a product of two factors of
+    which one is turned. None for any other term.
+    """
     for leaf, other in _leaves(summand):
         if (turn := _turn_of(leaf)) is not None:
             return other, leaf, turn
@@ -145,7 +155,9 @@ def _turned_factor(summand: Term) -> tuple[Term, Node, tuple[Node, bool, bool]] 
 
 
 def _leaves(summand: Term) -> Iterator[tuple[Node, Term]]:
-    """(the node of a factor that is a leaf or a cast of one, the other factor) of a product of two."""
+    """Yields (the node of a factor that is a leaf or a cast of one, the other factor) for a product
+    of two factors. Nothing for any other term.
+    """
     if isinstance(summand, Product) and [power for _, power in summand.factors] == [1.0, 1.0]:
         terms = [term for term, _ in summand.factors]
         for factor, other in (terms, terms[::-1]):
@@ -155,7 +167,9 @@ def _leaves(summand: Term) -> Iterator[tuple[Node, Term]]:
 
 
 def _turn_of(node: Node) -> tuple[Node, bool, bool] | None:
-    """(x, whether neighbours, whether the lower is negated) where a node is x with the columns of each pair swapped and one negated."""
+    """(x, whether neighbours, whether the lower is negated) if a node is x with the columns of each
+    pair swapped and one of them negated. None otherwise.
+    """
     parts = joined(node)
     neighbours = parts is None
     parts = parts or joined(node, neighbours=True)
@@ -174,7 +188,9 @@ def _turn_of(node: Node) -> tuple[Node, bool, bool] | None:
 
 
 def _pairs(algebra: Algebra, node: Node) -> _Rotation | _Unlike | None:
-    """The rotation that is spelled by the columns of its pairs."""
+    """The rotation whose result `node` joins low cos - high sin and high cos + low sin. `_Unlike`
+    with the reason if it joins other products of both halves; None if it does not.
+    """
     parts = joined(node)
     apart = parts is not None
     parts = parts or joined(node, neighbours=True)
@@ -200,7 +216,9 @@ _Factors = dict[bool, tuple[Term, float]]
 
 
 def _of_halves(term: Term) -> list[tuple[Half, Term, float]]:
-    """(half, what it is multiplied by, factor) of the products of a sum of two in which a half is a factor."""
+    """(half, the term that it is multiplied by, factor) for each product with a half among the two
+    summands of a sum. [] for any other term.
+    """
     if not isinstance(term, Sum) or len(term.summands) != 2 or term.constant:
         return []
     return [
@@ -214,14 +232,18 @@ def _of_halves(term: Term) -> list[tuple[Half, Term, float]]:
 def _factors(
     products: list[tuple[Half, Term, float]], x: Node, neighbours: bool
 ) -> _Factors | None:
-    """The factors of both halves of x; None unless each is in one product."""
+    """The factors of both halves of x among `products`, by whether it is the upper half. None
+    unless each half is in exactly one product.
+    """
     ours = [each for each in products if (each[0].of, each[0].neighbours) == (x, neighbours)]
     found = {half.upper: (table, factor) for half, table, factor in ours}
     return found if len(ours) == len(found) == 2 else None
 
 
 def _no_rotation(low: _Factors, high: _Factors) -> str:
-    """Why two columns are no rotated pair; '' if they are."""
+    """The reason why the factors of the lower and upper columns are no rotation, as text; '' if
+    they are one.
+    """
     (cos, one), (sin, minus) = low[False], low[True]
     (cos_too, other), (sin_too, plus) = high[True], high[False]
     if cos is not cos_too or sin is not sin_too:
@@ -233,7 +255,9 @@ def _no_rotation(low: _Factors, high: _Factors) -> str:
 
 
 def _match(algebra: Algebra, node: Node, rotation: _Rotation, rounded: bool) -> Match | _Unlike:
-    """The op of a rotation; `rounded` says that the node is a cast of its result."""
+    """The match of `autopar::rotary_single` for a rotation, with the result `node`. `_Unlike` with
+    the reason if the op cannot compute it. `rounded`: the node is a cast of the rotation.
+    """
     x = rotation.x
     if rounded and op_name(x) == "aten::to" and dtype_of(at(x)) == dtype_of(node):
         x = at(x)

@@ -30,7 +30,11 @@ _SOFTMAX = "autopar::softmax"
 
 
 def match_softmax(algebra: Algebra, node: Node) -> Match | Miss | None:
-    """The attention probabilities that a node is the result of."""
+    """The `Match` of a softmax over the last dim of scores that are scaled, capped or masked, whose
+    result is `node`.
+
+    A `Miss` with the reason if the op cannot compute it; None for any other node.
+    """
     rounded = op_name(node) == "aten::to" and isinstance(at(node), Node)
     root = at(node) if rounded else node
     if op_name(root) != "aten::softmax":
@@ -60,14 +64,18 @@ def match_softmax(algebra: Algebra, node: Node) -> Match | Miss | None:
 
 
 def _uncast(term: Term) -> Term:
-    """What a term casts: the op computes in fp32, and rounds once."""
+    """The term inside all casts around a term. They may go, since the op computes in fp32 and
+    rounds once.
+    """
     while isinstance(term, Cast):
         term = term.of
     return term
 
 
 def _without_mask(algebra: Algebra, term: Term) -> tuple[Term, Node | None, View]:
-    """(scores, mask, its view) of a sum of both, or of scores that are -inf where they are hidden; a mask needs no gradient."""
+    """(scores, mask, view of the mask) of the sum of both, or of scores that are -inf where they
+    are hidden. The mask is None if there is none, or if it needs a gradient.
+    """
     if isinstance(term, Leaf) and op_name(term.node) == "aten::masked_fill":
         filled, hidden, value = (at(term.node, number) for number in range(3))
         if filled in algebra.terms and value == float("-inf"):
@@ -84,7 +92,9 @@ def _without_mask(algebra: Algebra, term: Term) -> tuple[Term, Node | None, View
 
 
 def _without_scale(term: Term) -> tuple[Term, dict[str, Attribute]]:
-    """(scores, scale and cap) of scores that are scaled, and perhaps capped."""
+    """(scores, attributes) of scores that are scaled or capped: 'scale' is their factor, 'soft_cap'
+    the cap or None. The term itself and {} if they are neither.
+    """
     cap: float | None = None
     inner, factor = _scaled(term)
     if isinstance(inner, Function) and inner.name == "tanh" and factor > 0:
@@ -97,7 +107,7 @@ def _without_scale(term: Term) -> tuple[Term, dict[str, Attribute]]:
 
 
 def _scaled(term: Term) -> tuple[Term, float]:
-    """A term and its factor, for a product of one term and a number."""
+    """(term, factor) of a product of one term and a number; (the term itself, 1.0) otherwise."""
     if isinstance(term, Product) and [power for _, power in term.factors] == [1.0]:
         return term.factors[0][0], term.coefficient
     return term, 1.0

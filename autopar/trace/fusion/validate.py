@@ -142,7 +142,8 @@ def _cast_to(wide: torch.dtype, value: Any) -> Any:
 
 def _with_gradients(match: Match, given: Values, evaluate: Evaluation) -> dict[str, Tensor]:
     """The results in fp64 ('result 0', ...) and the gradients of operands that have one ('gradient
-    of x', ...), by these names.
+    of x', ...), by these names. `evaluate` is `_op` or `_subgraph`; `given` has tensors by operand
+    node.
 
     Gradients of the results are random, the same in each call. An operand that is not read has the
     gradient 0.
