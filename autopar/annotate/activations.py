@@ -51,9 +51,9 @@ def kept_tensors(
     outs: tuple[str, ...],
     keeping: dict[str, SavedByOp],
 ) -> tuple[Saved, ...]:
-    """The tensors that autograd keeps for a call under a strategy, with bytes on one device; none
-    if no gradient flows. `names` and `outs` name the call's operands and results. `keeping`
-    replaces, by op name, what was observed to be saved.
+    """The tensors that autograd keeps for a call under the strategy `choice` over tp, with bytes on
+    one device; none if no gradient flows. `names` and `outs` name the call's operands and results.
+    `keeping` replaces, by op name, what was observed to be saved.
     """
     observed = keeping.get(node.name, local.facts.saved.get(node.name))
     if observed is None or not node.meta.get("grad"):
@@ -120,8 +120,9 @@ def workspace_bytes(
     weights: bool,
     alone: bool,
 ) -> int:
-    """Peak bytes that backward of a segment (one layer, or what is before or after the layers)
-    needs beyond what forward keeps. Each value has the size under its smallest strategy.
+    """Peak bytes on one device that backward of a segment (one layer, or what is before or after
+    the layers) needs beyond what forward keeps. Each value has the size under its smallest
+    strategy.
 
     Args:
         local: the class.
@@ -131,7 +132,8 @@ def workspace_bytes(
         gradients: parameter -> bytes of its gradient in the smallest layout that may store it.
         weights: whether to count gradients of parameters until they are accumulated. Under ZeRO-3
             they are part of the buffers instead.
-        alone: whether the plan has no pipeline.
+        alone: whether the plan has no pipeline. With `weights`, the gradient of a tied head then
+            also counts, since it waits for that of the embedding.
     """
     facts, sizes = local.facts, _least_sizes(local, (*inputs, *calls))
     made = {

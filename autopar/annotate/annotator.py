@@ -256,8 +256,9 @@ class Annotator:
             )
 
         def message_s(size_bytes: int) -> float:
-            """Seconds of one message between pipeline ranks. If every tp rank has the whole value
-            and the software scatters messages, each sends one part and the receivers all-gather it.
+            """Seconds of one message of `size_bytes` between pipeline ranks. If every tp rank has
+            the whole value and the software scatters messages, each sends one part and the
+            receivers all-gather it.
             """
             if (
                 mesh.tp == 1
@@ -321,7 +322,7 @@ class Annotator:
 
 @per_model(4)
 def annotator_of(traced: TracedModel) -> Annotator:
-    """The annotator of a traced model. The most recent ones are cached, so that plans of one model
+    """The annotator of a traced model. The most recent four are cached, so that plans of one model
     share work that does not depend on the cluster.
     """
     return Annotator(traced)

@@ -45,8 +45,8 @@ def outside_bytes(mesh: MeshShape, shard: int, device: Device) -> int:
 
 
 def buffer_bytes(setting: Setting, pricers: Sequence[ClassPricer], model: ModelFacts) -> int:
-    """Bytes outside torch, of framework buffers, of the attention core that a segment recomputes, and of
-    parameters that stay gathered in all segments.
+    """Bytes that are the same in all segments: outside torch's allocator, of framework buffers, of
+    recomputed attention cores, and of parameters that are gathered or fetched from the host.
 
     FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): the root unit holds embedding and head.
     They stay gathered, with their whole gradients, through backward. Of the blocks, one is computed
@@ -130,9 +130,9 @@ def gathered_bytes(
 
 
 def _fetched_scalars(pricers: Sequence[ClassPricer], model: ModelFacts, ahead: bool) -> int:
-    """The largest number of parameters on a device at once, if segments fetch them from the host.
-    With `ahead`, a neighbouring segment is prefetched. Tied parameters stay from the backward of
-    the head to the backward of the embedding, which completes their gradient.
+    """The largest number of trained scalars on a device at once, if segments fetch them from the
+    host. With `ahead`, a neighbouring segment is prefetched. Tied parameters stay from the backward
+    of the head to the backward of the embedding, which completes their gradient.
     """
     alone, staying = _scalars_by_segment(pricers, model)
     found = [own + there for own, there in zip(alone, staying, strict=True)]

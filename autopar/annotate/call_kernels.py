@@ -32,6 +32,8 @@ class PricedCall:
     """A call under one strategy, as its kernels see it on one rank.
 
     Attributes:
+        node: the call.
+        dims: the op's dims, named by letters; None if the op has no rule.
         names, outs: names of the operands and of the results.
         grads: for each operand, whether backward computes its gradient.
         added: for each operand, whether autograd adds that gradient to another one.

@@ -39,8 +39,8 @@ def call_strategy(
     late: tuple[Saved, ...],
 ) -> Strategy:
     """The priced strategy of a call: seconds, saved tensors, and the tensors `late` that gradients
-    of parameters need. `paid` are the layout changes that this op is the first to request; those
-    over dp are left out (`CallPricer.over_dp`).
+    of parameters need. `paid` are the layout changes that this op is the first to request; their
+    collectives over dp are left out (`CallPricer.over_dp`).
     """
     computed = kernel_time(local, call)
     local_s, sent_s = _sent(local, call, computed, paid)

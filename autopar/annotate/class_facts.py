@@ -55,13 +55,15 @@ class ClassPlace:
 class ClassFacts:
     """Facts of one block class, by the names of its values and ops.
 
-    `patterns` and `positions` are (dim, pattern) pairs of a value: dims that follow the sections of
-    fused projections, and dims that are positions of sequences. `weights` are the parameters; the
-    `borrowed` ones count their bytes in another class. `products` are the calls that multiply by a
-    parameter, and `heads` those directly before the loss. `added` are the (op, operand) pairs where
-    autograd sums gradients. `saved` and `roots` come from `observe_saved`; `windows` has the
-    sliding windows of causal attention. The functions `shares` (fused kernels), `rerun` (recompute
-    modes) and `tensor_parallel` (strategies over tp) cache their results.
+    `tensors` has the fake tensor of each value, and `grads` whether it has a gradient.
+    `patterns` and `positions` are (dim, pattern) pairs of a value: dims that follow the
+    sections of fused projections, and dims that are positions of sequences. `weights` are the
+    parameters; the `borrowed` ones count their bytes in another class. `products` are the calls
+    that multiply by a parameter, and `heads` those directly before the loss. `added` are the
+    (op, operand) pairs where autograd sums gradients. `saved` and `roots` come from
+    `observe_saved`; `windows` has the sliding windows of causal attention. The functions
+    `shares` (fused kernels), `rerun` (recompute modes) and `tensor_parallel` (strategies over
+    tp) cache their results.
     """
 
     block: BlockClass
@@ -316,8 +318,8 @@ def _tensor_parallel(
     tp: int,
     taken: tuple[tuple[str, int], ...],
 ) -> list[OpStrategy]:
-    """The strategies of an op over tp. `taken` says by how much other axes have already divided
-    each letter.
+    """The strategies of an op over `tp` ranks. `taken` says by how much other axes have already
+    divided each letter. Raises ValueError if the op has no rule.
     """
     own = dims[node.name]
     if own is None:

@@ -170,8 +170,8 @@ class ClassPricer:
 
 
 def _input(local: LocalClass, position: int, node: Node, wanted: set[Layout]) -> AnnotatedOp:
-    """The priced input at `position`. It may arrive in any layout that an op of the class requests;
-    model inputs are replicated over tp.
+    """The priced input at `position`. It may arrive replicated or in any layout that an op of the
+    class requests and the sequence-parallelism pin allows. Model inputs are replicated over tp.
     """
     layouts = {R}
     if position not in local.facts.place.from_model:
@@ -184,8 +184,8 @@ def _input(local: LocalClass, position: int, node: Node, wanted: set[Layout]) ->
 
 
 def _output(local: LocalClass, k: int, name: str, produced: LayoutsOf) -> AnnotatedOp:
-    """The priced output `k`. It may leave in any layout that an op of the class produces; the loss
-    is replicated.
+    """The priced output `k`. It may leave replicated or in any layout in which the class produces
+    it and which the sequence-parallelism pin allows. The loss is replicated.
     """
     layouts = {R}
     if k or not local.facts.place.has_loss:

@@ -49,7 +49,8 @@ def context_extra_s(
 ) -> tuple[float, float]:
     """Seconds (forward, backward) that a method ("gather", "ring" or "ulysses") takes beyond a
     balanced 1/cp of the compute: waiting, and communication that is not hidden. `gathers`: whether
-    to count the all-gathers of keys and values, which a program runs as separate layout changes.
+    method "gather" counts its all-gathers and reduce-scatters, which a program runs as separate
+    layout changes.
     """
     cp, stride, topology = mesh.cp, mesh.stride("cp"), cluster.topology
     forward, backward = op.forward_s * op.waste(cp), op.backward_s * op.waste(cp)
@@ -87,8 +88,8 @@ def context_extra_s(
 def choose_method(
     op: ContextAttention, legal: tuple[str, ...], mesh: MeshShape, cluster: ClusterSpec
 ) -> str:
-    """The method of `legal` ("gather", "ring", "ulysses") with the lowest time, forward plus
-    backward.
+    """The method of `legal` ("gather", "ring", "ulysses") with the lowest time for the attention
+    `op`, forward plus backward.
     """
     return min(
         legal, key=lambda method: sum(context_extra_s(method, op, mesh, cluster, gathers=True))

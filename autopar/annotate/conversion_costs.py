@@ -18,7 +18,8 @@ def conversion_costs(
     have: set[Layout],
     wanted: set[Layout],
 ) -> Conversions:
-    """Prices of all allowed layout changes over tp of a value, by (from, to).
+    """Prices of all allowed layout changes over tp of the value `name`, from a layout of `have` to
+    one of `wanted`, by (from, to). `calls` are the priced calls of the class.
 
     The sequence-parallelism pin requests Megatron's layout. Weights stay as they are stored, and
     their gradients are summed once a step. What a product shards along features stays sharded, up

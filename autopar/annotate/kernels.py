@@ -92,7 +92,8 @@ def product_of(
     dims: OpDims, shapes: list[Shape], grads: list[bool], parameters: list[bool], fp8: bool
 ) -> Product | None:
     """The matrix product that a contraction of two factors is, from its letters and this rank's
-    shapes; None if it is not one.
+    shapes; None if it is not one, or a size is 0. `fp8`: whether it may run in fp8; only a single
+    product by a parameter does.
 
     Letters of both factors and the result are batch dims; letters of both factors alone are summed.
     The result's other letters are rows and columns.
@@ -372,10 +373,10 @@ class Kernels:
     ) -> KernelTime:
         """Kernel time of attention.
 
-        A measured flash kernel of the device is used if there is one. Otherwise FLOPs and bytes
-        decide, and backward takes 2.5 times forward. With dropout, attention runs op by op and is
-        priced so. Context ranks share one sequence's work equally here; `context_method.py` prices
-        imbalance and transfers.
+        In bf16 and fp16, a measured flash kernel of the device is used if there is one. Otherwise
+        FLOPs and bytes decide, and backward takes 2.5 times forward. With dropout, attention runs
+        op by op and is priced so. Context ranks share one sequence's work equally here;
+        `context_method.py` prices imbalance and transfers.
         """
         key = a, flops, forward_bytes, backward_bytes
         if key not in self._known:

@@ -40,16 +40,16 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Costs of trained elements that do not depend on the micro-batch or other ops.
+    """Costs of trained elements (`Elements`) that do not depend on the micro-batch or other ops.
 
-    Seconds:
+    Seconds of one occurrence; `ParameterCosts._costs` decides which occur in each micro-batch:
 
-    - `gather_s`: to gather them.
-    - `reduce_s`: to reduce their gradients, including the part among copies of a shard.
-    - `copies_s`: to sum gradients over `copies`.
-    - `partial_s`: to sum gradients that are partial over tp.
-    - `update_s`: to update them.
-    - `fetch_s`: to fetch them from the host.
+    - `gather_s`: to all-gather them within a ZeRO group; 0 without ZeRO.
+    - `reduce_s`: to reduce their gradients over the axes `copies`, within a ZeRO group.
+    - `copies_s`: to sum the reduced gradients over ZeRO groups, on top; 0 if there is one group.
+    - `partial_s`: to sum gradients over tp if they are partial; otherwise 0.
+    - `update_s`: to update the elements that the rank owns.
+    - `fetch_s`: to fetch parameters from the host before a pass; 0 if they are on the device.
 
     The bytes mean the same as in `Strategy`.
     """
@@ -165,8 +165,9 @@ class ParameterCosts:
         return [R, RP, *shards] if facts.grads[name] else [R, *shards]
 
     def _stays_sharded(self, name: str) -> bool:
-        """Whether the sequence-parallelism pin (Megatron's layout) keeps a parameter sharded over
-        tp. It does so for matrices of products, except very small ones such as a router.
+        """Whether the sequence-parallelism pin (Megatron's layout), on or off, keeps a parameter
+        sharded over tp. It does so for matrices of products, except very small ones such as a
+        router. False without the pin.
         """
         facts, tensor = self.local.facts, self.local.facts.tensors[name]
         if self.local.setting.sequence_parallel is None or tensor.dim() != 2:
@@ -323,8 +324,9 @@ class ParameterCosts:
         )
 
     def _update_s(self, setting: Setting, owned: int) -> tuple[float, float]:
-        """(seconds to update the elements that a rank owns, seconds to fetch them from the
-        host).
+        """(seconds to update the `owned` elements of a rank, seconds to fetch their parameters
+        from the host: 0 unless the setting offloads parameters). Raises ValueError if it offloads
+        and the cluster does not describe its host.
         """
         if setting.offload == "none":
             fused = setting.software.fused_optimizer

@@ -53,8 +53,9 @@ NOTHING = Rerun()
 def rerun_of(
     mode: str, graph: Graph, saved: dict[str, SavedByOp], roots: dict[str, str], compiled: bool
 ) -> Rerun:
-    """What backward runs again in a class graph under a recompute mode. `saved` and `roots` come
-    from `observe_saved`.
+    """What backward runs again in a class graph under a selective recompute mode ("gather",
+    "selective" or "op"). `saved` and `roots` come from `observe_saved`. `compiled` matters only for
+    "op".
     """
     if mode == "gather":
         return Rerun(gathered=_kept_inputs(graph, saved, roots))

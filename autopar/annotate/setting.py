@@ -19,6 +19,12 @@ _DEFAULT = Software()
 class Setting:
     """The choices of a candidate that prices depend on. `micro_batch` is in sequences per rank.
 
+    `zero` is the ZeRO stage, and `shard` the data-parallel ranks within which it shards (0: all).
+    `context_method` is that of all attention under context parallelism (None: the cheapest of each
+    op). `sequence_parallel`: whether tp shards positions between matrix products (None: as the
+    solver finds). `stage_sizes` has the layers of each stage of a pipeline ((): as even as
+    possible).
+
     `offload` says what is in host memory: "none", "optimizer" or "parameters"; the latter two need
     a cluster that describes its host. On a cluster of several kinds of devices a setting is about
     one kind: `cluster` is that group, and `between` is the link to the other pipeline ranks.

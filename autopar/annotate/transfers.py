@@ -75,8 +75,8 @@ class Pricing:
     def context_attention(
         self, node: Node, dims: OpDims, zigzag: bool, mask: tuple[bool, int | None]
     ) -> ContextAttention:
-        """The costs of an attention op on one rank, with heads sharded over tp. `mask` is (causal,
-        sliding window).
+        """The costs of an attention op on one rank, with heads sharded over tp if tp divides them.
+        `mask` is (causal, sliding window); `zigzag` says whether positions are balanced.
         """
         call, mesh = Call(node), self.setting.mesh
         rows = {axis: S(0) for axis in BATCH_AXES}
@@ -233,7 +233,7 @@ def attention_of(
 ) -> LocalAttention:
     """The local attention that a call runs, from the shapes of queries, keys and values on this
     rank. Their position dims have whole-sequence length. `mask` is (causal, sliding window);
-    `heads_split` is by how much Ulysses divides the heads.
+    `heads_split` is by how much Ulysses divides the heads. The others are as in `LocalAttention`.
     """
     query, key, value = shapes
     # torch's masks of other shapes begin at the first key; the model's end at the last

@@ -43,7 +43,8 @@ def calibrate(
     gloo, or its GPUs over NCCL.
 
     All devices work at once during a measurement, as when a plan runs; CPU processes share the
-    cores. It takes about a minute. Raises AutoparError for devices that the machine does not have.
+    cores. It takes about a minute. Raises AutoparError for an invalid argument, and for devices
+    that the machine does not have.
 
     Args:
         nproc: number of devices. Default: 4 processes, or all GPUs.

@@ -89,7 +89,8 @@ class Kernels:
 
     Attributes:
         name, memory_bytes, compute_units, generation: what the device is.
-        matmuls: for each dtype, (FLOPs, seconds) of products of square matrices.
+        matmuls: for each dtype that the device supports, (FLOPs, seconds) of products of square
+            matrices.
         memory: (bytes, seconds) of element-wise kernels.
         operation_s: the host's seconds for an operation, without its kernel.
     """
@@ -175,8 +176,9 @@ class _Clock:
         return max(float(slowest), 1e-7)
 
     def run(self, work: Work, times: int, ahead: bool) -> tuple[float, float]:
-        """(seconds on the device, seconds on the host) to run `work` `times` times. `ahead`: issue
-        it while the device is still busy.
+        """(seconds on the device, seconds on the host) to run `work` `times` times. For a GPU, the
+        latter are the seconds to issue it; for a CPU both are equal. `ahead`: issue it while the
+        device is still busy. All ranks must call it.
         """
         if dist.is_initialized():
             dist.barrier()
@@ -201,15 +203,18 @@ class _Clock:
         return begin.elapsed_time(end) / 1e3, host_s
 
     def host_s(self, work: Work) -> float:
-        """Host seconds to run `work` once, as the mean of repeated runs."""
+        """Host seconds to run `work` once (for a GPU, to issue it), as the mean of repeated
+        runs.
+        """
         times = max(1, int(self.effort.point_s / self.slowest_s(work)))
         return self.run(work, times, False)[1] / times
 
     def curve(self, works: list[tuple[float, Work, int]], ahead: bool) -> Points:
-        """(size, seconds) for each entry (size, work, number of operations in it) of `works`.
+        """(size, seconds of one operation) for each entry (size, work, number of operations in it)
+        of `works`.
 
-        Each round visits all sizes in turn, so that a disturbance does not affect one point alone.
-        A point is the median of its rounds.
+        `ahead` as for `run`. Each round visits all sizes in turn, so that a disturbance does not
+        affect one point alone. A point is the median of its rounds.
         """
         queued = max(operations for *_, operations in works)
         most = MOST // queued if ahead and self.device.type == "cuda" else MOST
@@ -230,8 +235,8 @@ class _Clock:
 def _in_turn(
     operation: Callable[[Tensor, Tensor], Tensor], make: Callable[[], Tensor], operations: int
 ) -> Work:
-    """Work of `operations` operations that cycle through several operand and result tensors, so
-    that operands are not in a cache.
+    """Work of `operations` operations that cycle through several operand tensors, which `make`
+    creates, and several results, so that operands are not in a cache.
     """
     tensors = [make()]
     count = min(POOL_TENSORS, POOL_BYTES // tensors[0].nbytes)
@@ -285,15 +290,20 @@ def _matmul_curve(clock: _Clock, dtype: str) -> Points:
 
 
 def _group(rank: int, ranks: int, size: int, device: torch.device) -> AxisGroup:
-    """This rank's group of `size` neighbours, where `size` divides `ranks`. Every rank must call
-    it, since it creates all groups.
+    """The `AxisGroup` of this rank and its neighbours, `size` ranks together; `size` divides
+    `ranks`.
+
+    It creates the process groups of all ranks (NCCL for a CUDA device, otherwise gloo), so every
+    rank must call it.
     """
     groups = _groups(ranks, size, device)
     return AxisGroup("measured", size, rank % size, groups[rank // size].group_name)
 
 
 def _groups(ranks: int, size: int, device: torch.device) -> list[dist.ProcessGroup]:
-    """Process groups of `size` neighbours. Ranks left over are in none."""
+    """All process groups of `size` neighbours, by rank. Ranks left over are in none. Every rank
+    must call it.
+    """
     backend = "nccl" if device.type == "cuda" else "gloo"
     starts = range(0, ranks - size + 1, size)
     return [dist.new_group(list(range(at, at + size)), backend=backend) for at in starts]
@@ -342,7 +352,7 @@ def _transfer_curve(clock: _Clock, prepare: Callable[[int], Sized]) -> Points:
 
 def measure_messages(rank: int, ranks: int, device_type: str, effort: Effort) -> Points:
     """Seconds of a message by its bytes: half of a round trip, in all pairs of neighbours at once.
-    With an odd number of ranks, the last one is idle.
+    With an odd number of ranks, the last one is idle. All `ranks` must call it.
     """
     device = _device(rank, device_type)
     pairs = _groups(ranks, 2, device)

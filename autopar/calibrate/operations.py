@@ -70,8 +70,8 @@ def count_operations(device_type: str) -> float:
 def layers_s(
     clock: Callable[[Callable[[], object]], float], rounds: int, device: torch.device
 ) -> float:
-    """Seconds, by `clock`, of one layer of each small model together, forward and backward. The
-    models take turns.
+    """Seconds of one layer of each small model together, forward and backward. `clock` gives the
+    seconds of a call; the median of `rounds` counts. The models take turns.
     """
     models = [(kind, layers) for kind in _KINDS for layers in (_SHALLOW, _DEEP)]
     works = [_training(*model, device) for model in models]

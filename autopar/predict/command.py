@@ -39,8 +39,9 @@ def predict_file(
 def predict_files(
     paths: Sequence[str | Path], evaluate: Evaluate, tell: Callable[[str], None] = lambda text: None
 ) -> Predictions:
-    """The predictions of the runs in CSV files. Raises AutoparError if a file cannot be read. A run
-    that cannot be predicted becomes a problem.
+    """The predictions of the runs in CSV files by `evaluate`. Raises AutoparError if a file cannot
+    be read. A row that cannot be read, or a run that cannot be predicted, becomes a problem. `tell`
+    is called with a line of text for each run.
     """
     runs, problems = read_files(paths)
     results, failed = predict_runs(runs, evaluate, tell)

@@ -100,8 +100,9 @@ def _head_dim(row: Stated) -> int:
 
 
 def _tied(row: Stated) -> bool:
-    """Whether embeddings are tied: usual for the family, unless that misses the published number of
-    parameters by over 2 % and the other choice is nearer.
+    """Whether embeddings are tied. In nanotron, the width of the MLP decides. Otherwise it is the
+    family's habit, unless that misses the published number of parameters by over 2 % and the other
+    choice is nearer.
     """
     if is_nanotron(row["framework"]):
         return row["ffn"] < NANOTRON_TIES_BELOW

@@ -70,8 +70,10 @@ class Case:
 
 
 def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
-    """The predicted step time, peak memory and breakdown of a run. Raises AutoparError with the
-    feature that cannot be predicted.
+    """The predicted step time, peak memory and breakdown of a run, with the constants `fitted` of
+    the cost models. If it does not fit the GPU, and its framework has options that save memory
+    (`saves_where_tight`), it is predicted with these. Raises AutoparError if it cannot be
+    predicted, with the reason.
     """
     case = case_of(run, fitted)
     found = price(case)
@@ -81,16 +83,16 @@ def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
 
 
 def case_of(run: Run, fitted: FittedConstants = FITTED) -> Case:
-    """The case of a run: its cluster and software. Raises AutoparError for a GPU outside the
-    catalogue.
+    """The case of a run: its cluster and software, with the constants `fitted` of the cost models.
+    Raises AutoparError for a GPU outside the catalogue.
     """
     cluster = cluster_of(run, fitted)
     return Case(run, cluster, replace(_software(run, cluster.device.generation), fitted=fitted))
 
 
 def price(case: Case) -> RunPrediction:
-    """The predicted step time, peak memory and breakdown of a case. Raises AutoparError with the
-    feature that cannot be predicted.
+    """The predicted step time, peak memory and breakdown of a case. Raises AutoparError if it
+    cannot be predicted, with the reason.
     """
     lacking = [text.format(run=case.run) for text, applies in _UNSUPPORTED if applies(case.run)]
     if lacking:
@@ -102,7 +104,7 @@ def price(case: Case) -> RunPrediction:
 
 def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
     """The planner's own choice for the model, batch, cluster and software of a case, on GPUs with
-    `memory_bytes`. Raises NoPlanFits if no plan fits.
+    `memory_bytes`. Raises NoPlanFits if no plan fits, or none was found in time.
 
     Software that keeps a sharded input and gathers it again does so only under the
     sequence-parallelism pin. For such software the result is the better plan of two, with and

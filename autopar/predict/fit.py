@@ -50,7 +50,8 @@ class Sensitivities:
 
     def fit(self, chosen: np.ndarray) -> np.ndarray:
         """The changes of the constants' logarithms, in the order of `FREE`, that minimize the
-        absolute errors of the runs in the mask `chosen`.
+        absolute errors of the runs in the mask `chosen`. Errors below `NOISE` count as squares, and
+        the prior (`PRIOR`) keeps changes small.
         """
         errors, slopes, change = self.errors[chosen], self.slopes[chosen], np.zeros(len(FREE))
         for _ in range(100):

@@ -30,8 +30,8 @@ def model_of(run: Run, layers: int | None = None) -> nn.Module:
 
 
 def spec_of(run: Run, layers: int | None = None) -> NativeSpec:
-    """The spec of the model of a run. It also makes example inputs, and counts parameters and model
-    FLOPs.
+    """The spec of the model of a run; `layers` as for `model_of`. It builds the model, makes
+    example inputs, and counts parameters and model FLOPs.
     """
     vocab, software = run.degrees.padded_vocab, run.software
     config = config_of(run.dims, vocab, software.flash, software.dropout, layers)
@@ -46,7 +46,8 @@ def config_of(
     layers: int | None = None,
 ) -> NativeConfig:
     """The reference model's configuration; `vocab` and `layers` replace those of `dims`. Only gpt
-    models have dropout, and attention as separate ops if not `flash`.
+    models have dropout, and attention as separate ops if not `flash`. Raises AutoparError for a gpt
+    model with a window in some layers only.
     """
     layers = dims.layers if layers is None else layers
     common: dict[str, Any] = {

@@ -186,8 +186,9 @@ def read_recompute(text: str, stated: Stated) -> Stated:
 
 
 def read_dtype(text: str) -> Stated:
-    """The dtype fields from a text. It is the dtype of linear layers; everything else is bf16 if
-    that is narrower than 16 bits. Raises AutoparError if the text names no known dtype.
+    """The dtype fields from a text. It is the dtype of linear layers (`matmul`). Everything else
+    (`compute`) is bf16 if that is fp8 or fp4, fp32 if it is tf32, and the same otherwise. Raises
+    AutoparError if the text names no known dtype.
     """
     lower = text.strip().lower()
     found = re.search(

@@ -52,8 +52,8 @@ def report_json(predictions: Predictions, by: str | None = None) -> str:
       `predicted_peak_memory_bytes`, `breakdown` (seconds), the measurements, the errors, whether it
       counts in the scores (`scored`), and the fields that were `defaulted`.
     - `out_of_memory`: the same for layouts that are known to have failed.
-    - `not_predicted`: `id` and `reason`.
-    - `scores`: `all`, one entry per selection, and `groups` if `by` is set.
+    - `not_predicted`: `id`, `reason`, and whether the row was `complete`.
+    - `scores`: of `all` scored runs, of `selections` by name, and of `groups` if `by` is set.
     """
     scored = predictions.scored
     scores: dict[str, Any] = {"all": asdict(score(scored, predictions.out_of_memory))}
@@ -114,7 +114,9 @@ def _finite(data: Any) -> Any:
 
 
 def report_table(predictions: Predictions, by: str | None = None) -> Group:
-    """The report as a rich renderable: predicted runs, runs that were not predicted, scores."""
+    """The report as a rich renderable: predicted runs, runs that were not predicted, scores. `by`,
+    a key of `GROUPINGS`, adds scores of each group.
+    """
     from rich.console import Group
     from rich.text import Text
 

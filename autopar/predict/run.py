@@ -194,7 +194,8 @@ class Machine:
 class Degrees:
     """The layout of a run.
 
-    `dp` counts all data-parallel ranks, including those of `ep`. `sharding` names what shards over
+    `vpp` counts virtual stages per pipeline rank; `sp` is sequence parallelism over tp. `dp` counts
+    all data-parallel ranks, including those of `ep`. `sharding` names what shards over
     dp x cp: `zero` (DeepSpeed), `dist_optimizer` (Megatron), `fsdp`, or `hsdp`, which shards within
     groups of `shard_group` ranks (None: all). `zero` is the equivalent ZeRO stage. `recompute` is
     `attention` (the attention core), `op` (selected ops), `layers` (every `recompute_every`-th
@@ -270,8 +271,10 @@ class Precision:
 @dataclass(frozen=True, slots=True)
 class Software:
     """The software of a run. `flash`: attention is one kernel, `attention_kernel`. Otherwise
-    `fused_softmax` says whether scale, mask and softmax are one kernel. `early_stop`,
-    `late_gradients` and `fused_accumulation` are those of `autopar.Software`.
+    `fused_softmax` says whether scale, mask and softmax are one kernel. `year` is that of the run,
+    or None. `tp_overlap`, `pp_overlap` and `dp_overlap`: communication over these axes overlaps
+    with compute. `early_stop`, `late_gradients` and `fused_accumulation` are those of
+    `autopar.Software`.
     """
 
     framework: str
@@ -300,8 +303,10 @@ class Software:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """The measurements of a run; None means unpublished. `memory_scope` says what the memory
-    counts: `allocated` tensors, the allocator's `reserved` memory, or the whole `device`. An
-    `analytic` figure is not a measurement.
+    counts: `allocated` tensors, the allocator's `reserved` memory, the whole `device`, or '' if
+    that is unknown. An `analytic` figure is not a measurement. `memory_kind` is the file's text for
+    it. `parameters` is the published number of scalars. `out_of_memory`: the run is known to have
+    failed for lack of memory.
     """
 
     step_time_s: float | None = None
@@ -324,8 +329,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One measured run. `complete`: the source printed everything that matters, so the run is
-    scored. `defaulted` names unpublished fields that `defaults.DEFAULTS` filled in. `ignored`
+    """One measured run. `complete`: the source printed everything that matters, and no option is
+    unknown, so the run is scored. `defaulted` names unpublished fields that `defaults.DEFAULTS` filled in. `ignored`
     lists unknown options.
     """
 

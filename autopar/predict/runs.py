@@ -67,8 +67,9 @@ def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
     """(runs of a CSV file, in order; rows that could not be read). A file of layouts that failed
     (`failed.py`) is one of runs without a measured time.
 
-    Columns are described in docs/guides/predict.md. Unknown columns are ignored. A row with an unknown
-    option is incomplete. Raises AutoparError if the file is missing, is not a CSV, or lacks a required column.
+    Columns are described in docs/guides/predict.md. Unknown columns are ignored. A row with an
+    unknown option is incomplete. Raises AutoparError if the file is missing, is not a CSV, or lacks
+    a required column.
     """
     runs: list[Run] = []
     problems: list[Problem] = []
@@ -172,8 +173,8 @@ _MOE_OPTIONS = {"experts": "experts", "topk": "top_k"}
 
 
 def _stated(cells: Mapping[str, str]) -> tuple[Stated, tuple[str, ...]]:
-    """(fields that a row states, unknown options). Options override notes, and columns override
-    options.
+    """(fields that a row states, unknown options). Options override notes and the column dtype; all
+    other columns override options.
     """
     options, ignored = read_options(cells.get("extra_opts", ""))
     stated = read_notes(cells.get("notes", "")) | read_dtype(cells["dtype"]) | options
@@ -245,8 +246,8 @@ def out_of_memory_layouts(runs: tuple[Run, ...]) -> tuple[Run, ...]:
     """Layouts that ran out of memory according to the notes of `runs`, each once, as copies of the
     first run that names it.
 
-    Their global batch is the next smaller one that the layout divides. Layouts that contradict the
-    GPUs of their run are left out.
+    Their global batch is the largest one that the layout divides and that is not above the run's.
+    Layouts that contradict their run, such as its GPUs, are left out.
     """
     found: dict[tuple, Run] = {}
     for run in runs:

@@ -46,8 +46,8 @@ class Scored:
 
     @property
     def memory_error(self) -> float | None:
-        """The signed relative error of the peak memory; None if it was not measured, as an analytic
-        figure is not.
+        """The signed relative error of the peak memory, of the bytes that the measurement counts;
+        None if it was not measured, as an analytic figure is not.
         """
         measured = self.run.measured
         size_bytes = measured.memory_bytes if measured.has_memory else None
@@ -94,7 +94,8 @@ def ranks(values: Sequence[float]) -> list[float]:
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's rank correlation: Pearson's correlation of the ranks, with ties averaged. NaN for
-    fewer than two values, for constant values, or if one is not finite.
+    fewer than two values, for constant values, or if one is not finite. Raises ValueError if the
+    lengths differ.
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} values cannot be compared with {len(second)}")
@@ -156,8 +157,9 @@ class Group:
 
 
 def comparable(results: Iterable[Scored]) -> list[list[Scored]]:
-    """Runs with a measured time, in groups of at least two that differ only in layout and options,
-    in order of appearance.
+    """Runs with a measured time, in groups of at least two that have the same model, GPUs, framework
+    and dtype of linear layers, and nearly the same global batch. These are in order of appearance,
+    then by global batch.
     """
     bins: dict[Hashable, list[Scored]] = {}
     for result in results:
@@ -204,8 +206,8 @@ def rank_group(group: Sequence[Scored]) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class TimeScore:
-    """Scores of step times: `bias` is the mean signed error, `within_10` the fraction of errors of
-    at most 10 %, `worst` the largest errors as (id, error).
+    """Scores of step times, over `count` runs: `bias` is the mean signed error, `within_10` the
+    fraction of errors of at most 10 %, `worst` the largest errors as (id, error).
     """
 
     count: int
@@ -231,13 +233,13 @@ class RankScore:
 
 @dataclass(frozen=True, slots=True)
 class MemoryScore:
-    """Scores of peak memory.
+    """Scores of peak memory. `count` runs have a measured memory, over which `mape` and `bias` are.
 
     `under` are runs predicted more than 10 % below the measurement. `rejected` are runs that ran
     but are predicted not to fit, out of `judged` runs with known GPU memory. `rejected_unprinted`
-    counts rejected runs whose recomputation is not printed, and taken as none. `accepted` are layouts
-    that ran out of memory but are predicted to fit, out of `out_of_memory`. `separation` and
-    `reliability` judge the chances to fit (`chances.py`).
+    counts rejected runs whose recomputation is not printed, and taken as none. `accepted` are
+    layouts that ran out of memory but are predicted to fit, out of `out_of_memory` with known GPU
+    memory. `separation` and `reliability` judge the chances to fit (`chances.py`).
     """
 
     count: int
@@ -263,7 +265,9 @@ class Scores:
 
 
 def score_times(results: Iterable[Scored], worst: int = WORST) -> TimeScore:
-    """The scores of all measured step times."""
+    """The scores of predicted step times, over all results whose step time was measured. The
+    `worst` largest errors are listed. Without a measured one, means are NaN.
+    """
     errors = [(r.run.id, r.time_error) for r in results if r.time_error is not None]
     values = [error for _, error in errors]
     ordered = tuple(sorted(errors, key=lambda item: -abs(item[1]))[:worst])

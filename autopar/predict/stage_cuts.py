@@ -9,7 +9,7 @@ from autopar.request.pins import EVEN
 
 def stages_pin(run: Run) -> str:
     """The pin `stages` that cuts the pipeline as the framework of the run does: a text of sizes for
-    nanotron, else `even`. Megatron, DeepSpeed and torchtitan deal layers evenly.
+    nanotron with one stage a rank, else `even`. Megatron, DeepSpeed and torchtitan deal layers evenly.
     """
     if is_nanotron(run.software.framework) and run.degrees.vpp == 1:
         return "-".join(map(str, _by_cost(run)))

@@ -104,7 +104,8 @@ class Engine(Durable):
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
         """`shorter`: the model traced with shorter batches, shortest first. With it (even if
-        empty), shorter batches are padded. `compile`: see `parallelize`.
+        empty), shorter batches are padded. `device_type` is 'cpu' or 'cuda'. For the other
+        arguments see `parallelize`.
         """
         traced = fused(traced, plan.fusion.mode)
         shorter = None if shorter is None else [fused(one, plan.fusion.mode) for one in shorter]
@@ -155,8 +156,8 @@ class Engine(Durable):
         self._meter = Meter(plan, self.device, self.axes["pp"].index)
 
     def _splitter(self, lengths: Sequence[TracedModel], fills_up: bool) -> BatchSplitter:
-        """The object that splits batches into micro-batches, and pads batches that are shorter than
-        the traced ones.
+        """The object that splits batches into micro-batches. `lengths` are the traced models,
+        shortest batches first. `fills_up`: it pads batches to the next of these lengths.
         """
         if fills_up:
             check_model(lengths[-1])
@@ -206,8 +207,9 @@ class Engine(Durable):
 
     @property
     def compiled(self) -> Coverage | None:
-        """How much of this rank's program is compiled, in counts, and which ops are not. None
-        without torch.compile.
+        """How much of this rank's programs is compiled, in counts, and which ops are not. Programs
+        for other batch lengths and for evaluation count once they are made. None without
+        torch.compile.
         """
         return self._compiler.coverage
 
@@ -230,7 +232,8 @@ class Engine(Durable):
 
     def local_batch(self, batch: Any) -> Any:
         """This data-parallel rank's rows of a global batch: a mapping if `batch` is one, otherwise
-        a tuple. Tensors without rows stay whole.
+        a tuple. Tensors without rows stay whole. If ranks do not divide the batch, the first ones
+        get one row more. Raises AutoparError if a tensor lacks its dim of rows.
         """
         return self.batches.local(batch)
 
@@ -242,7 +245,12 @@ class Engine(Durable):
             batch: this data-parallel rank's rows, from `local_batch` or a loader with `sampler`.
 
         Returns:
-            The mean loss over the global batch: a detached scalar, equal on every rank.
+            The loss of the global batch: a detached scalar, equal on every rank. If micro-batches
+                may not be split exactly and the plan allows it, the mean of their losses.
+
+        Raises:
+            AutoparError: the batch does not fit the model or differs between ranks that share it,
+                no parameter is trained, or a rank is lost.
         """
         if not any(spec.trainable for spec in self._all_specs.values()):
             raise AutoparError(
@@ -267,7 +275,7 @@ class Engine(Durable):
     @property
     def metrics(self) -> Metrics:
         """Loss, time, tokens and memory of the last step, with the predictions. On a GPU, this
-        waits for the step.
+        waits for the step. Raises AutoparError before the first step.
         """
         return self._meter.metrics()
 
@@ -286,7 +294,7 @@ class Engine(Durable):
                 compares them with the plan's.
 
         Raises:
-            AutoparError: the trace cannot be written.
+            AutoparError: the trace cannot be written, or a torch profiler is running already.
         """
         found = Profile(path_of(directory, "traces") / f"rank-{self.rank}.json", self.plan)
         with traced_run(found.path, self.device), contextlib.ExitStack() as stack:
@@ -329,9 +337,9 @@ class Engine(Durable):
 
     @lost_ranks("in an evaluation")
     def eval_step(self, batch: Any) -> torch.Tensor:
-        """The mean loss over the global batch, without gradients, with dropout off and batch norm
-        on running statistics. A scalar that is equal on every rank. `batch` has this data-parallel
-        rank's rows.
+        """The loss of the global batch, as `step` returns it, without gradients, with dropout off
+        and batch norm on running statistics. A scalar that is equal on every rank. `batch` has this
+        data-parallel rank's rows.
         """
         work = self.batches.split(batch)
         self._check_filled_up(work)
@@ -348,7 +356,8 @@ class Engine(Durable):
 
     def _check_filled_up(self, work: MicroBatches) -> None:
         """Raise AutoparError if the loss depends on the padding. This is checked on the 1st, 2nd,
-        4th, 8th, ... padded batch, since a weight that starts as zero may hide it at first.
+        4th, 8th, ... padded batch of each length, since a weight that starts as zero may hide it at
+        first.
         """
         if not work.filled:
             return

@@ -47,8 +47,9 @@ class Passes:
     pipelines: dict[tuple[str, int], Pipeline] = field(default_factory=dict)
 
     def train(self, work: MicroBatches, draw: Draw) -> torch.Tensor:
-        """Run forward and backward of each micro-batch, and update buffers. Returns the loss of the
-        step, equal on every rank; gradients accumulate in the parameters.
+        """Run forward and backward of each micro-batch, and update buffers. `draw(k)` gives the
+        noise of micro-batch k. Returns the loss of the step, equal on every rank; gradients
+        accumulate in the parameters.
         """
         program = self.programs[work.number]
         program.module.train()

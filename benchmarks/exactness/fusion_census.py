@@ -77,7 +77,10 @@ def names() -> list[str]:
 
 
 def census(name: str, limit_s: int, train: bool = False) -> Row:
-    """The row of one model type; tracing may take `limit_s` seconds, and so may training."""
+    """The row of one model type; with `train`, its fused model is trained too. Tracing may take
+    `limit_s` seconds, and so may training. An error or a time-out becomes `untraced` or
+    `untrained`.
+    """
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"not traced in {limit_s} s")
@@ -100,7 +103,9 @@ def census(name: str, limit_s: int, train: bool = False) -> Row:
 
 
 def trained(row: Row) -> Row:
-    """The row of a model that was traced, with the errors of training it fused."""
+    """The row of a model that was traced, with the errors of training it fused for three steps, or
+    with the reason why that failed.
+    """
     spec = HFSpec.from_dict(row.name, {"model_type": row.name})
     report = verify(spec, 1, {"dp": 1, "tp": 1, "fuse": "all"}, rows=ROWS)
     (mesh,) = report.meshes
@@ -226,7 +231,9 @@ def report(rows: list[Row]) -> str:
 
 
 def training(rows: list[Row]) -> list[str]:
-    """How many fused models trained as the unfused do, and which did not."""
+    """Lines of text: how many fused models trained as the unfused do, which did not, and which did
+    not train at all.
+    """
     ran = [row for row in rows if row.update is not None]
     off = [
         row

@@ -105,7 +105,8 @@ def _damaged_exchange(
     send: Callable, kind: str, x: Tensor, to: list[int], of: list[int], group: Any
 ) -> Tensor:
     """What a rank gets for the exchange of rows, or of their numbers, between experts' ranks under
-    the damage `kind`: zeros, its own rows, or the result of exchanging twice.
+    the damage `kind`: zeros, its own rows, or the result of exchanging twice. `to` and `of` have
+    the numbers of rows that it sends to and gets from each rank.
     """
     shape = (sum(of), *x.shape[1:])
     if kind == "double":

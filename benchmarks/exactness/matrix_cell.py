@@ -64,7 +64,8 @@ other experts.
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What one cell showed.  Ratios are the whole's divided by a rank's; `needed_*` are what they
-    must reach (0: nothing is asked).
+    must reach (0: nothing is asked). `worst_error` is the largest error of a tensor, relative to
+    its update, and `worst_tensor` has it.
 
     `status`: 'ok', 'failed' (`message` says what is missing), or 'refused' (the planner's own
     words).  `replicated` lists ops that multiply matrices and ran whole over an axis: (op, axis,
@@ -119,8 +120,8 @@ class RankResult:
 
 
 def run_cell(model: ZooModel, mesh: str, pins: dict[str, int]) -> Cell:
-    """Plan, train and weigh `model` under `pins`. An error becomes a failed or refused cell: this
-    raises nothing but KeyboardInterrupt.
+    """Plan, train and weigh `model` under `pins`; `mesh` is their text. An error of planning or
+    training becomes a failed cell, or a refused one if it is the planner's.
     """
     start = time.perf_counter()
 
@@ -260,8 +261,8 @@ def _rank(rank: int, setup: Setup, plan_text: str) -> RankResult:
 
 
 def local_matrices(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, this rank's tensor) of every parameter with two or more dims; a
-    tied one once.
+    """Yields (name, this rank's tensor) of every parameter that is a matrix (`is_matrix`); a tied
+    one once.
     """
     seen = set()
     for parameter in engine.program.parameters:
@@ -275,8 +276,8 @@ def local_matrices(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_matrix(spec: ParameterSpec) -> bool:
-    """Whether a parameter is a matrix: it has two dims and more, not counting dims of size 1 (a
-    class token is a vector).
+    """Whether a parameter is a matrix: it has two dims or more, not counting dims of size 1 (a
+    class token is a vector). False for a buffer.
     """
     return not spec.buffer and sum(size > 1 for size in spec.shape) >= 2
 

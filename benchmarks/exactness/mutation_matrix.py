@@ -61,8 +61,8 @@ def solved_plan(name: str, mesh: str) -> Plan:
 def run_cell(
     pool: WorkerPool, name: str, mesh: str, every: int = 1, start: int = 0, verbose: bool = False
 ) -> MutationCell:
-    """Plan, mutate and judge one cell. If there is no program, the reason becomes the cell's
-    message.
+    """Plan, mutate and judge one cell. `every` and `start` choose mutations as in `run_mutations`;
+    `verbose` prints each to stderr. If there is no program, the reason becomes the cell's message.
     """
     began = time.perf_counter()
 

@@ -19,7 +19,9 @@ VOCAB, SEQ, CLASSES = 96, 12, 10
 
 @dataclass(frozen=True, slots=True)
 class PublicModel:
-    """A function that builds a network with its loss, and one from a number of rows to a batch."""
+    """A model of the matrix: `build` makes a network with its loss, and `inputs(rows)` a batch of
+    that number of rows.
+    """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Batch]
@@ -30,12 +32,14 @@ def _generator() -> torch.Generator:
 
 
 def integers(limit: int, *shape: int, seed: int = 0) -> Tensor:
-    """Random integers below `limit`."""
+    """Random integers from 0 to `limit` - 1 in this shape; equal seeds give equal values."""
     return torch.randint(0, limit, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
-    """Values of the standard normal distribution."""
+    """Random values of the standard normal distribution in this shape; equal seeds give equal
+    values.
+    """
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -86,7 +90,9 @@ def pairs(rows: int) -> Batch:
 
 
 def images(size: int, channels: int = 3, name: str = "images") -> Callable[[int], Batch]:
-    """Images (rows, channels, size, size) and their classes."""
+    """A function from a number of rows to a batch of images (rows, channels, size, size), called
+    `name`, and their classes, called labels.
+    """
     return lambda rows: {
         name: noise(rows, channels, size, size),
         "labels": integers(CLASSES, rows),
@@ -97,7 +103,7 @@ def images(size: int, channels: int = 3, name: str = "images") -> Callable[[int]
 
 
 class Classifier(nn.Module):
-    """Cross entropy of the classes that a network of images gives."""
+    """A module that returns the cross entropy of the classes which a network gives for images."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -108,7 +114,9 @@ class Classifier(nn.Module):
 
 
 class NextToken(nn.Module):
-    """Cross entropy of the next token; labels of -100 do not count."""
+    """A module that returns the cross entropy of the next token under a network of token ids;
+    labels of -100 do not count.
+    """
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -122,7 +130,9 @@ class NextToken(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """Squared error of the noise that a diffusion network predicts."""
+    """A module that returns the mean squared error of the noise which a diffusion network predicts,
+    against `target`.
+    """
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

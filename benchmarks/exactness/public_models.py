@@ -105,7 +105,9 @@ def _run_model(name: str, file: Path) -> None:
 
 
 def run_model(name: str) -> list[PublicCell]:
-    """The cells of a model, run in a process of its own; cells that it did not reach crashed."""
+    """The cells of a model, one for each of MESHES, run in a separate process. If that ends early
+    or exceeds the time limit, the cells that it did not reach have the verdict 'crash'.
+    """
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "cells"
         process = multiprocessing.get_context("fork").Process(target=_run_model, args=(name, file))
@@ -127,7 +129,9 @@ def read_log(file: Path) -> list[PublicCell]:
 
 
 def table(cells: Iterable[PublicCell]) -> str:
-    """A row for each model, counts of verdicts for each mesh, and all refusals."""
+    """A text: a row for each model, counts of verdicts for each mesh, and all cells that are not
+    exact, with the reason.
+    """
     found = {(cell.model, cell.mesh): cell for cell in cells}
     models = [name for name in MODELS if (name, MESHES[0]) in found]
     width = max(map(len, models))

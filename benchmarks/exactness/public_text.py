@@ -177,7 +177,7 @@ _BOTH: dict[str, dict[str, Any]] = {
 
 
 def config_of(kind: str, values: dict[str, Any]) -> Any:
-    """The configuration of a family of transformers."""
+    """The configuration of transformers' model type `kind`, with these values."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(kind, **values)

@@ -209,8 +209,8 @@ def plan_of(cell: Cell, case: Case) -> Plan:
 
 
 def run_cell(cell: Cell, pool: WorkerPool) -> Outcome:
-    """Plan, train on the processes of `pool`, and compare. An error becomes an outcome: this raises
-    nothing but KeyboardInterrupt.
+    """Plan, train on the processes of `pool`, and compare. An error of planning or training becomes
+    a failed outcome, or a refused one if the cell and the words are listed in REFUSALS.
     """
     start = time.perf_counter()
 

@@ -57,8 +57,8 @@ TINY = tuple(case for case in CASES if case[0].endswith("tiny"))
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The plan of a case and its measurements: seconds of a step, bytes that the allocator had
-    given out and had reserved (0 on a CPU).
+    """The plan of a case and its measurements: median seconds of a step, peak bytes that the
+    allocator had given out and had reserved (0 on a CPU).
     """
 
     model: str

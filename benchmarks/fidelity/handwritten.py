@@ -145,8 +145,8 @@ class _Stage(nn.Module):
 
 
 def pipeline(model: Llama, optimizer: Optimizer, cuts: list[int], micro_batches: int) -> Step:
-    """A step under 1F1B of torch.distributed.pipelining; stage s has layers cuts[s] to cuts[s + 1]
-    - 1. Only the last rank returns a loss.
+    """A step of `micro_batches` micro-batches under 1F1B of torch.distributed.pipelining. Stage s
+    has layers cuts[s] to cuts[s + 1] - 1. Only the last rank returns a loss.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     module = _Stage(model, cuts[rank], cuts[rank + 1])

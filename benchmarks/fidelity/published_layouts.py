@@ -69,8 +69,9 @@ class Row:
 
 def compared(run: Run, time_limit_s: float, planned: dict[tuple, Plan]) -> Row:
     """Price the layout of a run, and plan its task freely, for at most `time_limit_s` seconds.
-    `planned` caches plans by task, since some runs differ only in their layouts. An error becomes
-    the row's `reason`.
+    If the layout needs more memory than the devices have, the free plan gets as much. `planned`
+    caches plans by task, since some runs differ only in their layouts. An error becomes the row's
+    `reason`.
     """
     start, pinned = time.perf_counter(), None
     try:

@@ -64,7 +64,9 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What both sides train: a Llama, on `rows` sequences of `seq` tokens a step."""
+    """What both sides train: a Llama, on `rows` sequences of `seq` tokens a step. A pipeline cuts
+    them into `micro_batches`. `optimizer` is a key of `OPTIMIZERS`.
+    """
 
     model: str
     rows: int

@@ -41,7 +41,7 @@ class Verdict:
     Attributes:
         seed: the seed of the task.
         kinds: the keys of `KINDS` that hold for the task, such as "equal" if the optimum was found.
-        lacks: how much slower the plan is than the optimum, as a share.
+        lacks: how much slower the plan is than the optimum, as a share; 1 if no plan was found.
         gap: the search's own upper bound on that share.
         plans: the number of enumerated plans.
     """
@@ -55,7 +55,9 @@ class Verdict:
 
 @dataclass
 class Counts:
-    """Counts of the results of several tasks."""
+    """Counts of the results of several tasks: of each kind, and of enumerated plans. `lacking` has
+    the verdicts of tasks whose optimum was not found.
+    """
 
     kinds: Counter = field(default_factory=Counter)
     lacking: list[Verdict] = field(default_factory=list)
@@ -160,7 +162,7 @@ def _missed(seed: int, kinds: list[str], lacks: float, gap: float, plans: int) -
 
 def _capacity(rng: random.Random, everything: set[Point]) -> int | None:
     """A random capacity in bytes of a rank: None (no limit), one byte too few for any plan, or the
-    bytes of a plan smaller than the fastest.
+    bytes of a plan smaller than the fastest. If no plan is smaller, they are those of any plan.
     """
     sizes = sorted({point.size_bytes for point in everything})
     draw = rng.random()
@@ -244,7 +246,9 @@ def _check_plan(
     "--list", "listed", is_flag=True, help="List the tasks of which the optimum was not found."
 )
 def main(tasks: int, first: int, listed: bool) -> None:
-    """Plan random small tasks, and hold every answer to all plans there are."""
+    """Plan random small tasks, and compare each answer with the best of all plans. Print the
+    counts, and with --list the tasks whose optimum was not found.
+    """
     start, counts = time.perf_counter(), Counts()
     for seed in range(first, first + tasks):
         counts.add(judge(seed))

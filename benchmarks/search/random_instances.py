@@ -361,8 +361,9 @@ class _Drawing:
         return AnnotatedOp("w", "parameter", "", (), ("w",), tuple(found))
 
     def op(self, name: str, reads: tuple[str, ...], writes: str) -> AnnotatedOp:
-        """A random op with one to three strategies, of which some are faster and some keep less. A
-        value that several ops keep is kept once.
+        """A random op that reads the values `reads` and writes `writes`. It has one to three
+        strategies, of which some are faster and some keep less. A value that several ops keep is
+        kept once.
         """
         rng, at = self.rng, self.at
         seconds, kept = rng.randint(1, 6) * at.micro_batch, rng.randint(5, 40)

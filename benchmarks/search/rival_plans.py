@@ -52,8 +52,10 @@ class Rival:
 def rivals(
     plan_under: PlanUnder, cluster: ClusterSpec, runnable: bool, count: int, seed: int
 ) -> list[Rival]:
-    """The chosen plan first, then its rivals; random ones are tried until `count` fit. `runnable`:
-    only pins that the engine can run. Raises AutoparError if there is no plan without pins.
+    """The chosen plan first, then its rivals. Random ones, drawn from `seed`, are tried until
+    `count` fit, at most `DRAWS_PER_PLAN` for each. Rivals that do not fit are in the list too.
+    `runnable`: only pins that the engine can run. Raises AutoparError if there is no plan without
+    pins.
     """
     chosen = Rival("chosen", {}, plan_under({}))
     found = [

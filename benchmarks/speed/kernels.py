@@ -418,7 +418,9 @@ class Stopwatch:
 
 
 def host_seconds(function: Function, arguments: Sequence[Tensor]) -> float:
-    """Host seconds of one eager call of forward and backward on an idle device; the least of 50."""
+    """Host seconds of one eager call of forward and backward on an idle device, or of forward alone
+    if no argument needs a gradient; the least of 50.
+    """
     wanted, times = [t for t in arguments if t.requires_grad], []
     for _ in range(50):
         torch.cuda.synchronize()

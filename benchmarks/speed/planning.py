@@ -62,8 +62,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Seconds and bytes of one plan; `plan` describes it, `step_s` and `memory_bytes` are what it
-    predicts. If there is none, `error` says why.
+    """What one plan took: seconds of the whole process, and of imports, trace and search in it, and
+    peak bytes. `plan` describes it, and `step_s` and `memory_bytes` are what it predicts.
+    `candidates` counts the entries of its certificate. If there is no plan, `error` says why.
     """
 
     process_s: float
@@ -232,7 +233,9 @@ def ratio(took: dict[int, Took]) -> str:
 
 
 def both(cases: Sequence[Asked], time_limit_s: float, say: Callable[[str], None]) -> list[Took]:
-    """Plan each case with fuse=off and with fuse=all; both are one line of text."""
+    """Plan each case with fuse=off and with fuse=all, in separate processes. Passes one line of text
+    for both to `say`, and returns all results.
+    """
     say(f"\nfuse=off -> fuse=all\n{'':22s} {'plan':>24s} {'step':>34s} {'memory':>26s}  chosen")
     found = []
     for asked in cases:

@@ -91,8 +91,8 @@ def visible_pairs(
     """Number of (query, key) pairs that attention computes.
 
     If `causal`, query i sees key j if j <= i + keys - queries: the last query sees the last key.
-    With `window`, j > i + keys - queries - window holds too. With `block` > 1, every pair in a
-    block with a visible pair counts.
+    With `window`, j > i + keys - queries - window holds too; without `causal` it raises
+    ValueError. With `block` > 1, every pair in a block with a visible pair counts.
     """
     for name, value in (("queries", queries), ("keys", keys), ("block", block)):
         whole(name, value)
@@ -198,7 +198,8 @@ def unfused_attention_time_s(
     backward: bool = False,
 ) -> float:
     """Seconds of attention that writes its scores to memory, forward, or backward if `backward`. It
-    is two batched matmuls (four in backward), with softmax and dropout kernels between them.
+    is two batched matmuls (four in backward), with softmax kernels between them, and with
+    `dropout` one kernel more.
 
     Masked pairs are computed too. `fused_softmax`: scale, mask and softmax are one kernel, as in
     Megatron-LM (Narayanan et al., SC 2021, section 4.2). Otherwise they are three kernels, and each

@@ -124,7 +124,8 @@ def reduce_scatter_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
     """Seconds to sum a tensor of `size_bytes` over a group of `group_size` ranks that lie `stride`
-    apart, and leave each rank its shard. 0 for one rank.
+    apart, and leave each rank its shard. 0 for one rank. `traffic` describes other traffic at the
+    same time.
     """
     return _one_pass_s("reduce_scatter", size_bytes, group_size, stride, topology, traffic)
 
@@ -151,7 +152,8 @@ def all_gather_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
     """Seconds to give every rank the whole tensor of `size_bytes` from its shards: as long as a
-    reduce-scatter. The group has `group_size` ranks that lie `stride` apart.
+    reduce-scatter, unless the link has measured curves. The group has `group_size` ranks that lie
+    `stride` apart. 0 for one rank. `traffic` describes other traffic at the same time.
     """
     return _one_pass_s("all_gather", size_bytes, group_size, stride, topology, traffic)
 
@@ -160,7 +162,8 @@ def all_reduce_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
     """Seconds to sum a tensor of `size_bytes` over a group of `group_size` ranks that lie `stride`
-    apart, and give every rank the result. 0 for one rank.
+    apart, and give every rank the result. 0 for one rank. `traffic` describes other traffic at the
+    same time.
 
     Across nodes this is the faster of ring and double binary tree. The tree is faster for small
     tensors over many nodes.
@@ -201,7 +204,8 @@ def all_to_all_time_s(
     size_bytes: float, group_size: int, stride: int, topology: Topology, traffic: Traffic = QUIET
 ) -> float:
     """Seconds to change the sharded dim of a tensor of `size_bytes` (all shards together) over a
-    group of `group_size` ranks that lie `stride` apart.
+    group of `group_size` ranks that lie `stride` apart. 0 for one rank. `traffic` describes other
+    traffic at the same time.
 
     Let p of the n ranks be on each node. Each rank holds size/n and sends size/n**2 to every other
     rank: to p-1 of them inside the node, and to n-p outside. Both links work at the same time.
@@ -274,7 +278,8 @@ def collective_time_s(
     traffic: Traffic = QUIET,
 ) -> float:
     """Seconds of the collective `name` on a whole tensor of `size_bytes`, over a group of
-    `group_size` ranks that lie `stride` apart. Raises ValueError if `name` is not in `COLLECTIVES`.
+    `group_size` ranks that lie `stride` apart. 0 for one rank. `traffic` describes other traffic at
+    the same time. Raises ValueError if `name` is not in `COLLECTIVES`.
     """
     if name not in COLLECTIVES:
         raise ValueError(f"unknown collective {shown(name)}; {nearest(name, list(COLLECTIVES))}")

@@ -69,7 +69,8 @@ messages.
 class Device:
     """One accelerator. Achieved rate = figure * efficiency.
 
-    `reserved_bytes` is memory that tensors cannot use. `dtype_efficiency` overrides
+    `flops` has the dense FLOP/s of each dtype, and `launch_s` the seconds between two dependent
+    kernels. `reserved_bytes` is memory that tensors cannot use. `dtype_efficiency` overrides
     `matmul_efficiency` for single dtypes. `compute_units` is the number of multiprocessors that
     share the tiles of a matmul (1: no tile quantization). `tile_s` is the seconds that each spends
     on a tile of 256 x 128 results besides its products, to fill its pipeline and to store. Smaller
@@ -253,8 +254,8 @@ class Link:
 
 
 def _link_curves(given: object) -> dict[str, dict[int, Curve]]:
-    """Measured curves of a link, validated. Raises ValueError for unknown transfers or group
-    sizes.
+    """Measured curves of a link, validated. Raises ValueError for unknown transfers, invalid group
+    sizes and invalid curves.
     """
     if not isinstance(given, dict):
         raise ValueError(

@@ -46,7 +46,8 @@ def shaped_matmul_time_s(
     """Seconds of `batch` products (m, k) @ (k, n) -> (m, n) in one kernel, without casts.
 
     `result_itemsize` is the bytes of one element of the result (None: as the operands; 2 for fp8).
-    `scaling` applies to fp8: a product with a scale for each row and column is slower.
+    `scaling` (a key of `SCALINGS`) applies to fp8: "rowwise", with a scale for each row and column,
+    is slower.
     """
     rows = (m,) * whole("batch", batch)
     return grouped_matmul_time_s(
@@ -134,7 +135,7 @@ _PRODUCT_RATES = {"rowwise": FP8_ROWWISE_RATE}
 
 def cast_to_fp8_bytes(elements: float, scaling: str = "delayed", transposed: bool = True) -> float:
     """Bytes moved to quantize `elements` 16-bit values to fp8. `transposed`: whether a transposed
-    copy is written too.
+    copy is written too. Raises ValueError if `scaling` is not in `SCALINGS`.
     """
     if scaling not in SCALINGS:
         raise ValueError(
@@ -144,8 +145,8 @@ def cast_to_fp8_bytes(elements: float, scaling: str = "delayed", transposed: boo
 
 
 def cast_to_fp8_time_s(elements: float, device: Device, scaling: str = "delayed") -> float:
-    """Seconds to quantize `elements` 16-bit values to fp8, with a transposed copy. A scaling that
-    inspects all values first needs one more kernel.
+    """Seconds to quantize `elements` 16-bit values to fp8, with a transposed copy. The scalings
+    "current" and "rowwise" need one more kernel.
     """
     once_s = memory_time_s(cast_to_fp8_bytes(elements, scaling), device)
     return once_s + device.launch_s if SCALINGS[scaling] else once_s

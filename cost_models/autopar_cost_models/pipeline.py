@@ -94,7 +94,8 @@ def pipeline_time(
             stages become slower.
 
     Raises:
-        ValueError: torch cannot run the combination (`check_schedule`).
+        ValueError: torch cannot run the combination (`check_schedule`), or `ranks` does not divide
+            the number of stages.
     """
     whole("ranks", ranks)
     positive("hop_s", hop_s, zero_allowed=True)

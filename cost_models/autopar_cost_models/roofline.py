@@ -92,7 +92,9 @@ def offloaded_update_time_s(
 
 
 def link_time_s(size_bytes: float, host: Host) -> float:
-    """Seconds to move `size_bytes` between a device and its host."""
+    """Seconds to move `size_bytes` in one direction between a device and its host, without
+    latency.
+    """
     positive("size_bytes", size_bytes, zero_allowed=True)
     return size_bytes / host.achieved_link_Bps
 

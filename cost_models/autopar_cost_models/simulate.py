@@ -110,7 +110,9 @@ class _Ranks:
         self.posted = 0
 
     def run(self) -> None:
-        """Process events until none is left."""
+        """Start every rank at time 0, and process events until none is left. A deadlock only ends
+        it early; `check_finished` raises the error.
+        """
         for rank in range(len(self.actions)):
             self._start(rank, 0.0)
         while self.events:
@@ -191,8 +193,8 @@ def simulate_pipeline(
 
 
 def _homes(actions: Sequence[Sequence[Action]], num_stages: int) -> list[int]:
-    """The rank of each stage. Raises ValueError if a stage is on no rank or on several, or if an
-    action occurs twice.
+    """The rank of each stage. Raises ValueError if a stage is on no rank or on several or has no
+    times, or if an action occurs twice.
     """
     home: dict[int, int] = {}
     seen: set[Action] = set()

@@ -39,6 +39,8 @@ class Topology:
     devices of different nodes.
 
     `inter` describes one network interface; `nics_per_node=None` means one for each device.
+    `oversubscription` divides the rate between nodes: the bandwidth below over that above a leaf
+    switch, at least 1.
     """
 
     devices_per_node: int

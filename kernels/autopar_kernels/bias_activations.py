@@ -116,7 +116,7 @@ class _BiasActivation(torch.autograd.Function):
 
 
 def bias_activation(x: Tensor, bias: Tensor, act: str = "gelu_tanh") -> Tensor:
-    """act(x + bias): (..., F) -> (..., F), differentiable in both.
+    """act(x + bias): (..., F) -> (..., F) in the promoted dtype; differentiable in both.
 
     Args:
         x: (..., F), any strides.

@@ -120,7 +120,8 @@ def permute_rows(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         inverse: (T K,) int64, where each choice is in `order`.
 
     Raises:
-        ValueError: the number of choices is no multiple of the number of tokens.
+        ValueError: the number of choices is no multiple of the number of tokens, or order and
+            inverse differ in shape.
     """
     if order.shape != inverse.shape or (x.shape[0] and order.shape[0] % x.shape[0]):
         raise ValueError(f"{order.shape[0]} choices, {inverse.shape[0]} places, {x.shape[0]} rows")
@@ -159,7 +160,7 @@ def combine_rows(rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor) 
         rows: (T K, H), row i of choice order[i]; any strides.
         order: (T K,) int64.
         inverse: (T K,) int64, where each choice is in `order`.
-        weights: (T, K), of any floating dtype.
+        weights: (T, K), the factor of each choice, of any floating dtype.
 
     Raises:
         ValueError: shapes differ.

@@ -218,7 +218,7 @@ def glu(
     limit: float | None = None,
     layout: str = "gate_up",
 ) -> Tensor:
-    """act(gate) (up + shift): (..., F) -> (..., F), differentiable in both.
+    """act(gate) (up + shift): (..., F) -> (..., F) in the promoted dtype; differentiable in both.
 
     Args:
         gate: (..., F), or the fused projection (..., 2 F) if `up` is None; any strides.
@@ -227,7 +227,8 @@ def glu(
         alpha: the factor inside silu's sigmoid.
         shift: what is added to up (GPT-OSS: 1).
         limit: gate is at most this, up between -limit and limit; None clamps nothing.
-        layout: of a fused projection: "gate_up", "up_gate" or "interleaved".
+        layout: of a fused projection: "gate_up", "up_gate" (halves) or "interleaved" (alternating
+            columns, the gate's first).
 
     Raises:
         ValueError: an attribute is unknown or a shape does not fit.

@@ -41,7 +41,8 @@ def _local(
     chunk: int,
 ) -> Tensor:
     """The statistics (3, R) of a shard's logits hidden weight^T, (4, R) if `smooth`, as
-    `autopar::cross_entropy_local` gives them. `chunk` rows' logits exist at a time.
+    `autopar::cross_entropy_local` gives them. `chunk` rows' logits exist at a time. The other
+    arguments are those of `linear_cross_entropy_merged`.
     """
     out = _local_fake(hidden, weight, target, class_weight, first, smooth, soft_cap, chunk)
     rows, flat = rows_of(hidden), target.reshape(-1)
@@ -95,7 +96,8 @@ def _gradient(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """(gradient of hidden, gradient of weight), each an empty tensor unless its entry of `needs` is
-    True. `grad` (R,) is the gradient of each row's loss.
+    True. `grad` (R,) is the gradient of each row's loss. The other arguments are those of
+    `linear_cross_entropy_merged`.
     """
     dhidden = hidden.new_empty(hidden.shape) if needs[0] else absent(hidden)
     wide = statistics.dtype
@@ -171,7 +173,11 @@ def linear_cross_entropy_merged(
     soft_cap: float | None = None,
     chunk: int = 2048,
 ) -> tuple[Tensor, Tensor]:
-    """(the loss of each row, the weight of its class), each of target's shape; differentiable in hidden and weight.
+    """(the loss of each row, the weight of its class), each of target's shape and 0 for ignored
+    rows.
+
+    The loss is differentiable in hidden and weight. The gradient of hidden is that of this shard
+    alone: a partial sum.
 
     Args:
         hidden: (..., H), any strides.
@@ -183,8 +189,8 @@ def linear_cross_entropy_merged(
         classes: V, the number of classes over all shards; V' by default.
         ignore_index: the target of rows that do not count.
         label_smoothing: as F.cross_entropy's.
-        z_loss: the factor of l^2.
-        soft_cap: the cap, or None.
+        z_loss: the factor of l^2, where l is the logarithm of the sum of exponentials of a row.
+        soft_cap: logits become cap tanh(logits / cap); None caps nothing.
         chunk: how many tokens' logits exist at a time.
     """
     attributes = (

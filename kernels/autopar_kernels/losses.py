@@ -53,8 +53,9 @@ def _local(
     smooth: bool,
     soft_cap: float | None,
 ) -> Tensor:
-    """The statistics (3, R) of a shard, (4, R) if `smooth`. `weight` (V,) of all classes is read
-    only for the fourth.
+    """The statistics (3, R) of a shard, (4, R) if `smooth`: max, sum of exp(x - max), the target's
+    logit (0 on other shards), weighted sum of x. `weight` (V,) of all classes is read only for the
+    fourth. The other arguments are those of `cross_entropy_merged`.
     """
     out = _local_fake(logits, target, weight, first, smooth, soft_cap)
     flat = target.reshape(-1).contiguous()
@@ -127,7 +128,9 @@ def _rows(
     smoothing: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
-    """(the loss of each row, the weight of its class), (R,) each; 0 for ignored rows."""
+    """(the loss of each row, the weight of its class), (R,) each; 0 for ignored rows. The arguments
+    are those of `cross_entropy_merged`.
+    """
     loss, scales = torch.empty_like(statistics[0]), torch.empty_like(statistics[0])
     flat = target.reshape(-1).contiguous()
     total = _weight_sum(weight, smoothing, statistics.dtype)
@@ -179,7 +182,8 @@ def _gradient(
     soft_cap: float | None,
 ) -> Tensor:
     """The gradient of a shard's logits, in their shape, from the gradient `grad` of each row's loss
-    (R,) and the merged statistics. 0 for ignored rows.
+    (R,) and the merged statistics. 0 for ignored rows. The other arguments are those of
+    `cross_entropy_merged`.
     """
     out = logits.new_empty(logits.shape)
     flat = target.reshape(-1).contiguous()
@@ -270,7 +274,10 @@ def cross_entropy_merged(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(the loss of each row, the weight of its class), each of target's shape; differentiable in logits.
+    """(the loss of each row, the weight of its class), each of target's shape and 0 for ignored
+    rows.
+
+    The loss is differentiable in logits.
 
     The mean of F.cross_entropy is the sum of the first over the sum of the second.
 
@@ -283,8 +290,8 @@ def cross_entropy_merged(
         classes: V, the number of classes over all shards; V' by default.
         ignore_index: the target of rows that do not count.
         label_smoothing: as F.cross_entropy's.
-        z_loss: the factor of l^2.
-        soft_cap: the cap, or None.
+        z_loss: the factor of l^2, where l is the logarithm of the sum of exponentials of a row.
+        soft_cap: logits become cap tanh(logits / cap); None caps nothing.
     """
     attributes = (
         *(first, logits.shape[-1] if classes is None else classes),
@@ -304,7 +311,9 @@ def cross_entropy(
     soft_cap: float | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """The cross-entropy of whole rows, a scalar or of target's shape; differentiable in logits.
+    """The cross-entropy of whole rows in fp32 (fp64 for fp64 logits), differentiable in logits.
+
+    It is a scalar, or of target's shape for the reduction "none".
 
     Args:
         logits: (..., V), any strides.
@@ -312,9 +321,11 @@ def cross_entropy(
         weight: (V,), or None.
         ignore_index: the target of rows that do not count.
         label_smoothing: as F.cross_entropy's.
-        z_loss: the factor of l^2, which the reduction treats as part of a row's loss.
-        soft_cap: the cap, or None.
-        reduction: none, sum, or mean, which divides by the sum of the rows' class weights.
+        z_loss: the factor of l^2, where l is the logarithm of the sum of exponentials of a row. The
+            reduction treats it as part of a row's loss.
+        soft_cap: logits become cap tanh(logits / cap); None caps nothing.
+        reduction: "none", "sum", or "mean", which divides by the sum of the rows' class weights
+            (NaN if all rows are ignored).
 
     Raises:
         ValueError: the reduction is unknown or a shape does not fit.

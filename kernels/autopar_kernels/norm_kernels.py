@@ -43,8 +43,8 @@ def _output(
     ROUND,
     GATE_FIRST: tl.constexpr,
 ):
-    """A tile of the result: the normalised value times the weight, plus the bias, times
-    silu(gate).
+    """A tile of the result: the normalised value times (weight + OFFSET), plus the bias, times
+    silu(gate) unless GATE_FIRST. Operands that are None are left out.
     """
     mask = alive[:, None] & (column < end)[None, :]
     if ROUND is not None:

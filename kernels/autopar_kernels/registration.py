@@ -18,7 +18,8 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def register_pass(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register a lower op: `run` computes it on CPU and CUDA, `fake` gives shapes and dtypes alone.
+    """Register the lower op that `schema` declares: `run` computes it on CPU and CUDA, `fake` gives
+    shapes and dtypes alone.
 
     Autograd does not see this op.  No result of `run` may share memory with an argument.
     """
@@ -30,7 +31,9 @@ def register_pass(schema: str, run: Callable[..., Any], fake: Callable[..., Any]
 
 
 def register_composite(schema: str, run: Callable[..., Any]) -> None:
-    """Register an upper op, whose function is made of other ops and defines its gradient."""
+    """Register the upper op that `schema` declares. Its function `run` is made of other ops and
+    defines its gradient.
+    """
     _library.define(schema)
     _library.impl(schema.split("(", 1)[0], run, "CompositeImplicitAutograd")
 

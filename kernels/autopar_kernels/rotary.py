@@ -99,7 +99,7 @@ class Rotation:
 
 
 def _fit(q: Tensor, k: Tensor, heads: int) -> bool:
-    """Whether two tensors have the same shape but for one dim."""
+    """Whether two tensors have the same shape but for dim `heads`."""
     shapes = [[*t.shape[:heads], *t.shape[heads + 1 :]] for t in (q, k)]
     return shapes[0] == shapes[1]
 
@@ -266,7 +266,7 @@ def rotary(
         parted: whether neighbours are written R/2 columns apart, as MLA models do.
 
     Raises:
-        ValueError: a shape does not fit, or a table needs a gradient.
+        ValueError: a shape does not fit, a table needs a gradient, or `parted` is set without `interleaved`.
     """
     flags = (last, interleaved, heads_last, promote, parted)
     out, k_out = _rotate(q, k, cos, sin, positions, rotated, *flags)

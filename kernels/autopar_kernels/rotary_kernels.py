@@ -47,7 +47,8 @@ def rotary_kernel(
     READ: tl.constexpr, WRITTEN: tl.constexpr,
     SHARED: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate every head of one token by its angles; backward transposes the rotation.
+    """Rotate HEADS heads of the queries and of the keys of one token by its angles. BACKWARD
+    transposes the rotation.
 
     READ and WRITTEN say whether the columns of a pair are neighbours there; INTERLEAVED says it of the tables.
     """

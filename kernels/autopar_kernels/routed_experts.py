@@ -228,8 +228,10 @@ def sort_by_expert(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Order the choices (T, K) by expert: order (T * K,), ids (T * K,), ends (experts,).
 
-    Sorted row i is choice order[i], of expert ids[i]; expert e's rows end before ends[e].  Within an expert choices are in token order.
-    Choices of no expert (index == experts, or dropped by the capacity) come last, with id `experts`.
+    Sorted row i is choice order[i], of expert ids[i]; expert e's rows end before ends[e]. Within an
+    expert choices are in token order. Choices of no expert (index == experts, or dropped by the
+    capacity) come last, with id `experts`. With a capacity factor c > 0, an expert keeps its first
+    ceil(c T K / experts) choices; 0 drops none.
     """
     ids, order = torch.sort(index.reshape(-1), stable=True)
     count = ids.shape[0]

@@ -39,7 +39,9 @@ def _four_dims(tensor: Tensor) -> Tensor:
 def _scores(
     scores: Tensor, mask: Tensor | None, scale: float, cap: float | None, wide: torch.dtype
 ) -> tuple[Tensor, Tensor | float]:
-    """(scaled, capped and masked scores, the derivative of the cap)."""
+    """(scaled, capped and masked scores, the derivative of the cap), in the dtype `wide`. Without a
+    cap the derivative is 1.0.
+    """
     x = scores.to(wide) * scale
     slope: Tensor | float = 1.0
     if cap is not None:
@@ -116,8 +118,8 @@ def _backward(
     soft_cap: float | None,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of scores, gradient of sinks), each an empty tensor unless its entry of `needs` is
-    True.
+    """(gradient of scores, gradient of sinks). Without `needs[0]` the first is an empty tensor.
+    Without `needs[1]` the second is empty or has no values.
     """
     dscores, dsinks = _backward_fake(grad, scores, mask, sinks, level, scale, soft_cap, needs)
     rows_of_sinks = level.new_empty(level.shape) if needs[1] else None
@@ -203,15 +205,20 @@ def softmax(
 ) -> Tensor:
     """Attention probabilities of the shape and dtype of scores; differentiable in scores and sinks.
 
+    The softmax over the last dim of x = soft_cap tanh(scale scores / soft_cap) + mask, with
+    exp(sink) added to the denominator. A fully masked row without a sink gives zeros.
+
     Args:
-        scores: (..., Q, K) of at most 4 dims, any strides.
-        mask: broadcasts to scores: bool (true is seen), or what is added; constant.
-        sinks: (H,), a score of each head that takes probability and no column, for scores (B, H, Q, K); or None.
-        scale: the factor of scores.
-        soft_cap: the cap, or None.
+        scores: (..., Q, K) of 1 to 4 dims, any strides.
+        mask: bool (True is seen), or numbers that are added; it broadcasts to scores and is
+            constant.
+        sinks: (H,), a score of each head without a column, for scores (..., H, Q, K); or None.
+        scale: the factor of scores. Mask and sinks are not scaled.
+        soft_cap: the cap, or None for none.
 
     Raises:
-        ValueError: a shape does not fit, or the mask needs a gradient.
+        ValueError: scores do not have 1 to 4 dims, sinks do not fit, or the mask needs a gradient.
+        RuntimeError: the mask does not broadcast to scores.
     """
     if mask is not None and mask.requires_grad:
         raise ValueError("the mask of a softmax is constant and must not require a gradient")

@@ -85,7 +85,8 @@ class IndexLimits:
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise AutoparError if a batch (`tensors`, by input name) has an index out of range. The
-        message has the input, value, row and limits.
+        message has the value and its limits. If an input contains the value itself, it also has
+        the input and the row.
 
         On a GPU this waits for the device once. The check of a batch across ranks waits for it
         anyway.
@@ -189,9 +190,9 @@ class IndexLimits:
         )
 
     def _inputs_of(self, number: int, node: Node) -> frozenset[str] | None:
-        """Names of the integer model inputs from which a node of segment `number` is computed by
-        cheap ops. Empty for a constant. None if it depends on anything else, such as a parameter or
-        a float input. Results are cached.
+        """Names of the model inputs (not floats) from which a node of segment `number` is computed
+        by cheap ops. Empty for a constant. None if it depends on anything else, such as a parameter
+        or a float input. Results are cached.
         """
         key = number, node
         if key not in self._sources:
@@ -220,8 +221,8 @@ class IndexLimits:
         return frozenset().union(*known) if known and len(known) == len(parts) else None
 
     def _source(self, number: int, node: Node) -> Source | None:
-        """Where a segment's placeholder gets its value: a model input, or a result of another
-        segment. None for other nodes.
+        """Where a placeholder of segment `number` gets its value: a model input, or a result of
+        another segment. None for other nodes.
         """
         if node.op != "placeholder":
             return None

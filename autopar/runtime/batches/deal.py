@@ -16,8 +16,9 @@ from itertools import count
 class Part:
     """Which rows one micro-batch runs, over all data-parallel ranks. A slot is a place for one row.
 
-    Rank r's slots begin at row `first + r * stride` of the global batch.  `distinct` is the number
-    of different rows; if it is less than the number of slots, the rows repeat. The sum of losses
+    `distinct` is the number of different rows. If it is less than the number of slots, the rows
+    repeat: a rank continues at row `first` after row `first + distinct - 1`. Rank r's slots begin
+    `r * stride` rows after row `first` of the global batch, counted in this way. The sum of losses
     over all slots is multiplied by `weight`.
     """
 

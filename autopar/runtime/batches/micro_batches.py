@@ -43,9 +43,10 @@ class BatchSize:
 
     Attributes:
         tokens: positions of all rows, before padding.
-        targets: labels that count in the loss; None if the loss is not a mean over tokens.
-        share: model FLOPs of the batch, relative to the planned batch.
-        longest: positions of the longest row.
+        targets: labels that count in the loss, or the sum of its mask; None if the loss is not a
+            mean over tokens.
+        share: model FLOPs of the batch after padding, relative to the planned batch.
+        longest: positions of a row before padding, on the rank with the longest rows.
     """
 
     tokens: int
@@ -318,7 +319,8 @@ class BatchSplitter:
         self, tensors: Mapping[str, torch.Tensor], held: list[int], dealt: Deal
     ) -> Mapping[str, torch.Tensor]:
         """The batch with the rows that the deal's row numbers refer to: `tensors` itself if each
-        rank runs its own share, otherwise the rows of all data-parallel ranks, gathered.
+        rank runs its own share, otherwise the rows of all data-parallel ranks, gathered. Rank r
+        holds `held[r]` rows.
         """
         if dealt.evenly:
             return tensors
@@ -401,8 +403,8 @@ class BatchSplitter:
 
     def _fitting(self, given: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         """(index of the shortest program that a batch fits, positions of the batch). If none is
-        long enough, the last index, whose check raises the error. Without padding (0, planned
-        positions).
+        long enough, the last index, whose check raises the error. Without padding, or with other
+        input names, (0, planned positions).
         """
         if not self.paddings or set(given) != set(self.program.whole_inputs):
             return 0, self.positions
@@ -461,8 +463,8 @@ def _whole(count: float | None) -> float | None:
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> float:
-    """A weighted sum of all elements, which shows whether two batches have other elements or
-    another order. 0 without tensors.
+    """A weighted sum of all elements: batches with other elements or another order almost always
+    differ in it. Of floats, NaN counts as 0.5, and large values as 1e6. 0 without tensors.
     """
     total: float | torch.Tensor = 0.0
     for k, tensor in enumerate(tensors, start=1):

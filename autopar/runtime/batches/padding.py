@@ -152,8 +152,8 @@ def check_model(traced: TracedModel) -> None:
 
 def check_alike(one: float, other: float, dtype: torch.dtype, given: int, length: int) -> None:
     """Raise AutoparError if the losses `one` and `other` of one batch, with two different padding
-    tokens, differ by more than rounding. `given` and `length`, the positions before and after
-    padding, are for the message.
+    tokens, differ by more than rounding in `dtype`, or are NaN. `given` and `length`, the positions
+    before and after padding, are for the message.
     """
     if not abs(one - other) <= TOLERANCE[dtype] * max(abs(one), abs(other)):
         raise AutoparError(

@@ -35,7 +35,9 @@ class StepInputs:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each part (a tensor that a rank computes from its rows), in order."""
+        """The shape of each part, in order. A part is a tensor that a rank computes from its rows.
+        Parts are summed over ranks, so their shapes are the same on every rank.
+        """
         return [tuple(node.meta["val"].shape) for node in output_nodes(self.values.local)]
 
     @property
@@ -65,9 +67,10 @@ class StepInputs:
         tensors: Mapping[str, Tensor],
         device: torch.device,
     ) -> list[Tensor]:
-        """The step values of a batch of `rows` rows, in the order of `values.names`. `parts` is the
-        sum of all ranks' parts; `inputs` have the rows of all ranks. `tensors` are whole buffers
-        and constants by name.
+        """The step values of a batch of `rows` rows, in the order of `values.names`, but without
+        the last one if that is the share of rows (`takes_share`). `parts` is the sum of all ranks'
+        parts; `inputs` have the rows of all ranks. `tensors` are whole buffers and constants by
+        name.
         """
         pieces = parts.split([prod(shape) for shape in self.shapes]) if self.shapes else ()
         added = {
@@ -91,7 +94,8 @@ def evaluate(
 ) -> Sequence[Tensor]:
     """The results of a graph for a batch of `rows` rows, in the order of its outputs. `given` has
     the tensors by kind ("input", "tensor", "part") and then by name, since an input and a buffer
-    may have the same name. Sums of floating-point numbers are in fp64.
+    may have the same name. Tensors that the graph creates are on `device`. Sums of floating-point
+    numbers are in fp64.
     """
     found: dict = {}
 

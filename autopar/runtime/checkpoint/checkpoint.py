@@ -253,7 +253,8 @@ class Checkpoints:
 
     def _load(self, found: Found, extra: Extra, optimizer: bool) -> None:
         """Load the complete checkpoint `found` into the engine and the objects `extra`. Every rank
-        checks everything before the engine is changed; an error is raised on all ranks.
+        first checks content, names, shapes and options; an error in these is raised on all ranks
+        before anything is loaded. If reading fails later, tensors may be partly loaded.
         `optimizer`: whether to load the optimizer's state.
         """
         engine, held = self.engine, self.engine.held()

@@ -55,7 +55,7 @@ class Durable(CheckpointSource):
 
     def _whole(self, name: str) -> torch.Tensor:
         """A copy of the whole of a parameter or buffer of which this rank holds a part, gathered
-        over all axes. Every rank that holds a part must call it.
+        over all axes but pp. Every rank that holds a part must call it.
         """
         whole = self.parameters.whole(name)
         for group, split in reversed(self.parameters.holding.cuttings[name].splits):
@@ -109,7 +109,8 @@ class Durable(CheckpointSource):
             An object whose `wait()` waits for the end of writing.  The next save, load or export of any engine waits too.
 
         Raises:
-            AutoparError: on every rank, if it cannot be written.  Earlier checkpoints are then as before.
+            AutoparError: on every rank, if it cannot be written. Earlier checkpoints are then as
+                before. With `asynchronous`, `wait()` raises it.
         """
         return self._checkpoints.save(
             path_of(directory, "checkpoints"), {} if extra is None else extra, keep, asynchronous
@@ -127,11 +128,14 @@ class Durable(CheckpointSource):
         Args:
             directory: a directory of checkpoints, of which the newest complete one is taken; or one checkpoint.
             extra: the objects to load into, by the names under which they were saved.
-            optimizer: False loads only parameters, buffers, steps and random state.
-            missing_ok: if there is no checkpoint, change nothing and return 0.
+            optimizer: whether to load the optimizer's state and options. False leaves them as they
+                are.
+            missing_ok: if there is no checkpoint, not even an incomplete one, change nothing and
+                return 0.
 
         Raises:
-            AutoparError: on every rank, if there is no checkpoint, or it is of another model or optimizer.
+            AutoparError: on every rank, if there is no complete checkpoint, it is damaged, it lacks
+                an extra, or it is of another model or optimizer.
         """
         self._for_steps = None  # buffers change
         return self._checkpoints.load(
@@ -146,13 +150,20 @@ class Durable(CheckpointSource):
     ) -> None:
         """Write the weights as safetensors.  `parallelize(weights=...)` and Hugging Face's from_pretrained read them.
 
-        Every rank must call this.  The files have whole tensors by the model's own names; tied ones have their first name.
+        Every rank must call this. The files have whole parameters (masters if trained) and
+        persistent buffers by the model's own names; tied ones have their first name.
         `model.config.save_pretrained` writes the config of a Hugging Face model.
 
         Args:
-            directory: a new directory.
-            dtype: the dtype to write.  By default the dtype of each parameter.
-            max_file_bytes: the most bytes of a file.  Larger weights become several files with an index.
+            directory: a new or empty directory.
+            dtype: the dtype of floating-point tensors in the files. By default each keeps its own:
+                fp32 for masters under bf16 and fp16.
+            max_file_bytes: the most bytes of a file, unless one tensor is larger. Larger weights
+                become several files with an index.
+
+        Raises:
+            AutoparError: on every rank, if the directory is not empty, cannot be written, or an
+                argument is invalid.
         """
         self._checkpoints.wait()
         export(self, path_of(directory, "exported weights"), dtype, max_file_bytes)

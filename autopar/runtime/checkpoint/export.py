@@ -30,7 +30,7 @@ def export(
     """Write the weights into a new directory: model.safetensors, or numbered files of at most
     `max_file_bytes` (or one tensor) with an index. Floating-point tensors are converted to `dtype`
     (None: kept). Every rank must call it. Raises AutoparError on every rank if the directory is not
-    empty or cannot be written.
+    empty or cannot be written, or an argument is invalid.
     """
     group, partial = file_group(), partial_of(directory)
     if (

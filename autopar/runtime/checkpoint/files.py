@@ -43,8 +43,8 @@ class Found:
 def newest(directory: Path, missing_ok: bool = False) -> Found | None:
     """The newest complete checkpoint in `directory`, or `directory` itself if it is one.
 
-    If there is none, raises AutoparError with the defect of each incomplete one. With `missing_ok`,
-    returns None if there are no checkpoints at all.
+    If none is complete, raises AutoparError with the defects of at most three incomplete ones. With
+    `missing_ok`, returns None if there are no checkpoints at all.
     """
     mistakes = []
     with disk_errors(f"cannot read {directory}"):
@@ -84,8 +84,8 @@ def _numbered(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _checked(path: Path) -> dict[str, Any]:
-    """The header of a complete checkpoint. Raises AutoparError if a file is missing or its size has
-    changed.
+    """The header of a complete checkpoint. Raises AutoparError if it cannot be read or has another
+    format version, or if a file is missing or has another size.
     """
     try:
         header = json.loads((path / HEADER).read_text())
@@ -134,8 +134,8 @@ def begin(directory: Path, steps: int) -> Path:
 
 
 def finish(final: Path, state: bytes, header: dict[str, Any], checksums: dict[str, int]) -> None:
-    """Write state.pt and autopar.json and rename the checkpoint, which makes it visible.
-    `checksums` are those of the tensor files, by file name.
+    """Write state.pt and autopar.json and rename the checkpoint to `final`, which makes it visible.
+    `checksums` are those of the tensor files, by file name. They are added to `header`.
     """
     partial = partial_of(final)
     with disk_errors(f"cannot save {final}"):
@@ -162,15 +162,15 @@ def checksum(file: Path) -> int:
 
 def own_checksums(final: Path, rank: int) -> dict[str, int]:
     """The CRC-32 of each tensor file that torch.distributed.checkpoint wrote for a rank, by file
-    name.
+    name. The checkpoint is still partial; `final` is its later path.
     """
     with disk_errors(f"cannot save {final}"):
         return {file.name: checksum(file) for file in partial_of(final).glob(f"__{rank}_*")}
 
 
 def check_content(found: Found, rank: int, world_size: int) -> None:
-    """Raise AutoparError if a file of the checkpoint has changed since it was saved. A rank reads
-    only every `world_size`-th file.
+    """Raise AutoparError if a file of the checkpoint has changed since it was saved, or cannot be
+    read. A rank reads only every `world_size`-th file, from number `rank` on.
     """
     for name, (_, expected) in sorted(found.header["files"].items())[rank::world_size]:
         with disk_errors(f"cannot read {found.path / name}"):
@@ -182,7 +182,7 @@ def check_content(found: Found, rank: int, world_size: int) -> None:
 
 
 def discard(final: Path) -> None:
-    """Remove the partial directory of a failed save."""
+    """Remove the partial directory of a failed save, whose path would have been `final`."""
     shutil.rmtree(partial_of(final), ignore_errors=True)
 
 

@@ -28,7 +28,9 @@ Groups = list[dict[str, Any]]
 def state_tensors(
     optimizer: torch.optim.Optimizer, held: Mapping[str, Held]
 ) -> dict[str, dict[str, Pieces]]:
-    """The tensors of the optimizer's state on this rank: parameter -> key -> pieces."""
+    """The tensors of the optimizer's state on this rank: parameter -> key -> pieces. `held` has
+    this rank's parts of the parameters, which the optimizer trains, by name.
+    """
     kind = type(optimizer).__name__
     return {
         name: {
@@ -43,7 +45,9 @@ def state_tensors(
 def state_values(
     optimizer: torch.optim.Optimizer, held: Mapping[str, Held]
 ) -> dict[str, dict[str, Any]]:
-    """The other values of the optimizer's state: parameter -> key -> number, None or similar."""
+    """The other values of the optimizer's state: parameter -> key -> number, None or similar.
+    `held` as for `state_tensors`.
+    """
     return {
         name: {key: value for key, value in found.items() if not isinstance(value, Tensor)}
         for name, found in _state(optimizer, held).items()
@@ -57,8 +61,9 @@ def _state(optimizer: torch.optim.Optimizer, held: Mapping[str, Held]) -> dict[s
 
 def _pieces(held: Held, value: Tensor, what: str) -> Pieces:
     """A tensor of the optimizer's state as this rank's pieces of the whole tensor. It is cut like
-    its parameter `held`, unless it has no dims. Raises AutoparError, which names it `what`, if it
-    is a pending sum over ranks or its shape does not follow the parameter's.
+    its parameter `held`, except for dims that have size 1 or that it has whole. Raises
+    AutoparError, which names it `what`, if it is a pending sum over ranks or its shape does not
+    follow the parameter's.
     """
     local, parameter = local_part(value), local_part(held.tensor)
     if value.dim() == 0 or not held.cuts:
@@ -207,7 +212,8 @@ def _listed(keys: set[str]) -> str:
 
 def _fill_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
     """Run an optimizer step of these parameters with zero gradients and a learning rate of zero,
-    which allocates their state. If an optimizer changes parameters anyway, the change is undone.
+    which allocates their state. If an optimizer that is not known to be element-wise changes
+    parameters anyway, the change is undone.
     """
     if not parameters:
         return

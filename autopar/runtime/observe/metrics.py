@@ -22,8 +22,8 @@ class Metrics:
     """The last step.  Loss, tokens and targets are those of the global batch; time and memory are those of this rank.
 
     Attributes:
-        step: the number of the step.
-        loss: the mean loss over the global batch.
+        step: the number of the step, from 1.
+        loss: the loss of the global batch.
         step_time_s: seconds of the step.
         tokens: positions of the batch as it was given.
         targets: labels that count, or the sum of a mask.  None if the loss is not a mean over tokens.

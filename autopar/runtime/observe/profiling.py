@@ -42,8 +42,8 @@ _PASS = re.compile(r"(micro-batch \d+ (forward|backward)|stage \d+ .* micro-batc
 
 @contextlib.contextmanager
 def traced_run(path: Path, device: torch.device) -> Iterator[None]:
-    """A context whose ops are written to `path` as a Chrome trace when it ends. Raises AutoparError
-    if the file cannot be written or a profiler is already running.
+    """A context whose ops are written to `path` as a Chrome trace when it ends without an error.
+    Raises AutoparError if the file cannot be written or a profiler is already running.
     """
     if torch.autograd._profiler_enabled():
         raise AutoparError(

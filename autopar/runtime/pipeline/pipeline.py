@@ -145,7 +145,7 @@ class Pipeline:
 
     def _described(self, value: Value, rows: int) -> Tensor:
         """A meta tensor with the shape and dtype of this rank's part of a value that crosses a
-        stage boundary.
+        stage boundary, for micro-batches of `rows` rows.
         """
         shape = local_shape(self.program.mesh, self.program.rank, value.whole, value.layouts, rows)
         return torch.empty(

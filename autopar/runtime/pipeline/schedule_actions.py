@@ -33,7 +33,8 @@ LISTS: Mapping[str, Callable[..., PipelineScheduleMulti]] = {
 def schedule_actions(
     schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """For each rank, its actions (kind, stage, micro-batch) in order. Virtual stage s is on rank s
+    """For each rank, its `Action`s (kind, stage, micro-batch) in order. A kind is "F" or "B", or
+    under zero bubble also "I" and "W", the two parts of a backward. Virtual stage s is on rank s
     % `ranks`. Raises AutoparError for a combination that torch cannot run.
     """
     try:

@@ -92,10 +92,11 @@ def check_compiles(plan: Plan, cuda_graphs: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How much of this rank's program is compiled.
+    """How much is compiled of all programs of this rank that were compiled so far: of each batch
+    length, and evaluation copies.
 
     Attributes:
-        calls: calls of compiled functions in the program.
+        calls: calls of compiled functions in these programs.
         functions: compiled functions; equal regions share one.
         ops: ops in compiled calls, without views.
         others: for each op that is not compiled, its name and the number of its calls.
@@ -303,9 +304,12 @@ class Compiler:
 
 
 def _tail(graph: Graph) -> frozenset[Node]:
-    """The last matrix product and the nodes after it, if ops after it are at most sums; otherwise
-    an empty set. Backward does not read them. Recomputation stops before them, which is impossible
-    inside a compiled function.
+    """The last matrix product and all nodes after it; an empty set if there is no product. Also
+    empty if an op after it that may be compiled is no addition. Collectives, dropout and views may
+    follow.
+
+    Recomputation stops before these nodes if backward reads none of their results, as for sums.
+    Inside a compiled function it could not stop there.
     """
     nodes = list(graph.nodes)
     last = max((k for k, node in enumerate(nodes) if node.target in _PRODUCTS), default=len(nodes))

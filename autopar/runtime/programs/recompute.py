@@ -132,8 +132,9 @@ def wrap_recomputed(program: Program, plan: Plan, traced: TracedModel) -> None:
 def recomputed(
     body: GraphModule, block: BlockClass, mode: str, changing: tuple[str, ...]
 ) -> nn.Module:
-    """A segment under the recompute mode `mode` of the plan; `body` itself if the mode recomputes
-    nothing in it. `changing` names the buffers that its forward changes.
+    """The segment `body` of class `block` under the recompute mode `mode` of the plan: a
+    `Recomputed`, or `body` itself if the mode recomputes nothing in it. `changing` names the
+    buffers that its forward changes.
     """
     if mode == "full":
         return Recomputed(body, body, True, changing=changing)

@@ -58,8 +58,8 @@ def run_workers(
     which then end.
 
     The function may be a closure if processes can be forked (Linux, with CUDA and torch.distributed
-    not initialized here). Raises AutoparError if a rank raised that; for any other failure,
-    WorkerError with the rank's traceback.
+    not initialized here). Raises AutoparError if a rank raised that. Raises WorkerError if a rank
+    failed otherwise, died, or did not finish within `timeout_s` seconds.
     """
     workers = _Workers(nproc, (function, args), timeout_s)
     try:
@@ -72,8 +72,9 @@ class WorkerPool:
     """`nproc` ranks that are started once and reused. After a failed run, the next run starts new
     ones.
 
-    The workers are copies of this process at the first run, so modules should be imported before.
-    `start_method='spawn'` starts new interpreters, which CUDA needs.
+    By default, the workers are copies of this process at the first run where that is safe, so
+    modules should be imported before. `start_method='spawn'` starts new interpreters, which CUDA
+    needs.
     """
 
     def __init__(self, nproc: int, start_method: str | None = None) -> None:
@@ -84,7 +85,8 @@ class WorkerPool:
         self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> list[Any]:
         """[function(rank, *args) for each rank]. The function is sent by reference, so it must be
-        defined at the top level of a module. Raises as `run_workers`; the processes then end.
+        defined at the top level of a module. `timeout_s` limits the seconds of this run. Raises as
+        `run_workers`; the processes then end.
         """
         task = pickle.dumps((function, args))
         if self._workers is not None and not self._workers.alive():

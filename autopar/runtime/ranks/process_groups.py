@@ -20,8 +20,8 @@ from autopar.rewrite.collectives.axes import AxisGroup
 def mesh_axes(
     shape: MeshShape, device_type: str = "cpu", shard: int = 0
 ) -> tuple[DeviceMesh | None, dict[str, AxisGroup]]:
-    """(the DeviceMesh with the dims of `AXES`, including those of size 1; this rank's group along
-    each axis).
+    """(the DeviceMesh of `device_type` with the dims of `AXES`, including those of size 1; this
+    rank's group along each axis).
 
     If ZeRO shards within groups of `shard` data-parallel ranks, dp is divided in two: `COPIES` from
     group to group, and `dp` within a group. This uses the initialized default process group, and
@@ -131,7 +131,8 @@ def _device_mesh(shape: MeshShape, device_type: str, shard: int = 0) -> DeviceMe
 
 
 def join_process_group(backend: str, limit: timedelta) -> None:
-    """Join the ranks that torchrun has started into the default process group.
+    """Join the ranks that torchrun has started into the default process group, with this backend
+    and `limit` as the time limit of collectives.
 
     Ranks find each other through torchrun's store, which outlives them. After a restart it still
     has the addresses of ended ranks, and torch 2.13 would use them. Each start therefore uses its
@@ -169,7 +170,8 @@ _file_group: tuple[Any, dist.ProcessGroup | None] = (None, None)
 
 def file_group() -> dist.ProcessGroup | None:
     """A gloo process group of all ranks, separate from the groups that train, because saving
-    communicates during steps. None without a process group.
+    communicates during steps. None without a process group. All ranks must make the first call
+    together; later calls return the same group.
     """
     global _file_group
     if not dist.is_initialized():

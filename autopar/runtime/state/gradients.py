@@ -60,7 +60,7 @@ def global_norm(
     device: torch.device,
 ) -> Tensor:
     """The 2-norm of all gradients together, equal on all ranks. Squares of shards are summed over
-    the axes that shard them, so every rank must call it.
+    the axes that shard them (`layouts`), so every rank must call it.
     """
     squares: dict[tuple[str, ...], Tensor] = {(): torch.zeros((), device=device)}
     for name, grad in grads.items():
@@ -108,8 +108,8 @@ class Gradients:
 
     def _take(self, name: str, leaf: Tensor) -> None:
         """Called when backward has completed a leaf's gradient: move it from `leaf.grad` to where
-        gradients add up, or queue it for the next reduction. The leaf is emptied if it has memory
-        only while a segment runs.
+        gradients add up, or queue it for the next reduction. In fp32 and fp64 it stays if it is
+        reduced once a step. The leaf is emptied if it has memory only while a segment runs.
         """
         holding, segments = self.holding, self.gathering.segment_of
         if holding.by_segment:
@@ -132,7 +132,9 @@ class Gradients:
         return grad.numel() * self.holding.master_dtype.itemsize
 
     def _flush(self) -> None:
-        """Wait for the bucket in transit, and start to reduce the gradients that are ready."""
+        """Wait for the bucket in transit, if any, and add its parts to the gradients. Then start to
+        reduce the ready gradients, which are the next bucket.
+        """
         self._arrive()
         self._travelling, self._ready = (list(self._ready), self._scatter(self._ready)), {}
 

@@ -43,8 +43,9 @@ class Cutting:
 
 @dataclass(slots=True)
 class Trained:
-    """The tensors of one trained parameter; `parameters.py` says what they are. `total` is None if
-    the gradient is in `leaf.grad`.
+    """The tensors of one trained parameter (see `parameters.py`). `leaf` is what graphs read, and
+    `own` the part that this rank owns, cut as `share` says. `master` is what the optimizer trains.
+    `total` is the gradient so far, or None if that is in `leaf.grad`.
     """
 
     leaf: nn.Parameter

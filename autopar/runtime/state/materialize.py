@@ -37,8 +37,9 @@ def materialize(
 ) -> dict[str, torch.Tensor]:
     """This rank's shards of parameters and buffers, by name.
 
-    Raises AutoparError if a tensor is missing, has the wrong shape, or its module has no
-    initializer. Every rank must call it with the same `specs`.
+    Buffers that the weights lack come from the model. Raises AutoparError if the weights cannot be
+    read, a shape is wrong, tied names have different tensors, or a module has no initializer or one
+    that leaves a tensor unset. Every rank must call it with the same `specs`.
 
     Args:
         program: the program that needs them.
@@ -48,7 +49,7 @@ def materialize(
         device: the device for communication between ranks.
         home: the device of each result, by name.
         dtype: the dtype of each floating-point result, by name.
-        seed: seeds the initializers.
+        seed: seeds the initializers of a meta model.
         held: names of the tensors to return; default all.
         kept: `kept(name, shard)` returns the part of a shard that is kept.
     """
@@ -101,8 +102,11 @@ def _rows(size: int, layouts: Layouts, program: Program) -> tuple[list[int], Lay
 
 
 def _from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Rank 0's tensor, on every rank, as in DDP: ranks may have initialized their models with
-    different seeds.
+    """Rank 0's values of `tensor`, on every rank, as in DDP: ranks may have initialized their
+    models with different seeds. Every rank must call it.
+
+    The result is a new tensor on `device`, where the broadcast runs. With one rank, or without a
+    process group, it is `tensor` itself, on its own device.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return tensor
@@ -150,8 +154,8 @@ def _buffers(model: nn.Module, names: set[str]) -> Iterator[tuple[str, torch.Ten
 
 
 def _initialize_module(model: nn.Module, module: nn.Module, prefix: str) -> nn.Module:
-    """An initialized copy of one module on the CPU, without its children. Raises AutoparError if an
-    initializer leaves some tensor unset.
+    """An initialized copy of the module called `prefix` on the CPU, without its children. Raises
+    AutoparError if it has no initializer, or one that leaves some tensor unset.
     """
     state = torch.get_rng_state()
     real = _initialized_over(model, module, prefix, 0)

@@ -210,7 +210,7 @@ class PieceReader(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """torch's plan of what this rank reads from each saved piece. Raises ValueError if the
-        checkpoint lacks part of a tensor.
+        checkpoint lacks part of a tensor, KeyError if it lacks all of one.
         """
         items = []
         for name, pieces in self._tensors.items():

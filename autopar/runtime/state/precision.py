@@ -72,8 +72,9 @@ def precision_note(
     """A note on what a default precision changes for this model: its dtype, and the tensors of
     other dtypes that are cast.
 
-    `kept` are buffers that are not cast. Returns '' if every tensor keeps its dtype. Inputs are
-    named if they lose digits.
+    `precision` is the default that was chosen; `kept` are buffers that are not cast. Returns '' if
+    every tensor keeps its dtype and no master has another one. Inputs are named if they lose
+    digits.
     """
     main, found = main_dtype(model), []
     if NAMES[main] != precision:

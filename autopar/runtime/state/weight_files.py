@@ -28,7 +28,7 @@ class WeightFiles:
 
     def __init__(self, path: str | Path) -> None:
         """`path`: a file, an index of files, or a folder of either. Raises AutoparError if there is
-        nothing to read.
+        nothing to read, or it cannot be read.
         """
         self.path = path_of(path, "weights")
         self._opened: dict[Path, Any] = {}
@@ -69,7 +69,7 @@ class WeightFiles:
         return {name: self._of(name, "shape") for name in self._files}
 
     def __call__(self, name: str) -> torch.Tensor:
-        """The tensor called `name`."""
+        """The tensor called `name`, on the CPU. Raises AutoparError if its file cannot be read."""
         return self._of(name, "tensor")
 
     def _of(self, name: str, what: str) -> Any:
@@ -97,7 +97,9 @@ def _opened(file: Path) -> Any:
 
 
 def _indexed(path: Path) -> dict[str, Path]:
-    """The file of each tensor by an index. Raises AutoparError if one of the files is missing."""
+    """The file of each tensor by the index file at `path`. Raises AutoparError if it is no index,
+    or one of the files is missing.
+    """
     content = json.loads(path.read_text())
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, Mapping) or not weight_map:

@@ -91,8 +91,8 @@ class WholeMatrices:
     def part(
         self, name: str, whole: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """This rank's part of the owner's tensor (`whole`; None on other ranks). Every rank of the
-        group must call it.
+        """This rank's part, in `dtype` on `device`, of the owner's tensor (`whole`; None on other
+        ranks). Every rank of the group must call it.
         """
         cutting = self._cuttings[name]
         found = (

@@ -92,7 +92,7 @@ Steps = Generator[None, None, list[Tensor]]
 
 class Moving:
     """Tensors in transit through a sequence of collectives. The first one starts at once, the
-    others during `wait`, which may be called once.
+    others during `wait`. `steps` is the result of `scatter` or `gather`.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -119,8 +119,9 @@ def scatter(
     layouts: Sequence[Mapping[str, Layout]],
     axes: Mapping[str, AxisGroup],
 ) -> Steps:
-    """This rank's parts of gradients, in order. Gradient k is cut as `shares[k]` says. It is summed
-    over each axis that cuts it if `layouts[k]` says that it is a partial sum there.
+    """Steps for `Moving` that return this rank's parts of the gradients `wholes`, in order.
+    Gradient k is cut as `shares[k]` says. It is summed over each axis that cuts it if `layouts[k]`
+    says that it is a partial sum there.
     """
     found = list(wholes)
     for axis in SHARING_AXES:
@@ -141,8 +142,8 @@ def scatter(
 def gather(
     parts: Sequence[Tensor], shares: Sequence[Share], axes: Mapping[str, AxisGroup]
 ) -> Steps:
-    """Whole tensors from every rank's parts, in order. They are to be read by `copied`: the cut dim
-    may appear as two dims, (ranks, elements of each).
+    """Steps for `Moving` that return whole tensors from every rank's `parts`, in order. They are to
+    be read by `copied`: the cut dim may appear as two dims, (ranks, elements of each).
     """
     found = list(parts)
     for axis in reversed(SHARING_AXES):
@@ -169,8 +170,8 @@ def copied(target: Tensor, whole: Tensor) -> None:
 
 
 def _reduce_scatter(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
-    """Sum each tensor over the group, and return this rank's chunk of each, in order, cut as its
-    split says. All share one collective.
+    """Steps that sum each tensor over the group, and return this rank's chunk of each, in order,
+    cut as its split says. All share one collective.
     """
     if not members:
         return []
@@ -198,8 +199,8 @@ def _reduce_scatter(members: list[tuple[Tensor, Split]], group: AxisGroup) -> St
 
 
 def _all_gather(members: list[tuple[Tensor, Split]], group: AxisGroup) -> Steps:
-    """Whole tensors from every rank's chunks, in order, in the form of `gather`. All share one
-    collective.
+    """Steps that return whole tensors from every rank's chunks, in order, in the form of `gather`.
+    All share one collective.
     """
     if not members:
         return []
