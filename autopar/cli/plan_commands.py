@@ -196,8 +196,9 @@ def explain(
 
 
 def _refuse(error: NoPlanFits, planned: Planner, pins: dict[str, Any], as_json: bool) -> NoReturn:
-    """Raises AutoparError with the changes that would make a plan fit; with `as_json`, also prints
-    them to stdout. If the least memory is unknown, raises the error as it is.
+    """Raises AutoparError with the changes of the request under the pins `pins` that would make a
+    plan fit; with `as_json`, also prints them to stdout. If the least memory is unknown, it has the
+    message of `error`.
     """
     from autopar.planning.remedies import remedies_data
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a command was asked for: its arguments and options as text and numbers. `seq=None` means
-    the sequence length of the model's own design; `price` is in dollars per device-hour.
+    the sequence length of the model's own design, or 512. `time_limit` is in seconds of one search,
+    `price` in dollars per device-hour.
     """
 
     model: str
@@ -45,7 +46,7 @@ class Asked:
 class Planner:
     """Makes and checks plans of one model for the request of a command; its methods may override
     parts of the request. `tell(text)` is called with progress messages. Making one parses model and
-    cluster.
+    cluster, and raises AutoparError if they are not known.
     """
 
     def __init__(self, asked: Asked, tell: Callable[[str], None]) -> None:
@@ -136,8 +137,8 @@ class Planner:
         return block_collectives(as_planned(self.traced(), plan), plan)
 
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
-        """The result of simulating a plan that was made under the pins `pin`. Raises AutoparError
-        if it is for another model or cluster.
+        """The result of simulating a plan that was made under the pins `pin` for `cluster`
+        (default: that of the request). Raises AutoparError if it is for another model or cluster.
         """
         from autopar.recheck.replay import replay
 
@@ -146,7 +147,8 @@ class Planner:
 
     def audit(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Audit:
         """The result of pricing again every block and edge of a plan that was made under the pins
-        `pin`. Raises AutoparError if it is for another model or cluster.
+        `pin` for `cluster` (default: that of the request). Raises AutoparError if it is for another
+        model or cluster.
         """
         from autopar.recheck.audit import audit
 

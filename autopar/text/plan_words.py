@@ -69,7 +69,9 @@ def staleness(plan: Plan) -> str:
 
 
 def dollars_per_million_tokens(plan: Plan, cluster: Cluster | None) -> float | None:
-    """Dollars per million tokens of the plan. None without a cluster or if its price is unknown."""
+    """Dollars per million tokens of the plan. None without a cluster or if its price is unknown;
+    NaN if the plan predicts no rate.
+    """
     price = None if cluster is None else cluster.price_per_device_hour
     return None if price is None else device_hours_per_million_tokens(plan) * price
 
@@ -112,8 +114,9 @@ def named_cluster(plan: Plan) -> Cluster | None:
 
 
 def placement_words(mesh: MeshShape, topology: Topology) -> str:
-    """Where the ranks of each axis with several ranks lie, as text: `tp inside nodes, dp 2 of 8
-    ranks to a node, pp across nodes`.
+    """Where the ranks of each axis with several ranks lie, as text: `tp and cp inside nodes, dp 2
+    of 8 ranks to a node, pp across nodes`. Axes with the same place are joined. '' if no axis has
+    several ranks.
     """
     where: dict[str, list[str]] = {}
     for axis in reversed([axis for axis in mesh.placed if mesh.size(axis) > 1]):
