@@ -36,8 +36,8 @@ not reported for less.
 @dataclass(frozen=True, slots=True)
 class Point:
     """One combination of devices, sequence length, batch and bandwidth to plan for. `seq=None` is
-    the model's designed length. `inter_Bps` is the line rate between nodes per device; None is the
-    cluster's own.
+    the model's designed length. `inter_Bps` is the line rate between nodes per device, in bytes per
+    second; None is the cluster's own.
     """
 
     devices: int
@@ -84,8 +84,8 @@ class Row:
 
     @property
     def cost(self) -> float:
-        """Dollars per million tokens; device-hours if the cluster has no price, which are
-        proportional.
+        """Dollars per million tokens; device-hours per million tokens if the cluster has no
+        price.
         """
         return self.device_hours * (self.cluster.price_per_device_hour or 1.0)
 
@@ -154,9 +154,9 @@ def points_of(
     batches: Sequence[int],
     inter_Bps: Sequence[float],
 ) -> list[Point]:
-    """Every combination of the values, bandwidths fastest and ascending. Empty `devices`, `seqs` or
-    `inter_Bps`: the value of the cluster or model. `batches` must not be empty, or there are no
-    points.
+    """Every combination of the values, in which bandwidths vary fastest and ascend. Empty
+    `devices`, `seqs` or `inter_Bps` (bytes per second): the value of the cluster or model.
+    `batches` must not be empty, or there are no points.
 
     Raises AutoparError for devices that do not fill nodes, or a bandwidth between nodes with one
     node.
@@ -256,8 +256,8 @@ def _break_evens(
 
 
 def pareto(rows: Sequence[Row | Unplanned]) -> list[bool]:
-    """For each row, whether it is Pareto-optimal in step time, cost and memory. False for points
-    without a plan.
+    """For each row, whether it is Pareto-optimal in step time, cost and memory among all rows.
+    False for points without a plan; rows with equal values do not exclude each other.
     """
     known = [row.merits for row in rows if isinstance(row, Row)]
 
@@ -316,8 +316,9 @@ def _point_data(point: Point) -> dict[str, Any]:
 
 
 def sweep_table(found: Sweep, model: str, cluster: Cluster) -> Group:
-    """The sweep as a rich renderable: a title, a table with a row for each point, and lines. The
-    lines explain units, and tell points without a plan, changes of plan and what is not proved.
+    """The sweep as a rich renderable: a title with `model` and `cluster`, a table with a row for
+    each point, and lines. The lines explain units, and tell points without a plan, changes of plan
+    and what is not proved.
     """
     from rich.console import Group
     from rich.text import Text
