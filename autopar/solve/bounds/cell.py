@@ -137,8 +137,8 @@ class Cell:
         return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s))
 
     def glance_s(self, schedule: Schedule, micro_batches: int) -> float:
-        """A lower bound on the step seconds with unlimited memory. Cached by schedule; a schedule
-        that does not alternate (GPipe) takes the result of 1F1B.
+        """A lower bound on the step seconds with unlimited memory, for a step of `micro_batches`.
+        Cached by both; a schedule that does not alternate (GPipe) takes the result of 1F1B.
         """
         key = (
             replace(schedule, name="1f1b") if not schedule.alternates else schedule,

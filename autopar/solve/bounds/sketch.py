@@ -80,14 +80,14 @@ class Sketch:
         room_bytes: float = np.inf,
         static: np.ndarray | None = None,
     ) -> float:
-        """A lower bound on the seconds of a step.
+        """A lower bound on the seconds of a step; infinite if nothing fits.
 
         Args:
             schedule: the pipeline schedule.
             micro_batches: number of micro-batches of a step.
-            held: for each rank, a lower bound on how many micro-batches' kept bytes it holds.
+            held: for each rank, a lower bound on how many micro-batches' kept bytes it holds; by default 1 each.
             room_bytes: bytes of a rank for kept and static bytes; infinite by default.
-            static: prefix sums of lower bounds on the static bytes of units.
+            static: prefix sums of lower bounds on the static bytes of units; by default 0.
         """
         held = held or (1.0,) * schedule.ranks
         static = np.zeros(self.units + 1) if static is None else static

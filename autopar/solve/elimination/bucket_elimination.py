@@ -137,8 +137,11 @@ class _Step:
     def added(
         self, asked: Sequence[np.ndarray], without: int = -1, besides: Sequence[np.ndarray] = ()
     ) -> np.ndarray:
-        """The sum of the step's tables in `asked`, without table number `without`, plus the arrays
-        `besides`. Axes are the choices of `scope`, then questions.
+        """The sum of the tables that this step reads, except table number `without` (-1: no
+        exception), plus the arrays `besides`. `asked` has all tables, by number.
+
+        The result has an axis for each choice of `scope`, then one for questions. An axis has
+        length 1 if no summand depends on it.
         """
         parts = [
             asked[number].transpose(order)[axes]
@@ -330,8 +333,8 @@ class Tables(CostTables):
         parameters: Sequence[Stack] = (),
         allowed: Allowed | None = None,
     ) -> Least | None:
-        """The minimal costs of placements for these questions, with functions that name the
-        placements. None if no placement is consistent.
+        """The minimal costs of placements for these questions, as a `Least` whose functions name
+        the placements. None if no placement is consistent.
 
         `parameters` are cost tables of the parameters of a model with the same classes (see
         `CostTables.parameters`). `allowed` restricts the strategies of some ops.
@@ -481,7 +484,10 @@ class _Eliminated:
         )
 
     def chosen(self, questions: int) -> dict[int, np.ndarray]:
-        """For each choice, an array of its value in the optimal placement of each question."""
+        """For each choice, an array of its value in the optimal placement of each question. A
+        choice that is in no table is missing, or has its first allowed value if it is restricted.
+        `questions` is their number.
+        """
         places: dict[int, np.ndarray] = {}
         # of a table that was split, all parts
         for _, steps in groupby(reversed(self.steps), key=attrgetter("variable")):

@@ -162,9 +162,9 @@ class CostTables:
         self.stacks = stacked(self.tables)
 
     def parameters(self, models: Models) -> list[Stack]:
-        """Cost tables of the parameters, and of calls whose cost depends on dp, in `models` (by
-        recompute mode). These must have the same classes as this one's models; its own tables leave
-        these costs out.
+        """Cost tables, as stacks, of the parameters and of calls whose cost depends on dp, in
+        `models` (by recompute mode). These must have the same classes as this one's models; its own
+        tables leave these costs out.
         """
         found, base = [], next(iter(models.values()))
         for c, block in enumerate(base.classes):

@@ -51,10 +51,11 @@ class SolverAuditError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Solution:
     """A placement (`choices`: for each class, op name -> strategy name), its exact price, and
-    `bound_s`, a proved lower bound on the time of every placement that fits.
+    `bound_s`, a proved lower bound on the time of every placement that fits. `method` is how it was
+    found: 'lp', 'cp-sat' or 'staging'.
 
-    `status` is 'optimal' if time and bound differ by at most `OPTIMALITY_GAP`, otherwise
-    'feasible'. In a pipeline, `priced` and `bound_s` cover all stages together, and `pipelined` has
+    `status` is 'optimal' if time and bound are known to differ by at most `OPTIMALITY_GAP`,
+    otherwise 'feasible'. In a pipeline, `bound_s` covers all stages together, and `pipelined` has
     the time of a step; otherwise it is None.
     """
 
@@ -94,18 +95,18 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """The reason why there is no placement.
+    """The reason why there is no placement; `detail` is a text that explains it.
 
     `reason` is one of:
 
-    - 'memory': none fits. The smallest needs `memory_bytes`, and none needs less than `bound_bytes`
-      (None: not computed).
+    - 'memory': none fits. The smallest that was found needs `memory_bytes`, and none needs less than
+      `bound_bytes`. Both are None if they were not computed.
     - 'bound': none that fits is faster than the requested `upper_bound_s`.
-    - 'layouts': no choice of layouts is consistent; `detail` names an op that is left without a
-      strategy.
+    - 'layouts': no choice of layouts is consistent. If one op is known to have no strategy left,
+      `detail` names it.
     - 'time limit': nothing was found in time; only `bound_s` is proved.
 
-    `bound_s` is a lower bound on the time of every placement that fits.
+    `bound_s` is a lower bound in seconds on the time of every placement that fits.
     """
 
     reason: str
@@ -141,7 +142,9 @@ def solve_placement(
     upper_bound_s: float | None = None,
     workers: int = 1,
 ) -> Solution | Infeasible:
-    """The fastest placement of `model` whose memory is at most `capacity_bytes` (None: unlimited).
+    """The fastest placement of `model` whose memory is at most `capacity_bytes` (None: unlimited),
+    as a `Solution`. An `Infeasible` with the reason if none was found in `time_limit_s` seconds; if
+    none fits, with the least memory.
 
     With `upper_bound_s`, only placements of at most that time are searched. `workers` is the number
     of CP-SAT threads. Results are reproducible for any number, unless the time limit is reached.
@@ -228,11 +231,12 @@ def solve_prepared(
 def smallest_memory(
     model: AnnotatedModel, capacity_bytes: int, time_limit_s: float = 30.0, workers: int = 1
 ) -> Infeasible:
-    """An `Infeasible` that tells how little memory a placement can need: reason 'memory' with that
-    placement and its bytes. Reason 'layouts' if there is no placement, 'time limit' if none was
-    found in time.
+    """An `Infeasible` that tells how little memory a placement can need: reason 'memory' with the
+    leanest placement found in `time_limit_s` seconds, its bytes and a lower bound. Reason 'layouts'
+    if there is no placement, 'time limit' if none was found in time.
 
     It minimizes memory even if the model would fit. `capacity_bytes` is only named in the message.
+    `workers` is the number of CP-SAT threads.
     """
     start = time.perf_counter()
     program = formulate(model, capacity_bytes=-1)

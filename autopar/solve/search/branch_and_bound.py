@@ -95,8 +95,8 @@ def search(
     progress: Callable[[str], None] | None = None,
     cell_of: Callable[[Candidate], Hashable] = lambda candidate: candidate,
 ) -> SearchResult:
-    """The fastest placement over all candidates, with a lower bound on all of them. Devices are of
-    one kind.
+    """The fastest placement over all candidates, with a lower bound on all of them, as a
+    `SearchResult`. Devices are of one kind.
 
     Args:
         candidates: the candidates to search.
@@ -245,9 +245,10 @@ class UniformRefiner:
         )
 
     def advance(self, number: int, at_once: bool) -> None:
-        """One step of entry `number`: raises its bound, solves it, or splits its families. Steps
-        are repeated until it is solved or cannot be the best if `at_once`. The same holds for the
-        first promising candidate of each mesh, since a plan prunes others.
+        """One step of entry `number`: raises its bound, solves it, or splits its families. With
+        `at_once`, steps are repeated until it is solved or cannot be the best. The same holds for
+        the first promising candidate of each mesh, and after many bounds were raised, since a plan
+        prunes others.
         """
         entry, state = self.state.entries[number], self.state
         together = isinstance(entry.solver, UniformSolver)

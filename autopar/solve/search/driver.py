@@ -53,7 +53,7 @@ class Refiner(Protocol):
 
     def advance(self, number: int, at_once: bool) -> None:
         """Takes one step with the open candidate `number`: raises its bound, solves it, or splits
-        it. `at_once`: repeat until it is solved.
+        it. `at_once`: repeat until it is solved or cannot be the best; `MixedRefiner` ignores this.
         """
 
     def smallest(self) -> tuple[Candidate, Infeasible] | None:

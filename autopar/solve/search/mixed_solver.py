@@ -86,8 +86,8 @@ class MixedSolver:
         return found
 
     def raise_bounds(self, upper_bound_s: float) -> tuple[float, float]:
-        """Raises `bounds_s` by the best staging of the minimal costs of each segment. Returns (the
-        lowest bound, 0: no estimate).
+        """Raises `bounds_s` by the best staging of the minimal costs of each segment, for schedules
+        below `upper_bound_s`. Returns (the lowest bound, 0: no estimate).
         """
         self.is_raised, all_models = True, self.models
         pairs = [
@@ -129,7 +129,8 @@ class MixedSolver:
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
         """(the best plan of some placements below `upper_bound_s`, or None; a lower bound on all).
-        If none of them fits or is faster, the leanest placement is tried.
+        If none of them fits or is faster, the leanest placement is tried. `time_limit_s` is
+        ignored.
         """
         best = None
         for choices in self._placements():
@@ -189,9 +190,9 @@ class MixedSolver:
     def narrow(
         self, upper_bound_s: float, splits: int, time_limit_s: float
     ) -> tuple[Staged | None, float]:
-        """Splits families of placements, at most `splits` times. Returns (the best plan found below
-        `upper_bound_s`, or None; a lower bound on all, at most `upper_bound_s`). The first call
-        bounds the family of all placements.
+        """Splits families of placements, at most `splits` times, and none after `time_limit_s`
+        seconds. Returns (the best plan found below `upper_bound_s`, or None; a lower bound on all,
+        in seconds). The first call bounds the family of all placements.
         """
         deadline, best = time.perf_counter() + time_limit_s, None
         if self.frontier is None:

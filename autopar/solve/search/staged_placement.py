@@ -42,7 +42,7 @@ def staged_placement(
     schedule: Schedule,
 ) -> Staged:
     """The placement `choices` with the stages and recompute modes of `staging`, priced by the
-    definition of costs.
+    definition of costs, as a `Staged`.
 
     `models` has those of each kind of devices, by recompute mode; `groups` has the kind of each
     rank.

@@ -47,7 +47,8 @@ class UniformSolver:
 
     `model_of(mode)` returns the candidate annotated for a recompute mode. `others` are the same for
     other ZeRO stages, of which the best is taken. `modes` are the allowed recompute modes, the one
-    that keeps most first.
+    that keeps most first. `schedules` are the allowed ones, `capacity_bytes` the memory of a device
+    (None: unlimited). `cell` is shared with candidates whose ops cost the same.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class UniformSolver:
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
         """(the best plan of some placements below `upper_bound_s`, or None; a lower bound on all).
-        `raise_bounds` must be called first.
+        `raise_bounds` must be called first. Once it has a plan, no more are staged after
+        `time_limit_s` seconds.
 
         With an infinite `upper_bound_s`, the plan is the leanest placement if none of the others
         fits.
@@ -132,11 +134,12 @@ class UniformSolver:
     def narrow(
         self, upper_bound_s: float, splits: int, time_limit_s: float
     ) -> tuple[Staged | None, float]:
-        """Splits families of placements, at most `splits` times. Returns (a plan below
-        `upper_bound_s`, or None; a lower bound on all, at most `upper_bound_s`).
+        """Splits families of placements, at most `splits` times, and none after `time_limit_s`
+        seconds. Returns (a plan below `upper_bound_s`, or None; a lower bound on all, at most
+        `upper_bound_s`).
 
         The next call continues with the remaining families. Without a pipeline, one integer program
-        is solved first.
+        is solved before the first split.
         """
         deadline, best = time.perf_counter() + time_limit_s, None
         if self._possible is None or upper_bound_s < self._possible[0]:
