@@ -108,9 +108,9 @@ class Sharing:
         return died
 
     def lend(self, borrow: Callable[[Loan, int, Tell], Told]) -> None:
-        """Starts a helper with a part of the remaining work, if one more process may work. The part
-        is every second candidate of this process, or every second family of the one that it splits.
-        Does nothing if both are few.
+        """Starts a helper with a part of the remaining work, if helpers were called before and one
+        more process may work. The part is every second candidate of this process that is not split,
+        or every second family of the one that it splits. Does nothing if both are few.
         """
         state = self.state
         if self.is_alone or not state.queue or not state.board.is_free(self.processes):

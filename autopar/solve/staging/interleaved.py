@@ -230,8 +230,9 @@ def _waited_s(
 
 def _lines_s(row: UnitRow, schedule: Schedule, capacity: float) -> np.ndarray:
     """Lower bounds on the seconds of a micro-batch, with its share of seconds once a step: an array
-    [deal, rank, line]. -inf where a line does not apply. `least_recomputation.lines_s` is the same
-    for one stage a rank, and says how.
+    [deal, rank, line]. Deals are those of `dealt_sizes`, lines those of `row`; -inf where a line
+    does not apply. `capacity` is bytes of a rank. `least_recomputation.lines_s` is the same for one
+    stage a rank, and says how.
     """
     ranks, count, lines = schedule.ranks, schedule.stages_per_rank, row.lines
     deals = dealt_sizes(len(row), ranks * count)

@@ -19,7 +19,7 @@ from autopar.solve.staging.unit_row import BytePrice, LastSegment, Line, Sums, U
 
 def row_of_placement(models: Models, choices: Choices) -> UnitRow:
     """The units of a model (blocks, and what a pipeline cuts between) with their costs under the
-    placement `choices`. `models` has the model for each recompute mode.
+    placement `choices`, as a `UnitRow`. `models` has the model for each recompute mode.
     """
     base = next(iter(models.values()))
     costs = [segment_costs(model, choices) for model in models.values()]
@@ -47,7 +47,7 @@ def row_of_costs(
     lines: Sequence[tuple[BytePrice, Sequence[Sequence[float]]]] = (),
     most_freed: int = 0,
 ) -> UnitRow:
-    """A row of units whose costs are lower bounds, from `costs[mode][segment]`.
+    """A `UnitRow` whose costs are lower bounds, from `costs[mode][segment]`.
 
     Args:
         models: the model for each recompute mode.
@@ -167,9 +167,10 @@ def _row(
     lines: Sequence[tuple[BytePrice, np.ndarray]] = (),
     is_bound: bool = False,
 ) -> UnitRow:
-    """A row of units from segment costs. `arriving` has the bytes of the message into each segment.
-    `ties` has (bytes, seconds once a step) of each shared parameter. `lines` has prices, each with
-    lower bounds by unit.
+    """A `UnitRow` from segment costs. `arriving` has the bytes of the message into each segment.
+    `ties` has (bytes, seconds once a step) of each shared parameter. `last` has the bytes of the
+    model's last segment. `lines` has prices, each with lower bounds by unit. `is_bound`: all costs
+    are lower bounds.
     """
     kinds, kind = _kinds(of)
     parts = _parts(of)
