@@ -64,8 +64,8 @@ def trace(
     batch_dims: BatchDims | None = None,
 ) -> TracedModel:
     """Capture the model and its loss as one graph, in the dtype of `precision` where the engine
-    runs it, normalize it, and cut it into segments, such as layers. Returns the segments with the
-    graph of each structure.
+    runs it, normalize it, and cut it into segments, such as layers. Returns them, with the graph of
+    each structure, as a `TracedModel`.
 
     Args:
         model: the model; it is not changed.
@@ -427,7 +427,9 @@ def default_inputs(model: nn.Module) -> ExampleInputs:
 def _default_batch(
     example_inputs: ExampleInputs, batch_dims: BatchDims | None, cluster: Cluster
 ) -> int:
-    """The rows of the example batch, rounded up to a multiple of the number of devices."""
+    """The rows of the example batch (along the dims of `batch_dims`, as for `plan`), rounded up to
+    a multiple of the number of devices.
+    """
     tensors = batch_tensors(example_inputs)
     dims = row_dims(tensors, batch_dims)
     rows = next(tensors[name].shape[dim] for name, dim in dims.items() if dim is not None)

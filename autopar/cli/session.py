@@ -115,8 +115,8 @@ class Planner:
         )
 
     def remedies(self, error: NoPlanFits, pin: Mapping[str, Any]) -> Remedies:
-        """The smallest changes of the request with which a plan fits, after planning under the pins
-        `pin` raised `error`.
+        """As `Remedies`: the smallest changes of the request with which a plan fits, after planning
+        under the pins `pin` raised `error`.
         """
         from autopar.planning.remedies import Ask, remedies
 

@@ -347,7 +347,7 @@ def _rate(plan: Plan, cluster: ClusterSpec, traced: TracedModel, micro_batch: in
 def _products(plan: Plan, own: BlockPlan, block: BlockClass, rows: int) -> Iterator[Product]:
     """The matrix products with parameters that one rank computes in a forward of one segment, with
     their sharded sizes. Ops with a FLOP count of their own, such as convolutions and experts, are
-    left out. `rows` is the batch of all ranks.
+    left out. `rows` is the batch of all ranks. `own` is the plan of `block`.
     """
     tensors, grads = value_tensors(block.graph), value_grads(block.graph)
     weights = {node.name for node in block.graph.nodes if node.op == "get_attr"}

@@ -197,9 +197,9 @@ def robustness(
     near: float | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Robustness:
-    """The robustness of the best plan under `pin`. It is planned as predicted and priced under
-    every scenario, for each of which the best plan is found too. `off` is only stored, for the
-    report.
+    """The `Robustness` of the best plan under `pin`; `plan_on` plans under pins on a cluster. It is
+    planned as predicted and priced under every scenario, for each of which the best plan is found
+    too. `off` is only stored, for the report.
 
     With `near` (a fraction), plans of its certificate that are at most that much slower are priced
     too. `tell` gets a line for each step. Raises AutoparError if there is no plan as predicted, if
@@ -227,8 +227,8 @@ def robustness(
 
 @dataclass(frozen=True, slots=True)
 class _Pricing:
-    """Plans on the cluster and on those of the scenarios, under the user's pins. It holds what all
-    calls share.
+    """Plans, with `plan_on`, on the cluster and on those of the scenarios, under the user's pins.
+    It holds what all calls share.
     """
 
     plan_on: PlanOn

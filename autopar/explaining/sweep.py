@@ -130,7 +130,8 @@ class BreakEven:
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """The result of a sweep. `axes` are the fields of a point that have several values. `rows` are
-    in the order of the points.
+    in the order of the points. `break_evens` are the changes of plan with the bandwidth between
+    nodes.
     """
 
     axes: tuple[str, ...]
@@ -158,8 +159,8 @@ def points_of(
     `devices`, `seqs` or `inter_Bps` (bytes per second): the value of the cluster or model.
     `batches` must not be empty, or there are no points.
 
-    Raises AutoparError for devices that do not fill nodes, or a bandwidth between nodes with one
-    node.
+    Raises AutoparError for devices that neither fill nodes nor divide one, or a bandwidth between
+    nodes with one node.
     """
     wanted = (
         devices or (cluster.num_devices,),
@@ -175,7 +176,7 @@ def points_of(
 
 def cluster_at(cluster: Cluster, point: Point) -> Cluster:
     """`cluster` with the number of devices of `point`, and with its bandwidth between nodes if it
-    has one.
+    has one. Raises AutoparError if that is impossible, as `points_of` does.
     """
     sized = cluster.with_devices(point.devices)
     return sized if point.inter_Bps is None else sized.with_inter_bandwidth(point.inter_Bps)
@@ -185,8 +186,8 @@ def sweep(
     plan_at: PlanAt, cluster: Cluster, points: Sequence[Point], tell: Callable[[str], None]
 ) -> Sweep:
     """Plans at every point, and finds the bandwidths between nodes at which the best plan changes.
-    `plan_at` makes a plan; `tell` gets a line for each point. A point whose planning raises
-    AutoparError becomes an `Unplanned` with the reason.
+    Returns a `Sweep`. `plan_at` makes a plan; `tell` gets a line for each point. A point whose
+    planning raises AutoparError becomes an `Unplanned` with the reason.
     """
 
     def planned(point: Point) -> Row | Unplanned:
@@ -233,7 +234,8 @@ def _break_evens(
     `rows` differ only in bandwidth, ascending. The plan of the lowest bandwidth is followed upwards
     until it is no longer within `TIE` of the best; then the plan that is best there is followed.
     Bisection by geometric means locates each change. A plan that is bad only between two of `rows`
-    is missed.
+    is missed. `planned(point)` plans at a point; `as_good(plan, row)` says whether a plan is within
+    `TIE` of the best there.
     """
     current = low = rows[0]
     for high in rows[1:]:
@@ -377,7 +379,9 @@ def _point_table(found: Sweep, varied: Sequence[str], unit: str) -> Table:
 
 
 def _caveats(found: Sweep, varied: Sequence[str]) -> Iterator[str]:
-    """Sentences about what the search did not prove, and one if no bandwidth changes the plan."""
+    """Sentences about what the search did not prove, and one if no bandwidth changes the plan.
+    `varied` are the fields that name a point.
+    """
     open_ = [row for row in found.planned if row.plan.certificate.gap > PROVEN]
     if open_:
         gaps = (f"{_where(row, varied)}: {gap_words(row.plan.certificate.gap)}" for row in open_)

@@ -92,8 +92,8 @@ def check_asked(pin: Mapping[str, Any]) -> None:
 def why_not(
     plan_on: PlanOn, cluster: Cluster, pin: Mapping[str, Any], chosen: Plan | None = None
 ) -> WhyNot:
-    """What the choice `pin` would cost: plans without the pins (unless `chosen` is passed) and with
-    them. `plan_on` plans under pins on a cluster.
+    """What the choice `pin` would cost, as a `WhyNot`: plans without the pins (unless `chosen` is
+    passed) and with them. `plan_on` plans under pins on a cluster.
 
     An impossible choice is an answer. Raises AutoparError if there is no plan even without pins.
     """

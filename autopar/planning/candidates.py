@@ -390,8 +390,8 @@ def _can_run(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 
 
 def setting_of(candidate: Candidate, request: PlanRequest, group: int = 0) -> Setting:
-    """What annotation needs to price a candidate on the devices of group number `group`: mesh,
-    batch, precision, software and so on.
+    """The `Setting` that annotation needs to price a candidate on the devices of group number
+    `group`: mesh, batch, precision, software and so on.
     """
     return Setting(
         mesh=replace(candidate.mesh, deal=""),

@@ -13,8 +13,8 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
     consistent, or nothing fits.
 
     If nothing fits, `least_bytes` has the bytes per device of the smallest plan that was found, if
-    computed. `proven` is False after a time-out and with several kinds of devices. For what would
-    fit, see `planning/remedies.py`.
+    computed. `proven` says whether it is proved that none fits: never after a time-out or with
+    several kinds of devices. For what would fit, see `planning/remedies.py`.
     """
     if found.status == "time limit":
         devices = request.cluster.num_devices

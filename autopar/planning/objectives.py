@@ -127,7 +127,9 @@ class Failed:
 
     @property
     def settled(self) -> bool:
-        """Whether it is proved that there is no plan; False if the search ran out of time."""
+        """Whether it is proved that there is no plan; False if the search ended without a proof,
+        for example out of time.
+        """
         return not isinstance(self.error, NoPlanFits) or self.error.proven
 
     @property
@@ -184,9 +186,9 @@ def choose(
     pin: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> Chosen:
-    """The best plan for a goal, on the cluster or on some of its devices. `plan_on` plans under the
-    pins `pin` on a cluster. If the goal is not the time, `tell` gets a line for each attempt, and
-    the plan's first note states what is proved.
+    """The best plan for a goal, on the cluster or on some of its devices, as a `Chosen`. `plan_on`
+    plans under the pins `pin` on a cluster. If the goal is not the time, `tell` gets a line for
+    each attempt, and the plan's first note states what is proved.
 
     Raises AutoparError like the planner, for other goals on several kinds of devices, and if no
     part of the cluster meets the limit of 'gpus'.
@@ -246,7 +248,7 @@ def _fastest(goal: Goal, cluster: Cluster, plan: Plan) -> Chosen:
 def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
     """The plan with the lowest cost per token over all sizes of `sizes_of`; of equal ones the
     faster. Every size is planned, since the cost need not be monotone in the size. Raises the
-    planner's error if there is none.
+    planner's error if there is none. `attempt` plans on a cluster.
     """
     tried = tuple(attempt(cluster.with_devices(size)) for size in sizes_of(cluster))
     planned = _planned(tried)
@@ -263,6 +265,7 @@ def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
     """The plan on the fewest devices that meets the goal. Sizes are tried in ascending order.
     Raises AutoparError if none meets it, or the planner's last error if there is no plan at all.
+    `attempt` plans on a cluster.
     """
     tried: list[Tried] = []
     for size in sizes_of(cluster):
@@ -279,7 +282,7 @@ def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
     """The plan with the least memory of the fullest device, to within `TOLERANCE`. Raises the
-    planner's error if none fits the cluster.
+    planner's error if none fits the cluster. `attempt` plans on a cluster.
 
     Devices get less memory until nothing fits. The first try is slightly above the planner's own
     minimum. Then steps downwards grow until nothing fits, and shrink from there, until the interval

@@ -35,8 +35,8 @@ def find_best(
     limits: SearchLimits,
     progress: Callable[[str], None] | None = None,
 ) -> SearchResult:
-    """Searches all candidates of a request within `limits`, and returns the search's result, with
-    or without a plan. `progress(line)` is called as it goes. BLAS uses one thread meanwhile. Raises
+    """Searches all candidates of a request within `limits`, and returns the `SearchResult`, with or
+    without a plan. `progress(line)` is called as it goes. BLAS uses one thread meanwhile. Raises
     AutoparError if the pins allow no candidate.
     """
     if request.is_mixed:

@@ -136,9 +136,9 @@ def remedies(
     clock: Callable[[], float] = time.monotonic,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Remedies:
-    """For most kinds of change, the smallest change of `ask` with which a plan fits, after planning
-    `ask` raised `error`. A kind is skipped if an earlier remedy makes it needless: dropping all
-    pins, if changing one is enough.
+    """For most kinds of change, as `Remedies`: the smallest change of `ask` with which a plan fits,
+    after planning `ask` raised `error`. A kind is skipped if an earlier remedy makes it needless:
+    dropping all pins, if changing one is enough.
 
     The search takes at most about `budget_s` seconds of `clock`. `plan_for` plans a request; `tell`
     gets a line for each attempt.
@@ -183,7 +183,8 @@ def remedies(
 @dataclass(slots=True)
 class Climb:
     """The search for the first rung of one ladder that fits, until the clock reaches `end_s`. Rungs
-    that are impossible for another reason than memory are removed from the ladder.
+    that are impossible for another reason than memory are removed from the ladder. `plan_for` plans
+    a request, and `tell` gets a line for each try.
     """
 
     ladder: Ladder
@@ -196,8 +197,8 @@ class Climb:
     ruled_out: set[str] = field(default_factory=set)
 
     def first_fit(self) -> Remedy | None:
-        """The smallest change that was found to fit; None if none was found. `late` is set if time
-        ran out or a try proved nothing.
+        """The smallest change that was found to fit, as a `Remedy`; None if none was found. `late`
+        is set if time ran out or a try proved nothing.
         """
         rungs, failing, fitting = self.ladder.rungs, -1, None
         while (at := self._next(failing, fitting)) is not None and not self._over():

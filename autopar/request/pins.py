@@ -49,7 +49,8 @@ def is_recompute(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PinSpec:
-    """A row of the table of pins. A pin is a choice that a user fixes.
+    """A row of the table of pins. A pin is a choice that a user fixes. `name` and `help` are shown
+    in help and messages.
 
     `check(value)` returns what is wrong with a value, or ''. It raises AutoparError for a value
     that is invalid in any request. `of_plan(plan)` is the plan's value, or None if plans do not

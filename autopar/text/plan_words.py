@@ -42,7 +42,9 @@ def short_words(plan: Plan) -> str:
 
 
 def sharing_words(zero: int, shard: int) -> str:
-    """The ZeRO stage as text: `3`, or `3 over 8` if ZeRO shards within groups of 8 ranks."""
+    """The ZeRO stage as text: `3`, or `3 over 8` if ZeRO shards within groups of 8 ranks. A `shard`
+    of 0 means all ranks.
+    """
     return f"{zero} over {shard}" if shard else str(zero)
 
 

@@ -95,7 +95,7 @@ class Cell:
 
     def single(self, index: int, closed: bool) -> Tables:
         """The cost tables, in all recompute modes, of one segment of class `index` as a separate
-        model (`alone`). Cached.
+        model (`alone`). Cached. `closed`: it reads another segment of its class.
         """
         if (index, closed) not in self.singles:
             self.singles[index, closed] = Tables(

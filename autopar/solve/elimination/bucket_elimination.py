@@ -248,7 +248,9 @@ def _found_order(scopes: Sequence[Scope], sizes: Sequence[int]) -> tuple[list[in
 
 
 def _beside(scopes: Sequence[Scope], count: int) -> dict[int, set[int]]:
-    """For each choice, the other choices that occur in a table with it."""
+    """For each choice, the other choices that occur in a table with it. `scopes` are the choices of
+    each table, `count` is the number of choices.
+    """
     found: dict[int, set[int]] = {v: set() for v in range(count)}
     for scope in scopes:
         for v in scope:
@@ -279,7 +281,7 @@ def _one_order(
 ) -> tuple[list[int], float] | None:
     """(an order by weighted min-fill, total entries of its tables); None unless they are fewer than
     `most`. With `noise` 1, each score is multiplied by a random factor from 1 to 2; with 0 it
-    stays.
+    stays. `scopes` are sets of choices that occur together, `sizes` the numbers of their values.
     """
     beside = _beside(scopes, len(sizes))
 
@@ -310,7 +312,8 @@ def _one_order(
 
 def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int]) -> list[list[int]]:
     """The table `numbers` in groups, so that the sum of each group has at most `LARGEST` entries. A
-    table that is larger alone is a group by itself.
+    table that is larger alone is a group by itself. `known` has the choices of each table, `sizes`
+    the numbers of their values.
     """
     groups: list[tuple[list[int], set[int]]] = []
     for number in sorted(numbers, key=lambda n: -len(known[n])):

@@ -49,8 +49,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Two parameter ops that store one tensor, which must have one placement. The layout lists give
-    the placement that each strategy stores.
+    """Two parameter ops (`source`, `target`) that store one tensor, which must have one placement.
+    The layout lists give the placement that each strategy stores.
     """
 
     source: OpRef

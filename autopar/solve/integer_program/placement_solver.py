@@ -106,7 +106,8 @@ class Infeasible:
       `detail` names it.
     - 'time limit': nothing was found in time; only `bound_s` is proved.
 
-    `bound_s` is a lower bound in seconds on the time of every placement that fits.
+    `bound_s` is a lower bound in seconds on the time of every placement that fits. `choices` is the
+    placement that needs `memory_bytes`.
     """
 
     reason: str
@@ -184,7 +185,7 @@ def solve_prepared(
     upper_bound_s: float | None = None,
     workers: int = 1,
 ) -> Solution | Infeasible:
-    """Like `solve_placement`, for a program that is already made. If nothing fits, the result has
+    """Like `solve_placement`, for a program that `prepare` made. If nothing fits, the result has
     reason 'memory' without the least memory.
     """
     start = time.perf_counter()
@@ -295,7 +296,8 @@ def _minimise_time(
 ) -> _Result:
     """Runs CP-SAT on costs that are rounded down to whole quanta. It runs again with a finer
     quantum if one huge cost made the first too coarse, and returns the second result if that is
-    finished.
+    finished. `deadline` is a time of `perf_counter`; at least 0.1 s is allowed. Other arguments as
+    in `solve_prepared`.
     """
     first = _minimise_quantised(
         program, capacity_bytes, deadline, upper_bound_s, upper_bound_s, workers

@@ -29,7 +29,8 @@ from autopar.solve.search.candidate_models import CandidateModels
 @dataclass
 class CandidateBounds:
     """Lower bounds on one candidate. `by_schedule` has the step seconds for each schedule; methods
-    raise it. `cell` is shared by candidates whose ops cost the same.
+    raise it. `cell` is shared by candidates whose ops cost the same. `schedules` are the allowed
+    ones, `capacity_bytes` is the memory of a device (None: unlimited).
     """
 
     models: CandidateModels

@@ -116,7 +116,7 @@ class UniformSolver:
     def _together(self, capacity_bytes: int, upper_bound_s: float, limit_s: float) -> Staged | None:
         """Without a pipeline: the best plan that fits and takes less than `upper_bound_s`, by one
         integer program; None if there is none. Raises the bound on all placements too. The plan may
-        be optimal at no price of a byte.
+        be optimal at no price of a byte. `limit_s` is the time limit in seconds.
         """
         allowed = self.bounds.possible(upper_bound_s).by_op()
         found = solve_together(self.models.least, capacity_bytes, limit_s, upper_bound_s, allowed)

@@ -33,7 +33,7 @@ _FEWER = 2
 def best_deal(
     row: UnitRow, schedule: Schedule, capacity: float, upper_bound_s: float
 ) -> Staging | float:
-    """The fastest staging, over all deals (`dealt_sizes`), that fits each rank into `capacity`
+    """The fastest `Staging`, over all deals (`dealt_sizes`), that fits each rank into `capacity`
     bytes and takes less than `upper_bound_s`. `upper_bound_s` does not include the constant seconds
     of a step.
 

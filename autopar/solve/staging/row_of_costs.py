@@ -221,8 +221,8 @@ def _before(of_units: np.ndarray) -> np.ndarray:
 
 
 def _last_segment(of: _Segments, freed: int | None = None, most_freed: int = 0) -> LastSegment:
-    """The bytes of the model's last segment; all 0 but `most_freed` if its class has other
-    segments. `freed` overrides what it frees, by default what it keeps.
+    """The bytes of the model's last segment (`LastSegment`); all 0 but `most_freed` if its class
+    has other segments. `freed` overrides what it frees, by default what it keeps.
     """
     if of.last < 0:
         return LastSegment(most_freed=most_freed)
@@ -246,8 +246,8 @@ def _kinds(of: _Segments) -> tuple[list[Kind], list[int]]:
 
 
 def _kind(of: _Segments, block: int) -> Kind:
-    """The costs, by recompute mode, of the segment with index `block`. If it is the model's last
-    segment, all modes cost what the first does, and its peak counts as 0.
+    """The costs (a `Kind`), by recompute mode, of the segment with index `block`. If it is the
+    model's last segment, all modes cost what the first does, and its peak counts as 0.
     """
     is_last, own, base = block == of.last, of.costs[0][block], of.base
     modes = [own if is_last else by_mode[block] for by_mode in of.costs]
