@@ -137,8 +137,9 @@ class Planner:
         return block_collectives(as_planned(self.traced(), plan), plan)
 
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
-        """The result of simulating a plan that was made under the pins `pin` for `cluster`
-        (default: that of the request). Raises AutoparError if it is for another model or cluster.
+        """The result (`Replay`) of simulating a plan that was made under the pins `pin` for
+        `cluster` (default: that of the request). Raises AutoparError if it is for another model or
+        cluster.
         """
         from autopar.recheck.replay import replay
 
@@ -146,9 +147,9 @@ class Planner:
         return replay(plan, self.traced(), self._made_for(plan, pin, cluster))
 
     def audit(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Audit:
-        """The result of pricing again every block and edge of a plan that was made under the pins
-        `pin` for `cluster` (default: that of the request). Raises AutoparError if it is for another
-        model or cluster.
+        """The result (`Audit`) of pricing again every block and edge of a plan that was made under
+        the pins `pin` for `cluster` (default: that of the request). Raises AutoparError if it is
+        for another model or cluster.
         """
         from autopar.recheck.audit import audit
 

@@ -116,8 +116,8 @@ class Robustness:
 
     @property
     def chosen(self) -> Priced:
-        """The plan that is best if predictions are right, with its prices in the scenarios: the
-        first of `priced`.
+        """The `Priced` plan that is best if predictions are right, with its prices in the
+        scenarios: the first of `priced`.
         """
         return self.priced[0]
 
@@ -149,8 +149,8 @@ class Robustness:
 
     @property
     def most_robust(self) -> Priced:
-        """Of `priced`, the plan with the fewest scenarios in which it does not fit. Among equal
-        ones, the plan with the smallest worst regret, then the fastest as predicted.
+        """The `Priced` plan, of `priced`, with the fewest scenarios in which it does not fit. Among
+        equal ones, the plan with the smallest worst regret, then the fastest as predicted.
         """
         return min(
             self.priced,

@@ -229,7 +229,7 @@ def _break_evens(
     as_good: Callable[[Plan, Row], bool],
     rows: Sequence[Row],
 ) -> Iterator[BreakEven]:
-    """The bandwidths at which the best plan changes.
+    """A `BreakEven` for each change of the best plan, by ascending bandwidth.
 
     `rows` differ only in bandwidth, ascending. The plan of the lowest bandwidth is followed upwards
     until it is no longer within `TIE` of the best; then the plan that is best there is followed.

@@ -246,9 +246,9 @@ def _fastest(goal: Goal, cluster: Cluster, plan: Plan) -> Chosen:
 
 
 def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """The plan with the lowest cost per token over all sizes of `sizes_of`; of equal ones the
-    faster. Every size is planned, since the cost need not be monotone in the size. Raises the
-    planner's error if there is none. `attempt` plans on a cluster.
+    """The plan (in a `Chosen`) with the lowest cost per token over all sizes of `sizes_of`; of
+    equal ones the faster. Every size is planned, since the cost need not be monotone in the size.
+    Raises the planner's error if there is none. `attempt` plans on a cluster.
     """
     tried = tuple(attempt(cluster.with_devices(size)) for size in sizes_of(cluster))
     planned = _planned(tried)
@@ -263,9 +263,9 @@ def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """The plan on the fewest devices that meets the goal. Sizes are tried in ascending order.
-    Raises AutoparError if none meets it, or the planner's last error if there is no plan at all.
-    `attempt` plans on a cluster.
+    """The plan (in a `Chosen`) on the fewest devices that meets the goal. Sizes are tried in
+    ascending order. Raises AutoparError if none meets it, or the planner's last error if there is
+    no plan at all. `attempt` plans on a cluster.
     """
     tried: list[Tried] = []
     for size in sizes_of(cluster):
@@ -281,8 +281,8 @@ def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """The plan with the least memory of the fullest device, to within `TOLERANCE`. Raises the
-    planner's error if none fits the cluster. `attempt` plans on a cluster.
+    """The plan (in a `Chosen`) with the least memory of the fullest device, to within `TOLERANCE`.
+    Raises the planner's error if none fits the cluster. `attempt` plans on a cluster.
 
     Devices get less memory until nothing fits. The first try is slightly above the planner's own
     minimum. Then steps downwards grow until nothing fits, and shrink from there, until the interval
@@ -321,7 +321,9 @@ def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _planned(tried: Sequence[Tried]) -> list[Fitted]:
-    """The attempts that found plans. If there is none, raises the error of the last attempt."""
+    """The attempts that found plans (`Fitted`), in order. If there is none, raises the error of the
+    last attempt.
+    """
     if planned := [one for one in tried if isinstance(one, Fitted)]:
         return planned
     raise next(one.error for one in reversed(tried) if isinstance(one, Failed))

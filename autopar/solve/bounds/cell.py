@@ -292,8 +292,8 @@ def is_closed(model: AnnotatedModel, number: int) -> bool:
 
 
 def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
-    """Lower bounds on the costs of each segment over all placements, indexed [recompute
-    mode][segment]. For `weight_s` it is an upper bound.
+    """Lower bounds on the costs (`SegmentCost`) of each segment over all placements, indexed
+    [recompute mode][segment]. For `weight_s` it is an upper bound.
     """
     found = []
     for model in models.values():
@@ -316,8 +316,8 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
 
 
 def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> SegmentCost:
-    """Lower bounds on the costs of a segment of class `index`, without the seconds of calls that do
-    not depend on dp.
+    """Lower bounds on the costs (`SegmentCost`) of a segment of class `index`, without the seconds
+    of calls that do not depend on dp.
 
     They are seconds of parameters and of calls that depend on dp, seconds of recomputation beyond
     the `first` mode, and bytes. `weight_s` is an upper bound.

@@ -167,8 +167,8 @@ def solve_placement(
 
 
 def prepare(model: AnnotatedModel, capacity_bytes: int | None) -> Prepared | Infeasible:
-    """The program of `model` and its LP relaxation. An `Infeasible` with reason 'layouts' if no
-    choice of layouts is consistent.
+    """The program of `model` and its LP relaxation, as a `Prepared`. An `Infeasible` with reason
+    'layouts' if no choice of layouts is consistent.
     """
     start = time.perf_counter()
     program = formulate(model, capacity_bytes)

@@ -24,8 +24,9 @@ class CandidateSolver(Protocol):
         """
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
-        """Stages some placements; `raise_bounds` must be called before. Returns (the fastest plan
-        found below `upper_bound_s`, or None; a lower bound in seconds on all placements).
+        """Stages some placements; `raise_bounds` must be called before. Returns (the fastest
+        `Staged` plan found below `upper_bound_s`, or None; a lower bound in seconds on all
+        placements).
 
         After `time_limit_s` seconds a solver may stop if it has a plan. Without a plan it goes on.
         A second call does not continue the first.
@@ -35,7 +36,7 @@ class CandidateSolver(Protocol):
         self, upper_bound_s: float, splits: int, time_limit_s: float
     ) -> tuple[Staged | None, float]:
         """Splits families of placements, at most `splits` times and until `time_limit_s` seconds
-        have passed. Returns (the best plan found below `upper_bound_s`, or None; a lower bound on
-        all placements). The first call bounds the family of all placements; the next ones continue
-        from there.
+        have passed. Returns (the best `Staged` plan found below `upper_bound_s`, or None; a lower
+        bound on all placements). The first call bounds the family of all placements; the next ones
+        continue from there.
         """
