@@ -263,7 +263,7 @@ def parallelize(
             targets, target or label; if there is none, the last entry.
         max_grad_norm: the global norm at which gradients are clipped.  By default they are not clipped.
         precision: as for `plan`.  Rank 0 prints what a default changes.  A given plan has its own precision.
-        weights: a .safetensors file, a folder of them, or a torch checkpoint.
+        weights: a .safetensors file, a folder of them, or a torch checkpoint.  By default the model's own values on rank 0.
         seed: seeds the initializers of a model on the meta device, and the masks of dropout.
         timeout_s: seconds after which a rank that waits for another one stops with an error.  A process group that exists already
             keeps its own limit.

@@ -59,7 +59,7 @@ class Finding:
 
 
 def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> list[Finding]:
-    """All findings (warnings) on a plan for a cluster; [] if there is nothing to warn of. `traced`
+    """All warnings (`Finding`) on a plan for a cluster; [] if there is nothing to warn of. `traced`
     is the model after `model_facts.as_planned`. Without it, only findings that need no model are
     returned.
     """

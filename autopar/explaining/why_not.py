@@ -56,7 +56,9 @@ class WhyNot:
 
     @property
     def same(self) -> bool:
-        """Whether the chosen plan already makes the pinned choice and no other."""
+        """Whether the plan under the pins makes the same choices as the chosen one: mesh, stages,
+        strategies and so on. False if there is none.
+        """
         if self.pinned is None:
             return False
         decided = ("choices", "stages", "blocks", "ops")
@@ -73,9 +75,9 @@ class WhyNot:
 
     @property
     def verdict(self) -> str:
-        """The answer in a few words. 'chosen' if the chosen plan already makes this choice;
-        otherwise 'faster', or 'slower' if it is not. Without a plan 'does not fit' if none that
-        fits was found, else 'impossible'.
+        """The answer in a few words. 'chosen' if the plan under the choice is the chosen one
+        (`same`); otherwise 'faster', or 'slower' if it is not. Without a plan 'does not fit' if
+        none that fits was found, else 'impossible'.
         """
         if self.difference_s is None:
             return "does not fit" if self.capacity_bytes else "impossible"

@@ -36,8 +36,8 @@ _PIPELINE = ("vpp", "schedule", "stages")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is asked of the planner; remedies change it. `seq` is tokens per sequence, None if the
-    model does not support other lengths.
+    """What is asked of the planner; remedies change it. `seq` is tokens per sequence, None if no
+    other length is to be tried.
     """
 
     pin: Mapping[str, Any]

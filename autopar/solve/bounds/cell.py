@@ -352,7 +352,7 @@ def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> Se
 
 def cheapest_s(model: AnnotatedModel) -> list[tuple[float, float]]:
     """For each class, the seconds (forward, backward) of a segment with every op at its cheapest
-    strategy. Ops that depend on dp and recomputation are left out.
+    strategy. Left out are ops whose costs depend on dp, and recomputation.
     """
     found = []
     for block in model.classes:

@@ -555,7 +555,7 @@ def _eliminated(
 ) -> _Eliminated:
     """Eliminates all choices from the tables `asked`, which depend on the choices `scopes`, and
     appends each result to `asked`. `all_sizes` has the number of values of each choice. `left` has
-    the allowed values of some.
+    the allowed values of some. Returns both, with the steps, as an `_Eliminated`.
     """
     steps, sizes = _plan(tuple(scopes), tuple(all_sizes)), list(all_sizes)
     for variable, values in left.items():

@@ -296,8 +296,8 @@ def _minimise_time(
 ) -> _Result:
     """Runs CP-SAT on costs that are rounded down to whole quanta. It runs again with a finer
     quantum if one huge cost made the first too coarse, and returns the second result if that is
-    finished. `deadline` is a time of `perf_counter`; at least 0.1 s is allowed. Other arguments as
-    in `solve_prepared`.
+    finished and has a placement. `deadline` is a time of `perf_counter`; at least 0.1 s is allowed.
+    Other arguments as in `solve_prepared`.
     """
     first = _minimise_quantised(
         program, capacity_bytes, deadline, upper_bound_s, upper_bound_s, workers

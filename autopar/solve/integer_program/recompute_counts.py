@@ -65,7 +65,8 @@ class Together:
 class _ModePart:
     """The segments of class `index` in one recompute mode: `number` (at most `most`) times `factor`
     of them. `variables` has, for each variable of `program`, how many of the `number` copies set it
-    to 1.
+    to 1. `kept` is the bytes that a segment keeps, by variable; `moment` is what its backward
+    needs.
     """
 
     index: int

@@ -220,7 +220,7 @@ class Sharing:
 
     def _redo(self, number: int) -> None:
         """Resets the candidates of the dead helper `number`, so that others refine them again.
-        Their bounds stay.
+        Their finite bounds stay.
         """
         state = self.state
         for place in np.flatnonzero(self.known_to() == number).tolist():
