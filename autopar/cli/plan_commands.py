@@ -158,17 +158,17 @@ def explain(
     as_json: bool,
     **asked: Any,
 ) -> None:
-    """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the
-    alternatives.
+    """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives.
 
     Objective time is the fastest step.  Objective cost is the lowest cost per token on a part of
     CLUSTER.  Objective gpus is the fewest devices of CLUSTER that meet --deadline or
     --tokens-per-second.  Objective memory is the least memory of the fullest device.
     \u000c
-    `save` is a path to write the plan to. `saved` is the path of a plan to explain instead of
-    making one; MODEL, CLUSTER and most options are then refused. `replays` and `audits` also
-    check the plan, with exit code 1 if they disagree. `fusions` lists fused ops. `deadline` is in
-    seconds. `asked` has the other arguments, as in `Asked`.
+    `pin` is a text such as 'tp=8'. `save` is a path to write the plan to. `saved` is the path of
+    a plan to explain instead of making one; MODEL, CLUSTER and most options are then refused.
+    `replays` and `audits` also check the plan, with exit code 1 if they disagree. `fusions` lists
+    fused ops. `deadline` is in seconds. `as_json`: prints JSON instead of a report. `asked` has
+    the other arguments, as in `Asked`.
     """
     wanted = asked | {"pin": pin, "save": save, "deadline": deadline}
     wanted |= {"tokens_per_second": tokens_per_second, "replay": replays, "audit": audits}
@@ -322,14 +322,22 @@ def _saved_plan(command: Any) -> Any:
 @cli.command()
 @_saved_plan
 def replay(ctx: click.Context, **asked: Any) -> None:
-    """Simulate a saved plan of MODEL on CLUSTER, priced anew, beside what it predicts.  Exit code 1 if they disagree."""
+    """Simulate a saved plan of MODEL on CLUSTER, priced anew, beside what it predicts.  Exit code 1
+    if they disagree.
+    \u000c
+    `asked` has the path of the plan, model, cluster, pins and options, as in `_check_saved`.
+    """
     _check_saved(ctx, "replay", **asked)
 
 
 @cli.command()
 @_saved_plan
 def audit(ctx: click.Context, **asked: Any) -> None:
-    """Price every block and edge of a saved plan of MODEL on CLUSTER from scratch.  Exit code 1 if they do not sum to its objective."""
+    """Price every block and edge of a saved plan of MODEL on CLUSTER from scratch.  Exit code 1 if
+    they do not sum to its objective.
+    \u000c
+    `asked` has the path of the plan, model, cluster, pins and options, as in `_check_saved`.
+    """
     _check_saved(ctx, "audit", **asked)
 
 

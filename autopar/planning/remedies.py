@@ -367,7 +367,7 @@ def larger_clusters(cluster: Cluster) -> list[Cluster]:
 
 
 def _is_part(cluster: Cluster) -> bool:
-    """Whether the cluster is some devices of one node of a known kind, as in `h100:4`."""
+    """Whether the cluster is some or all devices of one node of a known kind, as in `h100:4`."""
     preset = home_of(cluster.device.name)
     if (
         cluster.device.name not in DEVICES

@@ -152,8 +152,8 @@ class Sharing:
     # -------------------------------------------------------------------------------------------------- in a helper
 
     def begin_to_help(self, tell: Tell) -> None:
-        """Drops the state inherited from the parent process, except the time of its best plan.
-        `tell` becomes the way to report progress.
+        """Drops the parent's best plan (its time stays), helpers, results and loans; candidates
+        stay as they are. `tell` becomes the way to report progress.
         """
         self.state.others_s, self.state.best = self.state.held_s, None
         self.state.progress, self.team, self.told, self.lent = tell, Team(tell), [], {}
