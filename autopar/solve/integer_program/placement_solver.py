@@ -55,8 +55,8 @@ class Solution:
     found: 'lp', 'cp-sat' or 'staging'.
 
     `status` is 'optimal' if time and bound are known to differ by at most `OPTIMALITY_GAP`,
-    otherwise 'feasible'. In a pipeline, `bound_s` covers all stages together, and `pipelined` has
-    the time of a step; otherwise it is None.
+    otherwise 'feasible'. In a pipeline, `priced` covers all stages together, and `pipelined` has
+    the time of a step once it is cut into stages; otherwise it is None.
     """
 
     status: str  # 'optimal' | 'feasible'
