@@ -52,6 +52,7 @@ from autopar.trace.uncast import uncast_buffers
 if TYPE_CHECKING:
     from autopar.models.base import ModelSpec
     from autopar.runtime.engine import Engine, Optimizer
+    from autopar.runtime.state.weights import Weights
 
 
 def trace(
@@ -263,7 +264,8 @@ def parallelize(
             targets, target or label; if there is none, the last entry.
         max_grad_norm: the global norm at which gradients are clipped.  By default they are not clipped.
         precision: as for `plan`.  Rank 0 prints what a default changes.  A given plan has its own precision.
-        weights: a .safetensors file, a folder of them, or a torch checkpoint.  By default the model's own values on rank 0.
+        weights: a .safetensors file, a folder of them, or a torch checkpoint.  Tensors have the names of the model's, or those of
+            published Hugging Face checkpoints.  By default the model's own values on rank 0.
         seed: seeds the initializers of a model on the meta device, and the masks of dropout.
         timeout_s: seconds after which a rank that waits for another one stops with an error.  A process group that exists already
             keeps its own limit.
@@ -274,8 +276,8 @@ def parallelize(
         batch_dims: as for `plan`.
 
     Raises:
-        AutoparError: the plan belongs to another model, cluster or world size, or comes with pins, another batch or precision; or
-            as for `plan`.
+        AutoparError: the plan belongs to another model, cluster or world size, or comes with pins, another batch or precision; the
+            weights have other names or shapes; or as for `plan`.
         NoPlanFits: as for `plan`.
     """
     check_arguments(locals())
@@ -284,13 +286,13 @@ def parallelize(
     from autopar.runtime.engine import Engine, start_process_group
 
     cluster, example_inputs = parsed_cluster(cluster), _example(model, example_inputs)
-    lengths = None if buckets is None else shorter_lengths(example_inputs, buckets, batch_dims)
+    inputs = [example_inputs, *_shorter(example_inputs, buckets, batch_dims)]
     start_process_group(cluster.device_type, timeout_s)
     given = plan.precision if plan is not None else precision
     chosen = given if given is not None else default_precision(model, cluster.device_type)
-    inputs = [example_inputs, *(shortened(example_inputs, n, batch_dims) for n in lengths or ())]
     traced, *shorter = _traced_alike(model, inputs, loss_fn, chosen, batch_dims)
     note = _precision_note(model, example_inputs, chosen, traced) if given is None else ""
+    checked = _checked_weights(weights, model, traced)
 
     def decide() -> Plan:
         return plan or _plan(
@@ -313,12 +315,29 @@ def parallelize(
         _agreed(decide, traced, cluster, note),
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,
-        weights=weights,
+        weights=checked,
         device_type=cluster.device_type,
         seed=seed,
-        shorter=None if lengths is None else shorter,
+        shorter=None if buckets is None else shorter,
         compile=compile,
     )
+
+
+def _shorter(
+    example_inputs: ExampleInputs, buckets: Sequence[int] | None, batch_dims: BatchDims | None
+) -> list[ExampleInputs]:
+    """The example batch, cut to each length of `buckets`."""
+    lengths = () if buckets is None else shorter_lengths(example_inputs, buckets, batch_dims)
+    return [shortened(example_inputs, length, batch_dims) for length in lengths]
+
+
+def _checked_weights(
+    path: str | Path | None, model: nn.Module, traced: TracedModel
+) -> Weights | None:
+    """The checkpoint at `path`, its names and shapes compared with the model's. None without one."""
+    from autopar.runtime.state.weights import Weights
+
+    return None if path is None else Weights(path, model, traced.parameters)
 
 
 def _agreed(decide: Callable[[], Plan], traced: TracedModel, cluster: Cluster, note: str) -> Plan:

@@ -188,6 +188,9 @@ def _while_it_runs(
     if op_name(node) in LOSSES and software.loss_kernel == "plain":
         # gradients before and after the log-softmax, both as kept
         return 2 * keeps.get(f"{node.name}:own", 0) - sizes[op.inputs[0]]
+    if op_name(node) in LOSSES and software.loss_kernel == "beside":
+        # when forward ends; in backward the gradient of the logits is there instead
+        return max(keeps.get(f"{node.name}:own", 0) - sizes[op.inputs[0]], 0)
     if op_name(node) in LOSSES and software.loss_kernel == "fused":
         return -sizes[op.inputs[0]]
     if software.fused_kernels:

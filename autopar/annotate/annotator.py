@@ -124,8 +124,7 @@ class Annotator:
             edges,
             self.facts.ties,
             setting.num_microbatches,
-            fixed_bytes=setting.cluster.device.reserved_bytes
-            + buffer_bytes(setting, pricers, self.facts)
+            fixed_bytes=buffer_bytes(setting, pricers, self.facts)
             + gathered_row_bytes(self.traced, setting),
             pipeline=self._pipeline(setting) if setting.mesh.pp > 1 else None,
             last=self.facts.last,
@@ -278,6 +277,7 @@ class Annotator:
             (much_s - none_s) / _MESSAGE_BYTES,
             none_s,
             setting.software.keeps_stage_outputs,
+            setting.stage_sizes,
         )
 
     def _edges(
@@ -342,6 +342,7 @@ def _of_calls(setting: Setting, mesh: MeshShape, recompute: str) -> Setting:
         offload="none",
         between=None,
         shard=0,
+        stage_sizes=(),
     )
 
 

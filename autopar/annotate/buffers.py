@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
-from autopar_cost_models import activation_itemsize, communicator_bytes
+from autopar_cost_models import Device, activation_itemsize, communicator_bytes
 from autopar_cost_models.constants import BUCKET_BYTES
 
 from autopar.annotate.class_facts import ModelFacts
 from autopar.annotate.class_pricer import ClassPricer
 from autopar.annotate.setting import Setting
+from autopar.ir.mesh import MeshShape
 from autopar.ir.traced import TracedModel
 from autopar.ops.dims import at_batch, has_batch
 
@@ -34,8 +35,17 @@ def gathered_row_bytes(traced: TracedModel, setting: Setting) -> int:
     )
 
 
+def outside_bytes(mesh: MeshShape, shard: int, device: Device) -> int:
+    """Bytes of device memory that torch's allocator does not see: what tensors cannot use, and the
+    buffers of a communicator for each group in which a rank talks.
+    """
+    sizes = [*mesh.sizes, *((mesh.sharing_dp(shard), mesh.copies(shard)[0]) if shard else ())]
+    groups = sum(size > 1 for size in sizes) if device.generation != "cpu" else 0
+    return device.reserved_bytes + communicator_bytes(groups)
+
+
 def buffer_bytes(setting: Setting, pricers: Sequence[ClassPricer], model: ModelFacts) -> int:
-    """Bytes of framework buffers, of the attention core that a segment recomputes, and of
+    """Bytes outside torch, of framework buffers, of the attention core that a segment recomputes, and of
     parameters that stay gathered in all segments.
 
     FSDP (Zhao et al. 2023, arXiv:2304.11277, section 3.3): the root unit holds embedding and head.
@@ -43,14 +53,8 @@ def buffer_bytes(setting: Setting, pricers: Sequence[ClassPricer], model: ModelF
     and the next is prefetched. The gradient of one block is being reduced, in the compute dtype and
     again in fp32.
     """
-    mesh, shard = setting.mesh, setting.shard
-    sizes = [
-        *mesh.sizes,
-        *((mesh.sharing_dp(shard), mesh.copies(shard)[0]) if shard else ()),
-    ]  # of the groups that a rank talks in
-    groups = sum(size > 1 for size in sizes) if setting.cluster.device.generation != "cpu" else 0
     found = (
-        communicator_bytes(groups)
+        outside_bytes(setting.mesh, setting.shard, setting.cluster.device)
         + setting.software.workspace_bytes
         + max(sum(p.calls.rerun_bytes.values()) for p in pricers)
     )

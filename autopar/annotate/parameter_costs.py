@@ -407,4 +407,5 @@ def _of_trained(setting: Setting) -> Setting:
         stages_per_rank=1,
         schedule="none",
         between=None,
+        stage_sizes=(),
     )

@@ -43,6 +43,7 @@ class Setting:
     offload: str = "none"
     between: Link | None = None
     shard: int = 0  # data-parallel ranks, neighbours, that share out what ZeRO does; 0: all
+    stage_sizes: tuple[int, ...] = ()  # layers of each stage of a pipeline; (): as even as possible
 
     @property
     def gathers_by_segment(self) -> bool:

@@ -92,16 +92,18 @@ def verify(
 
 
 @click.command(cls=options.Command)
-@click.argument("runs", type=click.Path(dir_okay=False), metavar="RUNS.csv")
+@click.argument(
+    "runs", type=click.Path(dir_okay=False), metavar="RUNS.csv...", nargs=-1, required=True
+)
 @click.option(
     "--by",
-    type=click.Choice(["source", "gpu", "dtype"]),
-    help="Print the scores of each source, GPU or dtype too.",
+    type=click.Choice(["source", "gpu", "dtype", "framework", "generation", "family"]),
+    help="Print the scores of each source, GPU, dtype, framework, generation of GPUs or family of models too.",
 )
 @click.option(
     "--loso",
     is_flag=True,
-    help="Fit the constants on the file's runs, and without each source in turn (leave one source out).",
+    help="Fit the constants on the files' runs, and without each source in turn (leave one source out).",
 )
 @click.option(
     "--ablate",
@@ -109,10 +111,10 @@ def verify(
     help="Predict the runs with each mechanism of the cost model switched off in turn.",
 )
 @options.as_json
-def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) -> None:
-    """Predict the measured training runs of a CSV file, and score the predictions.
+def predict(runs: tuple[str, ...], by: str | None, loso: bool, ablate: bool, as_json: bool) -> None:
+    """Predict the measured training runs of CSV files, and score the predictions.
     \u000c
-    `runs` is the path of the file. `by` ('source', 'gpu' or 'dtype') adds scores of each group.
+    `runs` has the paths of the files. `by` (such as 'source' or 'gpu') adds scores of each group.
     `loso` fits constants instead, also without each source in turn. `ablate` instead predicts
     with each mechanism of the cost model switched off. `as_json`: prints JSON instead of tables.
 
@@ -123,7 +125,7 @@ def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) 
     if loso or ablate:
         (_fit if loso else _ablate)(runs, as_json)
         return
-    from autopar.predict.command import predict_file
+    from autopar.predict.command import predict_files
     from autopar.predict.report import WIDTH, report_json, report_table
     from autopar.predict.run import RunPrediction
 
@@ -133,7 +135,7 @@ def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) 
         return evaluate(run)
 
     with progress("predicting") as tell:
-        predictions = predict_file(runs, priced, tell)
+        predictions = predict_files(runs, priced, tell)
     if as_json:
         click.echo(report_json(predictions, by))
     else:
@@ -142,33 +144,32 @@ def predict(runs: str, by: str | None, loso: bool, ablate: bool, as_json: bool) 
         raise AutoparError(_none_predicted(runs, predictions.problems))
 
 
-def _none_predicted(path: str, problems: Sequence[Problem]) -> str:
+def _none_predicted(paths: Sequence[str], problems: Sequence[Problem]) -> str:
+    path = ", ".join(paths)
     if not problems:
         return f"{path} has no runs: below its header there is no row"
     return f"none of the {len(problems)} runs of {path} could be predicted; the first, {problems[0].id}: {problems[0].reason}"
 
 
-def _complete_runs(path: str) -> list[Run]:
-    """The runs of a CSV file that count in scores (`complete`). Raises AutoparError if there is
-    none.
-    """
-    from autopar.predict.runs import read_runs
+def _complete_runs(paths: Sequence[str]) -> list[Run]:
+    """The runs of CSV files that count in scores. Raises AutoparError if there is none."""
+    from autopar.predict.runs import read_files
 
-    runs, problems = read_runs(path)
+    runs, problems = read_files(paths)
     if not (found := [run for run in runs if run.complete]):
         raise AutoparError(
-            _none_predicted(path, problems)
+            _none_predicted(paths, problems)
             if not runs
-            else f"none of the {len(runs)} runs of {path} is complete"
+            else f"none of the {len(runs)} runs of {', '.join(paths)} is complete"
         )
     return found
 
 
-def _fit(path: str, as_json: bool) -> None:
+def _fit(paths: Sequence[str], as_json: bool) -> None:
     from autopar.predict.fit import fit, sensitivities
     from autopar.predict.report import WIDTH, fit_json, fit_table
 
-    runs = _complete_runs(path)
+    runs = _complete_runs(paths)
     with progress("predicting") as tell:
         from autopar.predict.evaluate import evaluate
 
@@ -179,13 +180,13 @@ def _fit(path: str, as_json: bool) -> None:
         show(fit_table(found), WIDTH)
 
 
-def _ablate(path: str, as_json: bool) -> None:
+def _ablate(paths: Sequence[str], as_json: bool) -> None:
     from autopar.predict.report import WIDTH, ablation_json, ablation_table
 
-    runs = [run for run in _complete_runs(path) if run.measured.step_time_s]
+    runs = [run for run in _complete_runs(paths) if run.measured.step_time_s]
     if not runs:
         raise AutoparError(
-            f"no complete run of {path} has a measured step time, without which nothing can be compared"
+            f"no complete run of {', '.join(paths)} has a measured step time, without which nothing can be compared"
         )
     with progress("predicting") as tell:
         from autopar.predict.ablate import ablate

@@ -336,6 +336,7 @@ class PipelineSetting:
     hop_s_per_byte: float
     hop_latency_s: float
     keeps_outputs: bool = False  # what a stage has sent stays until its backward
+    sizes: tuple[int, ...] = ()  # layers of each stage; (): as even as possible
 
 
 @dataclass(frozen=True, slots=True)

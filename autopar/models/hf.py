@@ -28,7 +28,8 @@ from .common import MOST_LAYERS, MOST_SIZE
 from .hf_experts import prepare_experts
 from .hf_shrink import shrunk_config_dict
 
-ATTENTION_NAME = "autopar_sdpa"
+ATTENTION_NAME, CACHED_NAME = "autopar_sdpa", "autopar_sdpa_cached"
+"""Names of our attention; the second is for models whose users left the cache on."""
 
 
 def _transformers() -> Any:
@@ -73,7 +74,8 @@ def prepare_hf(model: nn.Module) -> nn.Module:
     Experts compute by `autopar::routed_experts` where it has their activation
     (`hf_experts.prepare_experts`). `position_ids` of one row for the whole batch are taken to be
     0, 1, 2, ... (no packed sequences), as are those the model makes itself. Rows per sample are
-    honoured. Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd:
+    honoured, and refused where the user left `use_cache` on: transformers then ignores them.
+    Bloom's GELU, whose hand-written backward torch.export would drop, is left to autograd:
     the same derivative.
     """
     for outermost in hf_models(model):
@@ -83,6 +85,9 @@ def prepare_hf(model: nn.Module) -> nn.Module:
 
 def _prepare(model: nn.Module) -> None:
     transformers, of_transformers = _transformers(), _untyped(model)
+    configs = of_transformers.config, of_transformers.config.get_text_config()
+    cached = any(getattr(config, "use_cache", False) for config in configs)
+    name = CACHED_NAME if cached else ATTENTION_NAME
     for module in map(_untyped, model.modules()):
         if is_hf_model(module):  # encoder and decoder of T5 hold copies of the config
             module.config.use_cache = module.config.get_text_config().use_cache = False
@@ -91,10 +96,13 @@ def _prepare(model: nn.Module) -> None:
     by_sdpa = (
         of_transformers._supports_sdpa and of_transformers.config._attn_implementation == "sdpa"
     )
-    if by_sdpa and of_transformers._can_set_attn_implementation():
-        transformers.AttentionInterface.register(ATTENTION_NAME, _attention)
-        transformers.AttentionMaskInterface.register(ATTENTION_NAME, _mask)
-        of_transformers.set_attn_implementation(ATTENTION_NAME)
+    # an indexer chooses keys by the mask, and needs one
+    by_mask = any(module.endswith(".indexer") for module, _ in model.named_modules())
+    if by_sdpa and not by_mask and of_transformers._can_set_attn_implementation():
+        transformers.AttentionInterface.register(name, _attention)
+        mask = _mask_of_cached if name == CACHED_NAME else _mask
+        transformers.AttentionMaskInterface.register(name, mask)
+        of_transformers.set_attn_implementation(name)
     prepare_experts(model)
 
 
@@ -155,6 +163,21 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
         if kwargs.get("allow_is_bidirectional_skip", False) and both_ways:
             return None
     return sdpa_mask(*args, **{**kwargs, "mask_function": without_packing})
+
+
+def _mask_of_cached(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The same for a model whose user left the cache on; AutoparError if rows may be packed."""
+    function = kwargs.get("mask_function")
+    if function is not None and any(map(_packs, _parts(_peel_packing(function)))):
+        raise AutoparError(
+            "position_ids of each row: transformers keeps packed sequences apart only without a cache, and use_cache is on. "
+            "Set model.config.use_cache = False, as autopar does to train, so that eager training computes the same"
+        )
+    return _mask(*args, **kwargs)
+
+
+def _packs(function: Callable) -> bool:
+    return _name(function) == _PACKED
 
 
 def _name(function: Callable) -> str:
@@ -248,7 +271,10 @@ def hf_example_inputs(
             return torch.empty(shape, dtype=torch.int64, device="meta")
         return torch.randint(0, limit, shape, generator=generator).to(device)
 
-    of_tokens = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
+    of_tokens = (
+        *("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration"),
+        *("MTModel", "GenerationDecoder"),
+    )
     if main == "input_ids" and kind.endswith((*of_tokens, "ForSequenceClassification")):
         ids = integers(config.get_text_config().vocab_size, batch, seq)
         each = kind.endswith(of_tokens)
@@ -301,6 +327,7 @@ class HFSpec(ModelSpec):
 
     def _make(self) -> nn.Module:
         config = _config(self.name, self.config_dict)
+        config.use_cache = False
         try:
             auto_class = getattr(_transformers(), _auto_class(config) or "")
             return prepare_hf(auto_class.from_config(config, dtype=torch.float32))

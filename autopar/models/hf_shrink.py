@@ -27,6 +27,8 @@ _POSITIONS = "max_position_embeddings n_positions n_ctx max_sequence_length"
 _HEAD_DIM = "head_dim d_kv d_head"
 # DeepSeek's latent attention
 _LATENT = "qk_nope_head_dim qk_rope_head_dim v_head_dim q_lora_rank kv_lora_rank"
+_OF_LAYERS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type")
+"""Lists with an entry for each layer, whatever counts the layers."""
 _EXPERTS = "num_local_experts num_experts n_routed_experts"
 _NOISE = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "jitter_noise")
 
@@ -45,6 +47,11 @@ def shrunk_config_dict(config: dict[str, Any]) -> dict[str, Any]:
 def _ints(config: dict[str, Any], names: str) -> list[str]:
     """Those of `names` (separated by spaces) whose value in the config is an int."""
     return [name for name in names.split() if type(config.get(name)) is int]
+
+
+def _lists(config: dict[str, Any], names: str) -> list[str]:
+    """The names whose value in the config is a list, of an integer for each layer."""
+    return [name for name in names.split() if isinstance(config.get(name), list)]
 
 
 def _limit(config: dict[str, Any], names: str, most: int) -> None:
@@ -92,6 +99,10 @@ def _shrink_width(config: dict[str, Any], hidden_names: list[str], head_names: l
     small_hidden = small_heads * head_dim
     for name in _ints(config, _FFN):
         config[name] = base.shrunk_width(config[name], hidden, small_hidden)
+    for name in _lists(config, _FFN):
+        config[name] = [base.shrunk_width(width, hidden, small_hidden) for width in config[name]]
+    for name in _lists(config, "num_attention_heads_per_layer"):
+        config[name] = [small_heads] * len(config[name])
     config.update(dict.fromkeys(hidden_names, small_hidden))
     config.update(dict.fromkeys(head_names, small_heads))
     config.update(dict.fromkeys(kv_names, small_kv_heads))
@@ -105,14 +116,22 @@ def _shrink_width(config: dict[str, Any], hidden_names: list[str], head_names: l
     # Mamba 2: the heads share the expanded width
     if len(_ints(config, "expand head_dim")) == 2:
         config["head_dim"] = small_hidden * config["expand"] // small_heads
+    if len(_ints(config, "mamba_expand mamba_n_heads mamba_d_head")) == 3:
+        config["mamba_n_heads"] = small_heads
+        config["mamba_d_head"] = small_hidden * config["mamba_expand"] // small_heads
     _reset_rope(config)
 
 
 def _shrink_layers(config: dict[str, Any]) -> None:
+    layers = [config[name] for name in _ints(config, _LAYERS)][:1]
     _limit(config, _LAYERS, SHRUNK_LAYERS)
-    for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
-        if isinstance(config.get(name), list):
-            config[name] = config[name][:SHRUNK_LAYERS]
+    _limit(config, "num_kv_shared_layers", 0)
+    for name, value in config.items():
+        if (isinstance(value, list) and [len(value)] == layers) or (name in _OF_LAYERS and value):
+            config[name] = value[:SHRUNK_LAYERS]
+    if isinstance(by_layer := config.get("per_layer_config"), dict):
+        kept = {key: value for key, value in by_layer.items() if int(key) < SHRUNK_LAYERS}
+        config["per_layer_config"] = kept
     # GPT-Neo: [[kinds, repeats], ...], and its expansion
     if isinstance(config.get("attention_types"), list):
         groups = config["attention_types"]
@@ -123,7 +142,8 @@ def _shrink_layers(config: dict[str, Any]) -> None:
 def _shrink_vocab(config: dict[str, Any]) -> None:
     if not _ints(config, "vocab_size"):
         return
-    vocab = config["vocab_size"] = base.shrunk_vocab(config["vocab_size"])
+    vocab = base.shrunk_vocab(config["vocab_size"])
+    config |= dict.fromkeys(_ints(config, "vocab_size decoder_vocab_size"), vocab)
     for name in [name for name in config if name.endswith("_token_id")]:
         if isinstance(value := config[name], int):
             config[name] = min(value, vocab - 1)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.errors import AutoparError, shown
+
 from .common import (
     Embedding,
     Linear,
@@ -25,6 +27,8 @@ from .common import (
     shifted_loss,
 )
 
+ACTIVATIONS = ("swiglu", "relu2")
+
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
@@ -32,7 +36,8 @@ class LlamaConfig:
 
     `head_width=None` means a head dim of hidden / heads. With `window` > 0, a query sees at most
     that many keys, including itself, in layers 0, `window_every`, 2 `window_every`, and so on. In
-    other layers it sees all.
+    other layers it sees all. `activation="relu2"` is a feed-forward layer without a gate: squared
+    ReLU between two products, as in Nemotron-4 (arXiv:2402.16819).
     """
 
     vocab: int
@@ -48,8 +53,13 @@ class LlamaConfig:
     head_width: int | None = None
     window: int = 0
     window_every: int = 1
+    activation: str = "swiglu"
 
     def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise AutoparError(
+                f"llama: activation={shown(self.activation)} is not known; {', '.join(ACTIVATIONS)} are."
+            )
         check_fields("llama", self, "vocab hidden layers heads kv_heads ffn max_seq")
         check_attention_extras("llama", self.head_width, self.window, self.window_every)
         sizes = self.hidden, self.heads, self.kv_heads
@@ -128,6 +138,19 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class SquaredReLU(nn.Module):
+    """A feed-forward layer with a squared ReLU and without a gate."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden, ffn)
+        self.down_proj = Linear(ffn, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """down(relu(up(x))^2): (b, s, h) -> (b, s, h)."""
+        return self.down_proj(F.relu(self.up_proj(x)).square())
+
+
 class LlamaBlock(nn.Module):
     """A module: one Llama layer, attention and a feed-forward layer, each after a norm and with a
     residual.
@@ -138,7 +161,8 @@ class LlamaBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.attention = Attention(config.hidden, config.heads, config.kv_heads, config.head_dim)
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.mlp = SwiGLU(config.hidden, config.ffn)
+        mlp = SwiGLU if config.activation == "swiglu" else SquaredReLU
+        self.mlp = mlp(config.hidden, config.ffn)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
         """x + attention(norm(x)), then x + mlp(norm(x)): (b, s, h) -> (b, s, h). cos and sin are

@@ -51,6 +51,7 @@ _NONLINEAR = words("""
     eq ne lt le gt ge isclose isnan isinf isfinite isposinf isneginf
     logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not __and__ __or__ __xor__
     bitwise_left_shift bitwise_right_shift __lshift__ __rshift__
+    exponential uniform normal_functional bernoulli rand_like randn_like
     zeros_like ones_like full_like empty_like fill dropout addcmul addcdiv rsub
 """)
 

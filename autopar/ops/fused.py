@@ -10,7 +10,8 @@ import autopar_kernels.glu
 import autopar_kernels.layer_norms
 import autopar_kernels.losses
 import autopar_kernels.norms
-import autopar_kernels.rotary  # noqa: F401 (all register ops)
+import autopar_kernels.rotary
+import autopar_kernels.softmax  # noqa: F401 (all register ops)
 
 from autopar.ir.calls import argument_names
 from autopar.ops.dims import Call, OpDims, is_symbolic
@@ -74,6 +75,24 @@ def _rotary(call: Call) -> OpDims:
     )
 
 
+def _softmax(call: Call) -> OpDims:
+    """All dims of the scores but the last shard, and those of a mask that it does not repeat."""
+    scores = call.tensors[0].shape
+    letters = (*(f"d{k}" for k in range(len(scores) - 1)), "!k")
+    terms = {"scores": letters}
+    if call.arg("mask") is not None:
+        mask = call.tensors[1].shape
+        own = zip(mask, letters[-len(mask) :], scores[-len(mask) :], strict=True)
+        terms["mask"] = tuple(
+            letter if same(size, of) else f"!m{k}" for k, (size, letter, of) in enumerate(own)
+        )
+    return OpDims(
+        tuple(terms[name] for name in present(call, *terms)),
+        (letters,),
+        dict(zip(letters, scores, strict=True)),
+    )
+
+
 def _cross_entropy(call: Call) -> OpDims:
     """How the fused cross-entropy may be sharded unless it is a mean: by tokens, and by classes,
     with statistics that ranks exchange (`rewrite/lowerings/vocabulary_parallel.py`).
@@ -103,4 +122,5 @@ FUSED: dict[str, Rule] = {
     "autopar::cross_entropy": _cross_entropy,
     "autopar::glu": _glu,
     "autopar::rotary_single": _rotary,
+    "autopar::softmax": _softmax,
 }

@@ -8,6 +8,21 @@ from torch.fx import Node
 from autopar.ir.calls import is_attention, op_name
 from autopar.ops.dims import Call
 
+COUNTED = (
+    "aten::exponential",
+    "aten::uniform",
+    "aten::normal_functional",
+    "aten::bernoulli",
+    "aten::rand_like",
+    "aten::randn_like",
+)
+"""Draws that depend on the element, not on the rank, as dropout does."""
+
+
+def draws(node: Node) -> bool:
+    """Whether a call draws the same numbers on one device and on the ranks of any plan."""
+    return op_name(node) in COUNTED or drops(node)
+
 
 def drops(node: Node) -> bool:
     """Whether a call is dropout that is on and has a probability above 0, or attention with such
@@ -19,12 +34,12 @@ def drops(node: Node) -> bool:
 
 
 def draws_otherwise(node: Node) -> bool:
-    """Whether a call may draw random numbers from PyTorch's global generator, unless it is dropout
-    or attention.
+    """Whether a call may draw random numbers from PyTorch's global generator, so that the ranks of
+    a plan draw others than one device.
     """
     tags = getattr(node.target, "tags", ())
     return (
         torch.Tag.nondeterministic_seeded in tags
-        and op_name(node) != "aten::dropout"
+        and op_name(node) not in ("aten::dropout", *COUNTED)
         and not is_attention(node)
     )

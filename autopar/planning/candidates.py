@@ -30,7 +30,7 @@ from autopar.planning.model_facts import (
     shared_updates,
 )
 from autopar.planning.pin_checks import may_split_backward, schedule_of
-from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES, Pins
+from autopar.request.pins import OFFLOADED_STAGES, ZERO_STAGES, Pins, stage_sizes
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import MIXED, MODES, Candidate
 
@@ -198,7 +198,7 @@ def _candidates_on(
     each of `MODES` is a candidate of its own, and there is one schedule.
     """
     pin, rows = request.pin, request.global_batch // mesh.dp
-    searched = MODES if pin.stages == "even" else (MIXED,)
+    searched = MODES if pin.stages is not None else (MIXED,)
     recomputes = searched if pin.recompute is None else (pin.recompute,)
     for micro_batch, (zero, shard) in product(divisors(rows), _sharings(request, mesh)):
         too_large = micro_batch > MAX_MICRO_BATCH and pin.micro_batch is None
@@ -316,7 +316,7 @@ def _stagings(
     pin = request.pin
     if mesh.pp == 1:
         return [(1, "none", ())]
-    if pin.stages == "even":
+    if pin.stages is not None:
         schedule, count = schedule_of(pin), pin.vpp or 1
         return [(count, schedule, ())] if _can_run(schedule, mesh.pp, count, number) else []
     schedules = _schedules(request, mesh, number, blocks)
@@ -409,4 +409,5 @@ def setting_of(candidate: Candidate, request: PlanRequest, group: int = 0) -> Se
         offload=candidate.offload,
         shard=candidate.shard,
         between=None if isinstance(request.cluster, ClusterSpec) else request.cluster.between,
+        stage_sizes=stage_sizes(request.pin.stages),
     )

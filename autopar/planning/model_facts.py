@@ -41,14 +41,16 @@ def as_planned(traced: TracedModel, plan: Plan) -> TracedModel:
 
 @per_model(16)
 def shared_updates(traced: TracedModel) -> list[str]:
-    """The names of buffers that forward modifies and that several segments read. A pipeline would
-    separate these segments. Cached for each model.
+    """Buffers that forward modifies and that several segments read or change. A pipeline would
+    separate these segments.
     """
-    return [
-        name
-        for name in traced.updates
-        if sum(name in segment.parameters for segment in traced.segments) > 1
-    ]
+    holders: dict[str, set[int]] = {
+        name: {source.segment} for name, source in traced.updates.items()
+    }
+    for number, segment in enumerate(traced.segments):
+        for name in holders.keys() & set(segment.parameters):
+            holders[name].add(number)
+    return [name for name, of in holders.items() if len(of) > 1]
 
 
 @per_model(16)

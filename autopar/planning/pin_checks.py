@@ -17,7 +17,7 @@ from autopar.planning.model_facts import (
     num_experts,
     shared_updates,
 )
-from autopar.request.pins import CONTEXT_METHODS, OFFLOADED_STAGES, Pins
+from autopar.request.pins import CONTEXT_METHODS, OFFLOADED_STAGES, Pins, stage_sizes
 from autopar.request.plan_request import PlanRequest
 
 _DEGREES = ("tp", "pp", "cp", "dp", "ep")
@@ -189,6 +189,7 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
         raise AutoparError(
             f"pp={pp} x vpp={vpp} = {pp * vpp} stages are more than the model's {blocks} blocks; use {blocks} or less"
         )
+    _check_sizes(pin, pp * vpp, blocks)
     if pin.schedule == "none":
         raise AutoparError(
             f"schedule=none: a pipeline of pp={pp} has one; {', '.join(SCHEDULES)} are known"
@@ -200,6 +201,18 @@ def _check_pipeline(request: PlanRequest, traced: TracedModel) -> None:
             check_schedule(schedule_of(pin), pp, vpp, number)
         except ValueError as error:
             raise AutoparError(f"pp={pp} vpp={vpp} with {number} micro-batches: {error}") from None
+
+
+def _check_sizes(pin: Pins, stages: int, blocks: int) -> None:
+    """Raise AutoparError unless the pinned sizes are those of all stages and add up to all
+    blocks.
+    """
+    sizes = stage_sizes(pin.stages)
+    if sizes and (len(sizes), sum(sizes)) != (stages, blocks):
+        raise AutoparError(
+            f"stages={pin.stages} has {len(sizes)} stages with {sum(sizes)} layers; the pipeline has {stages} stages and the model "
+            f"{blocks} layers: give {stages} numbers that add up to {blocks}"
+        )
 
 
 def _check_no_pipeline(pin: Pins) -> None:

@@ -1,24 +1,24 @@
-"""`autopar predict`: reads runs, predicts each, and scores the predictions."""
+"""`autopar predict`: reads files of runs, predicts each, and scores the predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.errors import AutoparError
 from autopar.predict.run import Evaluate, Run
-from autopar.predict.runs import Problem, out_of_memory_layouts, read_runs
+from autopar.predict.runs import Problem, out_of_memory_layouts, read_files
 from autopar.predict.score import Scored
 
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """Every run with its prediction, in the order of the file; layouts that ran out of memory
+    """Every run with its prediction, in the order of the files; layouts that ran out of memory
     according to the notes; and runs that were not predicted, with the reason.
     """
 
-    path: str
+    paths: tuple[str, ...]
     results: tuple[Scored, ...]
     out_of_memory: tuple[Scored, ...]
     problems: tuple[Problem, ...]
@@ -32,17 +32,25 @@ class Predictions:
 def predict_file(
     path: str | Path, evaluate: Evaluate, tell: Callable[[str], None] = lambda text: None
 ) -> Predictions:
-    """The predictions of the runs in a CSV file by `evaluate`. Raises AutoparError if the file
-    cannot be read. A run that cannot be predicted becomes a problem. `tell` is called with a line
-    of text for each run.
+    """`predict_files` of one file."""
+    return predict_files((path,), evaluate, tell)
+
+
+def predict_files(
+    paths: Sequence[str | Path], evaluate: Evaluate, tell: Callable[[str], None] = lambda text: None
+) -> Predictions:
+    """The predictions of the runs in CSV files. Raises AutoparError if a file cannot be read. A run
+    that cannot be predicted becomes a problem.
     """
-    runs, problems = read_runs(path)
+    runs, problems = read_files(paths)
     results, failed = predict_runs(runs, evaluate, tell)
     failing = out_of_memory_layouts(tuple(run for run in runs if run.complete))
     layouts, unpredicted = predict_runs(failing, evaluate, tell)
     # they are no rows of the file
     layout_problems = (replace(problem, complete=False) for problem in unpredicted)
-    return Predictions(str(path), results, layouts, (*problems, *failed, *layout_problems))
+    return Predictions(
+        tuple(map(str, paths)), results, layouts, (*problems, *failed, *layout_problems)
+    )
 
 
 def predict_runs(

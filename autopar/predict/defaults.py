@@ -16,11 +16,13 @@ from autopar.errors import AutoparError
 from autopar.predict.machines import memory_bytes_of, nic_Bps_of, nvlink_domain_of
 from autopar.predict.options import Stated
 from autopar.predict.run import Dims
-from autopar.predict.stacks import is_deepspeed, is_megatron, is_nvidia, runs_on, since
+from autopar.predict.stacks import is_deepspeed, is_megatron, is_nanotron, is_nvidia, runs_on, since
 
 FLASH_SINCE = 2023
 VOCAB_MULTIPLE = 128
 TIED_TOLERANCE = 0.02
+NANOTRON_TIES_BELOW = 10_000
+"""Width of the MLP below which nanotron's scripts/scaling_benchmarks.py ties embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ def _tied(row: Stated) -> bool:
     """Whether embeddings are tied: usual for the family, unless that misses the published number of
     parameters by over 2 % and the other choice is nearer.
     """
+    if is_nanotron(row["framework"]):
+        return row["ffn"] < NANOTRON_TIES_BELOW
     habit = row["family"] == "gpt"
     published = row.get("parameters")
     if not published:
@@ -215,7 +219,8 @@ DEFAULTS: tuple[Default, ...] = (
             lambda row: row["ffn"] if row["family"] == "moe" else 0,
             matters=lambda row: row["family"] == "moe"),
     Default("tied_embeddings",
-            f"gpt: tied; others: not; the other if params_b is missed by over {TIED_TOLERANCE:.0%} and it is nearer",
+            f"nanotron: tied if ffn < {NANOTRON_TIES_BELOW}; gpt: tied; others: not; the other if params_b is missed by over "
+            f"{TIED_TOLERANCE:.0%} and it is nearer",
             "GPT-2 and Megatron-LM tie, Llama and its mixtures do not; the published size decides where it can tell",
             _tied),
     Default("gpus_per_node", "4 if the GPU's name has NVL, else 8",
@@ -235,9 +240,9 @@ DEFAULTS: tuple[Default, ...] = (
             "interleaving is printed where it is used; 2 is its least",
             lambda row: 2 if row.get("schedule") == "interleaved" and row["pp"] > 1 else 1,
             matters=_pipelined),
-    Default("sp", "on if tp > 1 and torchtitan, NeMo or Megatron-Core, else off",
+    Default("sp", "on if tp > 1 and torchtitan, nanotron, NeMo or Megatron-Core, else off",
             "those frameworks' recipes; it did not exist before 2022",
-            lambda row: row["tp"] > 1 and (_framework(row, "torchtitan") or _nvidia_recipe(row)),
+            lambda row: row["tp"] > 1 and (_framework(row, "torchtitan", "nanotron") or _nvidia_recipe(row)),
             matters=lambda row: row["tp"] > 1),
     Default("zero",
             "FSDP frameworks 3, DeepSpeed 3 (with Megatron 1), Megatron since 2023 1, else 0",

@@ -8,21 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from math import gcd, inf
 from typing import Any
 
 from autopar_cost_models import FITTED, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
 
 from autopar import api
+from autopar.annotate.buffers import outside_bytes
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.base import NativeSpec
-from autopar.predict.frameworks import framework_fields
+from autopar.predict.frameworks import SAVING, framework_fields, saves_where_tight
 from autopar.predict.machines import device_of, node_of
 from autopar.predict.models import spec_of
 from autopar.predict.run import Run, RunPrediction
+from autopar.predict.stage_cuts import stages_pin
 from autopar.request.pins import Pins
 from autopar.request.plan_request import PlanRequest
 from autopar.request.software import Software
@@ -70,7 +73,11 @@ def evaluate(run: Run, fitted: FittedConstants = FITTED) -> RunPrediction:
     """The predicted step time, peak memory and breakdown of a run. Raises AutoparError with the
     feature that cannot be predicted.
     """
-    return price(case_of(run, fitted))
+    case = case_of(run, fitted)
+    found = price(case)
+    if found.peak_memory_bytes > (run.machine.memory_bytes or inf) and saves_where_tight(run):
+        return price(replace(case, software=replace(case.software, **SAVING)))
+    return found
 
 
 def case_of(run: Run, fitted: FittedConstants = FITTED) -> Case:
@@ -90,7 +97,7 @@ def price(case: Case) -> RunPrediction:
         raise AutoparError(f"the planner does not price {' or '.join(lacking)} yet")
     if case.run.dims.one_layer:
         return _one_more(case)
-    return _prediction(_pinned(case))
+    return _prediction(case, _pinned(case))
 
 
 def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Plan:
@@ -141,9 +148,12 @@ def _plan(
     return api.plan_traced(traced, request, time_limit_s)
 
 
-def _prediction(plan: Plan) -> RunPrediction:
+def _prediction(case: Case, plan: Plan) -> RunPrediction:
     return RunPrediction(
-        plan.predicted.step_time_s, max(plan.predicted.peak_memory_bytes), plan.predicted.breakdown
+        plan.predicted.step_time_s,
+        max(plan.predicted.peak_memory_bytes),
+        plan.predicted.breakdown,
+        outside_bytes(plan.mesh, plan.shard, case.cluster.device),
     )
 
 
@@ -153,7 +163,7 @@ def _one_more(case: Case) -> RunPrediction:
     It includes forward and backward, with the gradient of the layer's input. The time leaves out
     what runs once a step (update, reduction of gradients). The memory is what the layer adds.
     """
-    two, three = (_prediction(_pinned(case, layers)) for layers in (2, 3))
+    two, three = (_prediction(case, _pinned(case, layers)) for layers in (2, 3))
     names = [name for name in three.breakdown if name != "step"]
     parts = {name: three.breakdown[name] - two.breakdown[name] for name in names}
     memory_bytes = three.peak_memory_bytes - two.peak_memory_bytes
@@ -208,8 +218,12 @@ def _pins(run: Run) -> dict[str, Any]:
     zero = by.zero if by.dp * by.cp > 1 else 0
     alike = ("tp", "pp", "cp", "dp", "ep", "micro_batch")
     pin: dict[str, Any] = {name: getattr(by, name) for name in alike} | {"zero": zero}
+    pin["ep"] = gcd(by.ep, by.dp)  # experts that are shared out over tp too are split over it
     pin["recompute"] = _RECOMPUTE[by.recompute].format(every=by.recompute_every)
     if by.pp > 1:
-        pin |= {"vpp": by.vpp, "schedule": _SCHEDULES[by.schedule], "stages": "even"}
+        # with fewer micro-batches than ranks, 1F1B runs all forwards first
+        early = by.schedule == "1f1b" and run.num_microbatches < by.pp
+        schedule = "gpipe" if early else _SCHEDULES[by.schedule]
+        pin |= {"vpp": by.vpp, "schedule": schedule, "stages": stages_pin(run)}
     pin["shard"] = by.shard_group or 0 if by.sharding == "hsdp" and zero else 0
     return pin | ({"sequence_parallel": by.sp} if by.tp > 1 else {})

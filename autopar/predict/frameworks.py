@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.predict.run import Run
-from autopar.predict.stacks import is_deepspeed, is_megatron, is_nvidia, runs_on, since
+from autopar.predict.stacks import (
+    is_deepspeed,
+    is_megatron,
+    is_nanotron,
+    is_nvidia,
+    runs_on,
+    since,
+)
 
 BF16_OPTIMIZER_SINCE = 2022
 """First year of DeepSpeed's BF16_Optimizer with pipelines (release 0.6, pull request 1801). Before,
@@ -62,6 +69,10 @@ def _nvidia(run: Run) -> bool:
     return is_nvidia(run.software.framework)
 
 
+def _nanotron(run: Run) -> bool:
+    return is_nanotron(run.software.framework)
+
+
 def _megatron(run: Run) -> bool:
     return is_megatron(run.software.framework)
 
@@ -81,6 +92,11 @@ RULES: tuple[Rule, ...] = (
     Rule("loss_kernel", "fused", lambda run: _runs_on(run, "llm-foundry"), "loss_fn: fused_crossentropy, llm-foundry's default"),
     Rule("loss_kernel", "in_place", _megatron, "Megatron's vocab_parallel_cross_entropy"),
     Rule("gathers_again", True, _megatron, "Megatron's linear layers save their shard of the input (Korthikanti et al. 2022, 4.2.2)"),
+    Rule("gathers_again", True, lambda run: _nanotron(run) and run.degrees.pp > 1,
+         "nanotron's tp_recompute_allgather; scripts/scaling_benchmarks.py ran layouts with a pipeline again, with a later version"),
+    Rule("loss_kernel", "beside", _nanotron, "nanotron's sharded_cross_entropy writes the softmax beside its input, which forward holds"),
+    Rule("state_recipe", "copied_gradients", lambda run: _nanotron(run) and run.degrees.zero == 0 and run.degrees.dp > 1,
+         "nanotron without ZeRO adds up gradients in fp32 buffers beside the 16-bit buckets of DDP (src/nanotron/trainer.py, make_ddp)"),
     Rule("keeps_fp8", True, lambda run: run.precision.matmul == "fp8" and (_nvidia(run) or run.precision.recipe == "delayed"),
          "Transformer Engine saves inputs of linear layers in fp8; torchao saves them as they came"),
     Rule("fp8_weight_copies", True, lambda run: run.precision.matmul == "fp8" and _runs_on(run, "nemo"),
@@ -113,6 +129,19 @@ RULES: tuple[Rule, ...] = (
     Rule("root_unit", True, lambda run: run.degrees.zero == 3 and not _deepspeed(run), "FSDP's root unit has what is in no block"),
     Rule("live_parameters", LIVE_PARAMETERS, lambda run: _deepspeed(run) and run.degrees.zero == 3, "DeepSpeed gathers by submodule"),
 )  # fmt: skip
+
+
+SAVING: dict[str, Any] = {"gathers_again": True}
+"""Fields of `Software` that save memory, and that a framework switches on where a layout does not
+fit without them.
+"""
+
+
+def saves_where_tight(run: Run) -> bool:
+    """Whether a run that does not fit is assumed to use what `SAVING` has: nanotron's
+    tp_recompute_allgather is an option that runs do not print.
+    """
+    return _nanotron(run)
 
 
 def framework_fields(run: Run) -> dict[str, Any]:

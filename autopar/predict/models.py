@@ -76,7 +76,7 @@ def config_of(
         "window_every": dims.window_every,
     }
     if dims.family == "llama":
-        return LlamaConfig(**common, **attention, ffn=dims.ffn)
+        return LlamaConfig(**common, **attention, ffn=dims.ffn, activation=dims.activation)
     first_dense = min(dims.first_dense, layers - 1)
     return MoEConfig(
         **common,

@@ -54,6 +54,7 @@ _FLAGS: dict[str, Stated] = {
     "interleaved_pp": {"schedule": "interleaved"},
     "sequence_parallel": {"sp": True},
     "deepspeed_3d": {},
+    "fsdp2_prefetch": {"dp_overlap": True},
 }
 _NUMBERS = {
     "experts": "experts",
@@ -122,8 +123,10 @@ def _valued_option(key: str, value: str) -> Stated | None:
         return {"selective": "op"}
     if key == "selective_ac" and (every := re.search(r"\d+", value)):
         return {"selective": "layers", "recompute_every": int(every[0])}
-    if key == "precision" and value.startswith("fp8"):
-        recipe = _PRECISIONS.get(value.rpartition("-")[2])
+    if key == "precision" and value in ("bf16", "fp8", "nvfp4"):
+        return {}  # as the column dtype; the recipe of fp8 is unpublished
+    if key == "precision":
+        recipe = _PRECISIONS.get("mx" if value == "mxfp8" else value.partition("fp8-")[2])
         return {"recipe": recipe} if recipe else None
     if key == "schedule" and (schedule := _SCHEDULES.get(re.sub(r"[ _-]", "", value))):
         return {"schedule": schedule}

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from autopar.predict.ablate import Ablation  # loads torch
 
 GIB = 2**30
+SURE = 0.9
+"""Chance to fit below which a prediction is marked as near the limit of memory."""
 WIDTH = 150
 """Width of the tables in columns if stdout is not a terminal."""
 
@@ -62,7 +64,7 @@ def report_json(predictions: Predictions, by: str | None = None) -> str:
     if by is not None:
         scores["groups"] = {name: asdict(of) for name, of in _group_scores(scored, by).items()}
     data = {
-        "file": predictions.path,
+        "files": list(predictions.paths),
         "rows": [_row(result) for result in predictions.results],
         "out_of_memory": [_row(result) for result in predictions.out_of_memory],
         "not_predicted": [asdict(problem) for problem in predictions.problems],
@@ -92,6 +94,7 @@ def _row(result: Scored) -> dict[str, Any]:
         "step_time_error": result.time_error,
         "memory_error": result.memory_error,
         "fits": result.fits,
+        "fit_chance": result.fit_chance,
         "scored": run.complete,
         "defaulted": list(run.defaulted),
         "ignored_options": list(run.ignored),
@@ -135,10 +138,14 @@ def report_table(predictions: Predictions, by: str | None = None) -> Group:
     parts += [_worst(everything), _ranking(everything), _memory_table("Memory", "runs", sets)]
     if by is not None:
         parts.append(_memory_table(f"Memory by {by}", by, groups))
+    if everything.memory.out_of_memory:
+        parts.append(_chances(everything))
     lines = _verdicts(everything)
     ignored = sorted({option for result in predictions.results for option in result.run.ignored})
     if ignored:
-        lines.append(f"Options that are not known and were left aside: {', '.join(ignored)}")
+        lines.append(
+            f"Options that are not known, and make their runs incomplete: {', '.join(ignored)}"
+        )
     lines.append(
         f"{len(scored)} complete runs are scored, {len(predictions.results) - len(scored)} incomplete ones only predicted."
     )
@@ -157,15 +164,25 @@ def _rows(predictions: Predictions) -> Table:
                 _seconds(predicted.step_time_s),
                 "out of memory" if measured.out_of_memory else _seconds(measured.step_time_s),
                 _signed(result.time_error),
-                _gib(predicted.peak_memory_bytes) + ("" if result.fits is not False else " !"),
+                _gib(predicted.peak_memory_bytes) + _limit_mark(result),
                 _gib(measured.memory_bytes) + analytic,
                 _signed(result.memory_error),
             )
         )
     columns = ("run", "layout", "step s", "measured", "error", "memory GiB", "measured", "error")
     table = _grid("Runs", columns, rows, right=(2, 3, 4, 5, 6, 7))
-    table.caption, table.caption_justify = "! does not fit the GPU", "left"
+    table.caption = (
+        "! does not fit the GPU; ~ may not fit: near the limit runs took several times as long"
+    )
+    table.caption_justify = "left"
     return table
+
+
+def _limit_mark(result: Scored) -> str:
+    """The mark of a layout that does not fit its GPU, or may not."""
+    if result.fits is False:
+        return " !"
+    return " ~" if (result.fit_chance or 1.0) < SURE else ""
 
 
 def layout_words(run: Run) -> str:
@@ -239,16 +256,39 @@ def _rank_words(of: LayoutGroup | RankScore) -> tuple[str, str, str]:
     return _number(of.spearman), _percent(of.regret), f"{of.pairs_right} of {of.pairs}"
 
 
+def _chances(scores: Scores) -> Table:
+    rows = [
+        (
+            f"{_percent(r.low)} to {_percent(r.high)}",
+            str(r.count),
+            _percent(r.chance),
+            _percent(r.ran),
+        )
+        for r in scores.memory.reliability
+    ]
+    columns = ("chance to fit", "layouts", "mean chance", "ran")
+    return _grid("Chances to fit", columns, rows, right=(1, 2, 3))
+
+
 def _verdicts(scores: Scores) -> list[str]:
     memory, lines = scores.memory, []
     lines.append(
         f"The memory model rejects {len(memory.rejected)} of {memory.judged} layouts that ran"
+        + (
+            f" ({memory.rejected_unprinted} with a recomputation that is not printed)"
+            if memory.rejected_unprinted
+            else ""
+        )
         + (f": {', '.join(memory.rejected)}" if memory.rejected else ".")
     )
     if memory.out_of_memory:
         lines.append(
             f"It accepts {len(memory.accepted)} of {memory.out_of_memory} layouts that ran out of memory"
             + (f": {', '.join(memory.accepted)}" if memory.accepted else ".")
+        )
+        lines.append(
+            f"The chance to fit is higher for a layout that ran than for one that failed in {_percent(memory.separation)} of all pairs "
+            "(area under the ROC curve)."
         )
     return lines
 

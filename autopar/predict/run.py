@@ -15,6 +15,7 @@ from autopar.errors import AutoparError, shown
 FAMILIES = ("gpt", "llama", "moe")
 POSITIONS = ("learned", "alibi", "rope", "none")
 ACTIVATIONS = ("gelu", "relu2", "swiglu")
+FAMILY_ACTIVATIONS = {"gpt": ("gelu", "relu2"), "llama": ("swiglu", "relu2"), "moe": ("swiglu",)}
 SHARDINGS = ("none", "zero", "dist_optimizer", "fsdp", "hsdp")
 RECOMPUTE = ("none", "attention", "op", "layers", "full")
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble", "dual_pipe")
@@ -132,6 +133,11 @@ class Dims:
             raise AutoparError(
                 f"experts and latent attention are for family moe, not {self.family}"
             )
+        if self.activation not in FAMILY_ACTIVATIONS[self.family]:
+            raise AutoparError(
+                f"the planner has no {self.family} model with activation {self.activation}; it has "
+                f"{', '.join(FAMILY_ACTIVATIONS[self.family])}"
+            )
 
     @property
     def parameters(self) -> int:
@@ -147,8 +153,9 @@ class Dims:
             return total + self.layers * layer + 2 * h + positions
         total += h + self.layers * (self._attention_parameters() + 2 * h)
         dense = self.layers if self.family == "llama" else self.first_dense
+        products = 2 if self.activation == "relu2" else 3
         routed = h * self.experts + 3 * h * self.moe_ffn * (self.experts + self.shared_experts)
-        return total + dense * 3 * h * self.ffn + (self.layers - dense) * routed
+        return total + dense * products * h * self.ffn + (self.layers - dense) * routed
 
     def _attention_parameters(self) -> int:
         h, n = self.hidden, self.heads
@@ -369,16 +376,25 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class RunPrediction:
     """The prediction for a run. `breakdown` has the seconds of each part of the step;
-    `peak_memory_bytes` is for the fullest GPU.
+    `peak_memory_bytes` is for the fullest GPU. `outside_bytes` of them are not torch's: the CUDA
+    context and the buffers of communicators.
     """
 
     step_time_s: float
     peak_memory_bytes: float
     breakdown: dict[str, float] = field(default_factory=dict)
+    outside_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         _quantity("predicted step_time_s", self.step_time_s)
         _quantity("predicted peak_memory_bytes", self.peak_memory_bytes, zero=True)
+
+    def memory_bytes(self, scope: str) -> float:
+        """The bytes that a measurement of this scope counts. Torch's allocator sees no context and
+        no communicator.
+        """
+        torch_alone = scope in ("allocated", "reserved")
+        return self.peak_memory_bytes - (self.outside_bytes if torch_alone else 0.0)
 
 
 Evaluate = Callable[[Run], RunPrediction]

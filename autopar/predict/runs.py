@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text
 from autopar.predict.defaults import complete
+from autopar.predict.failed import cells_of, is_layout
 from autopar.predict.options import (
     Stated,
     is_out_of_memory,
@@ -26,6 +27,7 @@ from autopar.predict.options import (
     read_sharding,
 )
 from autopar.predict.run import Degrees, Dims, Latent, Machine, Measured, Precision, Run, Software
+from autopar.predict.stacks import printed_scope
 
 REQUIRED_COLUMNS = (
     "id", "model_family", "layers", "hidden", "heads", "vocab", "seq", "gpu", "gpus", "tp", "pp",
@@ -62,10 +64,11 @@ class Problem:
 
 
 def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
-    """(runs of a CSV file, in order; rows that could not be read).
+    """(runs of a CSV file, in order; rows that could not be read). A file of layouts that failed
+    (`failed.py`) is one of runs without a measured time.
 
-    Columns are described in docs/guides/predict.md. Unknown columns and options are ignored. Raises
-    AutoparError if the file is missing, is not a CSV, or lacks a required column.
+    Columns are described in docs/guides/predict.md. Unknown columns are ignored. A row with an unknown
+    option is incomplete. Raises AutoparError if the file is missing, is not a CSV, or lacks a required column.
     """
     runs: list[Run] = []
     problems: list[Problem] = []
@@ -74,6 +77,9 @@ def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
         name = cells.get("id", "").strip() or f"line {line}"
         scored = _SWITCH_VALUES.get(cells.get("config_complete", "").strip().lower(), True)
         try:
+            if is_layout(cells):
+                cells = cells_of(cells, line)
+                name = cells["id"]
             if name in seen:
                 raise AutoparError(f"the id {shown(name)} is given twice; this is line {line}")
             seen.add(name)
@@ -85,6 +91,23 @@ def read_runs(path: str | Path) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
         except AutoparError as error:
             problems.append(Problem(name, str(error), scored))
     return tuple(runs), tuple(problems)
+
+
+def read_files(paths: Sequence[str | Path]) -> tuple[tuple[Run, ...], tuple[Problem, ...]]:
+    """`read_runs` of several files, one after the other. A run whose id an earlier file has becomes
+    a problem.
+    """
+    runs: dict[str, Run] = {}
+    problems: list[Problem] = []
+    for path in paths:
+        found, unread = read_runs(path)
+        problems += unread
+        for run in found:
+            if run.id in runs:
+                reason = f"the id {shown(run.id)} is in {path} and in a file before it"
+                problems.append(Problem(run.id, reason, run.complete))
+            runs.setdefault(run.id, run)
+    return tuple(runs.values()), tuple(problems)
 
 
 def _rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
@@ -101,7 +124,7 @@ def _rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
     except csv.Error as error:
         raise AutoparError(f"{path} is not a CSV file: {error}") from None
     missing = [column for column in REQUIRED_COLUMNS if column not in header]
-    if missing:
+    if missing and not is_layout(header):
         found = f"its columns are {', '.join(header[:12])}{', ...' if len(header) > 12 else ''}"
         found = found if any(header) else "it is empty"
         raise AutoparError(
@@ -138,7 +161,7 @@ def _run(name: str, scored: bool, cells: Mapping[str, str]) -> Run:
         software=make(Software),
         global_batch=row["global_batch"],
         measured=_measured(cells, row),
-        complete=scored,
+        complete=scored and not ignored,  # what is not known may matter
         defaulted=filled,
         ignored=ignored,
         notes=cells.get("notes", "").strip(),
@@ -211,7 +234,7 @@ def _measured(cells: Mapping[str, str], row: Stated) -> Measured:
     return Measured(
         step_time_s=time_s,
         memory_bytes=None if size is None else size * unit,
-        memory_scope="" if size is None else scope,
+        memory_scope="" if size is None else scope or printed_scope(row["framework"]),
         memory_kind="" if size is None else kind,
         out_of_memory=time_s is None and said,
         parameters=row.get("parameters"),

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import isfinite, nan, sqrt
 
+from autopar_cost_models import DEVICES
+
+from autopar.predict.chances import Reliability, fit_chance, reliability, separation
+from autopar.predict.machines import device_of
 from autopar.predict.run import Run, RunPrediction
+from autopar.predict.stacks import framework_of
 
 WORST = 10
 CLEAR_DIFFERENCE = 0.10
@@ -46,13 +51,18 @@ class Scored:
         """
         measured = self.run.measured
         size_bytes = measured.memory_bytes if measured.has_memory else None
-        return relative_error(self.prediction.peak_memory_bytes, size_bytes)
+        return relative_error(self.prediction.memory_bytes(measured.memory_scope), size_bytes)
 
     @property
     def fits(self) -> bool | None:
         """Whether the predicted memory fits the GPU; None if its memory is unknown."""
         capacity = self.run.machine.memory_bytes
         return None if capacity is None else self.prediction.peak_memory_bytes <= capacity
+
+    @property
+    def fit_chance(self) -> float | None:
+        """The chance that the run fits its GPU; None if its memory is unknown."""
+        return fit_chance(self.run, self.prediction)
 
 
 def relative_error(predicted: float, measured: float | None) -> float | None:
@@ -130,8 +140,8 @@ def ordered_pairs(
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The scores of runs with the same model, cluster and dtype and nearly the same global batch,
-    which differ in layout.
+    """The scores of runs with the same model, cluster, framework and dtype and nearly the same
+    global batch, which differ in layout.
 
     `regret` uses the time of one sequence. `pairs` counts pairs that differ clearly; `pairs_right`
     counts those predicted in the right order.
@@ -146,14 +156,16 @@ class Group:
 
 
 def comparable(results: Iterable[Scored]) -> list[list[Scored]]:
-    """Runs with a measured time, in groups of at least two that differ only in layout and software,
+    """Runs with a measured time, in groups of at least two that differ only in layout and options,
     in order of appearance.
     """
     bins: dict[Hashable, list[Scored]] = {}
     for result in results:
         run = result.run
         if result.time_error is not None:
-            bins.setdefault((run.dims, run.machine, run.precision.matmul), []).append(result)
+            framework = framework_of(run.software.framework)
+            key = (run.dims, run.machine, run.precision.matmul, framework)
+            bins.setdefault(key, []).append(result)
     groups: list[list[Scored]] = []
     for members in bins.values():
         current: list[Scored] = []
@@ -222,8 +234,10 @@ class MemoryScore:
     """Scores of peak memory.
 
     `under` are runs predicted more than 10 % below the measurement. `rejected` are runs that ran
-    but are predicted not to fit, out of `judged` runs with known GPU memory. `accepted` are layouts
-    that ran out of memory but are predicted to fit, out of `out_of_memory`.
+    but are predicted not to fit, out of `judged` runs with known GPU memory. `rejected_unprinted`
+    counts rejected runs whose recomputation is not printed, and taken as none. `accepted` are layouts
+    that ran out of memory but are predicted to fit, out of `out_of_memory`. `separation` and
+    `reliability` judge the chances to fit (`chances.py`).
     """
 
     count: int
@@ -231,9 +245,12 @@ class MemoryScore:
     bias: float
     under: tuple[str, ...]
     rejected: tuple[str, ...]
+    rejected_unprinted: int
     judged: int
     accepted: tuple[str, ...]
     out_of_memory: int
+    separation: float
+    reliability: tuple[Reliability, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,15 +296,24 @@ def score_memory(results: Iterable[Scored], out_of_memory: Iterable[Scored] = ()
     failed = [r for r in everything if r.run.measured.out_of_memory and r.fits is not None]
     errors = [(r.run.id, r.memory_error) for r in ran if r.memory_error is not None]
     values = [error for _, error in errors]
+    judged = [
+        (r.fit_chance, ok)
+        for rs, ok in ((ran, True), (failed, False))
+        for r in rs
+        if r.fit_chance is not None
+    ]
     return MemoryScore(
         count=len(values),
         mape=mape(values),
         bias=mean(values),
         under=tuple(name for name, error in errors if error < -UNDER),
         rejected=tuple(r.run.id for r in ran if r.fits is False),
+        rejected_unprinted=sum(r.fits is False and "recompute" in r.run.defaulted for r in ran),
         judged=sum(r.fits is not None for r in ran),
         accepted=tuple(r.run.id for r in failed if r.fits),
         out_of_memory=len(failed),
+        separation=separation([c for c, ok in judged if ok], [c for c, ok in judged if not ok]),
+        reliability=reliability(judged),
     )
 
 
@@ -318,6 +344,9 @@ GROUPINGS: dict[str, Callable[[Run], str]] = {
     "source": lambda run: run.source or "(none)",
     "gpu": lambda run: run.machine.gpu,
     "dtype": lambda run: run.precision.matmul,
+    "framework": lambda run: framework_of(run.software.framework),
+    "generation": lambda run: DEVICES[device_of(run.machine.gpu)].generation,
+    "family": lambda run: "experts" if run.dims.experts else run.dims.family,
 }
 
 

@@ -8,6 +8,16 @@ def runs_on(framework: str, *names: str) -> bool:
     return any(name in framework.lower() for name in names)
 
 
+FRAMEWORKS = ("nanotron", "torchtitan", "llm-foundry", "automodel", "nemo", "megascale", "deepspeed", "megatron-bridge",
+              "megatron-core", "megatron")  # fmt: skip
+"""Names of frameworks, each before those that its text may contain besides."""
+
+
+def framework_of(framework: str) -> str:
+    """The framework of a run, by the first of `FRAMEWORKS` in its text; `other` if there is none."""
+    return next((name for name in FRAMEWORKS if runs_on(framework, name)), "other")
+
+
 def is_nvidia(framework: str) -> bool:
     """Whether the framework is NeMo, Megatron-Core or Megatron-Bridge, whose tables come from
     NVIDIA's performance recipes.
@@ -18,6 +28,18 @@ def is_nvidia(framework: str) -> bool:
 def is_megatron(framework: str) -> bool:
     """Whether the framework has layers of Megatron-LM or Megatron-Core."""
     return is_nvidia(framework) or runs_on(framework, "megatron", "megascale")
+
+
+def is_nanotron(framework: str) -> bool:
+    """Whether the framework is Hugging Face's nanotron."""
+    return runs_on(framework, "nanotron")
+
+
+def printed_scope(framework: str) -> str:
+    """What a framework prints as its memory, where a source does not say: nanotron prints the peaks
+    of torch's allocator (src/nanotron/helpers.py, create_table_log); '' if unknown.
+    """
+    return "reserved" if is_nanotron(framework) else ""
 
 
 def is_deepspeed(framework: str) -> bool:

@@ -38,6 +38,18 @@ CONTEXT_METHODS = ("gather", "ring", "ulysses")
 """Methods by which attention gets keys and values of other cp ranks."""
 
 
+EVEN = "even"
+
+
+def stage_sizes(stages: Any) -> tuple[int, ...]:
+    """The layers of each stage that the pin `stages` names: `11-5` -> (11, 5). () if it names
+    none.
+    """
+    if not isinstance(stages, str) or not re.fullmatch(r"[0-9]{1,6}(-[0-9]{1,6})+", stages):
+        return ()
+    return tuple(map(int, stages.split("-")))
+
+
 def is_recompute(value: Any) -> bool:
     """Whether the pin `recompute` may have this value: 'none', 'full', a selective mode, or
     'every-k' with a whole number k.
@@ -84,8 +96,9 @@ _wrong_count = _unless(
     lambda value: is_whole(value, 1, MOST), f"must be a whole number >= 1, and at most {MOST:,}"
 )
 _wrong_stages = _unless(
-    lambda value: value == "even",
-    "is not known; 'even' deals layers evenly, without the pin stages are cut as is best",
+    lambda value: value == EVEN or bool(stage_sizes(value)),
+    "is not known; 'even' deals layers evenly, 11-5 gives the first stage 11 layers and the second 5, "
+    "without the pin stages are cut as is best",
 )
 _wrong_zero = _unless(
     lambda value: type(value) is int and value in ZERO_STAGES,
@@ -135,7 +148,7 @@ PINS = {
         PinSpec("vpp", "stages of a pipeline rank", _wrong_count, lambda plan: len(plan.stages) // plan.mesh.pp),
         PinSpec("micro_batch", "sequences of a micro-batch, on a data-parallel rank", _wrong_count, lambda plan: plan.micro_batch),
         PinSpec("schedule", f"of the pipeline: {', '.join(SCHEDULES)}", _one_of(tuple(SCHEDULES), "none"), lambda plan: plan.schedule),
-        PinSpec("stages", "even: each stage gets as many layers", _wrong_stages),
+        PinSpec("stages", "even: each stage gets as many layers; 11-5: the layers of each stage", _wrong_stages),
         PinSpec("zero", "ZeRO stage, 0 to 3", _wrong_zero, lambda plan: plan.zero),
         # 0 and all ranks are one
         PinSpec("shard", "data-parallel ranks that share out what ZeRO does, 0 for all", _wrong_shard, lambda plan: plan.shard,

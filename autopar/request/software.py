@@ -16,6 +16,7 @@ from autopar.errors import AutoparError, shown
 LOSS_KERNELS = {
     "plain": "torch's cross-entropy: keeps fp32 log-probabilities, backward has two gradients of their size at once",
     "in_place": "Megatron's vocabulary-parallel cross-entropy: keeps fp32 probabilities, backward turns them into the gradient",
+    "beside": "nanotron's: as in_place, and the fp32 logits stay beside the probabilities until forward ends",
     "fused": "flash-attn's, Liger's and Transformer Engine's: keeps the logits as they came and writes the gradient over them",
 }
 

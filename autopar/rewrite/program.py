@@ -21,6 +21,7 @@ from autopar.ops.values import output_nodes, value_grads, value_name
 from autopar.rewrite.collectives.axes import AxisGroup
 from autopar.rewrite.collectives.patterns import Split, pick
 from autopar.rewrite.collectives.primitives import apply_primitive
+from autopar.rewrite.joint_rotary import join_rotations
 from autopar.rewrite.lowerings.dropout import attention_with_dropout, dropout
 from autopar.rewrite.lowerings.sizes import Layouts
 from autopar.rewrite.lowerings.vocabulary_parallel import in_training
@@ -162,7 +163,7 @@ def assemble(
     for key in dict.fromkeys(choices[number] for number in numbers):
         block, chosen = traced.classes[key[0]], plan.blocks[key[1]]
         sharders[key] = ClassSharder(block, chosen, mesh, rank, device, stored[key])
-        graphs[key] = later(sharders[key].run())
+        graphs[key] = later(join_rotations(sharders[key].run()))
     keys = {number: choices[number] for number in numbers}
     segments, parameters = _segments(traced, keys, graphs, stored, mesh, rank)
     steady = steady_values(traced) if len(stages) > 1 else frozenset()

@@ -23,7 +23,7 @@ from autopar.ir.sharding import RP, Layout, conversion_path
 from autopar.ir.traced import BlockClass
 from autopar.ops.dims import is_symbolic
 from autopar.ops.legal import check_legal
-from autopar.ops.random import drops
+from autopar.ops.random import draws
 from autopar.ops.values import is_getitem, output_nodes, result_names, value_grads, value_name
 from autopar.rewrite.collectives.transitions import identity, make_transition
 from autopar.rewrite.lowerings.dropout import NOISE
@@ -72,7 +72,7 @@ class ClassSharder:
         self.converted: dict[tuple[str, tuple], Node] = {}
         self.grads = value_grads(block.graph)
         # calls that drop, by a number of their own
-        self.draws = {node: i for i, node in enumerate(block.graph.nodes) if drops(node)}
+        self.draws = {node: i for i, node in enumerate(block.graph.nodes) if draws(node)}
         self.noise: Node | None = None
 
     def layouts(self, name: str) -> Layouts:

@@ -44,6 +44,7 @@ from autopar.runtime.state.parameters import Parameters
 from autopar.runtime.state.precision import PRECISIONS, LossScale
 from autopar.runtime.state.sparse_gradients import check_dense_is_the_same
 from autopar.runtime.state.tied_parameters import StageParameters
+from autopar.runtime.state.weights import Weights
 from autopar.trace.fusion.fused import fused
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -96,7 +97,7 @@ class Engine(Durable):
         plan: Plan,
         optimizer: Optimizer | None,
         max_grad_norm: float | None,
-        weights: str | Path | None,
+        weights: Weights | None,
         device_type: str,
         seed: int = 0,
         shorter: Sequence[TracedModel] | None = None,
@@ -173,7 +174,7 @@ class Engine(Durable):
         splitter.indices = tuple(map(IndexLimits, lengths))
         return splitter
 
-    def _placed_parameters(self, model: nn.Module, weights: str | Path | None) -> Parameters:
+    def _placed_parameters(self, model: nn.Module, weights: Weights | None) -> Parameters:
         """Put this rank's parts of the model's tensors into the program, and return them as
         `Parameters`. They are read from `weights`, or if that is None, from the model, which
         initializes them if it is on the meta device.

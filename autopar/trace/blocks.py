@@ -1,15 +1,9 @@
-"""Cuts the flat graph into segments, and finds segments with the same structure.
-
-A block is a child `container.<n>` of a module container with at least two children (an
-nn.ModuleList of layers). Of nested containers the outermost counts. Ops before, between and after
-the blocks form the prologue, glue and epilogue segments.
-"""
+"""Cuts the flat graph into segments, and finds segments with the same structure."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import operator
 import re
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -24,10 +18,12 @@ from torch.utils._pytree import tree_leaves
 from autopar.ir.batch import multiple_of_batch
 from autopar.ir.calls import op_name
 from autopar.ir.traced import BlockClass, LossSplit, Segment, Source, StepValues, TracedModel
+from autopar.ops.random import COUNTED
 from autopar.ops.values import output_nodes
 from autopar.trace.capture import Captured
+from autopar.trace.segment_nodes import nodes_of_segments
 
-_NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")),
+_NO_GRADIENT = {"aten::detach", *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty")), *COUNTED,
                 *(f"aten::new_{name}" for name in ("zeros", "ones", "full", "empty"))}  # fmt: skip
 """Ops whose results never need a gradient."""
 _MOST_CLASSES = 4
@@ -56,7 +52,7 @@ def find_segments(captured: Captured, split: LossSplit, values: StepValues | Non
     """
     graph = captured.graph
     mark_differentiable(captured)
-    carved = [(name, *_carve(name, nodes, captured)) for name, nodes in _assign(graph)]
+    carved = [(name, *_carve(name, nodes, captured)) for name, nodes in nodes_of_segments(captured)]
     borrowed = _borrowed([(block, parameters) for _, block, parameters, *_ in carved], captured)
     times = Counter(block.structure_hash for _, block, *_ in carved)
     classes: list[BlockClass] = []
@@ -172,84 +168,6 @@ def mark_differentiable(captured: Captured) -> None:
             and op_name(node) not in _NO_GRADIENT
             and any(i.meta.get("grad") for i in node.all_input_nodes)
         )
-
-
-def _block_paths(graph: Graph) -> dict[Node, str]:
-    """By node, the outermost module path of the form `container.<n>` that it was called in, for
-    containers with at least two children in the graph. Nodes outside such containers are left out.
-    """
-    stacks = {
-        n: [path for path, _ in n.meta.get("nn_module_stack", {}).values()]
-        for n in graph.nodes
-        if n.op == "call_function"
-    }
-    children: dict[str, set[str]] = defaultdict(set)
-    for stack in stacks.values():
-        for path in stack:
-            if match := re.fullmatch(r"(.+)\.(\d+)", path):
-                children[match[1]].add(match[2])
-    found = {}
-    for node, stack in stacks.items():
-        for path in stack:
-            match = re.fullmatch(r"(.+)\.(\d+)", path)
-            if match and len(children[match[1]]) > 1:
-                found[node] = path
-                break
-    return found
-
-
-def _assign(graph: Graph) -> list[tuple[str, list[Node]]]:
-    """(name, nodes) of each segment, in execution order: 'prologue', the module path of each block,
-    glue between blocks ('glue1' and so on), 'epilogue'. Empty ones are left out.
-
-    If blocks do not run one after the other, or there are none: all nodes as 'model'. Levels:
-    prologue 0, block i 2i + 1, glue after it 2i + 2.
-    """
-    paths = _block_paths(graph)
-    order: dict[str, int] = {}
-    for node in graph.nodes:
-        if node in paths:
-            order.setdefault(paths[node], len(order))
-    last = 2 * len(order)
-    level: dict[Node, int] = {}
-    consistent = True
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        needs = max((level.get(i, 0) for i in node.all_input_nodes), default=0)
-        if node.target is operator.getitem:
-            level[node] = needs
-        elif node in paths:
-            level[node] = 2 * order[paths[node]] + 1
-            consistent &= needs <= level[node]
-        else:
-            level[node] = needs + needs % 2
-    if not consistent or not order:
-        return [("model", [n for n in graph.nodes if n.op == "call_function"])]
-    for node in reversed(list(graph.nodes)):  # what only the epilogue uses runs there
-        if (
-            node in level
-            and node not in paths
-            and level[node] < last
-            and node.target is not operator.getitem
-        ):
-            users = [level.get(u, last) for u in node.users]
-            if users and min(users) == last:
-                level[node] = last
-    names = {2 * i + 1: path.removeprefix("model.") for path, i in order.items()}
-    groups: dict[int, list[Node]] = defaultdict(list)
-    for node in graph.nodes:
-        if node in level:
-            groups[level[node]].append(node)
-
-    def label(k: int) -> str:
-        return names.get(k) or (
-            "prologue" if k == 0 else "epilogue" if k == last else f"glue{k // 2}"
-        )
-
-    if last not in groups:  # the loss is computed inside the last block
-        groups[last] = []
-    return [(label(k), groups[k]) for k in sorted(groups) if groups[k]]
 
 
 def _carve(

@@ -354,12 +354,12 @@ def _collect(
         kind, placeholder = spec.kind.name, spec.arg.name
         if kind == "USER_INPUT":
             inputs.append(placeholder)
-        elif kind in ("PARAMETER", "BUFFER"):
+        elif kind in ("PARAMETER", "BUFFER") and spec.target.removeprefix("model.") in first_name:
             attributes[placeholder] = first_name[spec.target.removeprefix("model.")]
-        elif kind == "CONSTANT_TENSOR":
+        elif kind in ("CONSTANT_TENSOR", "BUFFER"):  # a buffer that forward registered
             attributes[placeholder], constants[spec.target] = (
                 spec.target,
-                exported.constants[spec.target],
+                (exported.constants | exported.state_dict)[spec.target],
             )
         else:
             node = next(

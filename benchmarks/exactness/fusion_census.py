@@ -1,6 +1,6 @@
 """Which norms, rotations, gated activations and losses of transformers' architectures become ops of our own.
 
-    python -m benchmarks.exactness.fusion_census [--only llama,gemma2] [--limit-s 60] [--log FILE.jsonl]
+    python -m benchmarks.exactness.fusion_census [--only llama,gemma2] [--limit-s 60] [--train] [--log FILE.jsonl]
 
 Each causal language model of transformers that builds from its default configuration is shrunk, traced in bf16 and fused with fuse=all.
 Every match was compared with its subgraph in fp64 (`autopar/trace/fusion/validate.py`).  What is counted does not come from the matchers:
@@ -9,6 +9,9 @@ Every match was compared with its subgraph in fp64 (`autopar/trace/fusion/valida
     rotary           block classes that call a function apply_...rotary... or rotate_half
     gated            products of an activation and another value of its shape
     cross_entropy    cross-entropies
+
+With `--train` each fused model also trains three steps in fp64, on one process. Its losses and updates are compared with those of the
+unfused model in eager mode.
 
 A row of the log is one architecture.  The end prints the share that is fused, by kind, and each miss with its reason.
 """
@@ -23,7 +26,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from torch.fx import Node
@@ -33,29 +36,27 @@ from autopar.ir.calls import op_name
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.models.hf import HFSpec
 from autopar.trace.fusion.fused import fused
+from autopar.verify.verify import relative_error, verify
 
 OPS = {
     "rms_norm": ("autopar::rms_norm", "autopar::add_rms_norm"),
     "rotary": ("autopar::rotary_single",),
-    "gated": ("autopar::glu",),
+    "gated": ("autopar::glu", "autopar::rms_norm"),
     "cross_entropy": ("autopar::cross_entropy",),
 }
 WANTED = {"rms_norm": 0.95, "rotary": 0.85, "gated": 0.90, "cross_entropy": 0.90}
 """The share of each kind that is to be fused."""
 _ACTIVATIONS = ("aten::silu", "aten::gelu", "aten::relu")
 SEQ, ROWS = 16, 2
+FIRST_LOSS, UPDATE = 1e-12, 1e-9
+"""What training fused may differ by, relative to the loss and to the update of three steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of one architecture.
+    """One architecture: by kind how many were found and fused, and the reason of each miss; or why it was not traced.
 
-    Attributes:
-        name: its model type in transformers.
-        found: for each kind of `OPS`, how many subgraphs should be fused.
-        fused: for each kind, how many of these are fused.
-        misses: for each kind, a text for each one that is not fused, with the reason.
-        untraced: why the model was not traced, '' if it was.
+    `first_loss` and `update` are the relative errors of the first loss and of three steps' update; `untrained` says why there are none.
     """
 
     name: str
@@ -63,6 +64,9 @@ class Row:
     fused: dict[str, int] = field(default_factory=dict)
     misses: dict[str, list[str]] = field(default_factory=dict)
     untraced: str = ""
+    first_loss: float | None = None
+    update: float | None = None
+    untrained: str = ""
 
 
 def names() -> list[str]:
@@ -72,25 +76,38 @@ def names() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def census(name: str, limit_s: int) -> Row:
-    """Build a small model of one type, trace it, and count what is fused. A model that is not
-    traced within `limit_s` seconds, or raises, gives a row with `untraced`.
-    """
+def census(name: str, limit_s: int, train: bool = False) -> Row:
+    """The row of one model type; tracing may take `limit_s` seconds, and so may training."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"not traced in {limit_s} s")
 
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(limit_s)
+    row = Row(name)
     try:
         spec = HFSpec.from_dict(name, {"model_type": name}).shrunk()
         model = trace(spec.build("meta"), spec.example_inputs(ROWS, SEQ), None, "bf16")
-        return counted(name, model)
+        row = counted(name, model)
+        signal.alarm(limit_s)
+        return trained(row) if train else row
     except Exception as error:  # whatever a model or its capture raises is the answer
         text = (str(error).splitlines() or [""])[0]
-        return Row(name, untraced=f"{type(error).__name__}: {text}"[:200])
+        reason = f"{type(error).__name__}: {text}"[:200]
+        return replace(row, untrained=reason) if row.found else replace(row, untraced=reason)
     finally:
         signal.alarm(0)
+
+
+def trained(row: Row) -> Row:
+    """The row of a model that was traced, with the errors of training it fused."""
+    spec = HFSpec.from_dict(row.name, {"model_type": row.name})
+    report = verify(spec, 1, {"dp": 1, "tp": 1, "fuse": "all"}, rows=ROWS)
+    (mesh,) = report.meshes
+    if mesh.failure:
+        return replace(row, untrained=mesh.failure.strip().splitlines()[-1][:200])
+    first = relative_error(mesh.losses[0], report.reference_losses[0])
+    return replace(row, first_loss=first, update=mesh.worst_error)
 
 
 def counted(name: str, model: TracedModel) -> Row:
@@ -146,7 +163,7 @@ def subjects(block: BlockClass) -> Iterator[tuple[str, str, list[Node]]]:
         if op_name(node) == "aten::cross_entropy_loss":
             yield "cross_entropy", node.name, [node]
         if op_name(node) == "aten::mul" and gates(node):
-            yield "gated", node.name, [node, *node.all_input_nodes]
+            yield "gated", node.name, [node, *filter(_is_activation, node.all_input_nodes)]
     for path, nodes in norms.items():
         yield "rms_norm", f"{kinds[path]} {path}", nodes
     if rotary:
@@ -203,14 +220,38 @@ def report(rows: list[Row]) -> str:
             for kind, misses in row.misses.items()
             for what, count in Counter(misses).items()
         ]
+    lines += training(traced)
     lines += [f"untraced {row.name}: {row.untraced}" for row in rows if row.untraced]
     return "\n".join(lines)
+
+
+def training(rows: list[Row]) -> list[str]:
+    """How many fused models trained as the unfused do, and which did not."""
+    ran = [row for row in rows if row.update is not None]
+    off = [
+        row
+        for row in ran
+        if not ((row.first_loss or 0) <= FIRST_LOSS and (row.update or 0) <= UPDATE)
+    ]
+    lines = [f"untrained {row.name}: {row.untrained}" for row in rows if row.untrained]
+    lines += [f"trained otherwise {r.name}: {r.first_loss:.1e}, {r.update:.1e}" for r in off]
+    if ran:
+        worst = max(row.first_loss or 0 for row in ran), max(row.update or 0 for row in ran)
+        lines.insert(
+            0,
+            (
+                f"{len(ran) - len(off)} of {len(ran)} train in fp64 as unfused: first loss to {FIRST_LOSS:.0e}, update to {UPDATE:.0e}"
+                f"; the largest errors are {worst[0]:.1e} and {worst[1]:.1e}"
+            ),
+        )
+    return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="model types, joined by commas")
     parser.add_argument("--limit-s", type=int, default=60, help="seconds for one architecture")
+    parser.add_argument("--train", action="store_true", help="train each fused model as well")
     parser.add_argument("--log", type=Path, help="rows are added to this file, known ones kept")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -221,7 +262,7 @@ def main() -> int:
             known[row.name] = row
     for name in options.only.split(",") if options.only else names():
         if name not in known:
-            known[name] = census(name, options.limit_s)
+            known[name] = census(name, options.limit_s, options.train)
             if options.log:
                 with options.log.open("a") as log:
                     log.write(json.dumps(asdict(known[name])) + "\n")

@@ -1,12 +1,14 @@
 """Time and memory of planning, over numbers of GPUs, numbers of layers, and named models.
 
     python benchmarks/speed/planning.py [--gpus 8 64 ...] [--layers 8 16 ...] [--family llama] [--cases llama3-8b/64 ...]
-                                       [--time-limit 60] [--output FILE]
+                                       [--fuse] [--time-limit 60] [--output FILE]
 
 Each line is one plan in a fresh process. `process` is the wall time of that process, from its start
 to its end. `plan` is trace and search together, without the start of Python and imports. RSS is the
 peak of all its processes; gap is the certificate's.  A part whose list is empty (`--gpus` without a
 number) is left out.
+
+`--fuse` plans each named model with fuse=off and with fuse=all, one after the other, and prints both.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """What one plan took, in seconds and bytes; `plan` describes it, `step_s` is its predicted step
-    time. If there is no plan, `error` says why.
+    """Seconds and bytes of one plan; `plan` describes it, `step_s` and `memory_bytes` are what it
+    predicts. If there is none, `error` says why.
     """
 
     process_s: float
@@ -74,6 +76,7 @@ class Took:
     gap: float = 1.0
     candidates: int = 0
     error: str = ""
+    memory_bytes: int = 0
 
     @property
     def plan_s(self) -> float:
@@ -155,6 +158,7 @@ def plan_here(asked: Asked, time_limit_s: float, started_s: float) -> Took:
         plan.predicted.step_time_s,
         plan.certificate.gap,
         len(plan.certificate.meshes),
+        memory_bytes=max(plan.predicted.peak_memory_bytes),
     )
 
 
@@ -203,6 +207,20 @@ def line(asked: Asked, took: Took) -> str:
             f"{100 * max(took.gap, 0):6.2f} % {took.candidates:6d}  {took.plan}")  # fmt: skip
 
 
+def of_both(asked: Asked, off: Took, on: Took) -> str:
+    """A line on a plan without fusion and with it."""
+    if off.error or on.error:
+        return f"{asked.name:22s} {(off.error or on.error)[:100]}"
+    numbers = [
+        (off.plan_s, on.plan_s, " s", ".1f"),
+        (1e3 * off.step_s, 1e3 * on.step_s, " ms", ",.1f"),
+        (off.memory_bytes / 2**30, on.memory_bytes / 2**30, " GiB", ".1f"),
+    ]
+    cells = [f"{a:{form}} -> {b:{form}}{unit} {b / a:.3f}" for a, b, unit, form in numbers]
+    plans = f"{off.plan} -> {'the same' if on.plan == off.plan else on.plan}"
+    return f"{asked.name:22s} {cells[0]:>24s} {cells[1]:>34s} {cells[2]:>26s}  {plans}"
+
+
 def ratio(took: dict[int, Took]) -> str:
     """A text on how much longer planning for MANY GPUs takes than for FEW; empty unless both were
     planned.
@@ -211,6 +229,20 @@ def ratio(took: dict[int, Took]) -> str:
         return ""
     whole, alone = took[MANY].process_s / took[FEW].process_s, took[MANY].plan_s / took[FEW].plan_s
     return f"{MANY:,} GPUs take {whole:.2f} times as long as {FEW} ({alone:.2f} times without start and imports)"
+
+
+def both(cases: Sequence[Asked], time_limit_s: float, say: Callable[[str], None]) -> list[Took]:
+    """Plan each case with fuse=off and with fuse=all; both are one line of text."""
+    say(f"\nfuse=off -> fuse=all\n{'':22s} {'plan':>24s} {'step':>34s} {'memory':>26s}  chosen")
+    found = []
+    for asked in cases:
+        pair = [
+            plan_afresh(replace(asked, pin=asked.pin | {"fuse": mode}), time_limit_s)
+            for mode in ("off", "all")
+        ]
+        say(of_both(asked, *pair))
+        found += pair
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -226,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--time-limit", type=float, default=60.0, help="seconds to search for a plan (default 60)"
     )
+    parser.add_argument("--fuse", action="store_true", help="plan named models also with fuse=all")
     parser.add_argument("--output", help="write what is printed to a file as well")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -267,7 +300,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     took += part(
         f"{of}, {GPUS_OF_LAYERS} GPUs", [of_layers(args.family, layers) for layers in args.layers]
     )
-    took += part("named models", [asked for asked in CASES if asked.name in args.cases])
+    cases = [asked for asked in CASES if asked.name in args.cases]
+    if args.fuse:
+        took += both(cases, args.time_limit, say)
+    else:
+        took += part("named models", cases)
     if args.output:
         Path(args.output).write_text("\n".join(lines) + "\n")
     return int(any(one.error for one in took))

@@ -2,9 +2,9 @@
 
     low'  = low cos_low - high sin_low          high' = high cos_high + low sin_high
 
-for the pairs (low, high) of the rotated columns: columns i and i + R/2 ("half"), or 2 i and 2 i + 1 (interleaved).  The other columns
-are copied.  Arithmetic is fp32 (fp64 for fp64 tensors) with one rounding.  Backward is the same kernel with -sin, and keeps the tables
-alone.  Nothing is rotated in place.
+for the pairs (low, high) of the rotated columns: columns i and i + R/2 ("half"), or 2 i and 2 i + 1 (interleaved).  With `parted`,
+interleaved pairs are written as halves.  The other columns are copied.  Arithmetic is fp32 (fp64 for fp64 tensors) with one rounding.
+Backward is the same kernel with -sin, and keeps the tables alone.  Nothing is rotated in place.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Rotation:
         interleaved: whether pairs are neighbours.
         heads_last: the order of heads and tokens.
         promote: whether the results have the promoted dtype of x and the tables, else that of x.
+        parted: whether neighbours are written R/2 columns apart.
         backward: whether to rotate back.
     """
 
@@ -55,6 +56,7 @@ class Rotation:
     interleaved: bool
     heads_last: bool
     promote: bool
+    parted: bool
     backward: bool
 
     def __post_init__(self) -> None:
@@ -65,6 +67,10 @@ class Rotation:
             raise ValueError(
                 f"tables {tuple(cos.shape)} and {tuple(self.sin.shape)} for {self.rotated} columns"
             )
+        if self.k is not None and not _fit(q, self.k, 2 if self.heads_last else 1):
+            raise ValueError(f"keys of {tuple(self.k.shape)} for queries of {tuple(q.shape)}")
+        if self.parted and not self.interleaved:
+            raise ValueError("parted=True needs interleaved=True: other pairs are apart already")
         wanted = 2 if self.positions is not None else 3
         if cos.dim() != wanted:
             raise ValueError(f"tables of {cos.dim()} dims, {wanted} are needed")
@@ -74,9 +80,28 @@ class Rotation:
         view = x if self.heads_last else x.transpose(1, 2)
         return view, view.shape[0], view.shape[1], view.shape[2]
 
+    def neighbours(self) -> tuple[bool, bool]:
+        """Whether the columns of a pair are neighbours where they are read, and where they are written."""
+        apart = self.interleaved and not self.parted
+        return (apart, self.interleaved) if self.backward else (self.interleaved, apart)
+
+    def pairs(self, neighbours: bool) -> tuple[slice, slice]:
+        """The lower and the higher columns of all pairs."""
+        start = self.q.shape[-1] - self.rotated if self.last else 0
+        half, end = self.rotated // 2, start + self.rotated
+        if neighbours:
+            return slice(start, end, 2), slice(start + 1, end, 2)
+        return slice(start, start + half), slice(start + half, end)
+
     def dtype(self, x: Tensor) -> torch.dtype:
         """The dtype of x's result."""
         return torch.promote_types(x.dtype, self.cos.dtype) if self.promote else x.dtype
+
+
+def _fit(q: Tensor, k: Tensor, heads: int) -> bool:
+    """Whether two tensors have the same shape but for one dim."""
+    shapes = [[*t.shape[:heads], *t.shape[heads + 1 :]] for t in (q, k)]
+    return shapes[0] == shapes[1]
 
 
 def _rotary_pass(*arguments: object) -> tuple[Tensor, Tensor]:
@@ -115,16 +140,10 @@ def _reference(call: Rotation, x: Tensor) -> Tensor:
     (c_low, c_high), (s_low, s_high) = (_table(call, t, wide) for t in (call.cos, call.sin))
     if call.backward:
         s_low, s_high = -s_high, -s_low
-    start = x.shape[-1] - call.rotated if call.last else 0
-    half = call.rotated // 2
-    end = start + call.rotated
-    if call.interleaved:
-        lower, higher = slice(start, end, 2), slice(start + 1, end, 2)
-    else:
-        lower, higher = slice(start, start + half), slice(start + half, end)
+    (lower, higher), (to_lower, to_higher) = map(call.pairs, call.neighbours())
     a, b = source[..., lower].to(wide), source[..., higher].to(wide)
-    target[..., lower] = (a * c_low - b * s_low).to(out.dtype)
-    target[..., higher] = (b * c_high + a * s_high).to(out.dtype)
+    target[..., to_lower] = (a * c_low - b * s_low).to(out.dtype)
+    target[..., to_higher] = (b * c_high + a * s_high).to(out.dtype)
     return out
 
 
@@ -161,6 +180,8 @@ def _kernel(call: Rotation) -> tuple[Tensor, Tensor]:
         ROT=call.rotated,
         FIRST=rest if call.last else 0,
         INTERLEAVED=call.interleaved,
+        READ=call.neighbours()[0],
+        WRITTEN=call.neighbours()[1],
         SHARED=cos.shape[-1] != call.rotated,
         BACKWARD=call.backward,
         HALF=half,
@@ -179,7 +200,7 @@ class _Rotary(torch.autograd.Function):
         cos: Tensor,
         sin: Tensor,
         positions: Tensor | None,
-        attributes: tuple[int, bool, bool, bool, bool],
+        attributes: tuple[int, bool, bool, bool, bool, bool],
     ) -> Any:
         ctx.save_for_backward(cos, sin, positions)
         ctx.attributes = attributes
@@ -194,7 +215,7 @@ class _Rotary(torch.autograd.Function):
         needs_q, needs_k = ctx.needs_input_grad[:2]
         first, second = (grad if needs_q else k_grad), (k_grad if needs_q and needs_k else None)
         back = _OPS.rotary_pass(
-            first, second, cos, sin, positions, *ctx.attributes[:4], False, True
+            first, second, cos, sin, positions, *ctx.attributes[:4], False, ctx.attributes[5], True
         )
         dq = back[0].to(ctx.dtypes[0]) if needs_q else None
         dk = back[1 if needs_q else 0].to(ctx.dtypes[1]) if needs_k else None
@@ -227,6 +248,7 @@ def rotary(
     interleaved: bool = False,
     heads_last: bool = False,
     promote: bool = False,
+    parted: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotated queries and keys, of the shapes of q and k; differentiable in both.
 
@@ -241,11 +263,12 @@ def rotary(
         interleaved: whether pairs are neighbours, else R/2 columns apart.
         heads_last: the order of heads and tokens.
         promote: whether the results have the promoted dtype of x and the tables, else that of x.
+        parted: whether neighbours are written R/2 columns apart, as MLA models do.
 
     Raises:
         ValueError: a shape does not fit, or a table needs a gradient.
     """
-    flags = (last, interleaved, heads_last, promote)
+    flags = (last, interleaved, heads_last, promote, parted)
     out, k_out = _rotate(q, k, cos, sin, positions, rotated, *flags)
     return out, k_out
 
@@ -260,18 +283,20 @@ def rotary_single(
     interleaved: bool = False,
     heads_last: bool = False,
     promote: bool = False,
+    parted: bool = False,
 ) -> Tensor:
     """`rotary` of one tensor x, without keys; the other arguments are the same."""
-    flags = (last, interleaved, heads_last, promote)
+    flags = (last, interleaved, heads_last, promote, parted)
     out: Tensor = _rotate(x, None, cos, sin, positions, rotated, *flags)
     return out
 
 
 _TABLES = "Tensor cos, Tensor sin, Tensor? positions=None, int? rotated=None"
-_FLAGS = "bool last=False, bool interleaved=False, bool heads_last=False, bool promote=False"
+_FLAGS = "bool last=False, bool interleaved=False, bool heads_last=False, bool promote=False, "
+_FLAGS += "bool parted=False"
 register_pass(
     "rotary_pass(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, int rotated, bool last, "
-    "bool interleaved, bool heads_last, bool promote, bool backward) -> (Tensor, Tensor)",
+    "bool interleaved, bool heads_last, bool promote, bool parted, bool backward) -> (Tensor, Tensor)",
     _rotary_pass,
     _rotary_pass_fake,
 )

@@ -12,7 +12,7 @@ from autopar_kernels.tiles import kernel
 @triton.jit
 def _rotate(
     x, out, batch, token, head, heads, strides, out_strides, c_low, s_low, c_high, s_high, angle, alive,
-    DIM: tl.constexpr, ROT: tl.constexpr, FIRST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DIM: tl.constexpr, ROT: tl.constexpr, FIRST: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr,
     HEADS: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
     """Rotate the pairs of HEADS heads of one token, and copy the columns that are not rotated."""
@@ -22,14 +22,16 @@ def _rotate(
     row = row + h.to(tl.int64) * strides[2]
     place = batch.to(tl.int64) * out_strides[0] + token.to(tl.int64) * out_strides[1]
     place = place + h.to(tl.int64) * out_strides[2]
-    low = FIRST + (2 * angle if INTERLEAVED else angle)
-    high = low + (1 if INTERLEAVED else half)
+    low = FIRST + (2 * angle if READ else angle)
+    high = low + (1 if READ else half)
+    to_low = FIRST + (2 * angle if WRITTEN else angle)
+    to_high = to_low + (1 if WRITTEN else half)
     mask = (h < heads)[:, None] & alive[None, :]
     a = tl.load(x + row[:, None] + low[None, :] * strides[3], mask, 0.0).to(tl.float32)
     b = tl.load(x + row[:, None] + high[None, :] * strides[3], mask, 0.0).to(tl.float32)
     kind = out.dtype.element_ty
-    tl.store(out + place[:, None] + low[None, :], (a * c_low - b * s_low).to(kind), mask)
-    tl.store(out + place[:, None] + high[None, :], (b * c_high + a * s_high).to(kind), mask)
+    tl.store(out + place[:, None] + to_low[None, :], (a * c_low - b * s_low).to(kind), mask)
+    tl.store(out + place[:, None] + to_high[None, :], (b * c_high + a * s_high).to(kind), mask)
     if PASS > 0:
         rest = tl.arange(0, PASS)
         column = rest + (ROT if FIRST == 0 else 0)
@@ -42,10 +44,12 @@ def _rotate(
 def rotary_kernel(
     q, k, q_out, k_out, cos, sin, positions, tokens, q_heads, k_heads, strides, table_strides,
     DIM: tl.constexpr, ROT: tl.constexpr, FIRST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    READ: tl.constexpr, WRITTEN: tl.constexpr,
     SHARED: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate HEADS heads of the queries and of the keys of one token by its angles. BACKWARD
-    rotates by the negative angles.
+    """Rotate every head of one token by its angles; backward transposes the rotation.
+
+    READ and WRITTEN say whether the columns of a pair are neighbours there; INTERLEAVED says it of the tables.
     """
     batch = tl.program_id(0) // tokens
     token = tl.program_id(0) % tokens
@@ -69,12 +73,12 @@ def rotary_kernel(
         _rotate(
             q, q_out, batch, token, head, q_heads, strides[0], strides[1],
             c_low, s_low, c_high, s_high, angle, alive,
-            DIM, ROT, FIRST, INTERLEAVED, HEADS, PASS,
+            DIM, ROT, FIRST, READ, WRITTEN, HEADS, PASS,
         )  # fmt: skip
     if k is not None:  # noqa: SIM102 (one is known to the compiler, the other on the device)
         if head < k_heads:
             _rotate(
                 k, k_out, batch, token, head, k_heads, strides[2], strides[3],
                 c_low, s_low, c_high, s_high, angle, alive,
-                DIM, ROT, FIRST, INTERLEAVED, HEADS, PASS,
+                DIM, ROT, FIRST, READ, WRITTEN, HEADS, PASS,
             )  # fmt: skip

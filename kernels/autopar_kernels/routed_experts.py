@@ -8,7 +8,8 @@ of `autopar::grouped_mm`, which is a separate op.  Sorting by expert and multipl
 MegaBlocks' dropless formulation (Gale et al. 2022, arXiv:2211.15841, section 3) without its blocks;
 the capacity that drops choices is GShard's (Lepikhin et al. 2020, arXiv:2006.16668, section 2.2).
 
-    routed_experts = combine(expert_mlp(x[order // K], ...), order, weights)      with order, ids, ends = sort_by_expert(index)
+    order, ids, ends = sort_by_expert(index)                                      inverse = inverse_order(order)
+    routed_experts = combine_rows(expert_mlp(permute_rows(x, order, inverse), ...), order, inverse, weights)
 
 `autopar::routed_experts` is registered as a composite of these, and is one node of a captured
 graph. When it runs, it behaves like the function: autograd keeps the intermediate tensors and
@@ -25,6 +26,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from autopar_kernels.expert_rows import combine_rows, permute_rows
 
 Shape = tuple[int, ...]
 
@@ -274,12 +277,6 @@ def inverse_order(order: Tensor) -> Tensor:
     )
 
 
-def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """The tokens' results from those of their choices: rows (T * K, H), of which row i is choice order[i], weights (T, K) -> (T, H)."""
-    of_tokens = rows.index_select(0, inverse_order(order)).view(*weights.shape, rows.shape[1])
-    return (of_tokens * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
-
-
 def routed_experts(
     x: Tensor,
     index: Tensor,
@@ -308,10 +305,10 @@ def routed_experts(
     only.
     """
     order, ids, ends = sort_by_expert(index, up.shape[0], capacity_factor)
-    rows = x.index_select(0, order // index.shape[1])
-    return combine(
+    inverse = inverse_order(order)
+    return combine_rows(
         expert_mlp(
-            rows,
+            permute_rows(x, order, inverse),
             ids,
             ends,
             up=up,
@@ -322,6 +319,7 @@ def routed_experts(
             transposed=transposed,
         ),
         order,
+        inverse,
         weights,
     )
 

@@ -125,10 +125,18 @@ CASES = [
     ),
     OpCase(ops.rotary_single.default, lambda: ((2, 3, 2, 8), *[[(5, 4)]] * 2, POSITIONS)),
     OpCase(
+        ops.rotary_single.default,
+        lambda: (
+            *((2, 3, 2, 8), [(1, 2, 3)], [(1, 2, 3)], None),
+            *(6, True, True, False, False, True),
+        ),
+        name="parted",
+    ),
+    OpCase(
         ops.rotary_pass.default,
         lambda: (
             *((2, 2, 3, 8), None, (2, 3, 8), (2, 3, 8), None),
-            *(8, False, False, False, False, True),
+            *(8, False, False, False, False, False, True),
         ),
         differentiable=False,
     ),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.export import Dim, export
 
+from autopar.api import trace
 from autopar.errors import AutoparError
 from autopar.models import hf_example_inputs, parse_model, prepare_hf
 from autopar.models.hf import HFSpec
@@ -133,6 +134,18 @@ def test_packed_positions_of_each_sample_are_honoured():
     torch.testing.assert_close(
         program.module()(**inputs).logits[1:, 9:], alone, rtol=1e-5, atol=1e-6
     )
+
+
+def test_packed_positions_are_refused_where_eager_ignores_them():
+    settings = transformers.AutoConfig.for_model(**LLAMA)
+    model = transformers.AutoModelForCausalLM.from_config(settings)
+    inputs = hf_example_inputs(model, 2, 16, "cpu")
+    packed = inputs | {"position_ids": torch.tensor([[*range(16)], [*range(9), *range(7)]])}
+    with pytest.raises(AutoparError, match=r"Set model\.config\.use_cache = False"):
+        trace(model, packed)
+    trace(model, packed | {"attention_mask": torch.ones(2, 16, dtype=torch.int64)})
+    model.config.use_cache = False
+    trace(model, packed)
 
 
 def test_a_users_choice_of_attention_is_kept():
@@ -273,3 +286,13 @@ def test_blooms_gelu_has_the_gradient_of_its_own_backward():
     ]
     assert torch.equal(prepared(x), GeLUFunction.apply(x))
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", ["bamba", "gemma3n_text", "gemma4_text", "laguna", "zamba", "marian", "glm_moe_dsa"]
+)
+def test_what_configurations_say_of_each_layer_shrinks_with_them(name):
+    """Lists and dicts by layer, heads of Mamba, a second vocabulary, and masks that an indexer reads."""
+    small = HFSpec.from_dict(name, {"model_type": name}).shrunk()
+    loss = small.build("cpu")(**small.example_inputs(2, 16, "cpu")).loss
+    assert small.num_layers == 2 and loss.isfinite()

@@ -31,13 +31,14 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan_fields import AxisChoice, BlockPlan
 from autopar.ir.sharding import Pattern, Placement, R, S
 from autopar.ir.traced import BlockClass
-from autopar.ops.random import drops
+from autopar.ops.random import COUNTED, draws
 from autopar.ops.rules import known_ops, op_dims, register_rule
 from autopar.ops.strategies import OpStrategy, strategies
 from autopar.ops.values import operand_names, result_names, value_grads
 from autopar.rewrite.collectives.axes import AxisGroup, active_axes
 from autopar.rewrite.collectives.patterns import Split, natural_order, pick
 from autopar.rewrite.lowerings import vocabulary_parallel
+from autopar.rewrite.lowerings.draws import random_tensor
 from autopar.rewrite.lowerings.dropout import attention_with_dropout, dropout, step_noise
 from autopar.rewrite.shard import ClassSharder
 
@@ -554,6 +555,19 @@ SAMPLES: dict[str, list] = {
     ],
     "floor_divide": [lambda b, i, j, k, m: call(aten.floor_divide.default, ids(9, b, i), 2)],
     "full_like": [lambda b, i, j, k, m: call(aten.full_like.default, t(b, i), 2.0)],
+    **{
+        op.removeprefix("aten::"): [
+            lambda b, i, j, k, m, op=op: call(
+                getattr(aten, op.removeprefix("aten::")).default, T((b, i, j), "fraction")
+            )
+        ]
+        for op in COUNTED
+        if op != "aten::bernoulli"
+    },
+    "bernoulli": [
+        lambda b, i, j, k, m: call(aten.bernoulli.default, T((b, i, j), "fraction")),
+        lambda b, i, j, k, m: call(aten.bernoulli.p, t(b, i, j), 0.3),
+    ],
     "dropout": [
         lambda b, i, j, k, m: call(aten.dropout.default, t(b, i), 0.0, True),
         lambda b, i, j, k, m: call(aten.dropout.default, t(b, i), 1.0, True),
@@ -841,7 +855,20 @@ def dropped_attention(
     )
 
 
+def drawn(op: str):
+    """A random tensor of the shape of another, as call 2 of a segment."""
+
+    def draw(x: Tensor, p: float | None = None) -> Tensor:
+        noise, whole = step_noise(0, 0, 0, x.shape[0]), (None, *x.shape[1:])
+        options = {} if p is None else {"p": p}
+        return random_tensor(x, op, options, x.dtype, noise, 2, [None] * x.dim(), whole)
+
+    return draw
+
+
 DROPPED = {
+    **{getattr(aten, op.removeprefix("aten::")).default: drawn(op) for op in COUNTED},
+    aten.bernoulli.p: drawn("aten::bernoulli"),
     aten.dropout.default: dropped,
     aten.scaled_dot_product_attention.default: dropped_attention,
 }
@@ -917,7 +944,7 @@ def check_strategy(
             shards[rank].clone().requires_grad_(grad)
             for shards, grad in zip(operands, needs, strict=True)
         ]
-        noise = (step_noise(0, 0, 0, rows),) if drops(node) else ()
+        noise = (step_noise(0, 0, 0, rows),) if draws(node) else ()
         found = programs[rank](*leaves, torch.zeros(rows), *noise)
         return [o.detach() for o in found], gradients(list(found), [g[rank] for g in grads], leaves)
 

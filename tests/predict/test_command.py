@@ -12,7 +12,7 @@ from support.published_rows import GPT, LLAMA, MOE, write
 
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
-from autopar.predict.command import predict_file
+from autopar.predict.command import predict_file, predict_files
 from autopar.predict.report import report_json, report_table
 from autopar.predict.run import Run, RunPrediction
 
@@ -53,6 +53,25 @@ def test_every_row_is_predicted_or_named(predictions):
         ("broken", "internal error: KeyError: 'a defect'"),
     ]
     assert [r.run.id for r in predictions.out_of_memory] == ["gpt-tp4pp2dp2-mb1-oom"]
+
+
+def test_several_files_are_one_set(tmp_path):
+    (tmp_path / "b").mkdir()
+    files = [write(tmp_path, GPT, LLAMA), write(tmp_path / "b", GPT, MOE)]
+    found = predict_files(files, invented)
+    assert [r.run.id for r in found.results] == ["gpt", "llama", "moe"]
+    assert [p.reason for p in found.problems] == [
+        f"the id 'gpt' is in {files[1]} and in a file before it"
+    ]
+    assert json.loads(report_json(found))["files"] == list(map(str, files))
+
+
+def test_an_unknown_option_makes_a_row_incomplete(tmp_path):
+    found = predict_file(write(tmp_path, GPT | {"extra_opts": "telepathy"}), invented)
+    assert found.results and not found.scored
+    console = Console(width=200, record=True, force_terminal=False)
+    console.print(report_table(found))
+    assert "telepathy" in console.export_text()
 
 
 def test_json(predictions):

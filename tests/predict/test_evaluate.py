@@ -57,6 +57,13 @@ def test_kinds_of_recomputation(tmp_path):
     assert full.peak_memory_bytes < op.peak_memory_bytes < none.peak_memory_bytes
 
 
+def test_experts_shared_out_over_tp_are_split_over_it(tmp_path):
+    """ep=4 over dp=2 and tp=2: two groups of experts, each expert in two halves."""
+    row = MOE | {"gpus": "4", "tp": "2", "dp": "2", "sp": "1", "zero_stage_or_fsdp": "1"}
+    over_tp, over_dp = (predicted(tmp_path, row, ep=ep) for ep in ("4", "2"))
+    assert over_tp == over_dp
+
+
 def test_predictors_of_later_tokens_are_priced(tmp_path):
     row = MOE | {"extra_opts": "experts=8;topk=2;moe_ffn=64;shared_experts=1", "hidden": "256"}
     plain, later = (

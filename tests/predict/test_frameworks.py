@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.published_rows import GPT, write
 
+from autopar.predict.evaluate import case_of, evaluate, price
 from autopar.predict.frameworks import LIVE_PARAMETERS, REDUCE_BUCKET_BYTES, framework_fields
+from autopar.predict.report import GIB
+from autopar.predict.run import RunPrediction
 from autopar.predict.runs import read_runs
+from autopar.predict.score import Scored
+from autopar.predict.stage_cuts import stages_pin
 from autopar.request.software import Software
 
 MEGATRON = {"fused_kernels": True, "gathers_again": True, "loss_kernel": "in_place"}
@@ -31,6 +38,10 @@ CASES = [
     ({"framework": "deepspeed", "zero_stage_or_fsdp": "3", "dtype": "fp16", "year": 2023},
      {"state_recipe": "deepspeed_fp16", "workspace_bytes": REDUCE_BUCKET_BYTES, "live_parameters": LIVE_PARAMETERS,
       "scatters_messages": True}),
+    ({"framework": "nanotron", "zero_stage_or_fsdp": "0", "dtype": "bf16", "year": 2025},
+     {"loss_kernel": "beside", "state_recipe": "copied_gradients"}),
+    ({"framework": "nanotron", "zero_stage_or_fsdp": "1", "dtype": "bf16", "year": 2025, "pp": 2},
+     {"loss_kernel": "beside", "gathers_again": True}),
 ]  # fmt: skip
 
 
@@ -45,3 +56,48 @@ def test_what_a_framework_holds(tmp_path, cells, expected):
     assert not problems
     assert framework_fields(runs[0]) == expected
     Software(matmul_dtype="fp8" if cells["dtype"] == "fp8" else None, **expected)
+
+
+NANOTRON = {"framework": "nanotron", "model_family": "llama", "layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "32",
+            "ffn_hidden": "8192", "vocab": "131072", "seq": "4096", "gpu": "H100-80G-SXM", "tp": "1", "dtype": "bf16", "micro_batch": "1",
+            "global_batch_seqs": "64", "zero_stage_or_fsdp": "1", "year": "2025", "extra_opts": "tied_embeddings"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("pp", "sizes"), [(2, "11-5"), (4, "6-5-5-0"), (8, "3-3-2-3-2-3-0-0")])
+def test_nanotron_cuts_by_the_cost_of_products(tmp_path, pp, sizes):
+    """The head costs as much as 4 of the 16 layers."""
+    row = GPT | NANOTRON | {"gpus": "8", "pp": str(pp), "dp": str(8 // pp)}
+    (run,), problems = read_runs(write(tmp_path, row))
+    assert not problems and stages_pin(run) == sizes
+
+
+def test_nanotron_prints_what_torch_allocates(tmp_path):
+    row = GPT | NANOTRON | {"gpus": "1", "pp": "1", "dp": "1", "mem_gib_per_gpu": "30"}
+    (run,), problems = read_runs(write(tmp_path, row))
+    assert not problems and run.measured.memory_scope == "reserved"
+    prediction = RunPrediction(1.0, 32.0 * GIB, outside_bytes=2.0 * GIB)
+    assert Scored(run, prediction).memory_error == 0.0
+
+
+def test_a_layout_that_does_not_fit_gathers_again(tmp_path):
+    """With tp=8 and no pipeline, the gathered inputs of one micro-batch take most of the memory."""
+    row = (
+        GPT
+        | NANOTRON
+        | {
+            "gpus": "8",
+            "pp": "1",
+            "dp": "1",
+            "tp": "8",
+            "micro_batch": "128",
+            "layers": "32",
+            "global_batch_seqs": "128",
+            "sp": "1",
+        }
+    )
+    (run,), problems = read_runs(write(tmp_path, row))
+    case = case_of(run)
+    assert not problems and not case.software.gathers_again
+    assert price(case).peak_memory_bytes > run.machine.memory_bytes
+    again = price(replace(case, software=replace(case.software, gathers_again=True)))
+    assert evaluate(run) == again and again.peak_memory_bytes < price(case).peak_memory_bytes

@@ -20,6 +20,7 @@ OPTIONS = [
     (GPT, "alibi;no_flash_attn"),
     (LLAMA, ""),
     (LLAMA, "head_dim=24"),
+    (LLAMA, "squared_relu"),
     (LLAMA, "tied_embeddings;sliding_window=7"),
     (MOE, ""),
     (MOE, "mla"),

@@ -213,5 +213,8 @@ def test_selections_and_groupings(families):
         "source": ["here"],
         "gpu": ["A100-80G-SXM"],
         "dtype": ["fp16", "bf16", "fp8"],
+        "framework": ["megatron", "torchtitan"],
+        "generation": ["ampere"],
+        "family": ["gpt", "llama", "experts"],
     }
     assert sum(map(len, grouped(results, "dtype").values())) == len(results)

@@ -135,10 +135,11 @@ def test_every_mutation_of_random_programs_is_caught(name, seed):
         ("deepseek_v3", "tp=4"),
         ("mixtral", "ep=2,dp=2"),
         ("autopar-moe", "ep=2,dp=2"),
+        ("autopar-llama", "dp=2,tp=2,fuse=all"),
     ]),
 ])  # fmt: skip
 def test_mutations_of_the_matrix_are_caught(name, mesh, every):
-    """Inside a ring and inside an exchange of tokens among them."""
+    """Inside a ring, an exchange of tokens and the fused loss over a sharded vocabulary among them."""
     if not name.startswith("autopar-"):
         pytest.importorskip("transformers")
     (cell,) = mutation_matrix.run_models([name], [mesh], every, verbose=False)

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.ops.random import COUNTED
 from autopar.rewrite.lowerings import dropout
+from autopar.rewrite.lowerings.draws import random_tensor
 from autopar.rewrite.lowerings.dropout import (
     attention_with_dropout,
     call_key,
@@ -223,3 +225,42 @@ def test_attention_is_sdpa_where_nothing_drops(causal, mask):
     torch.testing.assert_close(found, expected)
     found.sum().backward()
     assert all(t.grad.isfinite().all() for t in arguments)
+
+
+DISTRIBUTIONS = {  # mean, variance
+    "aten::exponential": ({"lambd": 2.0}, 0.5, 0.25),
+    "aten::uniform": ({"from": -1.0, "to": 3.0}, 1.0, 16 / 12),
+    "aten::rand_like": ({}, 0.5, 1 / 12),
+    "aten::normal_functional": ({"mean": 1.0, "std": 2.0}, 1.0, 4.0),
+    "aten::randn_like": ({}, 0.0, 1.0),
+    "aten::bernoulli": ({"p": 0.3}, 0.3, 0.21),
+}
+
+
+@pytest.mark.parametrize("op", COUNTED)
+def test_random_tensors_have_their_mean_and_variance_in_any_chunks(op, monkeypatch):
+    options, mean, variance = DISTRIBUTIONS[op]
+    like, noise = torch.empty(512, 512, dtype=torch.float64), step_noise(7, 0, 0, 512)
+    drawn = random_tensor(like, op, options, like.dtype, noise, 1, [None] * 2, (None, 512))
+    assert abs(drawn.mean() - mean) < 5 * (variance / drawn.numel()) ** 0.5
+    assert abs(drawn.var() / variance - 1) < 0.02
+    monkeypatch.setattr(dropout, "CHUNK", 2**12)
+    again = random_tensor(like, op, options, like.dtype, noise, 1, [None] * 2, (None, 512))
+    assert torch.equal(drawn, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_uniform_numbers_stay_below_the_end(dtype):
+    like, noise = torch.empty(1024, 1024, dtype=dtype), step_noise(7, 0, 0, 1024)
+    drawn = random_tensor(like, "aten::rand_like", {}, dtype, noise, 1, [None] * 2, (None, 1024))
+    assert drawn.dtype == dtype and drawn.min() >= 0 and drawn.max() < 1
+
+
+def test_probabilities_of_each_element():
+    chances = torch.tensor([0.0, 0.25, 1.0], dtype=torch.float64).expand(4096, 3)
+    noise = step_noise(7, 0, 0, 4096)
+    drawn = random_tensor(
+        chances, "aten::bernoulli", {}, chances.dtype, noise, 1, [None] * 2, (None, 3)
+    )
+    assert drawn[:, 0].sum() == 0 and drawn[:, 2].sum() == 4096
+    assert abs(drawn[:, 1].mean() - 0.25) < 5 * (0.1875 / 4096) ** 0.5

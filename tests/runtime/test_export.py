@@ -19,6 +19,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.plan import Plan
 from autopar.runtime.checkpoint.checkpoint import Checkpoints
 from autopar.runtime.engine import Engine
+from autopar.runtime.state.weights import Weights
 
 TP2, ONE = MeshShape(tp=2), MeshShape()
 
@@ -70,8 +71,9 @@ def test_exported_weights_are_read_again(pool2, tmp_path):
         ("one", state),
         ("several", {k: v.float().double() for k, v in state.items()}),
     ):
+        weights = Weights(tmp_path / directory, found.model, found.traced.parameters)
         again = Engine(
-            found.model, found.traced, plan_for(name, ONE), None, None, tmp_path / directory, "cpu"
+            found.model, found.traced, plan_for(name, ONE), None, None, weights, "cpu"
         ).full_state_dict()
         assert all(torch.equal(again[k], v) for k, v in expected.items())
     found.model.config.save_pretrained(tmp_path / "several")

@@ -30,7 +30,7 @@ OURS = {
         "autopar::rms_norm",
         "autopar::add_rms_norm",
         "autopar::glu",
-        "autopar::rotary_single",
+        "autopar::rotary",
     },
     "gpt-tiny": {"autopar::layer_norm", "autopar::add_layer_norm"},
 }

@@ -14,6 +14,7 @@ from support.solve_models import borrowing, random_model
 import autopar
 from autopar.api import plan as make_plan
 from autopar.api import trace
+from autopar.errors import AutoparError
 from autopar.ir.annotated import (
     AnnotatedBlock,
     AnnotatedModel,
@@ -264,6 +265,11 @@ def test_plans_name_their_stages(gpt):
     assert plan.certificate.bound_s <= plan.certificate.objective_s == plan.predicted.step_time_s
     interleaved = planned(pp=2, vpp=3, dp=2, tp=2, schedule="zero_bubble")
     assert interleaved.schedule == "zero_bubble" and len(interleaved.stages) == 6
+    sized = planned(pp=4, stages="3-2-1-0")
+    layers = {traced.segments[number].name for number in traced.layers}
+    assert [len(layers.intersection(stage)) for stage in sized.stages] == [3, 2, 1, 0]
+    with pytest.raises(AutoparError, match="give 4 numbers that add up to 6"):
+        planned(pp=4, stages="3-3")
     more = planned(pp=4, recompute="full", dp=1, tp=2, schedule="gpipe")
     assert max(more.predicted.peak_memory_bytes) > max(plan.predicted.peak_memory_bytes), (
         "gpipe keeps every micro-batch"

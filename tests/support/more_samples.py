@@ -6,7 +6,8 @@ import autopar_kernels.glu
 import autopar_kernels.layer_norms
 import autopar_kernels.losses
 import autopar_kernels.norms
-import autopar_kernels.rotary  # noqa: F401 (all register ops)
+import autopar_kernels.rotary
+import autopar_kernels.softmax  # noqa: F401 (all register ops)
 import torch
 from autopar_kernels.custom_functions import OP, keep_call
 from support.operands import T, call, ids, mask_, pos, t
@@ -713,6 +714,17 @@ FUSED = {
         lambda b, i, j, k, m: rotation(
             t(b, i, j, 2 * k), t(m + 3, 2 * k, grad=False), ids(m + 3, b, j)
         ),
+        lambda b, i, j, k, m: rotation(
+            *(t(b, i, j, 2 * k + 3), t(1, j, k, grad=False)),
+            **{"rotated": 2 * k, "last": True, "interleaved": True, "parted": True},
+        ),
+    ],
+    "autopar::softmax": [
+        lambda b, i, j, k, m: call(autopar.softmax.default, t(b, i, j, k), scale=0.3),
+        lambda b, i, j, k, m: call(
+            autopar.softmax.default, t(b, i, j, k), t(1, 1, j, k, grad=False), soft_cap=2.0
+        ),
+        lambda b, i, j, k, m: call(autopar.softmax.default, t(b, j, k), t(j, k, grad=False)),
     ],
     "autopar::glu": [
         lambda b, i, j, k, m: call(autopar.glu.default, t(b, i, j), t(b, i, j)),

@@ -139,3 +139,23 @@ def test_a_loss_with_tensors_of_its_own_is_refused():
 
     with pytest.raises(AutoparError, match="make it a part of the model"):
         trace(Plain(), {"x": torch.ones(3, 4), "y": torch.ones(3, 4)}, Loss())
+
+
+class Registering(nn.Module):
+    """Keeps a table in a buffer that its first forward registers, and notes its last shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.last = x.dim()
+        return (self.own(x) * self.table).square().sum()
+
+
+def test_a_table_that_forward_registers_beside_other_state_is_no_crash():
+    with pytest.raises(AutoparError, match="forward changes 'last'"):
+        trace(Registering(), {"x": torch.randn(2, 4)})

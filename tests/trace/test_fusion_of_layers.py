@@ -103,6 +103,11 @@ def turned_neighbours(x):
     return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
 
 
+def turned_back(x):
+    first, second = x.chunk(2, -1)
+    return torch.cat((second, -first), -1)
+
+
 def rotated(turn, neighbours=False, sign=1.0, scale=1.0):
     """x (b, t, c) as one head."""
 
@@ -114,19 +119,100 @@ def rotated(turn, neighbours=False, sign=1.0, scale=1.0):
     return body
 
 
-@pytest.mark.parametrize("turn", [turned_halves, turned_slices, turned_neighbours])
-def test_rotary_positions(turn):
+def attributes(interleaved=False, **others):
+    return {
+        "interleaved": interleaved,
+        "heads_last": False,
+        "promote": True,
+        "parted": False,
+    } | others
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("turn", [turned_halves, turned_slices, turned_neighbours, turned_back])
+def test_rotary_positions(turn, sign):
     neighbours = turn is turned_neighbours
-    found = only(fused_from(rotated(turn, neighbours), mode="all"), "autopar::rotary_single")
-    assert found == {"interleaved": neighbours, "heads_last": False, "promote": True}
+    model = fused_from(rotated(turn, neighbours, sign), mode="all")
+    assert only(model, "autopar::rotary_single") == attributes(neighbours)
+    assert ("aten::neg" in calls(model)) is ((sign < 0) != (turn is turned_back))
+
+
+def by_columns(read, write, sign=1.0, upper=1.0):
+    """low cos - high sin and high cos + low sin, from halves or neighbours to halves or neighbours."""
+
+    def body(x, w, v):
+        cos, sin = (table[..., : WIDTH // 2] for table in angles(x))
+        heads = x.unsqueeze(1)
+        halves = heads.chunk(2, -1) if read == "halves" else (heads[..., ::2], heads[..., 1::2])
+        low, high = halves
+        parts = low * cos - sign * high * sin, high * cos * upper + sign * low * sin
+        out = torch.cat(parts, -1) if write == "halves" else torch.stack(parts, -1).flatten(-2)
+        return out.squeeze(1)
+
+    return body
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("read", "write"),
+    [("halves", "halves"), ("neighbours", "neighbours"), ("neighbours", "halves")],
+)
+def test_rotary_positions_by_columns(read, write, sign):
+    found = only(fused_from(by_columns(read, write, sign), mode="all"), "autopar::rotary_single")
+    assert found == attributes(read == "neighbours", parted=read != write)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("cut", ["slices", "split"])
+def test_rotary_positions_of_some_columns(last, cut):
+    def body(x, w, v):
+        cos, sin = (table[..., 1:5] for table in angles(x))
+        heads = x.unsqueeze(1)
+        sizes = [2, 4] if last else [4, 2]
+        parts = heads[..., : sizes[0]], heads[..., sizes[0] :]
+        parts = heads.split(sizes, -1) if cut == "split" else parts
+        middle = parts[last]
+        done = middle * cos + turned_halves(middle) * sin
+        return torch.cat([parts[0], done] if last else [done, parts[1]], -1).squeeze(1)
+
+    found = only(fused_from(body, mode="all"), "autopar::rotary_single")
+    assert found == attributes(rotated=4, last=last)
+
+
+def test_what_passes_by_of_another_value_is_no_part_of_a_rotation():
+    def body(x, w, v):
+        cos, sin = (table[..., :4] for table in angles(x))
+        heads, others = x.unsqueeze(1), torch.sin(x).unsqueeze(1)
+        middle = heads[..., :4]
+        done = middle * cos + turned_halves(middle) * sin
+        return torch.cat([done, others[..., 4:]], -1).squeeze(1)
+
+    assert only(fused_from(body, mode="all"), "autopar::rotary_single") == attributes()
+
+
+def test_rotary_positions_in_a_wider_dtype():
+    """As olmo and cohere write it: the op reads what was widened, and rounds."""
+
+    def body(x, w, v):
+        cos, sin = (table.float() for table in angles(x))
+        heads = x.unsqueeze(1).float()
+        return (heads * cos + turned_halves(heads) * sin).to(x.dtype).squeeze(1)
+
+    model = fused_from(body, torch.bfloat16, "all")
+    assert only(model, "autopar::rotary_single") == attributes(promote=False)
 
 
 @pytest.mark.parametrize(
-    "body", [rotated(turned_halves, sign=-1.0), rotated(turned_halves, scale=1.01)]
+    ("body", "reason"),
+    [
+        (rotated(turned_halves, scale=1.01), "it is scaled"),
+        (by_columns("neighbours", "halves", upper=-1.0), "it is scaled"),
+        (by_columns("halves", "neighbours"), "reads halves, writes neighbours"),
+    ],
 )
-def test_rotations_the_other_way_stay(body):
+def test_what_is_no_rotation_stays(body, reason):
     model = fused_from(body, mode="all")
-    assert not model.fusion.fused and "the other way" in model.fusion.missed[0].reason
+    assert not model.fusion.fused and reason in model.fusion.missed[0].reason
 
 
 def test_tables_that_learn_stay():
@@ -164,3 +250,51 @@ def test_probabilities_are_no_classes():
 
     model = fused_from(body, mode="all")
     assert not model.fusion.fused and "probabilities" in model.fusion.missed[0].reason
+
+
+def hidden(x):
+    """A mask that is added, of the shape (3, WIDTH)."""
+    places = torch.arange(3).unsqueeze(1) + 3 >= torch.arange(WIDTH)
+    return torch.zeros(places.shape, dtype=x.dtype).masked_fill(~places, torch.finfo(x.dtype).min)
+
+
+SOFTMAXES = {
+    "scaled": (lambda x: (x * 0.3).softmax(-1), {"scale": 0.3}),
+    "divided": (lambda x: torch.softmax(x / 4, 2), {"scale": 0.25}),
+    "masked": (lambda x: (x + hidden(x)).softmax(-1), {}),
+    "both": (lambda x: (0.3 * x + hidden(x)).softmax(-1), {"scale": 0.3}),
+    "capped": (
+        lambda x: (2.0 * torch.tanh(0.3 * x / 2.0) + hidden(x)).softmax(-1),
+        {"scale": 0.3, "soft_cap": 2.0},
+    ),
+    "hidden": (
+        lambda x: (0.3 * x).masked_fill(hidden(x) < 0, -torch.inf).softmax(-1),
+        {"scale": 0.3},
+    ),
+    "seen": (lambda x: x.masked_fill(~(hidden(x) == 0), -torch.inf).softmax(-1), {}),
+    "in fp32": (
+        lambda x: torch.softmax(x * 0.3 + hidden(x), -1, dtype=torch.float32).to(x.dtype),
+        {"scale": 0.3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_attention_probabilities(name):
+    body, expected = SOFTMAXES[name]
+    model = fused_from(lambda x, w, v: body(torch.sin(x)), torch.bfloat16, "all")
+    found = {key: value for key, value in only(model, "autopar::softmax").items() if value}
+    assert found == pytest.approx(expected)
+
+
+PLAIN = {
+    "of scores as they are": lambda x, w, v: x.softmax(-1),
+    "of another dim": lambda x, w, v: (0.3 * x).softmax(1),
+    "with a mask that learns": lambda x, w, v: (x + w).softmax(-1),
+    "with a mask of another number": lambda x, w, v: x.masked_fill(hidden(x) < 0, -1e4).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_other_softmaxes_stay(name):
+    assert not fused_from(PLAIN[name], mode="all").fusion.fused

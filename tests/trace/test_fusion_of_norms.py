@@ -296,3 +296,37 @@ def test_modes():
         fused(fused(model, "norms"), "all")
     with pytest.raises(ValueError, match="off, norms, all"):
         Fusion("some")
+
+
+def gated_after(x, w, v):
+    """Qwen3-Next: the gate in fp32, after the weight."""
+    gate, h = torch.sin(x), x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
+    return (w * h.to(x.dtype) * F.silu(gate.float())).to(x.dtype)
+
+
+def gated_before(x, w, v):
+    """Mamba 2."""
+    h = x.float() * F.silu(torch.sin(x).float())
+    return w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+@pytest.mark.parametrize("mode", ["norms", "all"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("body", [gated_after, gated_before])
+def test_a_gate_before_or_after_a_norm(body, dtype, mode):
+    (only,) = fused_from(body, dtype, mode).fusion.fused
+    assert only.op == "autopar::rms_norm"
+    assert only.attributes["gate_first"] is (body is gated_before)
+
+
+def test_other_gates_stay_outside():
+    def by_a_vector(x, w, v):
+        return llama(x, w, v) * F.silu(v)
+
+    def by_another_activation(x, w, v):
+        return llama(x, w, v) * F.gelu(torch.sin(x))
+
+    for body in (by_a_vector, by_another_activation):
+        (only,) = fused_from(body).fusion.fused
+        assert "gate_first" not in only.attributes

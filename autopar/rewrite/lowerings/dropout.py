@@ -15,20 +15,15 @@ that runs the step as one batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
-from autopar.ir.batch import multiple_of_batch
-from autopar.ir.calls import argument_names, op_name
-from autopar.ir.sharding import parse_pattern, shard_extent
-from autopar.ops.dims import Call, is_symbolic
+from autopar.ir.sharding import parse_pattern
 from autopar.rewrite.collectives.patterns import Split, pick
-from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 
 NOISE = "dropout_noise"
 """Name of the noise input of programs and segments with dropout; see the module docstring."""
@@ -78,7 +73,19 @@ def keep_mask(
     sizes: Sequence[int | None],
     device: torch.device,
 ) -> Tensor:
-    """A boolean mask of `shape` whose elements are True with probability 1 - p.
+    """A boolean mask of `shape` whose elements are True with probability 1 - p. See `drawn`."""
+    return drawn(shape, partial(torch.ge, other=round(p * 2**32)), key, positions, sizes, device)
+
+
+def drawn(
+    shape: Sequence[int],
+    of_words: Callable[[Tensor], Tensor],
+    key: tuple[int, int],
+    positions: Sequence[Position],
+    sizes: Sequence[int | None],
+    device: torch.device,
+) -> Tensor:
+    """Values of `shape`: `of_words` of random words, which are int64 below 2**32.
 
     `positions[d]` says which indices along dim d of the whole tensor this rank holds. `sizes[d]` is
     the size of the whole dim. It is None for a dim that grows with the batch (at most two), whose
@@ -87,7 +94,7 @@ def keep_mask(
     """
     if len(rows := [d for d, size in enumerate(sizes) if size is None]) > 2:
         raise ValueError(
-            f"{len(rows)} dims of a value of shape {tuple(shape)} grow with the batch; dropout can count two"
+            f"{len(rows)} dims of a value of shape {tuple(shape)} grow with the batch; draws can count two"
         )
     last = max((d for d, size in enumerate(sizes) if size is not None), default=-1)
     packed = (
@@ -107,7 +114,7 @@ def keep_mask(
     if last >= 0 and not packed:
         lane, index[last] = index[last] % 4, index[last] // 4
     words = philox(_counter(index, sizes, last, device), key)
-    kept = [word >= round(p * 2**32) for word in words]
+    kept = [of_words(word) for word in words]
     if last < 0:
         return kept[0].expand(tuple(shape))
     if lane is None:
@@ -153,31 +160,35 @@ def counter_dropout(
     if p >= 1:
         return x * 0
     with torch.no_grad():
-        keep = _chunked(x, p, key, positions, sizes)
+        words_kept = partial(torch.ge, other=round(p * 2**32))
+        keep = in_chunks(x, words_kept, torch.bool, key, positions, sizes)
     return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
-def _chunked(
+def in_chunks(
     x: Tensor,
-    p: float,
+    of_words: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
     key: tuple[int, int],
     positions: Sequence[Position],
     sizes: Sequence[int | None],
 ) -> Tensor:
+    """The values of `drawn` for each element of x, in `dtype`; no more than CHUNK at a time."""
     if x.is_meta or x.numel() == 0:
-        return torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel() <= CHUNK:
-        return keep_mask(x.shape, p, key, positions, sizes, x.device).contiguous()
+        values = drawn(x.shape, of_words, key, positions, sizes, x.device)
+        return values.to(dtype).contiguous()
     dim = max(range(x.dim()), key=lambda d: x.shape[d])
     rows = max(4, CHUNK * x.shape[dim] // x.numel() // 4 * 4)
     held = positions[dim]
-    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
     for start in range(0, x.shape[dim], rows):
-        part = keep.narrow(dim, start, min(rows, x.shape[dim] - start))
+        part = values.narrow(dim, start, min(rows, x.shape[dim] - start))
         some = held[start : start + rows] if isinstance(held, Tensor) else (held or 0) + start
         of_part = [*positions[:dim], some, *positions[dim + 1 :]]
-        part.copy_(keep_mask(part.shape, p, key, of_part, sizes, x.device))
-    return keep
+        part.copy_(drawn(part.shape, of_words, key, of_part, sizes, x.device))
+    return values
 
 
 # ------------------------------------------------------------------------------------------------------- what lowered graphs call
@@ -310,80 +321,3 @@ def other_positions(x: Tensor, dim: int, noise: Tensor, index: int) -> Tensor:
         return torch.empty(x.shape[dim], dtype=torch.int64, device=x.device)
     first = x.shape[dim] * max(index, 0) + (noise.tolist()[3] << 32)
     return torch.arange(x.shape[dim], device=x.device) + first
-
-
-# ----------------------------------------------------------------------------------------------------------------------- lowering
-
-
-def local_positions(
-    dim: int, size: Any, layouts: Layouts, sizes: LocalSizes, source: Node, noise: Node
-) -> tuple[Node | int | None, int | None]:
-    """(position, whole size) of one dim of a value with these layouts, as `counter_dropout` needs
-    them. New nodes are appended to the graph.
-
-    `size` is the size of the whole dim; `source` is a local value with the same extent along `dim`.
-    This function must know every way in which a rank can hold part of a dim. These are shards with
-    any pattern, nested in the order of the mesh's axes, and rows over the batch axes.
-    """
-    mesh = sizes.mesh
-    splits = {
-        axis: (mesh.size(axis), sizes.coordinates[axis], layout.pattern)
-        for axis, layout in layouts.items()
-        if layout.dim == dim
-    }
-    if is_symbolic(size):
-        per_row = multiple_of_batch(size)
-        if not per_row:
-            index = sizes.coordinates["dp"] if "dp" in splits else -1
-            return sizes.graph.call_function(other_positions, (source, dim, noise, index)), None
-        dp = (sizes.coordinates["dp"],) if "dp" in splits else range(mesh.size("dp"))
-        ep = (sizes.coordinates["ep"],) if "ep" in splits else range(mesh.ep)
-        ranks = [d * mesh.ep + e for d in dp for e in ep]
-        inner = [
-            (parts, index, str(replace(pattern, rows=False)))
-            for parts, index, pattern in splits.values()
-            if pattern.rows
-        ]
-        return sizes.graph.call_function(
-            row_positions, (source, dim, noise, per_row, ranks, inner)
-        ), None
-    if all(pattern.is_contiguous for _, _, pattern in splits.values()):
-        start, length = 0, int(size)
-        for parts, index, _ in splits.values():
-            offset, length = shard_extent(length, parts, index)
-            start += offset
-        return (start if splits else None), int(size)
-    named = [(parts, index, str(pattern)) for parts, index, pattern in splits.values()]
-    return sizes.graph.call_function(held_indices, (int(size), named)), int(size)
-
-
-def lower_draw(
-    node: Node, args: tuple, sizes: LocalSizes, result: Layouts, noise: Node, call: int
-) -> tuple[Any, tuple, dict]:
-    """(target, args, kwargs) of the node that replaces a call with dropout. Nodes for positions are
-    added to the graph first.
-
-    `args` are the call's, with local values; `result` has the layouts of its result. `noise` is the
-    segment's noise node, `call` the number of the call in its segment.
-    """
-    out, call_of = node.meta["val"], Call(node)
-    if op_name(node) == "aten::dropout":
-        found = [
-            local_positions(d, s, result, sizes, args[0], noise) for d, s in enumerate(out.shape)
-        ]
-        positions, whole = zip(*found, strict=True) if found else ((), ())
-        return dropout, (args[0], call_of.arg("p"), noise, call, positions, whole), {}
-    q, k = call_of.tensors[:2]
-    found = []
-    for dim, size in enumerate(out.shape[:-1]):
-        source = args[0] if str(q.shape[dim]) == str(size) else args[1]
-        found.append(local_positions(dim, size, result, sizes, source, noise))
-    last = k.dim() - 2
-    found.append(local_positions(last, k.shape[last], {}, sizes, args[1], noise))
-    positions, whole = zip(*found, strict=True)
-    local = dict(zip(argument_names(node), args, strict=False))
-    options = [
-        local.get(name, call_of.arg(name))
-        for name in ("attn_mask", "dropout_p", "is_causal", "scale")
-    ]
-    return attention_with_dropout, (*args[:3], *options, noise, call, positions, whole), {}

@@ -6,7 +6,7 @@ al. 2020, arXiv:2006.16668, section 3.2). Rows are not padded to a capacity, as 
 arXiv:2211.15841. The number of rows depends on the routing: ranks exchange the counts first, and
 the host reads them once.
 
-    x --index_select--> rows by expert --exchange--> rows by sender --index_select--> rows by expert --expert_mlp--> ... and back
+    x --permute_rows--> rows by expert --exchange--> rows by sender --index_select--> rows by expert --expert_mlp--> ... and back
 
 The gradient of an exchange is the reverse exchange. Every token reaches its experts, so the
 gradients of experts are sums over the tokens of all ranks of the axis, and complete on their rank.
@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from autopar_kernels.expert_rows import combine_rows, permute_rows
 from autopar_kernels.routed_experts import (
-    combine,
     expert_mlp,
     inverse_order,
     routed_experts,
@@ -70,7 +70,8 @@ def expert_parallel(
             f"{up.shape[0]}"
         )
     order, _, ends = sort_by_expert(index, experts, capacity_factor)
-    rows = x.index_select(0, order // index.shape[1])
+    inverse = inverse_order(order)
+    rows = permute_rows(x, order, inverse)
     if group.simulate:
         # as many rows arrive as leave: the mean
         send = receive = [rows.shape[0]] + [0] * (group.size - 1)
@@ -85,7 +86,7 @@ def expert_parallel(
     missing = rows.shape[0] - returned.shape[0]  # choices of no expert, sorted last
     if missing:
         returned = torch.cat([returned, returned.new_zeros(missing, returned.shape[1])])
-    return combine(returned, order, weights)
+    return combine_rows(returned, order, inverse, weights)
 
 
 def _exchange_counts(

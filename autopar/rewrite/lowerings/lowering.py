@@ -21,7 +21,7 @@ from autopar.ops.rules import op_dims
 from autopar.ops.strategies import lowering_of
 from autopar.rewrite.lowerings import vocabulary_parallel
 from autopar.rewrite.lowerings.context_attention import context_attention
-from autopar.rewrite.lowerings.dropout import lower_draw
+from autopar.rewrite.lowerings.draws import lower_draw
 from autopar.rewrite.lowerings.expert_parallel import expert_parallel
 from autopar.rewrite.lowerings.sizes import Layouts, LocalSizes
 

@@ -18,7 +18,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel, not_split
 from autopar.models.rows import rows_first
 from autopar.ops.dims import has_batch
-from autopar.ops.random import drops
+from autopar.ops.random import draws
 from autopar.ops.values import ops
 from autopar.ops.work import positions
 from autopar.rewrite.collectives.axes import AxisGroup
@@ -133,7 +133,7 @@ class BatchSplitter:
             traced.row_dims,
             bool(traced.updates),
         )
-        self._draws = any(drops(node) for block in traced.classes for node in ops(block.graph))
+        self._draws = any(draws(node) for block in traced.classes for node in ops(block.graph))
         self.dtype = PRECISIONS[plan.precision]
         self.positions = positions(program.whole_inputs.values())
         self.programs, self.flops = tuple(programs) or (program,), tuple(flops) or (1.0,)

@@ -8,28 +8,26 @@ never holds more than its shards and one module.
 from __future__ import annotations
 
 import copy
-import json
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.files import path_of
 from autopar.ir.traced import ParameterSpec
+from autopar.rewrite.lowerings.sizes import Layouts
 from autopar.rewrite.program import Program, shard_of
 
-Reader = Callable[[str], torch.Tensor]
+from .weights import Weights
 
 
 def materialize(
     program: Program,
     model: nn.Module,
     specs: Mapping[str, ParameterSpec],
-    weights: str | Path | None,
+    weights: Weights | None,
     device: torch.device,
     home: Callable[[str], torch.device],
     dtype: Callable[[str], torch.dtype],
@@ -46,7 +44,7 @@ def materialize(
         program: the program that needs them.
         model: the model, real or on the meta device.
         specs: all parameters and buffers by name.
-        weights: a file or folder to read from, or None.
+        weights: the checkpoint to read from, or None.
         device: the device for communication between ranks.
         home: the device of each result, by name.
         dtype: the dtype of each floating-point result, by name.
@@ -55,9 +53,17 @@ def materialize(
         kept: `kept(name, shard)` returns the part of a shard that is kept.
     """
     held = specs.keys() if held is None else held
-    layouts: dict[str, dict] = {}
+    layouts: dict[str, Layouts] = {}
     for parameter in program.parameters:
         layouts.setdefault(parameter.spec.name, parameter.layouts)
+
+    def part(name: str, tensor: torch.Tensor, layout: Layouts) -> torch.Tensor:
+        target = dtype(name) if tensor.is_floating_point() else tensor.dtype
+        with torch.no_grad():
+            shard = kept(name, shard_of(tensor, layout, program.mesh, program.rank))
+            return shard.to(
+                device=home(name), dtype=target, copy=True, memory_format=torch.contiguous_format
+            )
 
     def keep(name: str, whole: torch.Tensor) -> torch.Tensor:
         spec = specs[name]
@@ -65,28 +71,17 @@ def materialize(
             raise AutoparError(
                 f"{name} has shape {tuple(whole.shape)} in the weights; the model has {spec.shape}"
             )
-        target = dtype(name) if whole.is_floating_point() else whole.dtype
-        with torch.no_grad():
-            shard = kept(name, shard_of(whole, layouts.get(name, {}), program.mesh, program.rank))
-            return shard.to(
-                device=home(name), dtype=target, copy=True, memory_format=torch.contiguous_format
-            )
+        return part(name, whole, layouts.get(name, {}))
 
     if weights is not None:
-        reader = open_weights(weights)
         found = {}
-        for name in held:
-            spec = specs[name]
-            tensor = next(
-                (reader(alias) for alias in (name, *spec.aliases) if reader.has(alias)), None
-            )
-            if tensor is not None:
-                found[name] = keep(name, tensor)
-            elif not spec.buffer:
-                raise AutoparError(
-                    f"weights {weights} have no tensor {name!r} (of shape {spec.shape}); they hold {len(reader.names)} tensors, "
-                    f"{', '.join(sorted(reader.names)[:3])} first"
-                )
+        for name in (name for name in held if name in weights):
+            layout = layouts.get(name, {})
+            if weights.by_rows(name):
+                rows, layout = _rows(specs[name].shape[0], layout, program)
+                found[name] = part(name, weights.read(name, rows), layout)
+            else:
+                found[name] = keep(name, weights.read(name))
         rest = {name for name in held if name not in found}
         if rest:
             found |= {name: keep(name, t) for name, t in _buffers(model, rest)}
@@ -96,6 +91,13 @@ def materialize(
         wholes = ((name, _from_first_rank(own[name].detach(), device)) for name in specs)
         return {name: keep(name, whole) for name, whole in wholes if name in held}
     return {name: keep(name, tensor) for name, tensor in initialized(model, set(held), seed)}
+
+
+def _rows(size: int, layouts: Layouts, program: Program) -> tuple[list[int], Layouts]:
+    """The indices along dim 0, of `size`, that this rank holds, and the layouts of other dims."""
+    of_rows = {a: each for a, each in layouts.items() if each.is_shard and each.dim == 0}
+    rows = shard_of(torch.arange(size), of_rows, program.mesh, program.rank)
+    return rows.tolist(), {a: each for a, each in layouts.items() if a not in of_rows}
 
 
 def _from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -208,73 +210,3 @@ def _initialized_over(model: nn.Module, module: nn.Module, prefix: str, number: 
     if missed := [name for name, t in _held(real) if t.is_floating_point() and t.isnan().any()]:
         raise _left(model, module, f"{prefix}.{missed[0]}")
     return real
-
-
-class open_weights:
-    """Reads tensors by name (`reader(name)`) from a .safetensors file, a directory of them (with or
-    without an index), or a torch checkpoint. AutoparError if there is none or it cannot be read.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        path = path_of(path, "weights")
-        self._files: dict[str, Path] = {}
-        self._loaded: dict[str, torch.Tensor] = {}
-        try:
-            if not path.exists():
-                raise AutoparError(
-                    f"weights {path} do not exist; give a .safetensors file, a directory of them, or a torch checkpoint"
-                )
-            if path.is_dir() or path.suffix == ".safetensors":
-                self._index(path)
-            else:
-                state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-                found = state.get("state_dict", state) if isinstance(state, dict) else {}
-                self._loaded = {
-                    name: t for name, t in dict(found).items() if isinstance(t, torch.Tensor)
-                }
-        except AutoparError:
-            raise
-        except Exception as error:  # corrupt files raise many types
-            raise AutoparError(
-                f"cannot read weights {path}: {type(error).__name__}: {str(error)[:200]}"
-            ) from error
-
-    def _index(self, path: Path) -> None:
-        from safetensors import safe_open
-
-        index = path / "model.safetensors.index.json"
-        if path.is_dir() and index.exists():
-            self._files = {
-                name: path / file
-                for name, file in json.loads(index.read_text())["weight_map"].items()
-            }
-            return
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not files:
-            raise AutoparError(f"weights {path} is a directory without .safetensors files")
-        for file in files:
-            with safe_open(file, framework="pt") as reader:
-                self._files |= dict.fromkeys(reader.keys(), file)
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors in the files."""
-        return set(self._files) | set(self._loaded)
-
-    def has(self, name: str) -> bool:
-        """Whether the files contain a tensor called `name`."""
-        return name in self._files or name in self._loaded
-
-    def __call__(self, name: str) -> torch.Tensor:
-        """The tensor called `name`."""
-        if name in self._loaded:
-            return self._loaded[name]
-        from safetensors import safe_open
-
-        try:
-            with safe_open(self._files[name], framework="pt") as reader:
-                return reader.get_tensor(name)
-        except Exception as error:  # corrupt files raise many types
-            raise AutoparError(
-                f"cannot read weights {name} in {self._files[name]}: {type(error).__name__}: {str(error)[:200]}"
-            ) from error

@@ -3,8 +3,8 @@ rank.
 
 Stages are runs of consecutive segments. Segments of repeated classes are the model's blocks.
 Segments before the first block belong to the first stage, segments after the last block to the
-last. `best_staging.py` finds where stages begin. `cut` in this module distributes blocks as evenly
-as possible; stages with the least other work get one block more.
+last. `best_staging.py` finds where stages begin, unless a pin gives their sizes. `cut` in this
+module distributes blocks as evenly as possible; stages with the least other work get one block more.
 
     step    = schedule of the stages (`autopar_cost_models.pipeline`) + the slowest rank's work once a step
     memory  = static + micro-batches in flight x (kept + sent) + the peak of backward, for each rank
@@ -67,7 +67,7 @@ def pipelined(
     costs_of = {key: segment_costs(one, choices) for key, one in different.items()}
     model, costs = models[0], [costs_of[id(one)] for one in models]
     setting, work_s = model.pipeline_setting, [c.forward_s + c.backward_s for c in costs[0]]
-    stages = stages or cut(setting.ranks * setting.stages_per_rank, blocks_of(model), work_s)
+    stages = stages or _pinned_or_even(model, work_s)
     times = [
         _stage_times(stage, costs[number % setting.ranks]) for number, stage in enumerate(stages)
     ]
@@ -188,6 +188,14 @@ def units_of(model: AnnotatedModel) -> list[range]:
     before the first block belong to the first unit.
     """
     return [range(*ends) for ends in pairwise([0, *blocks_of(model)[1:], len(model.segments)])]
+
+
+def _pinned_or_even(model: AnnotatedModel, work_s: Sequence[float]) -> Stages:
+    """The stages with the pinned numbers of blocks, or those of `cut`."""
+    setting, blocks = model.pipeline_setting, blocks_of(model)
+    if setting.sizes:
+        return stages_of(setting.sizes, blocks, len(work_s))
+    return cut(setting.ranks * setting.stages_per_rank, blocks, work_s)
 
 
 def cut(count: int, blocks: Sequence[int], total_s: Sequence[float]) -> Stages:

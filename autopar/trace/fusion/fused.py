@@ -23,15 +23,20 @@ from autopar.ops.values import output_nodes
 from autopar.trace.edit import call
 from autopar.trace.fusion.algebra import Algebra
 from autopar.trace.fusion.gated import match_gated
+from autopar.trace.fusion.gated_norms import match_gated_norm, with_gate_first
 from autopar.trace.fusion.losses import match_loss
-from autopar.trace.fusion.matches import Match, Matcher, Miss, used_outside, viewed
+from autopar.trace.fusion.matches import Match, Matcher, Miss, View, used_outside, viewed
 from autopar.trace.fusion.norms import match_norm, with_residual
 from autopar.trace.fusion.rotary import match_rotary
+from autopar.trace.fusion.softmaxes import match_softmax
 from autopar.trace.fusion.validate import wrong
 
 _MATCHERS: dict[str, tuple[Matcher, ...]] = {
-    "norms": (match_norm,),
-    "all": (match_norm, match_gated, match_rotary, match_loss),
+    "norms": (match_gated_norm, match_norm),
+    "all": (
+        *(match_gated_norm, match_norm, match_gated),
+        *(match_rotary, match_softmax, match_loss),
+    ),
 }
 """By mode; the first matcher that matches a node has it."""
 
@@ -108,13 +113,24 @@ def _tried(
         if isinstance(found, Miss):
             yield found
         elif found is not None:
-            larger = with_residual(found) if matcher is match_norm else None
+            larger = _larger(algebra, found, matchers) if matcher is match_norm else None
             for match in (larger, found) if larger is not None else (found,):
                 reason = _refused(match, taken)
                 if not reason:
                     yield match
                 elif match is found:
                     yield Miss(found.name, found.at, reason)
+
+
+def _larger(algebra: Algebra, match: Match, matchers: tuple[Matcher, ...]) -> Match | None:
+    """A norm with the product or the addition before it, unless that is the result of another op, such as a rotation."""
+    if (gated := with_gate_first(algebra, match)) is not None:
+        return gated
+    larger = with_residual(match)
+    if larger is None:
+        return None
+    others = (other(algebra, match.operands["x"]) for other in matchers if other is not match_norm)
+    return None if any(isinstance(other, Match) for other in others) else larger
 
 
 def _refused(match: Match, taken: set[Node]) -> str:
@@ -146,6 +162,7 @@ class _Rewriting:
         self._dropped = {node for match in matches for node in match.interior}
         self._graph = Graph()
         self._copies: dict[Node, Node] = {}
+        self._views: dict[tuple[Node, View], Node] = {}
         self._names: dict[Match, str] = {}
 
     def run(self) -> tuple[Graph, dict[Match, str]]:
@@ -174,12 +191,17 @@ class _Rewriting:
                 self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
         return self._copies[node]
 
+    def _viewed(self, match: Match, name: str, node: Node) -> Node:
+        """What the op of a match reads as an operand; matches share equal views."""
+        key = node, match.views.get(name, ())
+        if key not in self._views:
+            made: Node = viewed(match, name, self._copy(node), partial(call, self._graph, node))
+            self._views[key] = made
+        return self._views[key]
+
     def _insert(self, match: Match) -> None:
         result = match.results[0]
-        copies = {
-            name: viewed(match, name, self._copy(node), partial(call, self._graph, node))
-            for name, node in match.operands.items()
-        }
+        copies = {name: self._viewed(match, name, node) for name, node in match.operands.items()}
         schema = [spec.name for spec in match.op._schema.arguments]
         last = max(schema.index(name) for name in copies)
         positional = tuple(copies.get(name) for name in schema[: last + 1])

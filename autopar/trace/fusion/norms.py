@@ -27,7 +27,7 @@ from autopar.trace.fusion.algebra import (
 )
 from autopar.trace.fusion.matches import Match, Miss, interior_of
 
-_RMS, _LAYER = "autopar::rms_norm", "autopar::layer_norm"
+RMS, LAYER = "autopar::rms_norm", "autopar::layer_norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,14 @@ def match_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
     like one.
     """
     if op_name(node) == "aten::rms_norm":
-        return _of_torch(node, _RMS)
+        return _of_torch(node, RMS)
     if op_name(node) == "aten::layer_norm":
-        return _of_torch(node, _LAYER)
+        return _of_torch(node, LAYER)
     core = _core(algebra, algebra.terms[node])
     if core is None:
         return None
     found = core.reason if isinstance(core, _Unlike) else _rms_norm(algebra, node, core)
-    return (
-        Miss(_RMS, algebra.nodes.get(core.root, node), found) if isinstance(found, str) else found
-    )
+    return Miss(RMS, algebra.nodes.get(core.root, node), found) if isinstance(found, str) else found
 
 
 def _of_torch(node: Node, name: str) -> Match | Miss:
@@ -95,7 +93,7 @@ def _of_torch(node: Node, name: str) -> Match | Miss:
         computed = dtype_of(x) if dtype_of(x) == torch.float64 else torch.float32
         eps = torch.finfo(computed).eps
     op, attributes = torch.ops.autopar.layer_norm.default, dict[str, Attribute](eps=float(eps))
-    if name == _RMS:
+    if name == RMS:
         op, attributes["cast"] = torch.ops.autopar.rms_norm.default, "after"
     return Match(op, operands, attributes, (node,), (node,), node)
 
@@ -245,8 +243,8 @@ def _weight(algebra: Algebra, factors: Product) -> tuple[Node, float] | None:
 
 
 _WITH_RESIDUAL = {
-    _RMS: torch.ops.autopar.add_rms_norm.default,
-    _LAYER: torch.ops.autopar.add_layer_norm.default,
+    RMS: torch.ops.autopar.add_rms_norm.default,
+    LAYER: torch.ops.autopar.add_layer_norm.default,
 }
 
 

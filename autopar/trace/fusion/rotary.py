@@ -1,26 +1,61 @@
-"""Which values are rotary position embeddings: x cos + turned(x) sin, where `turned` swaps halves or neighbours and negates one of them.
+"""Which values are rotary position embeddings, in two spellings.
 
-    halves       cat([-x[R/2:], x[:R/2]])             of a split or of slices
-    neighbours   stack([-x[1::2], x[::2]], -1), its last two dims joined
+    turned    x cos + turned(x) sin, where `turned` swaps halves or neighbours and negates one of them
+    pairs     low cos - high sin and high cos + low sin, joined
 
-Where a part of the columns rotates, it is cut out before and joined after, and stays so.  Queries and keys are an op each: over tp, keys
-may be replicated where queries are sharded.
+The columns of a pair are halves or neighbours of x.  Pairs that are read as neighbours may be written as halves, as MLA models do.
+Where a part of the columns rotates, which is cut out before and joined after, the op reads all columns and copies the others.
+A result that is rounded to the dtype that x had before it was widened is rounded by the op.
+
+Queries and keys are an op each: over tp, keys may be replicated where queries are sharded.  `rewrite/joint_rotary.py` joins their launches.
 """
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
-from autopar.ir.calls import argument, op_name
+from autopar.ir.calls import op_name
 from autopar.ir.fusion import Attribute
 from autopar.trace.fusion.algebra import Algebra, Cast, Leaf, Product, Sum, Term, at, dtype_of
+from autopar.trace.fusion.columns import Half, half_of, joined, negated, part_of
 from autopar.trace.fusion.matches import Match, Miss, View, interior_of
 
 aten = torch.ops.aten
 _ROTARY = "autopar::rotary_single"
+_OTHER_WAY = "it is scaled, or the signs of its products are those of no rotation"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rotation:
+    """A rotation of whole pairs.
+
+    Attributes:
+        x: what is rotated.
+        tables: the terms of cos and sin.
+        backwards: whether sin is negated.
+        interleaved: whether the columns of a pair are neighbours in x.
+        parted: whether they are halves of the result, though neighbours in x.
+        turn: the node by which the rotation is recognised.
+    """
+
+    x: Node
+    tables: tuple[Term, Term]
+    backwards: bool
+    interleaved: bool
+    parted: bool
+    turn: Node
+
+
+@dataclass(frozen=True, slots=True)
+class _Unlike:
+    """A value that looks like a rotation, recognised at `turn`, and why it is none."""
+
+    turn: Node
+    reason: str
 
 
 def match_rotary(algebra: Algebra, node: Node) -> Match | Miss | None:
@@ -29,86 +64,212 @@ def match_rotary(algebra: Algebra, node: Node) -> Match | Miss | None:
     A `Miss` with the reason if it looks like one that the op cannot compute; None if it does not
     look like one.
     """
-    term = algebra.terms[node]
-    if not isinstance(term, Sum):
-        return None
-    turned = [each for summand, _ in term.summands if (each := _turned_factor(algebra, summand))]
-    if not turned:
-        return None
-    turn = turned[0][1]
-    found = _rotation(algebra, node, term, turned)
-    return Miss(_ROTARY, turn, found) if isinstance(found, str) else found
+    found = _partial(algebra, node) or _whole(algebra, node)
+    return Miss(_ROTARY, found.turn, found.reason) if isinstance(found, _Unlike) else found
 
 
-def _turned_factor(algebra: Algebra, summand: Term) -> tuple[Term, Node, Node, bool] | None:
-    """(the other factor, the turned node, the node that it turns, whether neighbours) for a product
-    of two factors of which one is turned.
-
-    Turned means that halves or neighbours are swapped, and one of them negated. None for any other
-    term.
-    """
-    if not isinstance(summand, Product) or len(summand.factors) != 2:
+def _whole(algebra: Algebra, node: Node) -> Match | _Unlike | None:
+    """The rotation of all columns of a value."""
+    rounded = op_name(node) == "aten::to" and isinstance(at(node), Node)
+    result = at(node) if rounded else node
+    if result not in algebra.terms:
         return None
-    for number, (factor, exponent) in enumerate(summand.factors):
-        inner = factor.of if isinstance(factor, Cast) else factor
-        if exponent != 1.0 or not isinstance(inner, Leaf):
+    found = _turned(algebra, result) or _pairs(algebra, result)
+    return _match(algebra, node, found, rounded) if isinstance(found, _Rotation) else found
+
+
+def _partial(algebra: Algebra, node: Node) -> Match | None:
+    """The rotation of the first or the last columns of a value, joined with the others."""
+    parts = joined(node) or []
+    for number, rotated in enumerate(parts if len(parts) == 2 else ()):
+        match, rest = _whole(algebra, rotated), part_of(parts[1 - number])
+        if not isinstance(match, Match) or rest is None:
             continue
-        turn = _turned(inner.node)
-        if turn is not None and summand.factors[1 - number][1] == 1.0:
-            return summand.factors[1 - number][0], inner.node, *turn
+        part = part_of(match.operands["x"])
+        if part is None or part.of is not rest.of or dtype_of(rotated) != dtype_of(node):
+            continue
+        columns = part.of.meta["val"].shape[-1]
+        places = (
+            [(0, part.stop), (part.stop, columns)]
+            if number == 0
+            else [(part.start, columns), (0, part.start)]
+        )
+        if places != [(part.start, part.stop), (rest.start, rest.stop)]:
+            continue
+        operands = match.operands | {"x": part.of}
+        interior, copies = interior_of(algebra, node, operands.values())
+        attributes = match.attributes | {"rotated": part.stop - part.start, "last": number == 1}
+        return replace(
+            match,
+            operands=operands,
+            attributes=attributes,
+            results=(node,),
+            interior=interior,
+            copies=copies,
+        )
     return None
 
 
-def _rotation(
-    algebra: Algebra, node: Node, term: Sum, turned: list[tuple[Term, Node, Node, bool]]
-) -> Match | str:
-    sine, turn, x, interleaved = turned[0]
+# ---------------------------------------------------------------------------------------------------------- x cos + turned(x) sin
+
+
+def _turned(algebra: Algebra, node: Node) -> _Rotation | _Unlike | None:
+    """The rotation that is spelled with a turned factor."""
+    term = algebra.terms[node]
+    if not isinstance(term, Sum):
+        return None
+    turned = [each for summand, _ in term.summands if (each := _turned_factor(summand))]
+    if not turned:
+        return None
+    sine, turn, (x, interleaved, backwards) = turned[0]
     if len(turned) > 1 or len(term.summands) != 2 or term.constant:
-        return "it is no sum of two products"
+        return _Unlike(turn, "it is no sum of two products")
     (one, first), (other, second) = term.summands
-    plain = other if _turned_factor(algebra, one) else one
-    factor = second if plain is one else first
-    if (first if plain is one else second) != 1.0 or factor != 1.0:
-        return "it rotates the other way, or is scaled"
+    plain = other if _turned_factor(one) else one
+    kept, factor = (second, first) if plain is other else (first, second)
+    if kept != 1.0 or abs(factor) != 1.0:
+        return _Unlike(turn, _OTHER_WAY)
     wide = algebra.terms[x]
     wide = wide if dtype_of(x) == dtype_of(node) else algebra.cast(wide, dtype_of(node))
     quotient = algebra.quotient(plain, wide)
     cosine = algebra.product(quotient.factors, quotient.coefficient)
-    tables = [algebra.value(each, widened=True) for each in (cosine, sine)]
-    if any(table is None for table in tables):
-        return "its tables are no values of the graph, or what it turns is another value"
-    return _match(algebra, node, x, turn, [t for t in tables if t is not None], interleaved)
+    return _Rotation(x, (cosine, sine), backwards != (factor < 0), interleaved, False, turn)
 
 
-def _match(
-    algebra: Algebra, node: Node, x: Node, turn: Node, tables: list[Node], interleaved: bool
-) -> Match | str:
+def _turned_factor(summand: Term) -> tuple[Term, Node, tuple[Node, bool, bool]] | None:
+    """(the other factor, the turned node, the result of `_turn_of`) of a product with a turned factor."""
+    for leaf, other in _leaves(summand):
+        if (turn := _turn_of(leaf)) is not None:
+            return other, leaf, turn
+    return None
+
+
+def _leaves(summand: Term) -> Iterator[tuple[Node, Term]]:
+    """(the node of a factor that is a leaf or a cast of one, the other factor) of a product of two."""
+    if isinstance(summand, Product) and [power for _, power in summand.factors] == [1.0, 1.0]:
+        terms = [term for term, _ in summand.factors]
+        for factor, other in (terms, terms[::-1]):
+            inner = factor.of if isinstance(factor, Cast) else factor
+            if isinstance(inner, Leaf):
+                yield inner.node, other
+
+
+def _turn_of(node: Node) -> tuple[Node, bool, bool] | None:
+    """(x, whether neighbours, whether the lower is negated) where a node is x with the columns of each pair swapped and one negated."""
+    parts = joined(node)
+    neighbours = parts is None
+    parts = parts or joined(node, neighbours=True)
+    if parts is None or len(parts) != 2:
+        return None
+    for backwards, (high, low) in enumerate(
+        ((negated(parts[0]), parts[1]), (parts[0], negated(parts[1])))
+    ):
+        upper, lower = half_of(high), half_of(low)
+        if upper and lower and upper.completes(lower) and lower.neighbours == neighbours:
+            return lower.of, neighbours, bool(backwards)
+    return None
+
+
+# ----------------------------------------------------------------------------------- low cos - high sin with high cos + low sin
+
+
+def _pairs(algebra: Algebra, node: Node) -> _Rotation | _Unlike | None:
+    """The rotation that is spelled by the columns of its pairs."""
+    parts = joined(node)
+    apart = parts is not None
+    parts = parts or joined(node, neighbours=True)
+    if parts is None or len(parts) != 2 or not all(part in algebra.terms for part in parts):
+        return None
+    lower, upper = (_of_halves(algebra.terms[part]) for part in parts)
+    # a table may be a half too
+    for x, neighbours in dict.fromkeys((half.of, half.neighbours) for half, _, _ in lower):
+        low, high = (_factors(products, x, neighbours) for products in (lower, upper))
+        if low is not None and high is not None:
+            reason = _no_rotation(low, high)
+            reason = reason or ("" if apart or neighbours else "it reads halves, writes neighbours")
+            if reason:
+                return _Unlike(node, reason)
+            tables = low[False][0], low[True][0]
+            backwards = high[False][1] < 0
+            return _Rotation(x, tables, backwards, neighbours, apart and neighbours, node)
+    return None
+
+
+_Factors = dict[bool, tuple[Term, float]]
+"""Of the lower half (False) and the upper one: (what it is multiplied by, the sign or scale of the product)."""
+
+
+def _of_halves(term: Term) -> list[tuple[Half, Term, float]]:
+    """(half, what it is multiplied by, factor) of the products of a sum of two in which a half is a factor."""
+    if not isinstance(term, Sum) or len(term.summands) != 2 or term.constant:
+        return []
+    return [
+        (half, other, factor)
+        for summand, factor in term.summands
+        for leaf, other in _leaves(summand)
+        if (half := half_of(leaf))
+    ]
+
+
+def _factors(
+    products: list[tuple[Half, Term, float]], x: Node, neighbours: bool
+) -> _Factors | None:
+    """The factors of both halves of x; None unless each is in one product."""
+    ours = [each for each in products if (each[0].of, each[0].neighbours) == (x, neighbours)]
+    found = {half.upper: (table, factor) for half, table, factor in ours}
+    return found if len(ours) == len(found) == 2 else None
+
+
+def _no_rotation(low: _Factors, high: _Factors) -> str:
+    """Why two columns are no rotated pair; '' if they are."""
+    (cos, one), (sin, minus) = low[False], low[True]
+    (cos_too, other), (sin_too, plus) = high[True], high[False]
+    if cos is not cos_too or sin is not sin_too:
+        return "the columns of a pair have tables of their own"
+    return "" if (one, other, abs(plus), minus) == (1.0, 1.0, 1.0, -plus) else _OTHER_WAY
+
+
+# ------------------------------------------------------------------------------------------------------------------------ the op
+
+
+def _match(algebra: Algebra, node: Node, rotation: _Rotation, rounded: bool) -> Match | _Unlike:
+    """The op of a rotation; `rounded` says that the node is a cast of its result."""
+    x = rotation.x
+    if rounded and op_name(x) == "aten::to" and dtype_of(at(x)) == dtype_of(node):
+        x = at(x)
     shape = x.meta["val"].shape
     if len(shape) != 4 or str(list(shape)) != str(list(node.meta["val"].shape)):
-        return f"it rotates {len(shape)} dims, the op 4"
-    if any(table.meta.get("grad") for table in tables):
-        return "its tables need a gradient"
-    placed = [_table(table, shape) for table in tables]
-    if placed[0] is None or placed[0] != placed[1]:
-        return f"tables of shape {tuple(tables[0].meta['val'].shape)} for {tuple(shape)}"
-    heads_last, view = placed[0]
+        return _Unlike(rotation.turn, f"it rotates {len(shape)} dims, the op 4")
+    tables = [algebra.value(each, widened=True) for each in rotation.tables]
+    cos, sin = tables
+    if cos is None or sin is None:
+        reason = "its tables are no values of the graph, or what it turns is another value"
+        return _Unlike(rotation.turn, reason)
+    if cos.meta.get("grad") or sin.meta.get("grad"):
+        return _Unlike(rotation.turn, "its tables need a gradient")
+    placed = _table(cos, shape)
+    if placed is None or placed != _table(sin, shape):
+        return _Unlike(
+            rotation.turn, f"tables of shape {tuple(cos.meta['val'].shape)} for {tuple(shape)}"
+        )
+    heads_last, view = placed
     attributes: dict[str, Attribute] = {
-        "interleaved": interleaved,
+        "interleaved": rotation.interleaved,
         "heads_last": heads_last,
-        "promote": True,
+        "promote": not rounded,
+        "parted": rotation.parted,
     }
-    operands = {"x": x, "cos": tables[0], "sin": tables[1]}
+    operands = {"x": x, "cos": cos, "sin": sin}
     interior, copies = interior_of(algebra, node, operands.values())
-    op = torch.ops.autopar.rotary_single.default
-    views = {"cos": view, "sin": view}
+    negative: View = ((aten.neg.default, ()),) if rotation.backwards else ()
     return Match(
-        op,
+        torch.ops.autopar.rotary_single.default,
         operands,
         attributes,
         results=(node,),
         interior=interior,
-        at=turn,
-        views=views,
+        at=rotation.turn,
+        views={"cos": view, "sin": view + negative},
         copies=copies,
     )
 
@@ -121,81 +282,17 @@ def _table(table: Node, shape: torch.Size) -> tuple[bool, View] | None:
     """
     own = list(map(str, table.meta["val"].shape))
     batch, first, second, columns = map(str, shape)
-    if own == [first, columns] or own == [second, columns]:
+    if own[-1] not in (columns, str(shape[-1] // 2)):
+        return None
+    if len(own) == 2 and own[0] in (first, second):
         # a table of two dims is aligned with the last two of x
         return (False, ((aten.unsqueeze.default, (0,)),)) if own[0] == second else None
-    if len(own) == 3 and own[0] == "1" and own[1:] == [second, columns]:
+    if len(own) == 3 and own[:2] == ["1", second]:
         return False, ()
-    if len(own) != 4 or own[0] not in ("1", batch) or own[3] != columns:
+    if len(own) != 4 or own[0] not in ("1", batch):
         return None
     if own[1] == "1" and own[2] == second:
         return False, ((aten.squeeze.dim, (1,)),)
     if own[2] == "1" and own[1] == first:
         return True, ((aten.squeeze.dim, (2,)),)
     return None
-
-
-def _turned(node: Node) -> tuple[Node, bool] | None:
-    """(x, whether neighbours) if a node is x with the halves of its last dim, or neighbours,
-    swapped and one of them negated. None otherwise.
-    """
-    if op_name(node) == "aten::cat":
-        parts = at(node)
-        rank = node.meta["val"].dim()
-        if len(parts) != 2 or argument(node, "dim", 0) % rank != rank - 1:
-            return None
-        low, high = _half(parts[1]), _half(_negated(parts[0]))
-        if low is None or high is None or low[0] is not high[0]:
-            return None
-        return (low[0], False) if (low[1], high[1]) == ("low", "high") else None
-    if op_name(node) == "aten::reshape" and op_name(at(node)) == "aten::stack":
-        stack = at(node)
-        parts, rank = at(stack), stack.meta["val"].dim()
-        joined = str(list(node.meta["val"].shape[:-1])) == str(list(stack.meta["val"].shape[:-2]))
-        if len(parts) != 2 or argument(stack, "dim", 0) % rank != rank - 1 or not joined:
-            return None
-        even, odd = _half(parts[1]), _half(_negated(parts[0]))
-        if even is None or odd is None or even[0] is not odd[0]:
-            return None
-        return (even[0], True) if (even[1], odd[1]) == ("even", "odd") else None
-    return None
-
-
-def _negated(node: Node) -> Node | None:
-    """The node that a node negates, or None."""
-    negates = op_name(node) == "aten::neg" or (op_name(node) == "aten::mul" and at(node, 1) == -1)
-    return at(node) if negates else None
-
-
-def _half(node: Node | None) -> tuple[Node, str] | None:
-    """(x, 'low', 'high', 'even' or 'odd') if a node is that half of the last dim of x; None
-    otherwise.
-    """
-    if node is None:
-        return None
-    if node.target is operator.getitem:
-        split, index = at(node), at(node, 1)
-        if not isinstance(split, Node) or op_name(split) != "aten::split_with_sizes":
-            return None
-        x, sizes = at(split), at(split, 1)
-        rank = x.meta["val"].dim()
-        halves = len(sizes) == 2 and sizes[0] == sizes[1]
-        if not halves or argument(split, "dim", 0) % rank != rank - 1:
-            return None
-        return x, ("low", "high")[index]
-    if op_name(node) != "aten::slice":
-        return None
-    x = at(node)
-    rank, size = x.meta["val"].dim(), x.meta["val"].shape[-1]
-    start, end = argument(node, "start") or 0, argument(node, "end")
-    if argument(node, "dim", 0) % rank != rank - 1 or not isinstance(size, int):
-        return None
-    found = slice(start, end, argument(node, "step", 1)).indices(size)
-    names = {
-        (0, size // 2, 1): "low",
-        (size // 2, size, 1): "high",
-        (0, size, 2): "even",
-        (1, size, 2): "odd",
-    }
-    name = names.get(found) if size % 2 == 0 else None
-    return None if name is None else (x, name)

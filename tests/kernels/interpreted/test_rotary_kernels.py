@@ -19,12 +19,15 @@ def turned(x, interleaved):
     return torch.cat([-high, low], -1)
 
 
-def unfused(x, cos, sin, rotated, last, interleaved, heads_last):
+def unfused(x, cos, sin, rotated, last, interleaved, heads_last, promote=False, parted=False):
     """As transformers' modules spell it, for tables of all rotated columns."""
     start = x.shape[-1] - rotated if last else 0
     head, middle, tail = x.split([start, rotated, x.shape[-1] - rotated - start], -1)
     cos, sin = (t.unsqueeze(2 if heads_last else 1) for t in (cos, sin))
-    return torch.cat([head, middle * cos + turned(middle, interleaved) * sin, tail], -1)
+    done = middle * cos + turned(middle, interleaved) * sin
+    if parted:
+        done = torch.cat([done[..., ::2], done[..., 1::2]], -1)
+    return torch.cat([head, done, tail], -1)
 
 
 def tables(batch, tokens, columns):
@@ -39,21 +42,20 @@ def tables(batch, tokens, columns):
     st.sampled_from([(1, 1), (1, 3), (2, 2), (0, 2)]),
     st.sampled_from([(1, 1), (3, 1), (4, 2), (5, 5)]),
     st.sampled_from([(2, 1.0), (6, 1.0), (8, 0.25), (64, 0.5), (130, 1.0), (16, 1.0)]),
-    DTYPES, st.booleans(), st.booleans(), st.booleans(), LAYOUTS, LAYOUTS,
+    DTYPES, st.booleans(), st.sampled_from(["halves", "neighbours", "parted"]), st.booleans(), LAYOUTS, LAYOUTS,
     st.sampled_from(["plain", "every_other", "expanded"]),
 )  # fmt: skip
-@example((2, 2), (3, 1), (8, 0.25), torch.float16, True, True, False, "every_other", "transposed", "plain")  # fmt: skip
-@example((2, 2), (4, 2), (64, 0.5), torch.float32, False, False, True, "padded", "plain", "expanded")  # fmt: skip
-def test_queries_and_keys(
-    size, heads, width, dtype, last, interleaved, heads_last, of_q, of_k, gradient
-):
+@example((2, 2), (3, 1), (8, 0.25), torch.float16, True, "neighbours", False, "every_other", "transposed", "plain")  # fmt: skip
+@example((2, 2), (4, 2), (64, 0.5), torch.float32, False, "halves", True, "padded", "plain", "expanded")  # fmt: skip
+@example((1, 3), (3, 1), (64, 0.5), torch.float32, True, "parted", False, "plain", "plain", "plain")
+def test_queries_and_keys(size, heads, width, dtype, last, pairs, heads_last, of_q, of_k, gradient):
     (batch, tokens), (columns, share) = size, width
     rotated = int(columns * share)
     cos, sin = tables(batch, tokens, rotated)
     shapes = [
         (batch, tokens, h, columns) if heads_last else (batch, h, tokens, columns) for h in heads
     ]
-    flags = (last, interleaved, heads_last)
+    flags = (last, pairs != "halves", heads_last, False, pairs == "parted")
     Comparison(
         lambda q, k, c, s: torch.ops.autopar.rotary(q, k, c, s, None, rotated, *flags),
         lambda q, k, c, s, wide: tuple(unfused(x, c, s, rotated, *flags) for x in (q, k)),

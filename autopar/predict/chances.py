@@ -1,0 +1,62 @@
+"""The chance that a layout fits its GPU, and how true such chances are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import erf, log, nan, sqrt
+
+from autopar.predict.run import Run, RunPrediction
+
+SPREAD = 0.17
+"""Standard deviation of log(measured / predicted memory). Fit: the root mean square over nanotron's
+runs of the ultra-scale playbook.
+"""
+
+BINS = (0.0, 0.1, 0.3, 0.7, 0.9, 1.0)
+"""Ends of the intervals of chances in a reliability table."""
+
+
+def fit_chance(run: Run, prediction: RunPrediction) -> float | None:
+    """The chance that the run fits its GPU: that memory with a normal error of `SPREAD` in its
+    logarithm is at most that of the GPU. None if the memory of the GPU is unknown.
+    """
+    if run.machine.memory_bytes is None:
+        return None
+    room = log(run.machine.memory_bytes / max(prediction.peak_memory_bytes, 1.0))
+    return (1 + erf(room / SPREAD / sqrt(2))) / 2
+
+
+def separation(ran: Sequence[float], failed: Sequence[float]) -> float:
+    """The area under the ROC curve: the share of pairs (a layout that ran, one that failed) in
+    which the one that ran had the higher chance. Ties count half. NaN without pairs.
+    """
+    if not ran or not failed:
+        return nan
+    return sum((a > b) + (a == b) / 2 for a in ran for b in failed) / len(ran) / len(failed)
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """Layouts whose chance lies between `low` and `high`: how many there are, their mean chance,
+    and the share that ran.
+    """
+
+    low: float
+    high: float
+    count: int
+    chance: float
+    ran: float
+
+
+def reliability(chances: Iterable[tuple[float, bool]]) -> tuple[Reliability, ...]:
+    """The reliability table of (chance, whether the layout ran), without empty intervals."""
+    pairs, found = list(chances), []
+    for low, high in pairwise(BINS):
+        inside = [p for p in pairs if low <= p[0] < high or (high == BINS[-1] == p[0])]
+        if inside:
+            count = len(inside)
+            mean = sum(chance for chance, _ in inside) / count
+            found.append(Reliability(low, high, count, mean, sum(ran for _, ran in inside) / count))
+    return tuple(found)

@@ -1,0 +1,83 @@
+"""Norms with a gate: norm(x) silu(z), as in Qwen3-Next, and norm(x silu(z)), as in Mamba 2.
+
+Both are a match of a norm (`norms.py`) made larger: by the product after it, or by the product before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch.fx import Node
+
+from autopar.ir.calls import op_name
+from autopar.trace.fusion.algebra import Algebra, Cast, Function, at
+from autopar.trace.fusion.matches import Match, Miss, interior_of
+from autopar.trace.fusion.norms import RMS, match_norm
+
+
+def match_gated_norm(algebra: Algebra, node: Node) -> Match | Miss | None:
+    """The norm, multiplied by its gate, that a node is the result of."""
+    product = at(node) if op_name(node) == "aten::to" else node
+    for normed, gate in _gated(algebra, product):
+        for inner in (normed, _widened(normed)):
+            found = match_norm(algebra, inner) if inner in algebra.terms else None
+            if isinstance(found, Match) and found.name == RMS and _alike(found.operands["x"], gate):
+                return _with_gate(algebra, found, node, found.operands["x"], gate, first=False)
+    return None
+
+
+def with_gate_first(algebra: Algebra, match: Match) -> Match | None:
+    """The match of a norm together with the product before it; None if there is none."""
+    if match.name != RMS or "gate" in match.operands:
+        return None
+    for x, gate in _gated(algebra, match.operands["x"]):
+        if _alike(x, gate):
+            larger = _with_gate(algebra, match, match.results[0], _widened(x), gate, first=True)
+            # the norm rounds to what x was before it was widened
+            rounds = larger.attributes["cast"] == "weight"
+            cast = "before" if rounds else larger.attributes["cast"]
+            return replace(larger, attributes=larger.attributes | {"cast": cast})
+    return None
+
+
+def _with_gate(
+    algebra: Algebra, match: Match, result: Node, x: Node, gate: Node, first: bool
+) -> Match:
+    operands = match.operands | {"x": x, "gate": gate}
+    interior, copies = interior_of(algebra, result, operands.values())
+    attributes = match.attributes | {"gate_first": first}
+    return replace(
+        match,
+        operands=operands,
+        attributes=attributes,
+        results=(result,),
+        interior=interior,
+        copies=copies,
+    )
+
+
+def _gated(algebra: Algebra, node: Node) -> Iterator[tuple[Node, Node]]:
+    """(the other factor, z) for each factor silu(z) of a product of two."""
+    if not isinstance(node, Node) or op_name(node) != "aten::mul":
+        return
+    factors = [factor for factor in (at(node), at(node, 1)) if factor in algebra.terms]
+    for factor, other in (factors, factors[::-1]) if len(factors) == 2 else ():
+        term = algebra.terms[factor]
+        while isinstance(term, Cast):
+            term = term.of
+        if isinstance(term, Function) and term.name == "silu":
+            gate = algebra.value(term.of[0], widened=True)
+            if gate is not None:
+                yield other, gate
+
+
+def _widened(node: Node) -> Node:
+    """What a node casts, or the node itself."""
+    source = at(node) if op_name(node) == "aten::to" else node
+    return source if isinstance(source, Node) else node
+
+
+def _alike(x: Node, gate: Node) -> bool:
+    """Whether two values have one shape."""
+    return str(list(x.meta["val"].shape)) == str(list(gate.meta["val"].shape))

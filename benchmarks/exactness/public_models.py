@@ -1,0 +1,195 @@
+"""Models of public packages, trained under dp=2, tp=2 and pp=2, and compared with one device.
+
+    python -m benchmarks.exactness.public_models [--only PATTERN] [--log FILE] [--jobs 1]
+
+Needs `pip install '.[public-models]'`. Each network (`public_text.py`, `public_signals.py`) trains as `autopar verify` trains: three
+steps of SGD with momentum in fp64. A cell is 'exact', 'refused' with the reason, 'WRONG', or
+'crash'. With `--log`, cells are written as lines of JSON, and models in the file are not run again.
+Prints one row a model; exit code 1 if a cell is wrong or crashed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import re
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError, one_line
+from autopar.models.base import ModelSpec
+from autopar.verify.verify import verify
+from benchmarks.exactness.public_signals import SIGNAL_MODELS
+from benchmarks.exactness.public_text import TEXT_MODELS
+
+MODELS = TEXT_MODELS | SIGNAL_MODELS
+MESHES = ("dp=2", "tp=2", "pp=2")
+PACKAGES = ("torch", "transformers", "peft", "litgpt", "x-transformers", "timm", "torchvision", "diffusers")  # fmt: skip
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PublicSpec(ModelSpec):
+    """The spec of a model of MODELS."""
+
+    @classmethod
+    def of(cls, name: str) -> PublicSpec:
+        return cls(name, 0, 0, 0)
+
+    def _make(self) -> nn.Module:
+        return MODELS[self.name].build()
+
+    def example_inputs(
+        self, batch: int, seq: int, device: torch.device | str = "meta"
+    ) -> dict[str, Tensor]:
+        return {name: value.to(device) for name, value in MODELS[self.name].inputs(batch).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PublicCell:
+    """What a model did under a mesh.
+
+    `verdict` is 'exact', 'refused', 'WRONG' or 'crash'. `words` has the error or the reason.
+    `collectives` is the number of them in a micro-batch.
+    """
+
+    model: str
+    mesh: str
+    verdict: str
+    words: str = ""
+    error: float = float("inf")
+    collectives: int = 0
+    time_s: float = 0.0
+
+
+def run_cell(name: str, mesh: str) -> PublicCell:
+    """Train one model under one mesh; raises nothing but KeyboardInterrupt."""
+    axis, _, degree = mesh.partition("=")
+    try:
+        report = verify(PublicSpec.of(name), nproc=2, pin={axis: int(degree)}, shrink=False)
+    except AutoparError as error:
+        return PublicCell(name, mesh, "refused", one_line(error))
+    except Exception as error:
+        return PublicCell(name, mesh, "crash", f"{type(error).__name__}: {one_line(error)}")
+    result = report.meshes[0]
+    if result.failure:
+        last = result.failure.strip().splitlines()[-1]
+        refusal = "AutoparError" in last
+        return PublicCell(name, mesh, "refused" if refusal else "crash", last)
+    error = max(result.worst_error, result.loss_error)
+    words = "" if result.exact else f"{result.worst_tensor} is off by {result.worst_error:.1e}"
+    verdict = "exact" if result.exact else "WRONG"
+    count = sum(result.collectives.values())
+    return PublicCell(name, mesh, verdict, words, error, count, result.time_s)
+
+
+def _run_model(name: str, file: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    for mesh in MESHES:
+        cell = run_cell(name, mesh)
+        with file.open("a") as lines:
+            lines.write(json.dumps(asdict(cell)) + "\n")
+
+
+def run_model(name: str) -> list[PublicCell]:
+    """The cells of a model, run in a process of its own; cells that it did not reach crashed."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "cells"
+        process = multiprocessing.get_context("fork").Process(target=_run_model, args=(name, file))
+        process.start()
+        process.join(TIMEOUT_S)
+        ended = f"the process ended with code {process.exitcode}"
+        if process.is_alive():
+            ended = f"it took longer than {TIMEOUT_S:.0f} s"
+            process.terminate()
+            process.join()
+        found = read_log(file)
+    return found + [PublicCell(name, mesh, "crash", ended) for mesh in MESHES[len(found) :]]
+
+
+def read_log(file: Path) -> list[PublicCell]:
+    """The cells in a log; none if there is no such file."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [PublicCell(**json.loads(line)) for line in lines]
+
+
+def table(cells: Iterable[PublicCell]) -> str:
+    """A row for each model, counts of verdicts for each mesh, and all refusals."""
+    found = {(cell.model, cell.mesh): cell for cell in cells}
+    models = [name for name in MODELS if (name, MESHES[0]) in found]
+    width = max(map(len, models))
+    rows = ["  ".join(("model".ljust(width), *(mesh.ljust(9) for mesh in MESHES), "largest error"))]
+    for name in models:
+        of = [found[name, mesh] for mesh in MESHES if (name, mesh) in found]
+        errors = [cell.error for cell in of if cell.verdict == "exact"]
+        verdicts = (cell.verdict.ljust(9) for cell in of)
+        worst = f"{max(errors):.0e}" if errors else ""
+        rows.append("  ".join((name.ljust(width), *verdicts, worst)))
+    rows.append("")
+    for mesh in MESHES:
+        count = Counter(found[name, mesh].verdict for name in models if (name, mesh) in found)
+        rows.append(
+            f"{mesh}: " + ", ".join(f"{number} {word}" for word, number in count.most_common())
+        )
+    rows.append("")
+    rows += [
+        f"{cell.model} {cell.mesh} {cell.verdict}: {cell.words}"
+        for cell in found.values()
+        if cell.verdict != "exact"
+    ]
+    return "\n".join(row.rstrip() for row in rows)
+
+
+def versions() -> str:
+    """The versions of the packages, and the date."""
+
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "(not installed)"
+
+    packages = ", ".join(f"{package} {installed(package)}" for package in PACKAGES)
+    return f"{packages}; {datetime.date.today()}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="a regular expression that names must contain")
+    parser.add_argument("--log", type=Path, help="a file of cells, to be continued")
+    parser.add_argument("--jobs", type=int, default=1, help="models run at a time, two processes each")  # fmt: skip
+    options = parser.parse_args(arguments)
+    names = [name for name in MODELS if re.search(options.only, name)]
+    if not names:
+        parser.error(f"no model matches {options.only!r}")
+    cells = read_log(options.log) if options.log else []
+    known = {cell.model for cell in cells}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for found in pool.map(run_model, [name for name in names if name not in known]):
+            cells += found
+            for cell in found:
+                print(f"{cell.model} {cell.mesh}: {cell.verdict} {cell.words}", file=sys.stderr, flush=True)  # fmt: skip
+            if options.log:
+                with options.log.open("a") as lines:
+                    lines.writelines(json.dumps(asdict(cell)) + "\n" for cell in found)
+    shown = [cell for cell in cells if cell.model in names]
+    print(versions(), table(shown), sep="\n\n")
+    return 0 if all(cell.verdict in ("exact", "refused") for cell in shown) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

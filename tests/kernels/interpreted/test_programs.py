@@ -1,0 +1,88 @@
+"""Programs that autopar rewrote call the kernels: a llama, a gpt and a mixture of experts train a step over tp=2 in the interpreter."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from autopar_kernels.launching import LAUNCHES
+from torch import Tensor, nn
+
+import autopar
+from autopar.models import parse_model
+from autopar.models.gpt import GPT, GPTConfig
+from autopar.runtime.ranks.launch import WorkerPool
+from autopar.verify.verify import free_network
+
+NORMS = {"norm_forward_kernel", "norm_backward_kernel", "sum_few_kernel"}
+LOSS = {
+    "cross_entropy_local_kernel",
+    "cross_entropy_rows_kernel",
+    "cross_entropy_gradient_kernel",
+}
+GATED = {"glu_forward_kernel", "glu_backward_kernel"}
+SOFTMAX = {"softmax_forward_kernel", "softmax_backward_kernel"}
+WRITTEN_OUT = "gpt with attention written out"
+SIZES = "layers=1,hidden=16,heads=2,vocab=64,seq=8"
+CALLED = {
+    "llama:kv_heads=2,ffn=24": NORMS | LOSS | GATED | {"rotary_kernel"},
+    "gpt:ffn=24": NORMS | LOSS,
+    WRITTEN_OUT: NORMS | LOSS | SOFTMAX,
+    "moe:kv_heads=2,ffn=24,experts=4,top_k=2": NORMS
+    | LOSS
+    | {"rotary_kernel", "gather_sum_kernel", "gather_dot_kernel"},
+}
+"""The kernels that the program of each model launches."""
+ROWS, SEQ, VOCABULARY = 2, 4, 64
+
+
+@cache
+def model_of(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model in fp32 and a batch, equal in every process."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY, (2, ROWS, SEQ))
+    batch = {"input_ids": tokens[0], "labels": tokens[1]}
+    if name == WRITTEN_OUT:
+        config = GPTConfig(VOCABULARY, 16, 1, 2, max_seq=SEQ, fused_attention=False)
+        return GPT(config), batch
+    return parse_model(f"{name},{SIZES}").build("cpu", torch.float32), batch
+
+
+def sgd(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.5)
+
+
+def step_of(rank: int, name: str) -> tuple[float, dict[str, Tensor], Counter[str]]:
+    """On one rank: the loss, the parameters after a step, and the launches of each kernel."""
+    model, batch = model_of(name)
+    pins = {"tp": 2, "dp": 1, "fuse": "all"}
+    engine = autopar.parallelize(
+        copy.deepcopy(model), free_network(2), batch, optimizer=sgd, pin=pins, precision="fp32"
+    )
+    LAUNCHES.clear()
+    loss = float(engine.step(engine.local_batch(batch)))
+    return loss, engine.full_state_dict(), Counter(LAUNCHES)
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_step_over_two_ranks(name):
+    """fp32 against eager fp64: the loss, and every update relative to its size, to 1e-4."""
+    model, batch = model_of(name)
+    exact = copy.deepcopy(model).double()
+    optimizer = sgd(exact.parameters())
+    expected = exact(**batch)
+    expected.backward()
+    optimizer.step()
+    with WorkerPool(2) as pool:
+        ranks = pool.run(step_of, name)
+    before = model.state_dict()
+    for loss, after, launches in ranks:
+        assert loss == pytest.approx(expected.item(), rel=1e-4)
+        assert set(launches) == CALLED[name] and min(launches.values()) > 0
+        for key, wanted in exact.state_dict().items():
+            update = wanted - before[key].double()
+            error = (after[key].double() - wanted).norm()
+            assert error <= 1e-4 * update.norm() + 1e-6, key
