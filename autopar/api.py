@@ -65,12 +65,12 @@ def trace(
     batch_dims: BatchDims | None = None,
 ) -> TracedModel:
     """Capture the model and its loss as one graph, in the dtype of `precision` where the engine
-    runs it, normalize it, and cut it into segments, such as layers. Returns the segments with the
-    graph of each structure.
+    runs it, normalize it, and cut it into segments, such as layers. Returns them, with the graph of
+    each structure, as a `TracedModel`.
 
     Args:
         model: the model; it is not changed.
-        example_inputs: the tensors of one batch; only shapes count.
+        example_inputs: the tensors of one batch; only shapes and dtypes count.
         loss_fn: `loss_fn(output, target)`, for a model that returns no loss.
         precision: a key of `PRECISIONS`. By default the model's dtypes stay.
         deeper: how many more layers the result has than `model`, each like a captured one. By default
@@ -103,7 +103,8 @@ def trace(
 
 def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> TracedModel:
     """`trace` of the model that `spec` builds, on a batch of 2 rows of `seq` tokens. If its layers
-    are known to be alike, a model with fewer layers is captured and then deepened.
+    are known to be alike, a model with fewer layers is captured and then deepened. `precision` is
+    as for `trace`.
     """
     shallow = spec.shallow()
     more, period, path = spec.num_layers - shallow.num_layers, spec.period, spec.layers_path
@@ -130,12 +131,13 @@ def plan(
     allow_micro_batch_mean: bool = False,
     batch_dims: BatchDims | None = None,
 ) -> Plan:
-    """Return the fastest plan for `model` on `cluster` that fits, with a certificate.
+    """Return the best plan for `model` on `cluster` that fits, with a certificate. The best is by
+    default the fastest; see `objective`.
 
     Args:
         model: the model; it may be on the meta device, since only shapes count.
         cluster: a `ClusterSpec`, or a text such as 'dgx-h100:8'.
-        example_inputs: a mapping or tuple of the tensors of one batch.  Only shapes count, so meta tensors are enough.
+        example_inputs: a mapping or tuple of the tensors of one batch.  Only shapes and dtypes count, so meta tensors are enough.
             A Hugging Face model has a default.
         global_batch: sequences per step over all devices.  By default the rows of the example, rounded up to a multiple of the
             number of devices.
@@ -143,7 +145,8 @@ def plan(
         loss_fn: `loss_fn(output, target)`, for a model that returns no loss.
         precision: 'bf16', 'fp16', 'fp32' or 'fp64'.  By default the model's own, but bf16 on GPUs for an fp32 model.  A note of
             the plan says so.
-        time_limit_s: seconds that the search may take.
+        time_limit_s: seconds that one search may take.  Objectives other than 'time' need several searches.  If nothing fits, looking
+            for what would fit takes some 20 s more.
         runnable: search only what the engine runs today.  In half precision the model is then captured in that precision.
         traced: the result of `autopar.api.trace`, to trace the model only once.
         progress: `progress(line)` is called as the search goes.
@@ -151,14 +154,15 @@ def plan(
         objective: what the plan is to be best at.  'time' is the fastest step.  'cost' is the lowest cost per token on a part of
             the cluster.  'gpus' is the fewest devices whose step takes at most `deadline_s`.  'memory' is the least memory of the
             fullest device.  Notes of the plan say what is proved.
-        deadline_s: seconds, for the objective 'gpus'.
+        deadline_s: seconds of a step.  The objective 'gpus' requires it; others do not allow it.
         allow_micro_batch_mean: split the batch even if the mean of micro-batch losses is not the loss of the batch.
         batch_dims: which dim of an input is the batch, by the input's name, such as {"frames": 1}; None for an input that is the same
             for all rows.  Without it rows are along dim 0 of every input whose dim 0 is as long as that of the first.
 
     Raises:
-        AutoparError: the model cannot be captured, a pin is impossible, or no number of devices meets the deadline.
-        NoPlanFits: no plan fits.  The message says what would.
+        AutoparError: the model cannot be captured, an argument or a pin is impossible, or no number of devices meets the deadline.
+        NoPlanFits: no plan fits, or none was found in time (then `proven` is False).  The message says what would fit, if the least
+            memory that a plan needs is known.
     """
     check_arguments(locals())
     cluster, goal = parsed_cluster(cluster), Goal(objective, deadline_s)
@@ -194,8 +198,11 @@ def _best_plan(
     time_limit_s: float,
     progress: Callable[[str], None] | None,
 ) -> Plan:
-    """The best plan for the goal. If no plan fits, raises NoPlanFits with a message that says what
-    would.
+    """The best plan for the goal. `time_limit_s` seconds are for each search; `progress(line)` is
+    called as it goes (None: not at all).
+
+    If no plan fits or none is found in time, raises NoPlanFits. Its message says what would fit, if
+    the least memory of a plan is known.
     """
 
     def plan_for(ask: Ask, limit_s: float) -> Plan:
@@ -241,24 +248,25 @@ def parallelize(
 ) -> Engine:
     """Plan `model` for `cluster`, rewrite it for this rank, and return the engine that trains it.
 
-    Under torchrun every rank calls this with the same arguments.  Without torchrun the cluster must be one device.
-    The model itself is not changed.
+    Under torchrun every rank calls this with the same arguments.  Without torchrun the cluster must
+    be one device. The model itself is not changed.
 
     Args:
         model: the model.  If it is on the meta device, its shards come from `weights`, or from its own initializers.
         cluster: a `ClusterSpec`, or a text such as 'cpu:4'.
-        example_inputs: a mapping or tuple of the tensors of one batch.  Only shapes count.
+        example_inputs: a mapping or tuple of the tensors of one batch.  Only shapes and dtypes count.  A Hugging Face model has a
+            default.
         optimizer: a function from parameters to a torch optimizer.  By default torch.optim.AdamW with its defaults.  It is called
             twice for a class that may look at whole matrices.
         plan: a plan to run.  By default a plan is made.
-        pin: choices that are fixed in the plan that is made.
-        global_batch: sequences per step over all devices.
+        pin: choices that are fixed in the plan that is made.  Not allowed together with `plan`.
+        global_batch: sequences per step over all devices.  By default that of `plan`, or else as for `autopar.plan`.
         loss_fn: `loss_fn(output, target)`, for a model that returns no loss.  The target is the entry of the batch called labels,
             targets, target or label; if there is none, the last entry.
         max_grad_norm: the global norm at which gradients are clipped.  By default they are not clipped.
         precision: as for `plan`.  Rank 0 prints what a default changes.  A given plan has its own precision.
         weights: a .safetensors file, a folder of them, or a torch checkpoint.  Tensors have the names of the model's, or those of
-            published Hugging Face checkpoints.
+            published Hugging Face checkpoints.  By default the model's own values on rank 0.
         seed: seeds the initializers of a model on the meta device, and the masks of dropout.
         timeout_s: seconds after which a rank that waits for another one stops with an error.  A process group that exists already
             keeps its own limit.
@@ -269,8 +277,9 @@ def parallelize(
         batch_dims: as for `plan`.
 
     Raises:
-        AutoparError: the plan belongs to another model, cluster or world size; the weights have other names or shapes; or as for
-            `plan`.
+        AutoparError: the plan belongs to another model, cluster or world size, or comes with pins, another batch or precision; the
+            weights have other names or shapes; or as for `plan`.
+        NoPlanFits: as for `plan`.
     """
     check_arguments(locals())
     check_beside_plan(plan, pin, global_batch, precision)
@@ -333,8 +342,9 @@ def _checked_weights(
 
 
 def _agreed(decide: Callable[[], Plan], traced: TracedModel, cluster: Cluster, note: str) -> Plan:
-    """The plan that rank 0 decides, checked against model and cluster, on every rank. `note`
-    becomes its first note. Rank 0 prints `note`, and what the plan does with micro-batches.
+    """The plan that rank 0 gets from `decide()`, checked against model and cluster, on every rank.
+    `note` becomes its first note, unless it is ''. Rank 0 prints `note`, what each micro-batch
+    computes by itself, and why the batch is not split.
     """
     from autopar.runtime.engine import agree_on_plan
 
@@ -380,7 +390,8 @@ def _traced_alike(
     batch_dims: BatchDims | None,
 ) -> list[TracedModel]:
     """`trace` of a model on each of `inputs`, batches of several lengths. A buffer keeps its dtype
-    in all of them or in none, so that all store the same tensors.
+    in all of them or in none, so that all store the same tensors. Other arguments are those of
+    `trace`.
     """
     traced_on = partial(trace, model, loss_fn=loss_fn, precision=precision, batch_dims=batch_dims)
     found = [traced_on(each) for each in inputs]
@@ -406,8 +417,8 @@ def prepared(model: nn.Module) -> nn.Module:
 
 
 def _example(model: nn.Module, example_inputs: ExampleInputs | None) -> ExampleInputs:
-    """The example batch that was passed, or the default of a Hugging Face model. Raises
-    AutoparError if it is no batch.
+    """The example batch that was passed; if None, the default of a Hugging Face model. Raises
+    AutoparError if it is no batch, or if another model has none.
     """
     found = example_inputs if example_inputs is not None else default_inputs(model)
     check_example(found)
@@ -436,7 +447,9 @@ def default_inputs(model: nn.Module) -> ExampleInputs:
 def _default_batch(
     example_inputs: ExampleInputs, batch_dims: BatchDims | None, cluster: Cluster
 ) -> int:
-    """The rows of the example batch, rounded up to a multiple of the number of devices."""
+    """The rows of the example batch (along the dims of `batch_dims`, as for `plan`), rounded up to
+    a multiple of the number of devices.
+    """
     tensors = batch_tensors(example_inputs)
     dims = row_dims(tensors, batch_dims)
     rows = next(tensors[name].shape[dim] for name, dim in dims.items() if dim is not None)

@@ -26,7 +26,7 @@ class AutoparError(Exception):
 
 
 class NoPlanFits(AutoparError):
-    """No plan was found that fits into the memory of a device.
+    """No plan was found that fits into the memory of a device and of its host.
 
     Attributes:
         least_bytes: bytes of the smallest plan on its fullest device, or None if they are not known.

@@ -21,7 +21,7 @@ the wrong file.
 
 def path_of(path: Any, what: str) -> Path:
     """`path` as a Path; the file need not exist. Raises AutoparError, which calls it `what` (such
-    as 'plan'), if it is not a path.
+    as 'plan'), if it is no text or pathlib.Path, is empty, or has a NUL character.
     """
     if not isinstance(path, str | os.PathLike):
         raise AutoparError(f"the path of the {what} is {shown(path)}, not a text or pathlib.Path")

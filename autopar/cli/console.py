@@ -30,7 +30,7 @@ def main() -> None:
 
 def _run() -> int:
     """Runs the command that the arguments name, writes its output, and returns its exit code: 141
-    for a closed pipe, `LOST_OUTPUT` for output that cannot be written.
+    for a closed pipe, `LOST_OUTPUT` for output or another file that cannot be written.
     """
     if sys.stdout is None:
         click.echo(

@@ -41,7 +41,8 @@ Progress = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 @dataclass(frozen=True, slots=True)
 class TrainResult:
     """The results of training under a plan (`losses`, one a step) and on one device
-    (`reference_losses`).
+    (`reference_losses`). `time_s` and `reference_time_s` are the seconds of both; `time_s` includes
+    the start of processes and tracing.
 
     `worst_error` is the largest update-relative difference of a parameter, in the parameter
     `worst_tensor`. `replanned`: tp=2 was pinned, because the search alone chose a mesh without both
@@ -76,7 +77,8 @@ class TrainResult:
 
 def run(show: Callable[[Any], None], progress: Progress) -> bool:
     """Runs the whole demo and shows its parts with `show`: a plan for 64 GPUs, then a small
-    training on CPU processes. Returns whether the parallel run agrees with one device.
+    training on CPU processes. `progress(text)` is a context for a part, which yields a function
+    that takes messages. Returns whether the parallel run agrees with one device.
     """
     show(
         "1. Llama-3-8B on 8 nodes of 8 H100 (global batch 512, sequences of 8192).  No GPU is needed: the model is on the meta device.\n"
@@ -107,9 +109,9 @@ def train_both(
     rows: int = 8,
     tell: Callable[[str], None] = lambda text: None,
 ) -> TrainResult:
-    """Trains the model named `model` on one device, and under a plan on `nproc` CPU processes, with
-    `rows` sequences of `seq` bytes a step. Returns both results. The text is bytes, so the model
-    needs a vocabulary of at least 256.
+    """Trains the model named `model` for `steps` steps on one device, and under a plan on `nproc`
+    CPU processes, with `rows` sequences of `seq` bytes a step. Returns both results. `tell` gets
+    messages. The text is bytes, so the model needs a vocabulary of at least 256.
     """
     spec = parse_model(model)
     batches = text_batches(steps, rows, seq)
@@ -137,9 +139,9 @@ def train_both(
 
 
 def _plan(spec: ModelSpec, nproc: int, rows: int, seq: int) -> tuple[Plan, bool]:
-    """(a plan for `nproc` CPU processes, whether tp=2 was pinned). It is autopar's own choice if
-    that has both tp and dp above 1, or if `nproc` is odd or 2. Otherwise tp=2 is pinned, so that
-    the demo shows two axes.
+    """(a plan for `nproc` CPU processes and batches of `rows` x `seq` tokens, whether tp=2 was
+    pinned). It is autopar's own choice if that has both tp and dp above 1, or if `nproc` is odd or
+    2. Otherwise tp=2 is pinned, so that the demo shows two axes.
     """
     inputs = spec.example_inputs(rows, seq)
     model = spec.build("meta")
@@ -152,10 +154,11 @@ def _plan(spec: ModelSpec, nproc: int, rows: int, seq: int) -> tuple[Plan, bool]
 
 
 def text_batches(steps: int, rows: int, seq: int) -> list[dict[str, Tensor]]:
-    """`steps` batches of rows x seq bytes of Python's standard library, the same on every call.
+    """`steps` batches of rows x seq bytes of Python's standard library, the same on every call. A
+    batch is {'input_ids', 'labels'} of shape (rows, seq).
 
-    The labels of each row's first bytes are -100. Their number differs between rows, so that ranks
-    hold different numbers of valid targets.
+    Labels are the same bytes, but -100 at the start of a row. How many differs between rows (none
+    in the first), so that ranks hold different numbers of valid targets.
     """
     folder = Path(os.__file__).parent
     text = b"".join(
@@ -191,7 +194,7 @@ def train_alone(
     spec: ModelSpec, batches: list[dict[str, Tensor]]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     """(initial parameters, trained parameters, loss of each step) of plain PyTorch on one device
-    and one thread. Parameters are by name.
+    and one thread. Parameters are by name. `batches` has one batch for each step.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -213,8 +216,9 @@ def train_alone(
 def _rank(
     rank: int, spec: ModelSpec, plan_text: str, batches: list[dict[str, Tensor]]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Trains as one process of the parallel run. Returns (loss of each step, whole parameters by
-    name after training).
+    """Trains as one process of the parallel run, with a step for each of `batches` (whole batches).
+    Returns (loss of each step, whole parameters by name after training). `plan_text` is the plan as
+    JSON.
     """
     plan = Plan.from_json(plan_text)
     engine = parallelize(

@@ -54,8 +54,8 @@ class Command(click.Command):
 
 
 class Numbers(click.ParamType):
-    """A click parameter type: positive numbers of type `kind` separated by commas, without
-    duplicates.
+    """A click parameter type: numbers of type `kind` above 0 and up to `MOST`, separated by commas.
+    Duplicates count once.
     """
 
     name = "N,N,..."

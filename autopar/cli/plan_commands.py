@@ -160,8 +160,15 @@ def explain(
 ) -> None:
     """Plan MODEL on CLUSTER; print the plan, its predicted cost, the reasons and the alternatives.
 
-    Objective time is the fastest step.  Objective cost is the lowest cost per token on a part of CLUSTER.  Objective gpus is the fewest
-    devices of CLUSTER that meet --deadline or --tokens-per-second.  Objective memory is the least memory of the fullest device.
+    Objective time is the fastest step.  Objective cost is the lowest cost per token on a part of
+    CLUSTER.  Objective gpus is the fewest devices of CLUSTER that meet --deadline or
+    --tokens-per-second.  Objective memory is the least memory of the fullest device.
+    \u000c
+    `pin` is a text such as 'tp=8'. `save` is a path to write the plan to. `saved` is the path of
+    a plan to explain instead of making one; MODEL, CLUSTER and most options are then refused.
+    `replays` and `audits` also check the plan, with exit code 1 if they disagree. `fusions` lists
+    fused ops. `deadline` is in seconds. `as_json`: prints JSON instead of a report. `asked` has
+    the other arguments, as in `Asked`.
     """
     wanted = asked | {"pin": pin, "save": save, "deadline": deadline}
     wanted |= {"tokens_per_second": tokens_per_second, "replay": replays, "audit": audits}
@@ -196,8 +203,9 @@ def explain(
 
 
 def _refuse(error: NoPlanFits, planned: Planner, pins: dict[str, Any], as_json: bool) -> NoReturn:
-    """Raises AutoparError with the changes that would make a plan fit; with `as_json`, also prints
-    them to stdout. If the least memory is unknown, raises the error as it is.
+    """Raises AutoparError with the changes of the request under the pins `pins` that would make a
+    plan fit; with `as_json`, also prints them to stdout. If the least memory is unknown, it has the
+    message of `error`.
     """
     from autopar.planning.remedies import remedies_data
 
@@ -314,14 +322,22 @@ def _saved_plan(command: Any) -> Any:
 @cli.command()
 @_saved_plan
 def replay(ctx: click.Context, **asked: Any) -> None:
-    """Simulate a saved plan of MODEL on CLUSTER, priced anew, beside what it predicts.  Exit code 1 if they disagree."""
+    """Simulate a saved plan of MODEL on CLUSTER, priced anew, beside what it predicts.  Exit code 1
+    if they disagree.
+    \u000c
+    `asked` has the path of the plan, model, cluster, pins and options, as in `_check_saved`.
+    """
     _check_saved(ctx, "replay", **asked)
 
 
 @cli.command()
 @_saved_plan
 def audit(ctx: click.Context, **asked: Any) -> None:
-    """Price every block and edge of a saved plan of MODEL on CLUSTER from scratch.  Exit code 1 if they do not sum to its objective."""
+    """Price every block and edge of a saved plan of MODEL on CLUSTER from scratch.  Exit code 1 if
+    they do not sum to its objective.
+    \u000c
+    `asked` has the path of the plan, model, cluster, pins and options, as in `_check_saved`.
+    """
     _check_saved(ctx, "audit", **asked)
 
 
@@ -358,7 +374,13 @@ def _check_saved(
 @options.as_json
 @click.pass_context
 def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **asked: Any) -> None:
-    """What a choice would cost MODEL on CLUSTER, and where; or what forbids it.  Exit code 1 if it is impossible or does not fit."""
+    """What a choice would cost MODEL on CLUSTER, and where; or what forbids it.  Exit code 1 if
+    it is impossible or does not fit.
+    \u000c
+    `pin` is the choice, such as 'tp=8'. `saved` is the path of the chosen plan (None: planned
+    now). `as_json`: prints JSON instead of a report. `asked` has the other arguments, as in
+    `Asked`.
+    """
     pins = parse_pins(pin)
     with progress("planning") as tell:
         from autopar.explaining.why_not import check_asked, why_not, why_not_data, why_not_table
@@ -401,7 +423,12 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
 @options.search
 @options.as_json
 def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **asked: Any) -> None:
-    """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved ones."""
+    """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved
+    ones.
+    \u000c
+    `pins` has one text of pins for each plan to compare, `saved` the paths of plan files.
+    `as_json`: prints JSON instead of tables. `asked` has the other arguments, as in `Asked`.
+    """
     parsed = [parse_pins(pin) for pin in pins]
     with progress("planning") as tell:
         from autopar.explaining.compare import CompareTable, check_compared, compare, compare_data
@@ -455,7 +482,14 @@ def sweep(
     as_json: bool,
     **asked: Any,
 ) -> None:
-    """Plan MODEL for every combination of the given values; show the Pareto front, and the bandwidths at which the plan changes."""
+    """Plan MODEL for every combination of the given values; show the Pareto front, and the
+    bandwidths at which the plan changes.
+    \u000c
+    `gpus` are numbers of devices, `seq` tokens per sequence, `global_batch` sequences per step,
+    and `inter_bandwidth` GB/s between nodes per device. An empty one means the value of CLUSTER
+    or MODEL. `as_json`: prints JSON instead of a table. `asked` has the other arguments, as in
+    `Asked`.
+    """
     with progress("planning") as tell:
         from autopar.explaining.sweep import points_of, sweep, sweep_data, sweep_table
 
@@ -499,7 +533,14 @@ def sweep(
 def robust(
     pin: str, off: float, together: bool, near: float | None, as_json: bool, **asked: Any
 ) -> None:
-    """How much slower than the best the plan of MODEL on CLUSTER is if rates, bandwidths and memory are not as predicted."""
+    """How much slower than the best the plan of MODEL on CLUSTER is if rates, bandwidths and
+    memory are not as predicted.
+    \u000c
+    `off` and `near` are percents. `together` adds all combinations of lower and higher rates.
+    `near` also finds the most robust of the plans at most that much slower (None: does not).
+    `pin` is a text of choices for every plan. `as_json`: prints JSON instead of tables. `asked`
+    has the other arguments, as in `Asked`.
+    """
     pins = parse_pins(pin)
     with progress("planning") as tell:
         from autopar.explaining.robust import robust_data, robust_table, robustness, scenarios_of
@@ -527,7 +568,11 @@ def robust(
 @options.as_json
 @click.pass_context
 def diff(ctx: click.Context, plan_a: str, plan_b: str, as_json: bool) -> None:
-    """What differs between two saved plans.  Exit code 0 if they are equal, 1 if they differ."""
+    """What differs between two saved plans.  Exit code 0 if they are equal, 1 if they differ.
+    \u000c
+    `plan_a` and `plan_b` are paths of plan files. `as_json`: prints JSON instead of tables, and
+    notes on stderr for plans of another version of the cost model.
+    """
     from autopar.explaining import diff as diffs
     from autopar.ir.plan import Plan
 

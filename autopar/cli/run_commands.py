@@ -59,7 +59,13 @@ def verify(
     compiles: bool,
     as_json: bool,
 ) -> None:
-    """Train a shrunken MODEL on NPROC CPU processes and on one; compare losses and every parameter.  Exit code 1 if not exact."""
+    """Train a shrunken MODEL on NPROC CPU processes and on one; compare losses and every
+    parameter. Exit code 1 if not exact.
+    \u000c
+    `pin` is a text such as 'tp=2'; without tp or dp every mesh is verified. `steps` training
+    steps run on `rows` sequences (None: two for each process) of `seq` tokens (None: 12).
+    `compiles`: the processes use torch.compile. `as_json`: prints JSON instead of a table.
+    """
     pins = parse_pins(pin)
     with progress("verifying") as tell:
         from autopar.models import parse_model
@@ -106,7 +112,14 @@ def verify(
 )
 @options.as_json
 def predict(runs: tuple[str, ...], by: str | None, loso: bool, ablate: bool, as_json: bool) -> None:
-    """Predict the measured training runs of CSV files, and score the predictions."""
+    """Predict the measured training runs of CSV files, and score the predictions.
+    \u000c
+    `runs` has the paths of the files. `by` (such as 'source' or 'gpu') adds scores of each group.
+    `loso` fits constants instead, also without each source in turn. `ablate` instead predicts
+    with each mechanism of the cost model switched off. `as_json`: prints JSON instead of tables.
+
+    Raises AutoparError if both are asked for, or if no run can be predicted.
+    """
     if loso and ablate:
         raise AutoparError("--loso and --ablate are two reports: ask for one at a time")
     if loso or ablate:
@@ -208,6 +221,11 @@ def calibrate(nproc: int | None, device: str | None, output: str, as_json: bool)
 
     CPU processes talk over gloo, GPUs over NCCL. Other commands take the file as CLUSTER. This
     takes about a minute. Leave the machine idle, since other load distorts the figures.
+    \u000c
+    `nproc` devices are measured at once (None: 4 CPU processes, or all GPUs). `device` is 'cpu'
+    or 'cuda' (None: 'cuda' if there is one). `output` is the path of the file, .yaml or .yml.
+    `as_json`: prints the cluster as JSON instead of a table. Raises AutoparError for another
+    path.
     """
     if not output.lower().endswith((".yaml", ".yml")):
         raise AutoparError(

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a command was asked for: its arguments and options as text and numbers. `seq=None` means
-    the sequence length of the model's own design; `price` is in dollars per device-hour.
+    the sequence length of the model's own design, or 512. `time_limit` is in seconds of one search,
+    `price` in dollars per device-hour.
     """
 
     model: str
@@ -45,7 +46,7 @@ class Asked:
 class Planner:
     """Makes and checks plans of one model for the request of a command; its methods may override
     parts of the request. `tell(text)` is called with progress messages. Making one parses model and
-    cluster.
+    cluster, and raises AutoparError if they are not known.
     """
 
     def __init__(self, asked: Asked, tell: Callable[[str], None]) -> None:
@@ -114,8 +115,8 @@ class Planner:
         )
 
     def remedies(self, error: NoPlanFits, pin: Mapping[str, Any]) -> Remedies:
-        """The smallest changes of the request with which a plan fits, after planning under the pins
-        `pin` raised `error`.
+        """As `Remedies`: the smallest changes of the request with which a plan fits, after planning
+        under the pins `pin` raised `error`.
         """
         from autopar.planning.remedies import Ask, remedies
 
@@ -136,8 +137,9 @@ class Planner:
         return block_collectives(as_planned(self.traced(), plan), plan)
 
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
-        """The result of simulating a plan that was made under the pins `pin`. Raises AutoparError
-        if it is for another model or cluster.
+        """The result (`Replay`) of simulating a plan that was made under the pins `pin` for
+        `cluster` (default: that of the request). Raises AutoparError if it is for another model or
+        cluster.
         """
         from autopar.recheck.replay import replay
 
@@ -145,8 +147,9 @@ class Planner:
         return replay(plan, self.traced(), self._made_for(plan, pin, cluster))
 
     def audit(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Audit:
-        """The result of pricing again every block and edge of a plan that was made under the pins
-        `pin`. Raises AutoparError if it is for another model or cluster.
+        """The result (`Audit`) of pricing again every block and edge of a plan that was made under
+        the pins `pin` for `cluster` (default: that of the request). Raises AutoparError if it is
+        for another model or cluster.
         """
         from autopar.recheck.audit import audit
 

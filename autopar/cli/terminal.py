@@ -13,8 +13,8 @@ PROGRESS_AFTER_S = 2.0
 
 
 def show(renderable: Any, width: int | None = None) -> None:
-    """Prints a rich renderable or text to stdout. If stdout is not a terminal, lines are `width`
-    columns wide; by default $COLUMNS, or else 120.
+    """Prints a rich renderable or text to stdout. Text is not wrapped. If stdout is not a terminal,
+    a renderable is `width` columns wide; by default $COLUMNS, or else 120.
     """
     from rich.console import Console
 
@@ -31,8 +31,9 @@ def show(renderable: Any, width: int | None = None) -> None:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """A context that yields `tell(text)`. After two seconds it shows the latest text on stderr:
-    with a spinner on a terminal, otherwise as one line.
+    """A context that yields `tell(text)`; `what` is the first text. After two seconds it shows the
+    latest text on stderr: on a terminal with a spinner, which follows later texts, otherwise once,
+    as a line.
     """
     from rich.console import Console
 

@@ -29,8 +29,8 @@ _PRIMITIVE = {function: name for name, function in NODE_FUNCTIONS.items()}
 
 def _of_loss(node: Node) -> tuple[dict[str, int], dict[str, int]]:
     """(forward, backward) counts, by name and axis, of the collectives inside vocabulary-parallel
-    cross-entropy. Forward: all-reduces of the largest logit, the sum of exponentials and the
-    target's logit. Backward: none.
+    cross-entropy (`node`). Forward: all-reduces of the largest logit, the sum of exponentials and
+    the target's logit. Backward: none.
     """
     return {f"all_reduce over {node.args[2]}": 3}, {}
 
@@ -75,7 +75,8 @@ _INSIDE = {
 
 def block_collectives(traced: TracedModel, plan: Plan) -> dict[str, Counts]:
     """For each block class by name: the counts of collectives that one of its segments runs for a
-    micro-batch. If the block is recomputed, the forward ones run twice; they are counted once.
+    micro-batch on rank 0, by direction. If the block is recomputed, the forward ones run twice;
+    they are counted once.
     """
     program, found = assemble(traced, plan, 0, torch.device("meta"), whole=True), {}
     for segment in traced.segments:

@@ -74,8 +74,8 @@ def compare(
     """The best plan, the best plan under each of `pins`, and the `saved` plans (name, plan), as
     entries in this order. `plan_on` plans under pins on a cluster.
 
-    Impossible pins give an `Impossible` with the reason. Raises AutoparError if no plan fits even
-    without pins.
+    Impossible pins, and a saved plan for another request, give an `Impossible` with the reason.
+    Raises AutoparError if there is no plan even without pins.
     """
     best = plan_on({}, cluster)
     entries: list[Entry | Impossible] = [Entry("best", best)]
@@ -217,8 +217,8 @@ class CompareTable:
 
 
 def _part_rows(plans: Sequence[Plan]) -> Iterator[tuple[str, list[str]]]:
-    """(part of a step in words, its time in each plan as text). A plan without the part has '-',
-    since a pipeline has other parts than a plan without one.
+    """(part of a step in words, its time in each plan as text) for the parts that take time in some
+    plan. A plan without the part has '-', since a pipeline has other parts than a plan without one.
     """
     order = {part: place for place, part in enumerate(TIME_WORDS)}
     breakdowns = [plan.predicted.breakdown for plan in plans]

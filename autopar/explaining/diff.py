@@ -87,10 +87,11 @@ class Difference:
 
 
 def diff(one: Plan, other: Plan) -> tuple[Difference, ...]:
-    """All differences of two plans: first model and cluster, then choices, then predictions. () if
-    the plans are equal.
+    """The differences of two plans: first model and cluster, then choices, then predictions,
+    certificates and notes. () if there is none.
 
-    Statistics of the search (its time, the outcome of each candidate) are not compared.
+    Not compared: statistics of the search (its time, the outcome of each candidate), stages if
+    their numbers differ, and ops over an axis of one mesh only.
     """
     return (
         *_identity(one, other),

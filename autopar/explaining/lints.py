@@ -59,8 +59,9 @@ class Finding:
 
 
 def lint(plan: Plan, cluster: Cluster, traced: TracedModel | None = None) -> list[Finding]:
-    """All findings (warnings) on a plan for a cluster. `traced` is the model after
-    `model_facts.as_planned`. Without it, only findings that need no model are returned.
+    """All warnings (`Finding`) on a plan for a cluster; [] if there is nothing to warn of. `traced`
+    is the model after `model_facts.as_planned`. Without it, only findings that need no model are
+    returned.
     """
     groups = tuple(dict.fromkeys(groups_by_rank(plan, cluster)))
     found = [
@@ -175,8 +176,9 @@ def _planned(plan: Plan, traced: TracedModel) -> Iterator[tuple[BlockPlan, Block
 
 
 def _uneven_shards(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
-    """One finding for each (size, axis) where the axis does not divide a sharded dim of that size.
-    Every rank then takes as long as the rank with the largest shard.
+    """One finding for each (size, axis) where the axis does not divide a dim of that size of some
+    result, which is cut into contiguous ranges. Every rank then takes as long as the rank with the
+    largest shard.
     """
     found: dict[tuple[int, str], dict[str, None]] = {}
     for own, block, _ in _planned(plan, traced):
@@ -255,7 +257,7 @@ def _ties(plan: Plan, traced: TracedModel) -> Iterator[Finding]:
 def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> Iterator[Finding]:
     """A finding if the matrix products of a forward reach less than `FILLED` of the rate of a very
     large micro-batch, by the cost model; otherwise nothing. Its remedy names a micro-batch that is
-    large enough.
+    large enough. `cluster` is one group of devices.
     """
     large = max(_LARGE_TOKENS // tokens_per_row(traced), plan.micro_batch)
     rate, best = _rate(plan, cluster, traced, plan.micro_batch), _rate(plan, cluster, traced, large)
@@ -284,8 +286,9 @@ def _small_products(plan: Plan, cluster: ClusterSpec, traced: TracedModel) -> It
 def _host_bound(
     plan: Plan, cluster: Cluster, group: ClusterSpec, traced: TracedModel
 ) -> Iterator[Finding]:
-    """A finding if the host takes longer to issue the kernels of a step on a rank of this group
-    than the step is predicted to take; otherwise nothing. Nothing on CPUs.
+    """A finding if the host takes longer to issue the kernels of a step on some rank of this group
+    than the step is predicted to take; otherwise nothing. Nothing on CPUs. `group` is one of the
+    groups of `cluster`.
     """
     device = group.device
     if device.generation == "cpu":  # an operation there waits for itself, which is priced
@@ -343,7 +346,8 @@ def _rate(plan: Plan, cluster: ClusterSpec, traced: TracedModel, micro_batch: in
 
 def _products(plan: Plan, own: BlockPlan, block: BlockClass, rows: int) -> Iterator[Product]:
     """The matrix products with parameters that one rank computes in a forward of one segment, with
-    their sharded sizes. `rows` is the batch of all ranks.
+    their sharded sizes. Ops with a FLOP count of their own, such as convolutions and experts, are
+    left out. `rows` is the batch of all ranks. `own` is the plan of `block`.
     """
     tensors, grads = value_tensors(block.graph), value_grads(block.graph)
     weights = {node.name for node in block.graph.nodes if node.op == "get_attr"}

@@ -246,9 +246,9 @@ def _certificate(certificate: Certificate) -> Table:
 
 
 def _runners_up(plan: Plan) -> list[Table]:
-    """A list with one table of the `RUNNERS_UP` next-best candidates; [] if there are none. Solved
-    ones are listed with their time, pruned ones with the bound that excluded them. Each mesh with
-    its ZeRO and recomputation is listed once.
+    """A list with one table of the (at most `RUNNERS_UP`) next-best candidates; [] if there are
+    none. Solved ones are listed with their time, pruned ones with the bound that excluded them.
+    Each mesh with its ZeRO and recomputation is listed once.
     """
     known: dict[tuple, tuple[float, str, dict]] = {}
     for entry in plan.certificate.meshes:

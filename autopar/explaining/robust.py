@@ -101,9 +101,9 @@ class Robustness:
     """The result of a robustness analysis.
 
     `priced` has the chosen plan first, then those nearly as good. `best` is the best plan found
-    under each scenario without extra pins. `near` is by what fraction a plan in `priced` may be
-    slower than the chosen one (None: only the chosen one). `left_out` counts candidates that were
-    not priced.
+    under each scenario without extra pins, or None. `near` is by what fraction a plan in `priced`
+    may be slower than the chosen one (None: only the chosen one). `left_out` counts candidates that
+    were not priced. `off` is the fraction by which predictions are off, for the report.
     """
 
     cluster: ClusterSpec
@@ -116,8 +116,8 @@ class Robustness:
 
     @property
     def chosen(self) -> Priced:
-        """The plan that is best if predictions are right, with its prices in the scenarios: the
-        first of `priced`.
+        """The `Priced` plan that is best if predictions are right, with its prices in the
+        scenarios: the first of `priced`.
         """
         return self.priced[0]
 
@@ -137,7 +137,7 @@ class Robustness:
 
     def worst(self, one: Priced) -> tuple[float, Scenario]:
         """(greatest regret of a plan over the scenarios where it fits, the first scenario with that
-        regret).
+        regret). Raises ValueError if it fits in none.
         """
         fitting = [number for number, there in enumerate(one.there) if there is not None]
         number = max(fitting, key=lambda number: self.regret(one, number))
@@ -149,8 +149,8 @@ class Robustness:
 
     @property
     def most_robust(self) -> Priced:
-        """Of `priced`, the plan with the fewest scenarios in which it does not fit. Among equal
-        ones, the plan with the smallest worst regret.
+        """The `Priced` plan, of `priced`, with the fewest scenarios in which it does not fit. Among
+        equal ones, the plan with the smallest worst regret, then the fastest as predicted.
         """
         return min(
             self.priced,
@@ -197,11 +197,13 @@ def robustness(
     near: float | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Robustness:
-    """The robustness of the best plan under `pin`. It is planned as predicted and priced under
-    every scenario, for each of which the best plan is found too.
+    """The `Robustness` of the best plan under `pin`; `plan_on` plans under pins on a cluster. It is
+    planned as predicted and priced under every scenario, for each of which the best plan is found
+    too. `off` is only stored, for the report.
 
     With `near` (a fraction), plans of its certificate that are at most that much slower are priced
-    too. `tell` gets a line for each step. Raises AutoparError if no plan fits as predicted.
+    too. `tell` gets a line for each step. Raises AutoparError if there is no plan as predicted, if
+    a search ends without an answer, or for devices of several kinds.
     """
     tell("planning")
     chosen = plan_on(pin, cluster)
@@ -225,8 +227,8 @@ def robustness(
 
 @dataclass(frozen=True, slots=True)
 class _Pricing:
-    """Plans on the cluster and on those of the scenarios, under the user's pins. It holds what all
-    calls share.
+    """Plans, with `plan_on`, on the cluster and on those of the scenarios, under the user's pins.
+    It holds what all calls share.
     """
 
     plan_on: PlanOn
@@ -235,8 +237,9 @@ class _Pricing:
     scenarios: Sequence[Scenario]
 
     def plan(self, pin: Mapping[str, Any], cluster: ClusterSpec) -> Plan | None:
-        """The best plan under `pin` on a cluster, or None if none fits. Raises NoPlanFits if the
-        time limit ended the search before any plan was found.
+        """The best plan under `pin` on a cluster, or None if none that fits was found. Raises
+        NoPlanFits if the time limit ended the search before any plan was found, and AutoparError
+        for impossible pins.
         """
         try:
             return self.plan_on(pin, cluster)
@@ -267,7 +270,7 @@ class _Pricing:
     ) -> tuple[list[Plan], int]:
         """(plans, number of promising candidates that were too many to price). The plans are
         candidates of the certificate that are at most the fraction `share` slower than the chosen
-        plan, fastest first.
+        plan, fastest first. `tell` gets a line for each priced candidate.
         """
         limit_s = (1 + share) * chosen.predicted.step_time_s
         entries = sorted(

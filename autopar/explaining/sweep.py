@@ -36,8 +36,8 @@ not reported for less.
 @dataclass(frozen=True, slots=True)
 class Point:
     """One combination of devices, sequence length, batch and bandwidth to plan for. `seq=None` is
-    the model's designed length. `inter_Bps` is the line rate between nodes per device; None is the
-    cluster's own.
+    the model's designed length. `inter_Bps` is the line rate between nodes per device, in bytes per
+    second; None is the cluster's own.
     """
 
     devices: int
@@ -84,8 +84,8 @@ class Row:
 
     @property
     def cost(self) -> float:
-        """Dollars per million tokens; device-hours if the cluster has no price, which are
-        proportional.
+        """Dollars per million tokens; device-hours per million tokens if the cluster has no
+        price.
         """
         return self.device_hours * (self.cluster.price_per_device_hour or 1.0)
 
@@ -130,7 +130,8 @@ class BreakEven:
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """The result of a sweep. `axes` are the fields of a point that have several values. `rows` are
-    in the order of the points.
+    in the order of the points. `break_evens` are the changes of plan with the bandwidth between
+    nodes.
     """
 
     axes: tuple[str, ...]
@@ -154,12 +155,12 @@ def points_of(
     batches: Sequence[int],
     inter_Bps: Sequence[float],
 ) -> list[Point]:
-    """Every combination of the values, bandwidths fastest and ascending. Empty `devices`, `seqs` or
-    `inter_Bps`: the value of the cluster or model. `batches` must not be empty, or there are no
-    points.
+    """Every combination of the values, in which bandwidths vary fastest and ascend. Empty
+    `devices`, `seqs` or `inter_Bps` (bytes per second): the value of the cluster or model.
+    `batches` must not be empty, or there are no points.
 
-    Raises AutoparError for devices that do not fill nodes, or a bandwidth between nodes with one
-    node.
+    Raises AutoparError for devices that neither fill nodes nor divide one, or a bandwidth between
+    nodes with one node.
     """
     wanted = (
         devices or (cluster.num_devices,),
@@ -175,7 +176,7 @@ def points_of(
 
 def cluster_at(cluster: Cluster, point: Point) -> Cluster:
     """`cluster` with the number of devices of `point`, and with its bandwidth between nodes if it
-    has one.
+    has one. Raises AutoparError if that is impossible, as `points_of` does.
     """
     sized = cluster.with_devices(point.devices)
     return sized if point.inter_Bps is None else sized.with_inter_bandwidth(point.inter_Bps)
@@ -185,8 +186,8 @@ def sweep(
     plan_at: PlanAt, cluster: Cluster, points: Sequence[Point], tell: Callable[[str], None]
 ) -> Sweep:
     """Plans at every point, and finds the bandwidths between nodes at which the best plan changes.
-    `plan_at` makes a plan; `tell` gets a line for each point. A point whose planning raises
-    AutoparError becomes an `Unplanned` with the reason.
+    Returns a `Sweep`. `plan_at` makes a plan; `tell` gets a line for each point. A point whose
+    planning raises AutoparError becomes an `Unplanned` with the reason.
     """
 
     def planned(point: Point) -> Row | Unplanned:
@@ -228,12 +229,13 @@ def _break_evens(
     as_good: Callable[[Plan, Row], bool],
     rows: Sequence[Row],
 ) -> Iterator[BreakEven]:
-    """The bandwidths at which the best plan changes.
+    """A `BreakEven` for each change of the best plan, by ascending bandwidth.
 
     `rows` differ only in bandwidth, ascending. The plan of the lowest bandwidth is followed upwards
     until it is no longer within `TIE` of the best; then the plan that is best there is followed.
     Bisection by geometric means locates each change. A plan that is bad only between two of `rows`
-    is missed.
+    is missed. `planned(point)` plans at a point; `as_good(plan, row)` says whether a plan is within
+    `TIE` of the best there.
     """
     current = low = rows[0]
     for high in rows[1:]:
@@ -256,8 +258,8 @@ def _break_evens(
 
 
 def pareto(rows: Sequence[Row | Unplanned]) -> list[bool]:
-    """For each row, whether it is Pareto-optimal in step time, cost and memory. False for points
-    without a plan.
+    """For each row, whether it is Pareto-optimal in step time, cost and memory among all rows.
+    False for points without a plan; rows with equal values do not exclude each other.
     """
     known = [row.merits for row in rows if isinstance(row, Row)]
 
@@ -316,8 +318,9 @@ def _point_data(point: Point) -> dict[str, Any]:
 
 
 def sweep_table(found: Sweep, model: str, cluster: Cluster) -> Group:
-    """The sweep as a rich renderable: a title, a table with a row for each point, and lines. The
-    lines explain units, and tell points without a plan, changes of plan and what is not proved.
+    """The sweep as a rich renderable: a title with `model` and `cluster`, a table with a row for
+    each point, and lines. The lines explain units, and tell points without a plan, changes of plan
+    and what is not proved.
     """
     from rich.console import Group
     from rich.text import Text
@@ -376,7 +379,9 @@ def _point_table(found: Sweep, varied: Sequence[str], unit: str) -> Table:
 
 
 def _caveats(found: Sweep, varied: Sequence[str]) -> Iterator[str]:
-    """Sentences about what the search did not prove, and one if no bandwidth changes the plan."""
+    """Sentences about what the search did not prove, and one if no bandwidth changes the plan.
+    `varied` are the fields that name a point.
+    """
     open_ = [row for row in found.planned if row.plan.certificate.gap > PROVEN]
     if open_:
         gaps = (f"{_where(row, varied)}: {gap_words(row.plan.certificate.gap)}" for row in open_)

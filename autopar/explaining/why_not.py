@@ -37,10 +37,11 @@ class WhyNot:
         pin: the choice.
         chosen: the plan without it.
         pinned: the best plan under the choice, or None if there is none.
-        differs: the first pinned key that the chosen plan decides otherwise, or ''.
-        reason: why there is no plan under the choice.
+        differs: the first pinned key that the chosen plan decides otherwise or does not record, or ''.
+        reason: why there is no plan under the choice; '' if there is one.
         least: if memory is the reason, the plan under the choice that needs the least memory, on devices that have just enough.
-        capacity_bytes: bytes of a device's memory.
+            None if it is unknown.
+        capacity_bytes: if memory is the reason, bytes of a device's memory, of the kind that has least; otherwise 0.
         is_given: the chosen plan was given, so that others may be faster.
     """
 
@@ -55,7 +56,9 @@ class WhyNot:
 
     @property
     def same(self) -> bool:
-        """Whether the chosen plan already makes the pinned choice and no other."""
+        """Whether the plan under the pins makes the same choices as the chosen one: mesh, stages,
+        strategies and so on. False if there is none.
+        """
         if self.pinned is None:
             return False
         decided = ("choices", "stages", "blocks", "ops")
@@ -72,9 +75,9 @@ class WhyNot:
 
     @property
     def verdict(self) -> str:
-        """The answer in a few words. 'chosen' if the chosen plan already makes this choice,
-        'slower' or 'faster' by step time if it does not. Without a plan 'does not fit' if memory is
-        the reason, else 'impossible'.
+        """The answer in a few words. 'chosen' if the plan under the choice is the chosen one
+        (`same`); otherwise 'faster', or 'slower' if it is not. Without a plan 'does not fit' if
+        none that fits was found, else 'impossible'.
         """
         if self.difference_s is None:
             return "does not fit" if self.capacity_bytes else "impossible"
@@ -91,10 +94,10 @@ def check_asked(pin: Mapping[str, Any]) -> None:
 def why_not(
     plan_on: PlanOn, cluster: Cluster, pin: Mapping[str, Any], chosen: Plan | None = None
 ) -> WhyNot:
-    """What the choice `pin` would cost: plans without the pins (unless `chosen` is passed) and with
-    them. `plan_on` plans under pins on a cluster.
+    """What the choice `pin` would cost, as a `WhyNot`: plans without the pins (unless `chosen` is
+    passed) and with them. `plan_on` plans under pins on a cluster.
 
-    An impossible choice is an answer. Raises AutoparError if no plan fits even without pins.
+    An impossible choice is an answer. Raises AutoparError if there is no plan even without pins.
     """
     is_given = chosen is not None
     chosen = plan_on({}, cluster) if chosen is None else chosen
@@ -213,8 +216,8 @@ def _unproven_words(answer: WhyNot, pinned: Plan) -> str:
 
 
 def _forbidden(answer: WhyNot) -> list[Any]:
-    """The report on what forbids the choice. If memory does, also the plan that needs least, with a
-    table of its memory by part.
+    """The report on what forbids the choice. If memory does, also the plan that needs least, if
+    known, with a table of its memory by part.
     """
     from rich.text import Text
 

@@ -53,9 +53,9 @@ def schedules_for(
     split_backward: bool = True,
 ) -> tuple[tuple[str, int], ...]:
     """Every (schedule, stages per rank) that the pins allow and torch can run on the pipeline of
-    `mesh`. Each stage has at least one of the `blocks` layers; unless pinned, a rank has at most
-    `MAX_STAGES_PER_RANK` stages. `split_backward`: whether schedules with a split backward are
-    allowed.
+    `mesh` with `micro_batches` micro-batches. Each stage has at least one of the `blocks` layers;
+    unless pinned, a rank has at most `MAX_STAGES_PER_RANK` stages. `split_backward`: whether
+    schedules with a split backward are allowed.
     """
     most = blocks // mesh.pp
     several = (pin.vpp,) if pin.vpp else range(1, min(most, MAX_STAGES_PER_RANK) + 1)
@@ -82,8 +82,11 @@ def tp_limit(cluster: Cluster) -> int:
 
 
 def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
-    """Every mesh to search: those that the pins allow and whose dp divides the global batch. Unless
-    pinned, tp divides all attention heads, and cp above 1 is only for long sequences.
+    """Every mesh to search: those that the pins allow and whose dp divides the global batch. Each
+    has every order of axes or of groups to search (`_placed`).
+
+    Unless pinned, pp is at most the number of layers, and tp is at most `tp_limit` and divides all
+    attention heads. cp above 1 is only for long sequences, and ep divides the experts.
     """
     pin, found = request.pin, list[MeshShape]()
     positions, experts = tokens_per_row(traced), num_experts(traced)
@@ -115,8 +118,9 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 
 
 def _ranks_for(request: PlanRequest, most: int) -> list[int]:
-    """The numbers of pipeline ranks to search, at most `most` unless pinned. With several kinds of
-    devices, each rank must lie within one group.
+    """The numbers of pipeline ranks to search: the pinned one, or all possible ones up to `most`.
+    With several kinds of devices, each rank must lie within one group. [1] if parameters are
+    offloaded.
     """
     # a pipeline has those of its stages on the device for all of a step
     if request.pin.offload == "parameters":
@@ -133,8 +137,8 @@ def _ranks_for(request: PlanRequest, most: int) -> list[int]:
 
 
 def _placed(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
-    """The mesh with each order of axes to search, or, with several kinds of devices, each
-    assignment of ranks to groups.
+    """The mesh with each order of axes to search: only its own, unless pp is pinned and the order
+    is not. With several kinds of devices, the mesh with each assignment of ranks to groups.
     """
     if request.is_mixed:
         return deals_of(request, mesh)
@@ -146,7 +150,8 @@ def _placed(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
 
 def deals_of(request: PlanRequest, mesh: MeshShape) -> list[MeshShape]:
     """The mesh with each `deal`: a pipeline over all groups of devices, one after the other. There
-    is one for each order of groups, or only the pinned one; orders of equal groups count once.
+    is one for each order of groups, or only the pinned one ([] if it is none of them). Orders of
+    equal groups count once.
     """
     groups, each = request.cluster.groups, mesh.num_devices // mesh.pp
     found: dict[tuple[tuple[Device, Topology], ...], MeshShape] = {}
@@ -174,7 +179,7 @@ def placements_of(mesh: MeshShape, topology: Topology) -> list[MeshShape]:
 
 def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]:
     """Every combination of mesh, micro-batch, ZeRO stage and recomputation that the pins allow.
-    Raises AutoparError if there is none.
+    Schedules are part of a candidate (`Candidate.schedules`). Raises AutoparError if there is none.
     """
     meshes = meshes_for(request, traced)
     found = [candidate for mesh in meshes for candidate in _candidates_on(mesh, request, traced)]
@@ -186,8 +191,11 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
 def _candidates_on(
     mesh: MeshShape, request: PlanRequest, traced: TracedModel
 ) -> Iterator[Candidate]:
-    """The candidates on one mesh: every micro-batch, ZeRO stage, recompute choice and schedule that
-    the pins allow.
+    """The candidates on one mesh: every micro-batch (up to `MAX_MICRO_BATCH` unless pinned) and
+    ZeRO stage that the pins allow.
+
+    Unless pinned, recomputation and schedule are left open in each candidate. With stages=even,
+    each of `MODES` is a candidate of its own, and there is one schedule.
     """
     pin, rows = request.pin, request.global_batch // mesh.dp
     searched = MODES if pin.stages is not None else (MIXED,)
@@ -301,9 +309,9 @@ def _stagings(
     request: PlanRequest, mesh: MeshShape, number: int, blocks: int
 ) -> list[tuple[int, str, tuple[tuple[str, int], ...]]]:
     """How candidates of a mesh with `number` micro-batches are cut into stages: at most one (stages
-    per rank, schedule, schedules to choose from). Without a pipeline the schedule is 'none'. With
-    pinned stages, or without a pipeline, there is nothing to choose from: (). [] if no schedule can
-    run.
+    per rank, schedule, schedules to choose from). `blocks` is the number of layers. Without a
+    pipeline the schedule is 'none'. With pinned stages, or without a pipeline, there is nothing to
+    choose from: (). [] if no schedule can run.
     """
     pin = request.pin
     if mesh.pp == 1:
@@ -316,9 +324,11 @@ def _stagings(
 
 
 def _zero_stages(request: PlanRequest, mesh: MeshShape) -> tuple[int, ...]:
-    """The ZeRO stages to search on a mesh; () if the pinned one has no ranks to shard over. In a
-    pipeline, ZeRO-2 must be pinned: gradients stay whole until the last micro-batch, so it saves
-    nothing over ZeRO-1.
+    """The ZeRO stages to search on a mesh; (0,) without ranks to shard over, or () if another is
+    pinned. With offloaded parameters only `OFFLOADED_STAGES`.
+
+    In a pipeline, ZeRO-2 must be pinned: gradients stay whole until the last micro-batch, so it
+    saves nothing over ZeRO-1.
     """
     pinned = request.pin.zero
     if pinned is not None:
@@ -348,8 +358,8 @@ def _sharings(request: PlanRequest, mesh: MeshShape) -> list[tuple[int, int]]:
 
 
 def _near_ranks(request: PlanRequest, mesh: MeshShape) -> int:
-    """The number of data-parallel ranks within one node. 0 if these are all data-parallel ranks,
-    too few to shard over, or devices are of several kinds.
+    """The number of data-parallel ranks (dp x cp) within one node. 0 if these are all data-parallel
+    ranks, too few to shard over, or do not divide a node evenly, or devices are of several kinds.
     """
     here = request.cluster.topology.devices_per_node if not request.is_mixed else 0
     shard = here // mesh.stride("dp") * mesh.ep * mesh.cp
@@ -380,8 +390,8 @@ def _can_run(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int
 
 
 def setting_of(candidate: Candidate, request: PlanRequest, group: int = 0) -> Setting:
-    """What annotation needs to price a candidate on the devices of group number `group`: mesh,
-    batch, precision, software and so on.
+    """The `Setting` that annotation needs to price a candidate on the devices of group number
+    `group`: mesh, batch, precision, software and so on.
     """
     return Setting(
         mesh=replace(candidate.mesh, deal=""),

@@ -9,9 +9,12 @@ from autopar.solve.search.result import SearchResult
 
 
 def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
-    """The error to raise for a search without a plan. It has the least memory that any plan needs,
-    if known, and whether it is proved that none fits. For what would fit, see
-    `planning/remedies.py`.
+    """The error to raise for a search without a plan: it ran out of time, no layouts are
+    consistent, or nothing fits.
+
+    If nothing fits, `least_bytes` has the bytes per device of the smallest plan that was found, if
+    computed. `proven` says whether it is proved that none fits: never after a time-out or with
+    several kinds of devices. For what would fit, see `planning/remedies.py`.
     """
     if found.status == "time limit":
         devices = request.cluster.num_devices
@@ -49,8 +52,8 @@ def no_plan_fits(found: SearchResult, request: PlanRequest) -> NoPlanFits:
 
 
 def check_host(prediction: Prediction, request: PlanRequest) -> None:
-    """Raises NoPlanFits if the plan needs more host memory per device than there is. Other plans
-    would not help, since offloaded bytes hardly depend on the layout.
+    """Raises NoPlanFits if the plan needs more host memory per device than there is, if that is
+    known. Other plans would not help, since offloaded bytes hardly depend on the layout.
     """
     host = request.cluster.host if prediction.host_bytes else None
     if host is not None and prediction.host_bytes > host.memory_bytes:

@@ -73,8 +73,9 @@ def notes(traced: TracedModel, mean: bool = False) -> tuple[str, ...]:
 
 
 def split_notes(traced: TracedModel, mean: bool) -> tuple[str, ...]:
-    """Notes on quantities that are computed for each micro-batch instead of the whole batch, or on
-    why the batch is not split. Empty if neither applies. `mean` as in `notes`.
+    """Notes on quantities that are computed for each micro-batch instead of the whole batch. If
+    micro-batch losses do not add up, a note says why the batch is not split, or with `mean` that
+    they are averaged. () if neither applies.
     """
     split, found = traced.split, []
     if not split.joins:

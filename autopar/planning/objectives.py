@@ -48,7 +48,7 @@ _SAME = 1e-6
 class Goal:
     """What a plan is to be best at: one of `OBJECTIVES`. 'gpus' means the fewest devices with a
     step of at most `deadline_s` seconds, or with at least `tokens_per_s`; it needs one of the two,
-    other objectives neither.
+    other objectives neither. Raises AutoparError for anything else.
     """
 
     objective: str = "time"
@@ -127,7 +127,9 @@ class Failed:
 
     @property
     def settled(self) -> bool:
-        """Whether it is proved that there is no plan; False if the search ran out of time."""
+        """Whether it is proved that there is no plan; False if the search ended without a proof,
+        for example out of time.
+        """
         return not isinstance(self.error, NoPlanFits) or self.error.proven
 
     @property
@@ -156,7 +158,7 @@ class Chosen:
         bound: a lower bound on the objective of every plan in the search space, on any of the
             clusters.
         claim: what is proved, in words.
-        tried: the clusters that were planned for.
+        tried: the attempts, in order, also those without a plan; () for the objective 'time'.
     """
 
     goal: Goal
@@ -184,12 +186,12 @@ def choose(
     pin: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> Chosen:
-    """The best plan for a goal, on the cluster or on some of its devices. `plan_on` plans under
-    pins on a cluster; `tell` gets a line for each attempt. If the goal is not the time, the plan's
-    first note states what is proved.
+    """The best plan for a goal, on the cluster or on some of its devices, as a `Chosen`. `plan_on`
+    plans under the pins `pin` on a cluster. If the goal is not the time, `tell` gets a line for
+    each attempt, and the plan's first note states what is proved.
 
     Raises AutoparError like the planner, for other goals on several kinds of devices, and if no
-    part of the cluster meets a deadline.
+    part of the cluster meets the limit of 'gpus'.
     """
 
     def attempt(at: Cluster) -> Tried:
@@ -244,8 +246,9 @@ def _fastest(goal: Goal, cluster: Cluster, plan: Plan) -> Chosen:
 
 
 def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """The plan with the lowest cost per token over all sizes of `sizes_of`. Every size is planned,
-    since the cost need not be monotone in the size.
+    """The plan (in a `Chosen`) with the lowest cost per token over all sizes of `sizes_of`; of
+    equal ones the faster. Every size is planned, since the cost need not be monotone in the size.
+    Raises the planner's error if there is none. `attempt` plans on a cluster.
     """
     tried = tuple(attempt(cluster.with_devices(size)) for size in sizes_of(cluster))
     planned = _planned(tried)
@@ -260,8 +263,9 @@ def _cheapest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """The plan on the fewest devices that meets the goal. Sizes are tried in ascending order.
-    Raises AutoparError if none meets it.
+    """The plan (in a `Chosen`) on the fewest devices that meets the goal. Sizes are tried in
+    ascending order. Raises AutoparError if none meets it, or the planner's last error if there is
+    no plan at all. `attempt` plans on a cluster.
     """
     tried: list[Tried] = []
     for size in sizes_of(cluster):
@@ -277,8 +281,8 @@ def _fewest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
-    """The plan with the least memory of the fullest device, to within `TOLERANCE`. Raises the
-    planner's error if none fits the cluster.
+    """The plan (in a `Chosen`) with the least memory of the fullest device, to within `TOLERANCE`.
+    Raises the planner's error if none fits the cluster. `attempt` plans on a cluster.
 
     Devices get less memory until nothing fits. The first try is slightly above the planner's own
     minimum. Then steps downwards grow until nothing fits, and shrink from there, until the interval
@@ -317,7 +321,9 @@ def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
 
 
 def _planned(tried: Sequence[Tried]) -> list[Fitted]:
-    """The attempts that found plans. If there is none, raises the error of the last attempt."""
+    """The attempts that found plans (`Fitted`), in order. If there is none, raises the error of the
+    last attempt.
+    """
     if planned := [one for one in tried if isinstance(one, Fitted)]:
         return planned
     raise next(one.error for one in reversed(tried) if isinstance(one, Failed))

@@ -52,7 +52,7 @@ def _check_degrees(pin: Pins, devices: int) -> None:
 
 def _check_batch(request: PlanRequest) -> None:
     """Raises AutoparError if pins of dp, micro-batch and ep do not split the batch evenly. Checks
-    nothing if the pins do not determine dp.
+    nothing if dp is neither pinned nor follows from tp, cp and pp (1 if not pinned).
     """
     pin, dp = request.pin, request.pin.dp
     if dp is None and pin.tp is not None and pin.cp is not None:
@@ -94,7 +94,8 @@ def _check_model(pin: Pins, traced: TracedModel) -> None:
 
 def _check_groups(request: PlanRequest) -> None:
     """Raises AutoparError if pins are impossible on devices of several kinds, where each pipeline
-    rank must lie within one group and has one stage.
+    rank must lie within one group and has one stage. Offloading is refused too, and cp above 1
+    without a pinned `context_method`.
     """
     pin, name = request.pin, request.cluster.name
     sizes = [group.num_devices for group in request.cluster.groups]
@@ -253,8 +254,8 @@ def schedule_of(pin: Pins) -> str:
 
 
 def _check_product(pin: Pins, devices: int) -> None:
-    """Raises AutoparError unless the product of the pinned degrees divides the number of devices.
-    If tp and dp are pinned, the product must use all devices.
+    """Raises AutoparError unless the product of the pinned tp, pp, cp and dp divides the number of
+    devices. If tp and dp are pinned, the product must use all devices.
     """
     fixed = {name: pin[name] for name in ("tp", "pp", "cp", "dp") if name in pin}
     taken = prod(fixed.values())

@@ -115,7 +115,8 @@ def _blocks(
 ) -> Iterator[BlockPlan]:
     """A `BlockPlan` for each class of the annotated model: its segments, recompute mode, and the
     choices of each op by axis. `origin` has each class's index in the traced model and its
-    recompute mode. `fixed` has the choices that follow from sharding the batch, by class and op.
+    recompute mode. `best` is the solution; `fixed` has the choices that follow from sharding the
+    batch, by class and op.
     """
     candidate, solution = best
     for number, block in enumerate(model.classes):
@@ -207,9 +208,9 @@ def _lacking(candidate: Candidate, request: PlanRequest) -> str:
 
 
 def _ledger(model: AnnotatedModel, choices: Choices) -> Iterator[dict[str, Any]]:
-    """Ledger entries as dicts. For each block: seconds of a micro-batch and bytes of a segment. For
-    each layout change between two blocks: seconds, with (block index, output or input) of both
-    ends.
+    """Ledger entries as dicts. For each block of one segment: seconds of a micro-batch, forward and
+    backward, and of a step, and bytes. For each layout change between two blocks: seconds of a
+    micro-batch, with (block index, output or input) of both ends.
     """
     for cost in class_costs(model, choices):
         yield {

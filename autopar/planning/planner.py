@@ -35,8 +35,9 @@ def find_best(
     limits: SearchLimits,
     progress: Callable[[str], None] | None = None,
 ) -> SearchResult:
-    """Searches all candidates of a request, and returns the search's result, with or without a
-    plan. BLAS uses one thread meanwhile.
+    """Searches all candidates of a request within `limits`, and returns the `SearchResult`, with or
+    without a plan. `progress(line)` is called as it goes. BLAS uses one thread meanwhile. Raises
+    AutoparError if the pins allow no candidate.
     """
     if request.is_mixed:
         return search_groups(
@@ -69,8 +70,10 @@ def plan_traced(
     time_limit_s: float = 60.0,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The best plan of a traced model for a complete request; the part of `api.plan` after tracing.
-    Raises AutoparError for impossible pins, and NoPlanFits if the search finds no plan.
+    """The fastest plan of a traced model for a complete request, searched for `time_limit_s`
+    seconds; the part of `api.plan` after tracing. `progress(line)` is called as the search goes.
+    Raises AutoparError for impossible pins, and NoPlanFits if the search finds no plan or the host
+    lacks memory.
     """
     check_pins(request, traced)
     traced = as_recomputed(fused(traced, request.pin.fuse or "off"), request.pin.recompute)

@@ -36,8 +36,8 @@ _PIPELINE = ("vpp", "schedule", "stages")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is asked of the planner; remedies change it. `seq` is tokens per sequence, None if the
-    model does not support other lengths.
+    """What is asked of the planner; remedies change it. `seq` is tokens per sequence, None if no
+    other length is to be tried.
     """
 
     pin: Mapping[str, Any]
@@ -63,7 +63,8 @@ class Rung:
 @dataclass(frozen=True, slots=True)
 class Ladder:
     """One kind of change: `rungs` from the smallest change to the greatest. `what` is a short name,
-    such as a pin's. `up`: try the smallest change first, since the greatest is slow to plan.
+    such as a pin's; `words` name the kind in a report. `up`: try the smallest change first, since
+    the greatest is slow to plan.
     """
 
     what: str
@@ -75,8 +76,8 @@ class Ladder:
 @dataclass(frozen=True, slots=True)
 class Remedy:
     """A change with which a plan fits: `words` that continue `it fits ...`, the changed request
-    `ask`, and its plan. `smallest`: whether it is proved that the next smaller change of its kind
-    does not fit.
+    `ask`, and its plan. `what` is the kind of change (`Ladder.what`). `smallest`: whether it is
+    proved that the next smaller change of its kind does not fit, or there is none.
     """
 
     what: str
@@ -94,8 +95,9 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Remedies:
-    """What would make the request fit: the reason why nothing fits, the remedies `found`, kinds of
-    change that are `useless`, and kinds without time to verify.
+    """What would make the request `ask` fit: the reason why nothing fits, the remedies `found`,
+    kinds of change that are `useless`, and kinds without time to verify. `budget_s` is the time
+    that the search had, in seconds.
 
     `least` is the plan that needs the least memory, on devices that have enough; None if unknown.
     """
@@ -134,9 +136,12 @@ def remedies(
     clock: Callable[[], float] = time.monotonic,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Remedies:
-    """For each kind of change, the smallest change of `ask` with which a plan fits, after planning
-    `ask` raised `error`. The search takes at most about `budget_s` seconds of `clock`. `plan_for`
-    plans a request; `tell` gets a line for each attempt.
+    """For most kinds of change, as `Remedies`: the smallest change of `ask` with which a plan fits,
+    after planning `ask` raised `error`. A kind is skipped if an earlier remedy makes it needless:
+    dropping all pins, if changing one is enough.
+
+    The search takes at most about `budget_s` seconds of `clock`. `plan_for` plans a request; `tell`
+    gets a line for each attempt.
     """
     end_s = clock() + budget_s
     found: list[Remedy] = []
@@ -178,7 +183,8 @@ def remedies(
 @dataclass(slots=True)
 class Climb:
     """The search for the first rung of one ladder that fits, until the clock reaches `end_s`. Rungs
-    that are impossible for another reason than memory are removed from the ladder.
+    that are impossible for another reason than memory are removed from the ladder. `plan_for` plans
+    a request, and `tell` gets a line for each try.
     """
 
     ladder: Ladder
@@ -191,8 +197,8 @@ class Climb:
     ruled_out: set[str] = field(default_factory=set)
 
     def first_fit(self) -> Remedy | None:
-        """The smallest change that was found to fit; None if none was found. `late` is set if time
-        ran out or a try proved nothing.
+        """The smallest change that was found to fit, as a `Remedy`; None if none was found. `late`
+        is set if time ran out or a try proved nothing.
         """
         rungs, failing, fitting = self.ladder.rungs, -1, None
         while (at := self._next(failing, fitting)) is not None and not self._over():
@@ -228,8 +234,9 @@ class Climb:
         return over
 
     def _fits(self, rung: Rung) -> bool | None:
-        """Whether a plan fits on this rung, found by planning it. None if it is impossible for a
-        reason other than memory. Stores the plan, or that it is ruled out.
+        """Whether a plan is found on this rung, by planning it. None if it is impossible for a
+        reason other than memory. Stores the plan, or that it is ruled out. False without proof sets
+        `late`.
         """
         self.tell(f"planning {rung.words}")
         try:
@@ -319,8 +326,8 @@ def _pin_rungs(ask: Ask, name: str) -> Iterator[Rung]:
 
 
 def _relaxed(name: str, value: Any) -> list[Any]:
-    """Other values of the pin `name` that need less memory, the nearest first; [] for pins without
-    an order.
+    """Other values of the pin `name`, whose value is `value`, that need less memory, the nearest
+    first; [] for pins without an order.
     """
     if name == "zero":
         return [stage for stage in (1, 2, 3) if stage > value]
@@ -360,7 +367,7 @@ def larger_clusters(cluster: Cluster) -> list[Cluster]:
 
 
 def _is_part(cluster: Cluster) -> bool:
-    """Whether the cluster is some devices of one node of a known kind, as in `h100:4`."""
+    """Whether the cluster is some or all devices of one node of a known kind, as in `h100:4`."""
     preset = home_of(cluster.device.name)
     if (
         cluster.device.name not in DEVICES

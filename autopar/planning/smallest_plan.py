@@ -22,8 +22,8 @@ def smallest_plan(
     plan_on: PlanOn, cluster: Cluster, pin: Mapping[str, Any], least_bytes: int | None
 ) -> Plan | None:
     """The plan that needs the least memory: the fastest on devices with barely more than
-    `least_bytes`, the least memory of any plan under the pins. None if that is unknown, if devices
-    are of several kinds, or if none is found.
+    `least_bytes`, the least memory of any plan under the pins `pin`. `plan_on` plans under pins on
+    a cluster. None if `least_bytes` is None, if devices are of several kinds, or if none is found.
     """
     if least_bytes is None or len(cluster.groups) > 1:
         return None

@@ -50,7 +50,7 @@ def _model(name: str, model: Any) -> None:
 
 def parsed_cluster(cluster: Any) -> Cluster:
     """The cluster itself, or a text parsed as one, such as 'dgx-h100:8'. Raises AutoparError for
-    any other type.
+    any other type, or a text that names no cluster.
     """
     if isinstance(cluster, str):
         return ClusterSpec.parse(cluster)

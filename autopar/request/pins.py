@@ -61,7 +61,8 @@ def is_recompute(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PinSpec:
-    """A row of the table of pins. A pin is a choice that a user fixes.
+    """A row of the table of pins. A pin is a choice that a user fixes. `name` and `help` are shown
+    in help and messages.
 
     `check(value)` returns what is wrong with a value, or ''. It raises AutoparError for a value
     that is invalid in any request. `of_plan(plan)` is the plan's value, or None if plans do not
@@ -233,9 +234,9 @@ class Pins(Mapping[str, Any]):
 
 
 def parse_pins(text: str) -> dict[str, PinValue]:
-    """Pins from text: `tp=8,zero=1` -> {'tp': 8, 'zero': 1}. `true` and `false` become booleans.
-    Raises AutoparError for anything that is not key=value, and for a repeated key. Names and values
-    are not checked.
+    """Pins from text: `tp=8,zero=1` -> {'tp': 8, 'zero': 1}; '' -> {}. `true` and `false` become
+    booleans. Raises AutoparError for anything that is not key=value, for commas alone, and for a
+    repeated key. Names and values are not checked.
     """
     pins: dict[str, PinValue] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -260,15 +261,15 @@ def parse_pins(text: str) -> dict[str, PinValue]:
 
 def choices_of(plan: Plan) -> dict[str, PinValue]:
     """The plan's choices, by pin name. Pins that the plan does not record are missing, such as
-    `sequence_parallel` and `context_method`, which appear only in layouts of ops.
+    `stages`, `sequence_parallel` and `context_method`, and `deal` on devices of one kind.
     """
     chosen = {name: pin.of_plan(plan) for name, pin in PINS.items()}
     return {name: value for name, value in chosen.items() if value is not None}
 
 
 def pins_of(plan: Plan) -> dict[str, PinValue]:
-    """Pins that reproduce the plan, except for the layouts of ops. `recompute` is missing if layers
-    differ in it.
+    """Pins that reproduce the plan, except for the layouts of ops and the cuts of a pipeline into
+    stages. `recompute` is missing if layers differ in it.
     """
     return {
         key: value

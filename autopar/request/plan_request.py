@@ -20,7 +20,7 @@ class PlanRequest:
     plans that the engine can run. `micro_batch_mean`: micro-batches are allowed even if the mean of
     their losses is not the loss of the batch.
 
-    Raises AutoparError for a batch, precision or software that is not possible.
+    Raises AutoparError for a batch, number of devices, precision or software that is not possible.
     """
 
     cluster: Cluster

@@ -130,8 +130,9 @@ class Software:
 
     @property
     def joins(self) -> Joins:
-        """What joins neighbouring element-wise operations into kernels: a compiler, or hand-written
-        kernels, with or without the softmax. It applies only if `fuses`.
+        """What joins neighbouring element-wise operations into kernels; it applies only if `fuses`.
+        'compiler' if compiled. Otherwise hand-written kernels: 'by hand' if masked softmax is part
+        of them, 'by hand, softmax alone' if softmax is a kernel of its own.
         """
         if self.compiled:
             return "compiler"

@@ -29,7 +29,8 @@ def is_experts(op: str) -> bool:
 
 def interesting(block: BlockPlan) -> list[str]:
     """The names of the block's ops that are worth showing, in program order: those with weights,
-    matrix products, attention, experts and the loss.
+    matrix products, attention, experts and the loss. [] on a mesh of one device, where ops have no
+    choices.
     """
     reading = {name for name, axes in block.ops.items() if any(c.inputs for c in axes.values())}
     making = {name for name, axes in block.ops.items() if any(c.outputs for c in axes.values())}

@@ -42,7 +42,9 @@ def short_words(plan: Plan) -> str:
 
 
 def sharing_words(zero: int, shard: int) -> str:
-    """The ZeRO stage as text: `3`, or `3 over 8` if ZeRO shards within groups of 8 ranks."""
+    """The ZeRO stage as text: `3`, or `3 over 8` if ZeRO shards within groups of 8 ranks. A `shard`
+    of 0 means all ranks.
+    """
     return f"{zero} over {shard}" if shard else str(zero)
 
 
@@ -69,7 +71,9 @@ def staleness(plan: Plan) -> str:
 
 
 def dollars_per_million_tokens(plan: Plan, cluster: Cluster | None) -> float | None:
-    """Dollars per million tokens of the plan. None without a cluster or if its price is unknown."""
+    """Dollars per million tokens of the plan. None without a cluster or if its price is unknown;
+    NaN if the plan predicts no rate.
+    """
     price = None if cluster is None else cluster.price_per_device_hour
     return None if price is None else device_hours_per_million_tokens(plan) * price
 
@@ -112,8 +116,9 @@ def named_cluster(plan: Plan) -> Cluster | None:
 
 
 def placement_words(mesh: MeshShape, topology: Topology) -> str:
-    """Where the ranks of each axis with several ranks lie, as text: `tp inside nodes, dp 2 of 8
-    ranks to a node, pp across nodes`.
+    """Where the ranks of each axis with several ranks lie, as text: `tp and cp inside nodes, dp 2
+    of 8 ranks to a node, pp across nodes`. Axes with the same place are joined. '' if no axis has
+    several ranks.
     """
     where: dict[str, list[str]] = {}
     for axis in reversed([axis for axis in mesh.placed if mesh.size(axis) > 1]):

@@ -16,8 +16,8 @@ def grid(
     rows: Iterable[Sequence[str | Text]],
     right: Sequence[int] = (),
 ) -> Table:
-    """A rich table without lines, with a header unless all `columns` are ''. `right` has the
-    indices of right-aligned columns.
+    """A rich table without vertical lines, with a header unless all `columns` (headings) are ''.
+    `right` has the indices of right-aligned columns; the others are left-aligned.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

@@ -31,8 +31,8 @@ class Branching:
         """Two families that together contain the family's placements, split by the strategies of
         one op. [] if every op has one strategy left.
 
-        Strategies that no placement uses are dropped; if one is left, the result is that family
-        alone.
+        Strategies that no placement uses are dropped; if at most one is left, the result is that
+        family alone.
         """
         found = max(
             (
@@ -136,8 +136,8 @@ class Branching:
         return self.more_s[key]
 
     def _sent_s(self, c: int, op: int) -> list[np.ndarray]:
-        """A list with one array, by strategy of an op: seconds of the message with its value, and
-        of the message with its gradient, if a stage begins there. [] if the op is no input of its
+        """A list with one array, by strategy of an op: seconds of the two messages with its value
+        and with its gradient together, if a stage begins there. [] if the op is no input of its
         class, or without a pipeline.
         """
         block, setting = self.facts.first.classes[c], self.facts.first.pipeline

@@ -117,8 +117,8 @@ class CandidateFacts:
         ]
 
     def unit(self, numbers: tuple[int, ...]) -> OwnTables:
-        """The tables of the segments with these indices together, including conversions between
-        them. Cached.
+        """The `OwnTables` of the segments with these indices together, including conversions
+        between them. Cached.
         """
         if numbers not in self.known_units:
             tables = self.cell.unit(numbers)
@@ -127,8 +127,8 @@ class CandidateFacts:
         return self.known_units[numbers]
 
     def single(self, c: int, closed: bool) -> OwnTables:
-        """The tables of one segment of class `c`. `closed`: it reads another segment of its class.
-        Cached.
+        """The `OwnTables` of one segment of class `c`. `closed`: it reads another segment of its
+        class. Cached.
         """
         if (c, closed) not in self.known_singles:
             tables = self.cell.single(c, closed)

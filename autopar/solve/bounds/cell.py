@@ -95,7 +95,7 @@ class Cell:
 
     def single(self, index: int, closed: bool) -> Tables:
         """The cost tables, in all recompute modes, of one segment of class `index` as a separate
-        model (`alone`). Cached.
+        model (`alone`). Cached. `closed`: it reads another segment of its class.
         """
         if (index, closed) not in self.singles:
             self.singles[index, closed] = Tables(
@@ -137,8 +137,8 @@ class Cell:
         return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s))
 
     def glance_s(self, schedule: Schedule, micro_batches: int) -> float:
-        """A lower bound on the step seconds with unlimited memory. Cached by schedule; a schedule
-        that does not alternate (GPipe) takes the result of 1F1B.
+        """A lower bound on the step seconds with unlimited memory, for a step of `micro_batches`.
+        Cached by both; a schedule that does not alternate (GPipe) takes the result of 1F1B.
         """
         key = (
             replace(schedule, name="1f1b") if not schedule.alternates else schedule,
@@ -292,8 +292,8 @@ def is_closed(model: AnnotatedModel, number: int) -> bool:
 
 
 def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
-    """Lower bounds on the costs of each segment over all placements, indexed [recompute
-    mode][segment]. For `weight_s` it is an upper bound.
+    """Lower bounds on the costs (`SegmentCost`) of each segment over all placements, indexed
+    [recompute mode][segment]. For `weight_s` it is an upper bound.
     """
     found = []
     for model in models.values():
@@ -316,8 +316,8 @@ def least_costs(models: Models, cell: Cell) -> list[list[SegmentCost]]:
 
 
 def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> SegmentCost:
-    """Lower bounds on the costs of a segment of class `index`, without the seconds of calls that do
-    not depend on dp.
+    """Lower bounds on the costs (`SegmentCost`) of a segment of class `index`, without the seconds
+    of calls that do not depend on dp.
 
     They are seconds of parameters and of calls that depend on dp, seconds of recomputation beyond
     the `first` mode, and bytes. `weight_s` is an upper bound.
@@ -352,7 +352,7 @@ def _least_parts(model: AnnotatedModel, index: int, first: AnnotatedModel) -> Se
 
 def cheapest_s(model: AnnotatedModel) -> list[tuple[float, float]]:
     """For each class, the seconds (forward, backward) of a segment with every op at its cheapest
-    strategy. Ops that depend on dp and recomputation are left out.
+    strategy. Left out are ops whose costs depend on dp, and recomputation.
     """
     found = []
     for block in model.classes:

@@ -129,8 +129,8 @@ class Families:
     def row(
         self, family: Family, several: bool, modes: int, closely: bool = True, part: Part = EVERY
     ) -> UnitRow | None:
-        """A row of units (blocks with their neighbours) whose costs are lower bounds over the
-        family, in the first `modes` recompute modes. None if the family is empty.
+        """A `UnitRow` (blocks with their neighbours) whose costs are lower bounds over the family,
+        in the first `modes` recompute modes. None if the family is empty.
 
         `closely`: raise the costs of blocks to the joint minimum of their unit. `part` restricts
         the bound to the placements in a part. There, the repeated block's backward takes at least
@@ -159,7 +159,7 @@ class Families:
 
     def _costs(self, family: Family, several: bool, part: Part) -> _Costs | None:
         """Lower bounds on the costs of segments in the family, each cost minimized separately. None
-        if some segment has no placement in the family, or none in `part`.
+        if some segment has no placement in the family, or none in `part`. `several` as in `row`.
         """
         facts, keys = self.facts, self.facts.cell.keys
         found: dict[tuple[int, bool], SegmentMinimum] = {}
@@ -214,7 +214,7 @@ class Families:
 
     def _join_units(self, costs: _Costs, family: Family, several: bool) -> bool:
         """Raises, in `costs`, the costs of each unit's block so that the unit reaches its joint
-        minimum. Returns False if some unit has no placement, otherwise True.
+        minimum. Returns False if some unit has no placement, otherwise True. `several` as in `row`.
         """
         facts = self.facts
         for numbers in facts.units:

@@ -60,8 +60,8 @@ class SegmentMinima:
     known_units: dict[tuple, UnitMinimum | None] = field(default_factory=dict)
 
     def least(self, family: Family, c: int, closed: bool) -> SegmentMinimum | None:
-        """The minimal costs, over the family, of one segment of class `c`; None if the family has
-        no placement for it. `closed`: it reads another segment of its class. Cached.
+        """The `SegmentMinimum`, over the family, of one segment of class `c`; None if the family
+        has no placement for it. `closed`: it reads another segment of its class. Cached.
         """
         key = c, closed, family.key([c])
         if key not in self.known:
@@ -71,9 +71,9 @@ class SegmentMinima:
     def together(
         self, family: Family, numbers: tuple[int, ...], several: bool
     ) -> UnitMinimum | None:
-        """The minimal joint costs, over the family, of the unit with the segments `numbers`; None
-        if no placement is consistent. `several`: for ranks with several stages, where segments
-        outside blocks are not charged for kept bytes. Cached.
+        """The `UnitMinimum` (joint costs), over the family, of the unit with the segments
+        `numbers`; None if no placement is consistent. `several`: for ranks with several stages,
+        where segments outside blocks are not charged for kept bytes. Cached.
         """
         facts = self.facts
         own = [facts.first.segments[number] for number in numbers]

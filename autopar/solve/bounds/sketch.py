@@ -80,14 +80,14 @@ class Sketch:
         room_bytes: float = np.inf,
         static: np.ndarray | None = None,
     ) -> float:
-        """A lower bound on the seconds of a step.
+        """A lower bound on the seconds of a step; infinite if nothing fits.
 
         Args:
             schedule: the pipeline schedule.
             micro_batches: number of micro-batches of a step.
-            held: for each rank, a lower bound on how many micro-batches' kept bytes it holds.
+            held: for each rank, a lower bound on how many micro-batches' kept bytes it holds; by default 1 each.
             room_bytes: bytes of a rank for kept and static bytes; infinite by default.
-            static: prefix sums of lower bounds on the static bytes of units.
+            static: prefix sums of lower bounds on the static bytes of units; by default 0.
         """
         held = held or (1.0,) * schedule.ranks
         static = np.zeros(self.units + 1) if static is None else static
@@ -119,7 +119,8 @@ class Sketch:
     ) -> float:
         """The bound in seconds over all cuts, with one stage per rank. Dynamic programming over
         ranks and the number of units so far minimizes the longest time of a rank including its
-        waiting. Infinite if no cut fits.
+        waiting. Infinite if no cut fits. `static` (bytes) and `waits_s` (the seconds that later
+        ranks wait) are prefix sums over units; the rest is as in `bound_s`.
         """
         work_s, once_s = _between(self.work_s), _between(self.once_s)
         limits = (
@@ -149,7 +150,7 @@ class Sketch:
         waits_s: np.ndarray,
     ) -> float:
         """The bound in seconds over all deals (`dealt_sizes`), with several stages per rank.
-        Infinite if no deal fits or there are too few units.
+        Infinite if no deal fits or there are too few units. Arguments as in `_of_cuts_s`.
         """
         ends = ends_of(self.units, schedule.ranks * schedule.stages_per_rank)
         if not len(ends):

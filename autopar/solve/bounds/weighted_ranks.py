@@ -35,8 +35,8 @@ class Weighted:
         self, candidate: Candidate, alike: Candidate, cells: Sequence[Cell], schedule: Schedule
     ) -> float:
         """The largest `weighted_bound_s` over several prices of a kept byte, in seconds; infinite
-        if a segment has no consistent placement. `cells` has the cell of the candidate on each
-        group of devices.
+        if a segment has no consistent placement. `alike` is the candidate without its deal. `cells`
+        has the cell of the candidate on each group of devices.
         """
         micro, deal, blocks = (
             candidate.num_microbatches,
@@ -65,7 +65,8 @@ class Weighted:
 
     def _memory(self, alike: Candidate, group: int) -> tuple[np.ndarray, float]:
         """On a group of devices: (lower bounds on the static bytes of each segment, bytes of a
-        device without the fixed ones). The second is infinite without a capacity. Cached.
+        device without the fixed ones). The second is infinite without a capacity. `alike` is a
+        candidate without its deal. Cached.
         """
         kind = alike.holds, group
         if kind not in self.memory:

@@ -58,9 +58,9 @@ class Pipelined:
 def pipelined(
     model: AnnotatedModel | Sequence[AnnotatedModel], choices: Choices, stages: Stages | None = None
 ) -> Pipelined:
-    """The cost of a step of a placement cut into `stages`, the segments of each virtual stage. By
-    default, `cut` distributes the blocks evenly. `model` is one model for all ranks, or one for
-    each rank, in their order.
+    """The cost (`Pipelined`) of a step of a placement cut into `stages`, the segments of each
+    virtual stage. By default, `cut` distributes the blocks evenly. `model` is one model for all
+    ranks, or one for each rank, in their order.
     """
     models = [model] * model.pipeline_setting.ranks if isinstance(model, AnnotatedModel) else model
     different = {id(one): one for one in models}
@@ -121,7 +121,8 @@ def pipelined(
 
 def passing_bytes(setting: PipelineSetting, sent: Sequence[int]) -> list[int]:
     """By rank, bytes of messages in transit besides those that its micro-batches keep: twice the
-    largest message into or out of one of its stages. `sent[i]` is what stage i sends.
+    largest message into or out of one of its stages. `sent[i]` is what stage i sends. `setting` is
+    that of the pipeline.
 
     It is 0 for one stage a rank, or if the pipeline keeps no outputs. With several stages, torch
     allocates space for a message before it is needed, and holds a gradient until the next one is
@@ -147,8 +148,8 @@ def longest_hop_s(models: Iterable[AnnotatedModel], sent: Iterable[int]) -> floa
 
 
 def segment_costs(model: AnnotatedModel, choices: Choices) -> list[SegmentCost]:
-    """The cost of each segment, first to last, for the strategies in `choices`. A layout change
-    between two segments is charged to the one that reads.
+    """The `SegmentCost` of each segment, first to last, for the strategies in `choices`. A layout
+    change between two segments is charged to the one that reads.
     """
     own, sent_s = class_costs(model, choices), arrivals(model, choices)
     found = []

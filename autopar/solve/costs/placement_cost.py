@@ -93,8 +93,8 @@ def static_parts(static_bytes: int, gradient_bytes: int, optimizer_bytes: int) -
 
 
 def price(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> Priced:
-    """The cost of running `model` with the strategies in `choices`: one mapping (op name ->
-    strategy name) per class.
+    """The cost (`Priced`) of running `model` with the strategies in `choices`: one mapping (op name
+    -> strategy name) per class.
 
     Raises InconsistentPlacement if the choices do not fit together.
     """
@@ -198,8 +198,9 @@ class SegmentCost:
 
 
 def class_costs(model: AnnotatedModel, choices: Sequence[Mapping[str, str]]) -> list[SegmentCost]:
-    """The cost of a segment of each class, in the order of `model.classes`. Layout changes inside
-    the segment are included, those between segments are not (`arrivals`).
+    """The `SegmentCost` of a segment of each class, in the order of `model.classes`. Layout changes
+    inside the segment are included, those between segments are not (`arrivals`). Raises
+    InconsistentPlacement if the choices do not fit together.
     """
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
     found = []
@@ -231,7 +232,8 @@ def arrivals(
     model: AnnotatedModel, choices: Sequence[Mapping[str, str]]
 ) -> dict[tuple[int, int, int, int], tuple[float, float]]:
     """Seconds (forward, backward) of the layout change on each edge between classes that needs one.
-    Keys are (source class, its output, target class, its input).
+    Keys are (source class, its output, target class, its input). Raises InconsistentPlacement if
+    one is impossible.
     """
     chosen = [_chosen(block, choice) for block, choice in zip(model.classes, choices, strict=True)]
     return {

@@ -52,9 +52,9 @@ class Mixed:
 
 
 def mixed(models: Models, modes: Sequence[str]) -> Mixed:
-    """The model whose segment k runs in mode `modes[k]`, made from one model for each mode, with
-    the origin of each of its classes. A class whose segments run in several modes becomes several
-    classes.
+    """The model (in a `Mixed`) whose segment k runs in mode `modes[k]`, made from one model for
+    each mode, with the origin of each of its classes. A class whose segments run in several modes
+    becomes several classes.
 
     A rank may hold a shared tensor without a segment that pays for it. The tensor then costs what
     it does in the mode of the first paying segment.

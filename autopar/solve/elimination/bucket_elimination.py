@@ -137,8 +137,11 @@ class _Step:
     def added(
         self, asked: Sequence[np.ndarray], without: int = -1, besides: Sequence[np.ndarray] = ()
     ) -> np.ndarray:
-        """The sum of the step's tables in `asked`, without table number `without`, plus the arrays
-        `besides`. Axes are the choices of `scope`, then questions.
+        """The sum of the tables that this step reads, except table number `without` (-1: no
+        exception), plus the arrays `besides`. `asked` has all tables, by number.
+
+        The result has an axis for each choice of `scope`, then one for questions. An axis has
+        length 1 if no summand depends on it.
         """
         parts = [
             asked[number].transpose(order)[axes]
@@ -245,7 +248,9 @@ def _found_order(scopes: Sequence[Scope], sizes: Sequence[int]) -> tuple[list[in
 
 
 def _beside(scopes: Sequence[Scope], count: int) -> dict[int, set[int]]:
-    """For each choice, the other choices that occur in a table with it."""
+    """For each choice, the other choices that occur in a table with it. `scopes` are the choices of
+    each table, `count` is the number of choices.
+    """
     found: dict[int, set[int]] = {v: set() for v in range(count)}
     for scope in scopes:
         for v in scope:
@@ -276,7 +281,7 @@ def _one_order(
 ) -> tuple[list[int], float] | None:
     """(an order by weighted min-fill, total entries of its tables); None unless they are fewer than
     `most`. With `noise` 1, each score is multiplied by a random factor from 1 to 2; with 0 it
-    stays.
+    stays. `scopes` are sets of choices that occur together, `sizes` the numbers of their values.
     """
     beside = _beside(scopes, len(sizes))
 
@@ -307,7 +312,8 @@ def _one_order(
 
 def _split(numbers: list[int], known: list[Scope], sizes: Sequence[int]) -> list[list[int]]:
     """The table `numbers` in groups, so that the sum of each group has at most `LARGEST` entries. A
-    table that is larger alone is a group by itself.
+    table that is larger alone is a group by itself. `known` has the choices of each table, `sizes`
+    the numbers of their values.
     """
     groups: list[tuple[list[int], set[int]]] = []
     for number in sorted(numbers, key=lambda n: -len(known[n])):
@@ -330,8 +336,8 @@ class Tables(CostTables):
         parameters: Sequence[Stack] = (),
         allowed: Allowed | None = None,
     ) -> Least | None:
-        """The minimal costs of placements for these questions, with functions that name the
-        placements. None if no placement is consistent.
+        """The minimal costs of placements for these questions, as a `Least` whose functions name
+        the placements. None if no placement is consistent.
 
         `parameters` are cost tables of the parameters of a model with the same classes (see
         `CostTables.parameters`). `allowed` restricts the strategies of some ops.
@@ -481,7 +487,10 @@ class _Eliminated:
         )
 
     def chosen(self, questions: int) -> dict[int, np.ndarray]:
-        """For each choice, an array of its value in the optimal placement of each question."""
+        """For each choice, an array of its value in the optimal placement of each question. A
+        choice that is in no table is missing, or has its first allowed value if it is restricted.
+        `questions` is their number.
+        """
         places: dict[int, np.ndarray] = {}
         # of a table that was split, all parts
         for _, steps in groupby(reversed(self.steps), key=attrgetter("variable")):
@@ -546,7 +555,7 @@ def _eliminated(
 ) -> _Eliminated:
     """Eliminates all choices from the tables `asked`, which depend on the choices `scopes`, and
     appends each result to `asked`. `all_sizes` has the number of values of each choice. `left` has
-    the allowed values of some.
+    the allowed values of some. Returns both, with the steps, as an `_Eliminated`.
     """
     steps, sizes = _plan(tuple(scopes), tuple(all_sizes)), list(all_sizes)
     for variable, values in left.items():

@@ -162,9 +162,9 @@ class CostTables:
         self.stacks = stacked(self.tables)
 
     def parameters(self, models: Models) -> list[Stack]:
-        """Cost tables of the parameters, and of calls whose cost depends on dp, in `models` (by
-        recompute mode). These must have the same classes as this one's models; its own tables leave
-        these costs out.
+        """Cost tables, as stacks, of the parameters and of calls whose cost depends on dp, in
+        `models` (by recompute mode). These must have the same classes as this one's models; its own
+        tables leave these costs out.
         """
         found, base = [], next(iter(models.values()))
         for c, block in enumerate(base.classes):
@@ -280,7 +280,9 @@ class CostTables:
         """For each (op, value) of class `c` that others read or save: a smaller choice for what
         they see of the op's strategy. Left out where all strategies look different.
 
-        Adds these choices, with tables that tie them to the op's own choice.
+        Adds these choices, with tables that tie them to the op's own choice. `base` is the class in
+        the first mode. `readers` maps a value to (op, slot) of those that read it. `kept` has, by
+        mode, tensor -> op -> bytes by strategy.
         """
         found = {}
         for (o, value), parts in _seen_by_others(base, readers, kept).items():
@@ -321,7 +323,7 @@ class CostTables:
     ) -> None:
         """Adds tables of the bytes in `kept` (by mode: tensor -> op -> bytes by strategy) for
         `count` segments. A tensor counts once, at its largest size among the chosen strategies.
-        `counted` is the field of `Question` that weights them.
+        `counted` is the field of `Question` that weights them. `views` are those of `_views`.
         """
         by_scope: dict[tuple[int, ...], np.ndarray] = {}
         for mode, of_mode in enumerate(kept):
@@ -446,7 +448,8 @@ def _seen_by_others(
     kept: list[dict[str, dict[int, np.ndarray]]],
 ) -> dict[tuple[int, str], list[list]]:
     """For each (op, value) that several ops read or save: lists with one entry for each strategy of
-    the op. Each list is what is seen of them, a layout or bytes.
+    the op. Each list is what is seen of them, a layout or bytes. Arguments as in
+    `CostTables._views`.
     """
     seen: dict[tuple[int, str], list[list]] = defaultdict(list)
     sizes_of = [

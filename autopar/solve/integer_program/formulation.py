@@ -58,7 +58,12 @@ Moment = tuple[dict[int, int], int]
 @dataclass(slots=True)
 class Program:
     """A 0/1 program. Variables are numbered from 0, and `add` appends one. The only integer
-    variable is `transient` (bytes, at most `transient_max`); -1 means there is none.
+    variable is `transient` (bytes, at most `transient_max`); -1 means there is none. `cost_s`
+    (seconds of a step) and `size_bytes` are by variable. Of each indicator in `exactly_one`, one
+    variable is 1; in `implied`, the sum of the first is at most the second.
+
+    `segments` has what backward of each class needs. `strategy_of` maps a variable to its (op,
+    strategy). `has_memory` is False if no capacity can bind.
     """
 
     model: AnnotatedModel
@@ -154,7 +159,7 @@ def formulate_segment(
 ) -> tuple[Program, dict[int, int], Moment]:
     """The program of one segment of class `index`, whose `size_bytes` are static and kept bytes.
     Returns (the program, the bytes that the segment keeps by variable, the bytes that its backward
-    needs besides).
+    needs besides). `domains` has the strategies that are left.
     """
     classes = tuple(replace(block, count=1) for block in model.classes)
     program, domains = (
@@ -206,7 +211,7 @@ def _indicators(
 
 def _add_group(program: Program, x: dict, domains: Domains, links: list[Link]) -> None:
     """Adds links that read one value. Each gets variables for the joint choice of its ends, and
-    each distinct conversion is paid once.
+    each distinct conversion is paid once. `x` has the variable of each (op, strategy) of `domains`.
     """
     price_s = links[0].price_s
     readers: dict[tuple[Layout, Layout], list[Indicator]] = defaultdict(list)
@@ -233,7 +238,8 @@ def _add_link(
 ) -> dict[tuple, Indicator]:
     """Adds variables for the joint choice of a link's ends, unless one end has no choice. Returns,
     for each possible (layout delivered, layout needed), its indicator. {} if all combinations are
-    possible and free.
+    possible and free. `x` has the variable of each (op, strategy) of `domains`, `need` those that
+    need each layout.
     """
     have = _indicators(x, domains[link.source], link.source, link.source_layouts)
     if len(have) == 1:
@@ -264,7 +270,7 @@ def _add_ties(program: Program, x: dict, domains: Domains, tie: Tie) -> None:
 
 def _add_memory(program: Program, x: dict, domains: Domains) -> None:
     """Adds the bytes that every class keeps, and the variable `transient`, the peak of backward;
-    fills `program.segments`.
+    fills `program.segments`. `x` has the variable of each (op, strategy) of `domains`.
     """
     model, freed = program.model, {}
     kept, moments = zip(
@@ -285,7 +291,8 @@ def _add_bytes(
     program: Program, x: dict, domains: Domains, c: int
 ) -> tuple[dict[int, int], Moment]:
     """Adds the bytes that all segments of class `c` keep to `program.size_bytes`. Returns, for one
-    segment, (bytes kept, by variable; what its backward needs besides).
+    segment, (bytes kept, by variable; what its backward needs besides). `x` has the variable of
+    each (op, strategy) of `domains`.
     """
     block = program.model.classes[c]
     saved = _add_saved(program, x, domains, c, block.inputs if block.recompute else ())
@@ -296,8 +303,8 @@ def _add_bytes(
 
 
 def _input_sizes(program: Program, x: dict, domains: Domains, c: int) -> dict[int, int]:
-    """Bytes of the inputs that one segment of class `c` keeps, by the variable of their
-    strategy.
+    """Bytes of the inputs that one segment of class `c` keeps, by the variable of their strategy.
+    `x` has the variable of each (op, strategy) of `domains`.
     """
     block = program.model.classes[c]
     refs = [((c, number), op) for number, op in enumerate(block.ops) if op.name in block.inputs]
@@ -313,7 +320,7 @@ def _add_saved(
 ) -> dict[int, int]:
     """Bytes by variable whose sum, over variables at 1, is what one segment of class `c` saves.
     Values in `without` are left out. A tensor that several ops save gets variables of its own,
-    which are added.
+    which are added. `x` has the variable of each (op, strategy) of `domains`.
     """
     sizes = _saved_sizes(program.model, domains, c, without)
     bytes_of: dict[int, int] = defaultdict(int)

@@ -49,8 +49,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Two parameter ops that store one tensor, which must have one placement. The layout lists give
-    the placement that each strategy stores.
+    """Two parameter ops (`source`, `target`) that store one tensor, which must have one placement.
+    The layout lists give the placement that each strategy stores.
     """
 
     source: OpRef
@@ -74,7 +74,9 @@ def find_links(model: AnnotatedModel) -> list[Link]:
 
 
 def edge_links(model: AnnotatedModel) -> Iterator[Link]:
-    """One link for each edge between classes, in the order of `model.edges`."""
+    """One link for each edge between classes, in the order of `model.edges`. Raises ValueError for
+    an unknown op or an invalid cost.
+    """
     for number, edge in enumerate(model.edges):
         source, output = _op_named(
             model, edge.source, model.classes[edge.source].outputs[edge.source_output]
@@ -110,7 +112,7 @@ def find_ties(model: AnnotatedModel) -> list[Tie]:
 
 def block_links(model: AnnotatedModel, index: int) -> Iterator[Link]:
     """One link for each value that an op of class `index` reads. Raises ValueError for a value
-    without a producer.
+    without a producer, and for an invalid cost.
     """
     block = model.classes[index]
     producer = {

@@ -44,8 +44,8 @@ class Relaxation:
 
 
 def relax(program: Program, capacity_bytes: int | None) -> Relaxation:
-    """Rigorous lower bounds of `program` by linear programming. If each op has one strategy left,
-    the only placement with its exact cost.
+    """Rigorous lower bounds (a `Relaxation`) of `program` by linear programming. If each op has one
+    strategy left, the only placement with its exact cost.
     """
     if all(len(indicator) == 1 for indicator in program.exactly_one):
         return _decided(program)

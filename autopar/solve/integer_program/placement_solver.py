@@ -51,11 +51,12 @@ class SolverAuditError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Solution:
     """A placement (`choices`: for each class, op name -> strategy name), its exact price, and
-    `bound_s`, a proved lower bound on the time of every placement that fits.
+    `bound_s`, a proved lower bound on the time of every placement that fits. `method` is how it was
+    found: 'lp', 'cp-sat' or 'staging'.
 
-    `status` is 'optimal' if time and bound differ by at most `OPTIMALITY_GAP`, otherwise
-    'feasible'. In a pipeline, `priced` and `bound_s` cover all stages together, and `pipelined` has
-    the time of a step; otherwise it is None.
+    `status` is 'optimal' if time and bound are known to differ by at most `OPTIMALITY_GAP`,
+    otherwise 'feasible'. In a pipeline, `priced` covers all stages together, and `pipelined` has
+    the time of a step once it is cut into stages; otherwise it is None.
     """
 
     status: str  # 'optimal' | 'feasible'
@@ -94,18 +95,19 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """The reason why there is no placement.
+    """The reason why there is no placement; `detail` is a text that explains it.
 
     `reason` is one of:
 
-    - 'memory': none fits. The smallest needs `memory_bytes`, and none needs less than `bound_bytes`
-      (None: not computed).
+    - 'memory': none fits. The smallest that was found needs `memory_bytes`, and none needs less than
+      `bound_bytes`. Both are None if they were not computed.
     - 'bound': none that fits is faster than the requested `upper_bound_s`.
-    - 'layouts': no choice of layouts is consistent; `detail` names an op that is left without a
-      strategy.
+    - 'layouts': no choice of layouts is consistent. If one op is known to have no strategy left,
+      `detail` names it.
     - 'time limit': nothing was found in time; only `bound_s` is proved.
 
-    `bound_s` is a lower bound on the time of every placement that fits.
+    `bound_s` is a lower bound in seconds on the time of every placement that fits. `choices` is the
+    placement that needs `memory_bytes`.
     """
 
     reason: str
@@ -141,7 +143,9 @@ def solve_placement(
     upper_bound_s: float | None = None,
     workers: int = 1,
 ) -> Solution | Infeasible:
-    """The fastest placement of `model` whose memory is at most `capacity_bytes` (None: unlimited).
+    """The fastest placement of `model` whose memory is at most `capacity_bytes` (None: unlimited),
+    as a `Solution`. An `Infeasible` with the reason if none was found in `time_limit_s` seconds; if
+    none fits, with the least memory.
 
     With `upper_bound_s`, only placements of at most that time are searched. `workers` is the number
     of CP-SAT threads. Results are reproducible for any number, unless the time limit is reached.
@@ -163,8 +167,8 @@ def solve_placement(
 
 
 def prepare(model: AnnotatedModel, capacity_bytes: int | None) -> Prepared | Infeasible:
-    """The program of `model` and its LP relaxation. An `Infeasible` with reason 'layouts' if no
-    choice of layouts is consistent.
+    """The program of `model` and its LP relaxation, as a `Prepared`. An `Infeasible` with reason
+    'layouts' if no choice of layouts is consistent.
     """
     start = time.perf_counter()
     program = formulate(model, capacity_bytes)
@@ -181,7 +185,7 @@ def solve_prepared(
     upper_bound_s: float | None = None,
     workers: int = 1,
 ) -> Solution | Infeasible:
-    """Like `solve_placement`, for a program that is already made. If nothing fits, the result has
+    """Like `solve_placement`, for a program that `prepare` made. If nothing fits, the result has
     reason 'memory' without the least memory.
     """
     start = time.perf_counter()
@@ -228,11 +232,12 @@ def solve_prepared(
 def smallest_memory(
     model: AnnotatedModel, capacity_bytes: int, time_limit_s: float = 30.0, workers: int = 1
 ) -> Infeasible:
-    """An `Infeasible` that tells how little memory a placement can need: reason 'memory' with that
-    placement and its bytes. Reason 'layouts' if there is no placement, 'time limit' if none was
-    found in time.
+    """An `Infeasible` that tells how little memory a placement can need: reason 'memory' with the
+    leanest placement found in `time_limit_s` seconds, its bytes and a lower bound. Reason 'layouts'
+    if there is no placement, 'time limit' if none was found in time.
 
     It minimizes memory even if the model would fit. `capacity_bytes` is only named in the message.
+    `workers` is the number of CP-SAT threads.
     """
     start = time.perf_counter()
     program = formulate(model, capacity_bytes=-1)
@@ -291,7 +296,8 @@ def _minimise_time(
 ) -> _Result:
     """Runs CP-SAT on costs that are rounded down to whole quanta. It runs again with a finer
     quantum if one huge cost made the first too coarse, and returns the second result if that is
-    finished.
+    finished and has a placement. `deadline` is a time of `perf_counter`; at least 0.1 s is allowed.
+    Other arguments as in `solve_prepared`.
     """
     first = _minimise_quantised(
         program, capacity_bytes, deadline, upper_bound_s, upper_bound_s, workers

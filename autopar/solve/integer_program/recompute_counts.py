@@ -47,10 +47,12 @@ from autopar.solve.integer_program.placement_solver import chosen_of, constrain,
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The result of `solve_together`. `choices` is the best placement found (None: none), `time_s`
-    an upper bound on its seconds. `bound_s` is a lower bound on all placements that fit and take at
-    most what was requested. `counts` has, for each class, the number of segments in each recompute
-    mode.
+    """The result of `solve_together`. `choices` is the best placement found, `time_s` an upper
+    bound on its seconds; None and infinite if there is none. `bound_s` is a lower bound on all
+    placements that fit and take at most what was requested.
+
+    `counts` has, for each class, the number of segments in each recompute mode; () without a
+    placement.
     """
 
     choices: Choices | None
@@ -63,7 +65,8 @@ class Together:
 class _ModePart:
     """The segments of class `index` in one recompute mode: `number` (at most `most`) times `factor`
     of them. `variables` has, for each variable of `program`, how many of the `number` copies set it
-    to 1.
+    to 1. `kept` is the bytes that a segment keeps, by variable; `moment` is what its backward
+    needs.
     """
 
     index: int
@@ -90,8 +93,8 @@ def solve_together(
     allowed: Domains | None = None,
 ) -> Together:
     """The fastest placement that fits into `capacity_bytes` and takes at most `upper_bound_s`, with
-    the number of segments of each class in each recompute mode. Its `choices` are None if there is
-    none or none was found in time.
+    the number of segments of each class in each recompute mode, as a `Together`. Its `choices` are
+    None if there is none, or none was found in `time_limit_s` seconds.
 
     `models` has the model annotated for each recompute mode, the one that keeps most first. Layers
     may use any mode, other segments only the first. `allowed` restricts the strategies of some ops.

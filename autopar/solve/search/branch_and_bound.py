@@ -95,8 +95,8 @@ def search(
     progress: Callable[[str], None] | None = None,
     cell_of: Callable[[Candidate], Hashable] = lambda candidate: candidate,
 ) -> SearchResult:
-    """The fastest placement over all candidates, with a lower bound on all of them. Devices are of
-    one kind.
+    """The fastest placement over all candidates, with a lower bound on all of them, as a
+    `SearchResult`. Devices are of one kind.
 
     Args:
         candidates: the candidates to search.
@@ -155,8 +155,8 @@ def driver_of(
 
 def _solved_together(candidates: Sequence[Candidate]) -> list[list[int]]:
     """Lists of candidate indices, one list for each group that is solved together. In a pipeline,
-    joint candidates that differ only in a ZeRO stage above 0 form a group, since they differ
-    little. All others are alone.
+    joint candidates that differ only in `shard` or in a ZeRO stage above 0 form a group, since they
+    differ little. All others are alone.
     """
     together: dict[Hashable, list[int]] = {}
     for number, c in enumerate(candidates):
@@ -245,9 +245,10 @@ class UniformRefiner:
         )
 
     def advance(self, number: int, at_once: bool) -> None:
-        """One step of entry `number`: raises its bound, solves it, or splits its families. Steps
-        are repeated until it is solved or cannot be the best if `at_once`. The same holds for the
-        first promising candidate of each mesh, since a plan prunes others.
+        """One step of entry `number`: raises its bound, solves it, or splits its families. With
+        `at_once`, steps are repeated until it is solved or cannot be the best. The same holds for
+        the first promising candidate of each mesh, and after many bounds were raised, since a plan
+        prunes others.
         """
         entry, state = self.state.entries[number], self.state
         together = isinstance(entry.solver, UniformSolver)
@@ -381,7 +382,8 @@ class UniformRefiner:
     def _least_memory(self, candidate: Candidate, bound_bytes: int, limit_s: float) -> Infeasible:
         """An `Infeasible` with the bytes of the leanest placement of a candidate, in the recompute
         mode that keeps least. In a pipeline, it has the bytes of the fullest rank with even stages,
-        and `bound_bytes` as its bound.
+        and `bound_bytes` as its bound. CP-SAT runs for at most `limit_s` seconds, or 1 if that is
+        less.
         """
         model = self.annotate(replace(candidate, recompute=candidate.modes[-1]))
         threads = self.state.limits.threads

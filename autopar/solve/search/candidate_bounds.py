@@ -29,7 +29,8 @@ from autopar.solve.search.candidate_models import CandidateModels
 @dataclass
 class CandidateBounds:
     """Lower bounds on one candidate. `by_schedule` has the step seconds for each schedule; methods
-    raise it. `cell` is shared by candidates whose ops cost the same.
+    raise it. `cell` is shared by candidates whose ops cost the same. `schedules` are the allowed
+    ones, `capacity_bytes` is the memory of a device (None: unlimited).
     """
 
     models: CandidateModels
@@ -101,9 +102,10 @@ class CandidateBounds:
         upper_bound_s: float,
     ) -> tuple[float, float]:
         """Raises `by_schedule` by the cell's sketch, for schedules below `upper_bound_s`. Returns
-        (the lowest bound, an estimate of step seconds).
+        (the lowest bound, an estimate of step seconds; infinite if no schedule is below).
 
         `static_bytes` has, for each class, a lower bound on the static bytes of a segment.
+        `fixed_bytes` are needed on every rank besides. A step has `micro_batches` micro-batches.
         """
         return self._sketched(
             self.cell.sketch, static_bytes, fixed_bytes, micro_batches, upper_bound_s
@@ -131,7 +133,8 @@ class CandidateBounds:
 
     def raise_by_totals(self, upper_bound_s: float) -> tuple[float, float]:
         """Raises `by_schedule` by a sketch with parameters and by totals, for schedules below
-        `upper_bound_s`. Returns (the lowest bound, an estimate of step seconds).
+        `upper_bound_s`. Returns (the lowest bound, an estimate of step seconds; infinite if no
+        schedule is below).
         """
         least, first, cell = self.models.least, self.models.first, self.cell
         of_class = parameters_s(least)

@@ -53,7 +53,7 @@ class Refiner(Protocol):
 
     def advance(self, number: int, at_once: bool) -> None:
         """Takes one step with the open candidate `number`: raises its bound, solves it, or splits
-        it. `at_once`: repeat until it is solved.
+        it. `at_once`: repeat until it is solved or cannot be the best; `MixedRefiner` ignores this.
         """
 
     def smallest(self) -> tuple[Candidate, Infeasible] | None:
@@ -162,7 +162,7 @@ class Driver:
 
     def _refine(self, number: int, at_once: bool = False) -> None:
         """Takes one step with candidate `number`, unless it can be pruned, and puts it back in the
-        queue if it is still open. `at_once`: steps until it is solved.
+        queue if it is still open. `at_once`: steps until it is solved or cannot be the best.
         """
         entry = self.state.entries[number]
         if not self.state.prune(entry):

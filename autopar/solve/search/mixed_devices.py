@@ -78,11 +78,11 @@ def search_groups(
     cell_of: Callable[[Candidate, int], Hashable] = lambda candidate, group: (candidate, group),
 ) -> SearchResult:
     """The fastest plan over all candidates within the time limit, with a lower bound on all of
-    them, on devices of several kinds. It runs in one process.
+    them, on devices of several kinds, as a `SearchResult`. It runs in one process.
 
     `annotate(candidate, group)` returns the model at the prices of a group of devices; the models
     of all groups have the same classes, strategies and bytes. `capacities` has the bytes of a
-    device of each group. `cell_of` is as in `search`, for each group.
+    device of each group (None: unlimited). `cell_of` is as in `search`, for each group.
     """
     entries = [Entry(candidate) for candidate in candidates]
     numbers = range(len(entries))

@@ -86,8 +86,8 @@ class MixedSolver:
         return found
 
     def raise_bounds(self, upper_bound_s: float) -> tuple[float, float]:
-        """Raises `bounds_s` by the best staging of the minimal costs of each segment. Returns (the
-        lowest bound, 0: no estimate).
+        """Raises `bounds_s` by the best staging of the minimal costs of each segment, for schedules
+        below `upper_bound_s`. Returns (the lowest bound, 0: no estimate).
         """
         self.is_raised, all_models = True, self.models
         pairs = [
@@ -110,7 +110,7 @@ class MixedSolver:
     def _staging(
         self, rows_of: RowsOf, schedule: Schedule, upper_bound_s: float
     ) -> Staging | float:
-        """The best staging with a row for each group, or a lower bound in seconds if none takes
+        """The best `Staging` with a row for each group, or a lower bound in seconds if none takes
         less than `upper_bound_s`. It uses only the first recompute mode if memory excludes no
         staging, otherwise all modes.
         """
@@ -128,8 +128,9 @@ class MixedSolver:
         return found
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
-        """(the best plan of some placements below `upper_bound_s`, or None; a lower bound on all).
-        If none of them fits or is faster, the leanest placement is tried.
+        """(the best `Staged` plan of some placements below `upper_bound_s`, or None; a lower bound
+        on all). If none of them fits or is faster, the leanest placement is tried. `time_limit_s`
+        is ignored.
         """
         best = None
         for choices in self._placements():
@@ -165,8 +166,8 @@ class MixedSolver:
     def _try(
         self, choices: Choices, schedules: Iterable[Schedule], upper_bound_s: float
     ) -> tuple[Staged | None, float]:
-        """(the placement with its best stages if it takes less than `upper_bound_s`, otherwise
-        None; a lower bound on its step seconds under these schedules).
+        """(the placement with its best stages, as `Staged`, if it takes less than `upper_bound_s`,
+        otherwise None; a lower bound on its step seconds under these schedules).
         """
         best, bounds_s, models = None, [], self.models
         rows = cache(
@@ -189,9 +190,9 @@ class MixedSolver:
     def narrow(
         self, upper_bound_s: float, splits: int, time_limit_s: float
     ) -> tuple[Staged | None, float]:
-        """Splits families of placements, at most `splits` times. Returns (the best plan found below
-        `upper_bound_s`, or None; a lower bound on all, at most `upper_bound_s`). The first call
-        bounds the family of all placements.
+        """Splits families of placements, at most `splits` times, and none after `time_limit_s`
+        seconds. Returns (the best `Staged` plan found below `upper_bound_s`, or None; a lower bound
+        on all, in seconds). The first call bounds the family of all placements.
         """
         deadline, best = time.perf_counter() + time_limit_s, None
         if self.frontier is None:
@@ -216,7 +217,7 @@ class MixedSolver:
 
     def _split(self, frontier: Frontier, family: Family, upper_bound_s: float) -> Staged | None:
         """Stages a placement of a family, using the prices of each group in turn, and puts back the
-        halves of the family. Returns a plan below `upper_bound_s`, or None.
+        halves of the family. Returns a `Staged` plan below `upper_bound_s`, or None.
         """
         bounds, best = self.of_groups[frontier.popped % len(self.of_groups)], None
         choices = bounds.likely(family)

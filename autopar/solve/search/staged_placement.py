@@ -42,7 +42,7 @@ def staged_placement(
     schedule: Schedule,
 ) -> Staged:
     """The placement `choices` with the stages and recompute modes of `staging`, priced by the
-    definition of costs.
+    definition of costs, as a `Staged`.
 
     `models` has those of each kind of devices, by recompute mode; `groups` has the kind of each
     rank.
@@ -96,8 +96,9 @@ class Stager:
     rows: dict[tuple[int, int, int], UnitRow] = field(default_factory=dict)
 
     def staged(self, choices: Choices, schedule: Schedule, upper_bound_s: float) -> Staged | float:
-        """A placement with its best stages, under the ZeRO stage for which it is fastest. If no
-        staging fits and takes less than `upper_bound_s`: a lower bound on its step seconds.
+        """A placement with its best stages (`Staged`), under the ZeRO stage for which it is
+        fastest. If no staging fits and takes less than `upper_bound_s`: a lower bound on its step
+        seconds.
         """
         best, bound_s = None, inf
         for variant in self.models.variants:
@@ -114,7 +115,7 @@ class Stager:
     def _staged_as(
         self, variant: int, choices: Choices, schedule: Schedule, upper_bound_s: float
     ) -> Staged | float:
-        """Like `staged`, under the ZeRO stage with index `variant`."""
+        """Like `staged`, but only under the ZeRO stage with index `variant`."""
         number, bound_s = self._number(choices), inf
         all_modes = len(self.models.modes)
         for count in dict.fromkeys((1, all_modes)):

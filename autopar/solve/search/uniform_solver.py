@@ -47,7 +47,8 @@ class UniformSolver:
 
     `model_of(mode)` returns the candidate annotated for a recompute mode. `others` are the same for
     other ZeRO stages, of which the best is taken. `modes` are the allowed recompute modes, the one
-    that keeps most first.
+    that keeps most first. `schedules` are the allowed ones, `capacity_bytes` the memory of a device
+    (None: unlimited). `cell` is shared with candidates whose ops cost the same.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class UniformSolver:
         return self.bounds.raise_by_totals(upper_bound_s)
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
-        """(the best plan of some placements below `upper_bound_s`, or None; a lower bound on all).
-        `raise_bounds` must be called first.
+        """(the best `Staged` plan of some placements below `upper_bound_s`, or None; a lower bound
+        on all). `raise_bounds` must be called first. Once it has a plan, no more are staged after
+        `time_limit_s` seconds.
 
         With an infinite `upper_bound_s`, the plan is the leanest placement if none of the others
         fits.
@@ -101,8 +103,8 @@ class UniformSolver:
         return best, self.bounds.least_s
 
     def _leanest(self) -> Staged | None:
-        """The placement with the fewest kept and static bytes, staged under its best schedule. None
-        if it does not fit or none is consistent.
+        """The placement with the fewest kept and static bytes, `Staged` under its best schedule.
+        None if it does not fit or none is consistent.
         """
         choices = leanest(self.bounds.cell.tables, self.bounds.parameters)
         if choices is None:
@@ -112,9 +114,9 @@ class UniformSolver:
         return min(fitting, key=lambda plan: plan.solution.time_s, default=None)
 
     def _together(self, capacity_bytes: int, upper_bound_s: float, limit_s: float) -> Staged | None:
-        """Without a pipeline: the best plan that fits and takes less than `upper_bound_s`, by one
-        integer program; None if there is none. Raises the bound on all placements too. The plan may
-        be optimal at no price of a byte.
+        """Without a pipeline: the best `Staged` plan that fits and takes less than `upper_bound_s`,
+        by one integer program; None if there is none. Raises the bound on all placements too. The
+        plan may be optimal at no price of a byte. `limit_s` is the time limit in seconds.
         """
         allowed = self.bounds.possible(upper_bound_s).by_op()
         found = solve_together(self.models.least, capacity_bytes, limit_s, upper_bound_s, allowed)
@@ -132,11 +134,12 @@ class UniformSolver:
     def narrow(
         self, upper_bound_s: float, splits: int, time_limit_s: float
     ) -> tuple[Staged | None, float]:
-        """Splits families of placements, at most `splits` times. Returns (a plan below
-        `upper_bound_s`, or None; a lower bound on all, at most `upper_bound_s`).
+        """Splits families of placements, at most `splits` times, and none after `time_limit_s`
+        seconds. Returns (a `Staged` plan below `upper_bound_s`, or None; a lower bound on all, at
+        most `upper_bound_s`).
 
         The next call continues with the remaining families. Without a pipeline, one integer program
-        is solved first.
+        is solved before the first split.
         """
         deadline, best = time.perf_counter() + time_limit_s, None
         if self._possible is None or upper_bound_s < self._possible[0]:
@@ -201,7 +204,7 @@ class UniformSolver:
 
     def _split(self, frontier: Frontier, family: Family, upper_bound_s: float) -> Staged | None:
         """Stages a promising placement of a family, and puts back the halves of the family. Returns
-        a plan below `upper_bound_s`, or None.
+        a `Staged` plan below `upper_bound_s`, or None.
         """
         best = self._met(family, upper_bound_s)
         upper_bound_s = upper_bound_s if best is None else best.solution.time_s
@@ -214,7 +217,7 @@ class UniformSolver:
 
     def _settle(self, frontier: Frontier, family: Family, upper_bound_s: float) -> Staged | None:
         """Stages the only placement of a family, if it is consistent, and records its bound in the
-        frontier. Returns the plan if it takes less than `upper_bound_s`, otherwise None.
+        frontier. Returns the `Staged` plan if it takes less than `upper_bound_s`, otherwise None.
         """
         if not self.bounds.is_consistent(family):
             return None
@@ -256,8 +259,8 @@ class UniformSolver:
             frontier.push(family, min(bounds_s.values()))
 
     def _met(self, family: Family, upper_bound_s: float) -> Staged | None:
-        """A plan from the placement of a family that is optimal at the best known price of a byte.
-        None if it was staged before, or does not take less than `upper_bound_s`.
+        """A `Staged` plan from the placement of a family that is optimal at the best known price of
+        a byte. None if it was staged before, or does not take less than `upper_bound_s`.
         """
         choices = self.bounds.likely(family)
         if not choices or choices in self.stager.known:

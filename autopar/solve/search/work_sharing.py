@@ -108,9 +108,9 @@ class Sharing:
         return died
 
     def lend(self, borrow: Callable[[Loan, int, Tell], Told]) -> None:
-        """Starts a helper with a part of the remaining work, if one more process may work. The part
-        is every second candidate of this process, or every second family of the one that it splits.
-        Does nothing if both are few.
+        """Starts a helper with a part of the remaining work, if helpers were called before and one
+        more process may work. The part is every second candidate of this process that is not split,
+        or every second family of the one that it splits. Does nothing if both are few.
         """
         state = self.state
         if self.is_alone or not state.queue or not state.board.is_free(self.processes):
@@ -152,8 +152,8 @@ class Sharing:
     # -------------------------------------------------------------------------------------------------- in a helper
 
     def begin_to_help(self, tell: Tell) -> None:
-        """Drops the state inherited from the parent process, except the time of its best plan.
-        `tell` becomes the way to report progress.
+        """Drops the parent's best plan (its time stays), helpers, results and loans; candidates
+        stay as they are. `tell` becomes the way to report progress.
         """
         self.state.others_s, self.state.best = self.state.held_s, None
         self.state.progress, self.team, self.told, self.lent = tell, Team(tell), [], {}
@@ -220,7 +220,7 @@ class Sharing:
 
     def _redo(self, number: int) -> None:
         """Resets the candidates of the dead helper `number`, so that others refine them again.
-        Their bounds stay.
+        Their finite bounds stay.
         """
         state = self.state
         for place in np.flatnonzero(self.known_to() == number).tolist():

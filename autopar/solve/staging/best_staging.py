@@ -20,7 +20,7 @@ from autopar.solve.staging.unit_row import UnitRow
 def best_staging(
     row: UnitRow, schedule: Schedule, capacity_bytes: int | None, upper_bound_s: float = inf
 ) -> Staging | float:
-    """The staging (stages, and the recompute mode of each segment) with the lowest step time that
+    """The `Staging` (stages, and the recompute mode of each segment) with the lowest step time that
     fits each rank into `capacity_bytes` and takes less than `upper_bound_s`. A capacity of None is
     unlimited.
 

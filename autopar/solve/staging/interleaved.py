@@ -33,7 +33,7 @@ _FEWER = 2
 def best_deal(
     row: UnitRow, schedule: Schedule, capacity: float, upper_bound_s: float
 ) -> Staging | float:
-    """The fastest staging, over all deals (`dealt_sizes`), that fits each rank into `capacity`
+    """The fastest `Staging`, over all deals (`dealt_sizes`), that fits each rank into `capacity`
     bytes and takes less than `upper_bound_s`. `upper_bound_s` does not include the constant seconds
     of a step.
 
@@ -230,8 +230,9 @@ def _waited_s(
 
 def _lines_s(row: UnitRow, schedule: Schedule, capacity: float) -> np.ndarray:
     """Lower bounds on the seconds of a micro-batch, with its share of seconds once a step: an array
-    [deal, rank, line]. -inf where a line does not apply. `least_recomputation.lines_s` is the same
-    for one stage a rank, and says how.
+    [deal, rank, line]. Deals are those of `dealt_sizes`, lines those of `row`; -inf where a line
+    does not apply. `capacity` is bytes of a rank. `least_recomputation.lines_s` is the same for one
+    stage a rank, and says how.
     """
     ranks, count, lines = schedule.ranks, schedule.stages_per_rank, row.lines
     deals = dealt_sizes(len(row), ranks * count)

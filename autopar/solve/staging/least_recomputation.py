@@ -42,8 +42,8 @@ def least(
 def ways(
     row: UnitRow, first: int, end: int, held: int, capacity_bytes: float, late: int = 0
 ) -> Ways:
-    """Ways to recompute in a stage with units `first` to `end` that fit, fastest first; each slower
-    one takes less time once a step. Arguments as in `least`. Empty if no way fits.
+    """The `Ways` to recompute in a stage with units `first` to `end` that fit, fastest first; each
+    slower one takes less time once a step. Arguments as in `least`. Empty if no way fits.
     """
     options, fits = _fitting(row, first, end, held, capacity_bytes, late)
     each_s = np.array([kind.step_s for kind in row.recompute.kinds])

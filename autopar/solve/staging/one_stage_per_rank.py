@@ -55,7 +55,7 @@ def staging_of_ranks(
     capacities: Sequence[int | None],
     upper_bound_s: float = inf,
 ) -> Staging | float:
-    """`best_staging` with one stage per rank: the best staging below `upper_bound_s`, or else a
+    """`best_staging` with one stage per rank: the best `Staging` below `upper_bound_s`, or else a
     lower bound in seconds, infinite if none fits. `rows` has the costs of units on each rank,
     `capacities` the bytes of each rank; None is unlimited.
     """

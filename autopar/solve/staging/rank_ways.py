@@ -79,8 +79,8 @@ class RankChoice:
 
 
 def _ways(row: UnitRow, runs: Sequence[tuple[int, int]], parted: tuple[bool, ...]) -> RankWays:
-    """The ways to recompute in a rank whose stages are `runs`, cached: ranks with equal stages
-    share them. `parted`: by stage, whether its backward is split.
+    """The `RankWays` to recompute in a rank whose stages are `runs`, cached: ranks with equal
+    stages share them. `parted`: by stage, whether its backward is split.
     """
     ends = (
         (end == len(row), row.sent(first) if first else 0, row.sent(end)) for first, end in runs
@@ -131,8 +131,8 @@ def fitting(
     lines_s: np.ndarray,
     upper_bound_s: float,
 ) -> tuple[list[RankChoice], np.ndarray] | None:
-    """(for each rank the least recomputation that fits, by rank a lower bound in seconds). None if
-    no way fits on some rank.
+    """(for each rank the least recomputation that fits, as a `RankChoice`, by rank a lower bound in
+    seconds). None if no way fits on some rank.
 
     `runs` has the (first, end) units of each stage of the pipeline. A bound holds for a micro-batch
     on one rank, over all ways that fit, and includes the share of seconds once a step.

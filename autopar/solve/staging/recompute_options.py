@@ -133,9 +133,9 @@ class RecomputeOptions:
     known_ways: dict[tuple[tuple[int, ...], int], AlikeWays] = field(default_factory=dict)
 
     def options(self, counts: tuple[int, ...], parted: bool) -> Options:
-        """The ways to run `counts[kind]` blocks of each kind, with a split (`parted`) or a whole
-        backward, fastest first. All ways if they are few (`are_few`), otherwise the Pareto-optimal
-        ones. Cached.
+        """The ways (`Options`) to run `counts[kind]` blocks of each kind, with a split (`parted`)
+        or a whole backward, fastest first. All ways if they are few (`are_few`), otherwise the
+        Pareto-optimal ones. Cached.
         """
         if (counts, parted) not in self.known_options:
             self.known_options[counts, parted] = (
@@ -219,8 +219,8 @@ class RecomputeOptions:
         return np.array(parts, dtype=float).reshape(len(parts), -1).T.copy()
 
     def alike_ways(self, kinds: tuple[int, ...], longest: int) -> AlikeWays:
-        """Ways to run a stage whose units have blocks of the kinds with these indices. `longest` is
-        the number of units of the longest stage of its rank. Cached.
+        """The `AlikeWays` to run a stage whose units have blocks of the kinds with these indices.
+        `longest` is the number of units of the longest stage of its rank. Cached.
         """
         if (kinds, longest) not in self.known_ways:
             self.known_ways[kinds, longest] = self._all_alike_ways(kinds, longest)

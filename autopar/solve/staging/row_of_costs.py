@@ -19,7 +19,7 @@ from autopar.solve.staging.unit_row import BytePrice, LastSegment, Line, Sums, U
 
 def row_of_placement(models: Models, choices: Choices) -> UnitRow:
     """The units of a model (blocks, and what a pipeline cuts between) with their costs under the
-    placement `choices`. `models` has the model for each recompute mode.
+    placement `choices`, as a `UnitRow`. `models` has the model for each recompute mode.
     """
     base = next(iter(models.values()))
     costs = [segment_costs(model, choices) for model in models.values()]
@@ -47,7 +47,7 @@ def row_of_costs(
     lines: Sequence[tuple[BytePrice, Sequence[Sequence[float]]]] = (),
     most_freed: int = 0,
 ) -> UnitRow:
-    """A row of units whose costs are lower bounds, from `costs[mode][segment]`.
+    """A `UnitRow` whose costs are lower bounds, from `costs[mode][segment]`.
 
     Args:
         models: the model for each recompute mode.
@@ -167,9 +167,10 @@ def _row(
     lines: Sequence[tuple[BytePrice, np.ndarray]] = (),
     is_bound: bool = False,
 ) -> UnitRow:
-    """A row of units from segment costs. `arriving` has the bytes of the message into each segment.
-    `ties` has (bytes, seconds once a step) of each shared parameter. `lines` has prices, each with
-    lower bounds by unit.
+    """A `UnitRow` from segment costs. `arriving` has the bytes of the message into each segment.
+    `ties` has (bytes, seconds once a step) of each shared parameter. `last` has the bytes of the
+    model's last segment. `lines` has prices, each with lower bounds by unit. `is_bound`: all costs
+    are lower bounds.
     """
     kinds, kind = _kinds(of)
     parts = _parts(of)
@@ -220,8 +221,8 @@ def _before(of_units: np.ndarray) -> np.ndarray:
 
 
 def _last_segment(of: _Segments, freed: int | None = None, most_freed: int = 0) -> LastSegment:
-    """The bytes of the model's last segment; all 0 but `most_freed` if its class has other
-    segments. `freed` overrides what it frees, by default what it keeps.
+    """The bytes of the model's last segment (`LastSegment`); all 0 but `most_freed` if its class
+    has other segments. `freed` overrides what it frees, by default what it keeps.
     """
     if of.last < 0:
         return LastSegment(most_freed=most_freed)
@@ -245,8 +246,8 @@ def _kinds(of: _Segments) -> tuple[list[Kind], list[int]]:
 
 
 def _kind(of: _Segments, block: int) -> Kind:
-    """The costs, by recompute mode, of the segment with index `block`. If it is the model's last
-    segment, all modes cost what the first does, and its peak counts as 0.
+    """The costs (a `Kind`), by recompute mode, of the segment with index `block`. If it is the
+    model's last segment, all modes cost what the first does, and its peak counts as 0.
     """
     is_last, own, base = block == of.last, of.costs[0][block], of.base
     modes = [own if is_last else by_mode[block] for by_mode in of.costs]

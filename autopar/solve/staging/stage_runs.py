@@ -101,9 +101,9 @@ class RunFinder:
         ]
 
     def run(self, stage: int, first: int, end: int) -> StageRun | None:
-        """Units `first` to `end` as stage `stage`, with the least recomputation that fits; None if
-        no recomputation makes them fit. Clears `is_free` if they do not fit, or fit only with
-        recomputation.
+        """A `StageRun` of units `first` to `end` as stage `stage`, with the least recomputation
+        that fits; None if no recomputation makes them fit. Clears `is_free` if they do not fit, or
+        fit only with recomputation.
         """
         row, room = self.rows[stage], self.rooms[stage]
         if (found := least(row, first, end, *room)) is None:

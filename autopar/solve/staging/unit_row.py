@@ -91,6 +91,8 @@ class UnitRow:
     `blocks` are the segment indices of the units' blocks. By unit: `kind` (index of the block's
     kind), `transient` (peak bytes of segments beside the block), and `arriving` (bytes of the
     message into a stage that begins with the unit). `parts` has one array by unit for each cost.
+    `last` has the bytes of the model's last segment, `recompute` the ways to recompute, `ties` the
+    shared parameters.
 
     `is_bound`: the costs are lower bounds over many placements; `lines` then bound the runs of
     these (`family_bounds.py`). `known_least` and `known_stages` are caches.
