@@ -445,12 +445,13 @@ def _train_by_engine(
 
 
 def _moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
-    """The median of ||after - before|| / ||before|| over floating-point tensors that were not zero.
-    NaN if a value of `after` is not finite; 0.0 if there is no such tensor.
+    """How far training moved the median of the tensors that it moved, relative to its norm; NaN if
+    any value is not finite.
     """
     if not all(bool(t.isfinite().all()) for t in after.values()):
         return float("nan")
-    sized = {k: v for k, v in before.items() if v.is_floating_point() and v.norm() > 0}
+    floats = {name: value for name, value in before.items() if value.is_floating_point()}
+    sized = {k: v for k, v in floats.items() if v.norm() > 0 and not torch.equal(v, after[k])}
     shares = sorted(float((after[k] - v).norm() / v.norm()) for k, v in sized.items())
     return shares[len(shares) // 2] if shares else 0.0
 
