@@ -63,21 +63,22 @@ def kept_tensors(
     ]
     held += [(n, x, local.fixed[n]) for n, x in zip(outs, choice.outputs, strict=True)]
     by_root = {
-        local.facts.roots[name]: (layout, layouts) for name, layout, layouts in reversed(held)
+        local.facts.roots[name]: (name, layout, layouts) for name, layout, layouts in reversed(held)
     }
     kept = []
     for root in observed.values:
         if root in local.unwritten:
             continue
-        layout, layouts = by_root.get(root, (R, local.fixed[root]))
-        key = sharding_key({**layouts, "tp": layout})
+        name, layout, layouts = by_root.get(root, (root, R, local.fixed[root]))
+        key = sharding_key(local.facts, name, {**layouts, "tp": layout})
         size = local.pricing.size_bytes(
             local.facts.tensors[root],
             {a: x for a, x in layouts.items() if x.dim < local.facts.tensors[root].dim()},
         )
         size = local.pricing.sharded(size, layout)
         if _gathers_again(local, node, root, layout):
-            key, size = f"{key}/tp", ceil(size / local.pricing.tp)
+            dim = min(dim for dim, _ in local.facts.positions[root])
+            key, size = f"{key}/tp{dim}", ceil(size / local.pricing.tp)
         if local.setting.software.keeps_fp8 and node.name in local.narrow:
             key, size = f"{key}:fp8", size // local.pricing.itemsize(local.facts.tensors[root])
         kept.append(Saved(root + key, size))
