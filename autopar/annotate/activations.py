@@ -72,10 +72,10 @@ def kept_tensors(
         if root in local.unwritten:
             continue
         first, *others = by_root.get(root, [(root, R, local.fixed[root])])
-        if all(_key(other) == _key(first) for other in others):
-            kept.append(_kept(local, node, root, (root, *first[1:])))
+        if all(_key(local, other) == _key(local, first) for other in others):
+            kept.append(_kept(local, node, root, first, root))
         else:  # parts of one tensor, of which some were converted and are tensors of their own
-            kept += [_kept(local, node, root, part) for part in (first, *others)]
+            kept += [_kept(local, node, root, part, part[0]) for part in (first, *others)]
     if observed.extra_bytes_per_row:
         own = _own_bytes(local, node, observed.extra_bytes_per_row)
         if "cp" in fixed and any(x.is_shard for x in (*fixed["cp"].inputs, *fixed["cp"].outputs)):
@@ -91,20 +91,21 @@ _Held = tuple[str, Layout, dict[str, Layout]]
 """A value of a call: its name, its layout over tp, and its layouts on the other axes."""
 
 
-def _key(held: _Held) -> str:
-    return sharding_key({**held[2], "tp": held[1]})
+def _key(local: LocalClass, held: _Held) -> str:
+    return sharding_key(local.facts, held[0], {**held[2], "tp": held[1]})
 
 
-def _kept(local: LocalClass, node: Node, root: str, held: _Held) -> Saved:
-    """The tensor that autograd keeps of a value on one device. `root` is the value that owns its
-    storage.
+def _kept(local: LocalClass, node: Node, root: str, held: _Held, name: str) -> Saved:
+    """The tensor called `name` that autograd keeps on one device for an operand or result `held`.
+    `root` is the value that owns the storage of both.
     """
-    (name, layout, layouts), key = held, _key(held)
+    (_, layout, layouts), key = held, _key(local, held)
     tensor = local.facts.tensors[name]
     fitting = {axis: x for axis, x in layouts.items() if x.dim < tensor.dim()}
     size = local.pricing.sharded(local.pricing.size_bytes(tensor, fitting), layout)
     if _gathers_again(local, node, root, layout):
-        key, size = f"{key}/tp", ceil(size / local.pricing.tp)
+        dim = min((dim for dim, _ in local.facts.positions.get(root, ())), default=0)
+        key, size = f"{key}/tp{dim}", ceil(size / local.pricing.tp)
     if local.setting.software.keeps_fp8 and node.name in local.narrow:
         key, size = f"{key}:fp8", size // local.pricing.itemsize(tensor)
     return Saved(name + key, size)

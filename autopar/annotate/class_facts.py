@@ -14,9 +14,10 @@ from autopar.annotate.attention_masks import windows
 from autopar.annotate.fusion import FusedShare, added_gradients, fuse, heads_of
 from autopar.annotate.recomputed import NOTHING, Rerun, rerun_of
 from autopar.annotate.saved_tensors import SavedByOp, observe_saved
+from autopar.annotate.storage_dims import storage_dims
 from autopar.ir.annotated import Shared
 from autopar.ir.plan_checks import SELECTIVE_MODES
-from autopar.ir.sharding import Pattern
+from autopar.ir.sharding import Layout, Pattern
 from autopar.ir.traced import BlockClass, TracedModel
 from autopar.ops.dims import Call, OpDims
 from autopar.ops.reach import (
@@ -55,15 +56,13 @@ class ClassPlace:
 class ClassFacts:
     """Facts of one block class, by the names of its values and ops.
 
-    `tensors` has the fake tensor of each value, and `grads` whether it has a gradient.
-    `patterns` and `positions` are (dim, pattern) pairs of a value: dims that follow the
-    sections of fused projections, and dims that are positions of sequences. `weights` are the
-    parameters; the `borrowed` ones count their bytes in another class. `products` are the calls
-    that multiply by a parameter, and `heads` those directly before the loss. `added` are the
-    (op, operand) pairs where autograd sums gradients. `saved` and `roots` come from
-    `observe_saved`; `windows` has the sliding windows of causal attention. The functions
-    `shares` (fused kernels), `rerun` (recompute modes) and `tensor_parallel` (strategies over
-    tp) cache their results.
+    `patterns` and `positions` are (dim, pattern) pairs of a value: dims that follow the sections of
+    fused projections, and dims that are positions of sequences. `weights` are the parameters; the
+    `borrowed` ones count their bytes in another class. `products` are the calls that multiply by a
+    parameter, and `heads` those directly before the loss. `added` are the (op, operand) pairs where
+    autograd sums gradients. `saved` and `roots` come from `observe_saved`, and `storage_dim`
+    from `storage_dims`; `windows` has the sliding windows of causal attention. The functions `shares` (fused kernels), `rerun` (recompute
+    modes) and `tensor_parallel` (strategies over tp) cache their results.
     """
 
     block: BlockClass
@@ -81,6 +80,7 @@ class ClassFacts:
     added: set[tuple[str, int]]
     saved: dict[str, SavedByOp]
     roots: dict[str, str]
+    storage_dim: Callable[[str, Layout], int | None]
     shares: Callable[[Joins], dict[str, FusedShare]]
     rerun: Callable[[str, bool], Rerun]
     tensor_parallel: Callable[[Node, int, tuple[tuple[str, int], ...]], list[OpStrategy]]
@@ -293,6 +293,7 @@ def _class_facts(
         added=added_gradients(graph),
         saved=saved,
         roots=roots,
+        storage_dim=storage_dims(graph, dims, roots),
         shares=cache(partial(fuse, graph, dims)),
         rerun=cache(partial(_rerun, block, saved, roots)),
         tensor_parallel=cache(partial(_tensor_parallel, dims, letters, grads)),

@@ -93,7 +93,7 @@ def local_class(
         shapes={name: tuple(map(pricing.number, t.shape)) for name, t in facts.tensors.items()},
         bytes={name: pricing.size_bytes(t, fixed[name]) for name, t in facts.tensors.items()},
         common=common,
-        as_made=frozenset(name + sharding_key(fixed[name]) for name in common),
+        as_made=frozenset(name + sharding_key(facts, name, fixed[name]) for name in common),
         shares=shares,
         unwritten=_unwritten(facts, shares)
         if software.compiled or software.fused_kernels
@@ -103,9 +103,16 @@ def local_class(
     )
 
 
-def sharding_key(layouts: Mapping[str, Layout]) -> str:
-    """The axes that shard a value, such as '/dp/tp'. It is part of the key of a saved tensor."""
-    return "".join(f"/{axis}" for axis, layout in layouts.items() if layout.is_shard)
+def sharding_key(facts: ClassFacts, name: str, layouts: Mapping[str, Layout]) -> str:
+    """The axes that shard a value and the dims of its storage that they shard, such as '/dp0/tp2'.
+    It is part of the key of a saved tensor.
+    """
+    found = ""
+    for axis, layout in layouts.items():
+        if layout.is_shard:
+            dim = facts.storage_dim(name, layout)
+            found += f"/{axis}{dim}" if dim is not None else f"/{axis}:{name}"
+    return found
 
 
 def _fixed_layouts(

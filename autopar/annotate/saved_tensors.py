@@ -89,7 +89,7 @@ def _called(node: Node, env: dict[Node, Any]) -> tuple[Any, list[torch.Tensor]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         result = node.target(*args, **kwargs)
-    return _positions_outside_heads(result) if _fused_attention(node) else result, packed
+    return _like_queries(result, args[0]) if _fused_attention(node) else result, packed
 
 
 def rerun_ops(
@@ -124,14 +124,17 @@ def _fused_attention(node: Node) -> bool:
     return is_attention(node) and not drops(node)
 
 
-def _positions_outside_heads(result: torch.Tensor) -> torch.Tensor:
-    """An empty tensor like the result of fused attention, in its memory layout: a (b, n, s, d) view
-    of (b, s, n, d). Joining the heads is then a view and not a copy.
+def _like_queries(result: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """An empty tensor like the result of fused attention (b, n, s, d), whose dims lie in memory in
+    the order of those of the queries. Where positions are outside heads, joining the heads is a
+    view and not a copy.
     """
-    b, n, s, d = result.shape
-    return torch.empty(
-        (b, s, n, d), dtype=result.dtype, device=result.device, requires_grad=result.requires_grad
-    ).transpose(1, 2)
+    swapped = queries.stride(1) < queries.stride(2)
+    shape = result.transpose(1, 2).shape if swapped else result.shape
+    empty = torch.empty(
+        shape, dtype=result.dtype, device=result.device, requires_grad=result.requires_grad
+    )
+    return empty.transpose(1, 2) if swapped else empty
 
 
 def _probe(node: Node) -> torch.Tensor:
@@ -197,5 +200,5 @@ def _classify(packed: list[torch.Tensor], owner: dict[int, str], graph: Graph) -
                 values[owner[storage]] = None
         elif storage not in seen:
             seen.add(storage)
-            extra += tensor.numel() * tensor.element_size()
+            extra += tensor.untyped_storage().nbytes()  # whole, where a part is kept
     return SavedByOp(tuple(values), extra / PROBE_ROWS)

@@ -23,7 +23,7 @@ class Saved:
     tensor, counted once.
 
     A key is the name of the value, followed by the form in which it is kept. Examples are `up`,
-    `up/dp/tp` (a shard), `up/tp:fp8`, and `gelu:own` (a private tensor of the op `gelu`).
+    `up/dp0/tp2` (a shard), `up/tp2:fp8`, and `gelu:own` (a private tensor of the op `gelu`).
     """
 
     key: str

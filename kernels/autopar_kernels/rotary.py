@@ -114,10 +114,16 @@ def _rotary_pass(*arguments: object) -> tuple[Tensor, Tensor]:
 def _rotary_pass_fake(*arguments: object) -> tuple[Tensor, Tensor]:
     call = Rotation(*arguments)  # type: ignore[arg-type]
     q, k = call.q, call.k
-    return (
-        q.new_empty(q.shape, dtype=call.dtype(q)),
-        absent(q) if k is None else k.new_empty(k.shape, dtype=call.dtype(k)),
-    )
+    return _empty(call, q), absent(q) if k is None else _empty(call, k)
+
+
+def _empty(call: Rotation, x: Tensor) -> Tensor:
+    """An empty result for x. Heads and tokens lie in memory in the order that they have in x, so
+    that joining the heads after attention is a view if it was one before.
+    """
+    swapped = x.stride(1) < x.stride(2)
+    out = x.new_empty(x.transpose(1, 2).shape if swapped else x.shape, dtype=call.dtype(x))
+    return out.transpose(1, 2) if swapped else out
 
 
 def _table(call: Rotation, table: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -135,7 +141,7 @@ def _table(call: Rotation, table: Tensor, wide: torch.dtype) -> tuple[Tensor, Te
 
 def _reference(call: Rotation, x: Tensor) -> Tensor:
     wide = accumulation_dtype(x, call.cos, call.sin)
-    out = x.to(call.dtype(x)).clone(memory_format=torch.contiguous_format)
+    out = _empty(call, x).copy_(x)
     (source, *_), (target, *_) = call.axes(x), call.axes(out)
     (c_low, c_high), (s_low, s_high) = (_table(call, t, wide) for t in (call.cos, call.sin))
     if call.backward:

@@ -97,3 +97,15 @@ def test_importing_needs_torch_alone():
         env=os.environ | {"PYTHONPATH": root},
     )
     assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("heads_last", [False, True])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_rotation_keeps_the_order_of_heads_and_tokens_in_memory(device, heads_last, swapped):
+    """Attention then writes its result in that order too, and joining the heads is a view."""
+    x = torch.zeros(2, 5, 3, 8, device=device)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if swapped else x
+    table = torch.ones(1, x.shape[1 if heads_last else 2], 8, device=device)
+    found = torch.ops.autopar.rotary_single(x, table, table, heads_last=heads_last)
+    assert found.stride() == x.stride()

@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import autopar
-from autopar import api
 from autopar.ir.cluster import ClusterSpec
 from autopar.models.gpt import GPTConfig
 from autopar.models.hf import hf_example_inputs
 from autopar.models.llama import LlamaConfig
-from autopar.rewrite.collectives.axes import active_axes, simulated_axes
-from autopar.runtime import engine as engines
-from autopar.runtime.batches.micro_batches import MicroBatches
+from benchmarks.fidelity.simulated_rank import SimulatedRank
 
 ROWS, SEQ = 2, 256
 TOTAL, CATEGORY, LARGE = 0.05, 0.10, 0.10
@@ -172,36 +169,17 @@ PLANS = {
 }
 
 
-def observed(model, plan, inputs, monkeypatch) -> dict[str, int]:
+def observed(model, plan, inputs) -> dict[str, int]:
     """Bytes at the peak of a step of rank 0, by category.  What is offloaded, and the update of it, is left out: on CPU, host and device
     are one to MemTracker."""
-    monkeypatch.setattr(
-        engines, "mesh_axes", lambda mesh, device, shard=0: (None, simulated_axes(mesh, 0, shard))
-    )
-    traced = api.trace(model, inputs, None, plan.precision)
-    engine = engines.Engine(
-        model, traced, plan, lambda p: torch.optim.AdamW(p, 1e-3, foreach=False), None, None, "cpu"
-    )
-    batch = {
-        name: torch.zeros(plan.micro_batch, *t.shape[1:], dtype=t.dtype)
-        for name, t in inputs.items()
-    }
-    values = engine.program.step_values
-    batch |= {} if values is None else dict.fromkeys(values.names, torch.tensor(8.0))
-    work = MicroBatches(
-        inputs=[batch], rows=plan.micro_batch, scales=(1.0,), places=((0, plan.micro_batch),)
-    )
-    tracker = MemTracker()
-
+    rank, tracker = SimulatedRank(model, plan, inputs), MemTracker()
+    engine = rank.engine
     offloads = engine.parameters.holding.offloads
 
     def step(update=True):
         for _ in range(plan.num_microbatches):
             tracker.reset_mod_stats()
-            with active_axes(engine.axes):
-                loss, _ = engine._passes.forward(engine.program, batch, engine._noise(work, 0))
-                engine._passes.backward(loss)
-                del loss
+            rank.micro_batch()
         engine._update() if update else engine.reduce_gradients()
 
     step()  # the optimizer makes its state
@@ -234,7 +212,7 @@ SLOW = ("llama dp2 zero1 offloaded bf16", "llama offloaded", "hugging face dp2 t
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PLANS]
 )
-def test_the_predicted_peak_is_what_a_step_takes(name, monkeypatch):
+def test_the_predicted_peak_is_what_a_step_takes(name):
     make, ranks, pin = PLANS[name]
     model = make()
     inputs = inputs_of(model)
@@ -247,7 +225,7 @@ def test_the_predicted_peak_is_what_a_step_takes(name, monkeypatch):
     plan = autopar.plan(
         model, cluster, inputs, 2 * ROWS * pin["dp"], pin, precision=precision, runnable=True
     )
-    seen, parts = observed(model, plan, inputs, monkeypatch), dict(plan.predicted.memory)
+    seen, parts = observed(model, plan, inputs), dict(plan.predicted.memory)
     expected = {part: parts[part] for part in ("parameters", "gradients", "optimizer")}
     expected["activations"] = parts["kept"] + parts["transient"] + parts["fixed"]
     if plan.offload == "parameters":  # those that are fetched are buffers to the plan
