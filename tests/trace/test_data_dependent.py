@@ -66,15 +66,11 @@ ARRAYS = {
     "numpy": lambda y: y * y.detach().numpy().sum(),
     "asarray": lambda y: y * torch.as_tensor(y.detach().__array__()).sum(),
 }
-GRAPHS = {
-    "cond": lambda y: torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)),
-}
 KINDS = {
     "reads": NUMBERS,
     "shape depends on data": SHAPES,
     "batch size as a Python number": ROWS,
     "leaves PyTorch": ARRAYS,
-    "runs a graph of its own": GRAPHS,
 }
 REFUSED = {
     name: (function, text) for text, cases in KINDS.items() for name, function in cases.items()
