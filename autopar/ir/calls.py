@@ -19,6 +19,11 @@ def called_function(node: Node) -> Callable[..., Any]:
     return node.target
 
 
+def arguments(node: Node) -> tuple[Any, ...]:
+    """The positional arguments of a call, without types: for code that looks at what they are."""
+    return node.args
+
+
 def argument(node: Node, name: str, default: Any = None) -> Any:
     """The argument of a call by its schema name, passed by position or keyword.
 

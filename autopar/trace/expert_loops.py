@@ -15,12 +15,13 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import autopar_kernels.routed_experts  # noqa: F401 (registers the op)
 import torch
 from torch.fx import Graph, Node
 
-from autopar.ir.calls import argument
+from autopar.ir.calls import argument, arguments
 from autopar.ops.kinds import same
 from autopar.trace.edit import call, is_op
 from autopar.trace.expert_mlps import Mlp, mlp_of, stacked
@@ -121,7 +122,7 @@ def _turn(node: Node) -> _Turn | None:
     rows = _uncast(rows)
     if not is_op(rows, "mul") or len(rows.all_input_nodes) != 2:
         return None
-    for value, factor in (rows.args, rows.args[::-1]):
+    for value, factor in (arguments(rows), arguments(rows)[::-1]):
         weights = _weights(factor, chosen)
         mlp = weights and mlp_of(_uncast(value), partial(_tokens, chosen=chosen))
         if weights is not None and mlp:
@@ -132,19 +133,23 @@ def _turn(node: Node) -> _Turn | None:
 def _added(node: Node) -> tuple[Node, Node, Node, frozenset[Node]] | None:
     """(base, numbers of rows, what is added to these rows, the nodes that read base), or None."""
     if is_op(node, "index_add"):
-        base, dim, token, rows = node.args[:4]
+        base, dim, token, rows = arguments(node)[:4]
         plain = dim == 0 and argument(node, "alpha", 1) == 1
         return (base, token, rows, frozenset({node})) if plain else None
-    if not is_op(node, "index_put") or len(node.args[1]) != 1 or node.args[1][0] is None:
+    if (
+        not is_op(node, "index_put")
+        or len(arguments(node)[1]) != 1
+        or arguments(node)[1][0] is None
+    ):
         return None
-    base, (token,), rows = node.args[:3]
+    base, (token,), rows = arguments(node)[:3]
     if argument(node, "accumulate", False):
         return base, token, rows, frozenset({node})
     sum_of_two = is_op(rows, "add") and len(rows.all_input_nodes) == 2
     if not sum_of_two or argument(rows, "alpha", 1) != 1 or not _is_distinct(token):
         return None
-    for before, new in (rows.args, rows.args[::-1]):
-        if is_op(before, "index") and before.args == (base, [token]):
+    for before, new in (arguments(rows), arguments(rows)[::-1]):
+        if is_op(before, "index") and arguments(before) == (base, [token]):
             return base, token, new, frozenset({node, before})
     return None
 
@@ -156,9 +161,12 @@ def _is_distinct(token: Node) -> bool:
 
 
 def _is_topk(index: Node) -> bool:
-    if index.target is not operator.getitem or index.args[1] != 1 or not _is_index(index):
+    if index.target is not operator.getitem or arguments(index)[1] != 1 or not _is_index(index):
         return False
-    return is_op(index.args[0], "topk") and argument(index.args[0], "dim", -1) in (-1, 1)
+    return is_op(arguments(index)[0], "topk") and argument(arguments(index)[0], "dim", -1) in (
+        -1,
+        1,
+    )
 
 
 def _chosen(token: Node) -> _Chosen | None:
@@ -167,7 +175,7 @@ def _chosen(token: Node) -> _Chosen | None:
     if found is None:
         return None
     where, place = found
-    row = _row(where.args[0])
+    row = _row(arguments(where)[0])
     if row is None or row[2][place] != 0:
         return None
     index, expert, _, masks = row
@@ -179,9 +187,9 @@ def _item(node: object) -> tuple[Node, int] | None:
     """(where, which of its results) of an item of `torch.where(mask)`, or None."""
     if not isinstance(node, Node) or node.target is not operator.getitem:
         return None
-    source, place = node.args
+    source, place = arguments(node)
     one = isinstance(source, Node) and is_op(source, "where", "nonzero_numpy")
-    return (source, place) if one and len(source.args) == 1 else None
+    return (source, place) if one and len(arguments(source)) == 1 else None
 
 
 def _row(mask: Node) -> tuple[Node, int, tuple[int, ...], Node | None] | None:
@@ -189,20 +197,24 @@ def _row(mask: Node) -> tuple[Node, int, tuple[int, ...], Node | None] | None:
     of index (T, K) each dim of the mask is. `masks`: those of all experts, if it is one of them.
     """
     mask = _uncast(mask)
-    if is_op(mask, "squeeze", "reshape") and is_op(mask.args[0], "slice"):
-        part = mask.args[0]
+    if is_op(mask, "squeeze", "reshape") and is_op(arguments(mask)[0], "slice"):
+        part = arguments(mask)[0]
         start, end = argument(part, "start", 0), argument(part, "end")
         one = argument(part, "dim", 0) == 0 and end == start + 1
         same_dims = mask.meta["val"].dim() == part.meta["val"].dim() - 1
-        return _of_expert(part.args[0], 0, start) if one and same_dims else None
+        return _of_expert(arguments(part)[0], 0, start) if one and same_dims else None
     if is_op(mask, "select"):
-        return _of_expert(mask.args[0], argument(mask, "dim"), argument(mask, "index"))
-    if mask.target is operator.getitem and is_op(mask.args[0], "unbind"):
-        return _of_expert(mask.args[0].args[0], argument(mask.args[0], "dim", 0), mask.args[1])
-    if is_op(mask, "eq") and isinstance(mask.args[1], int) and _is_topk(mask.args[0]):
-        index = mask.args[0]
-        index.meta[_EXPERTS] = index.args[0].args[0].meta["val"].shape[-1]
-        return index, mask.args[1], (0, 1), None
+        return _of_expert(arguments(mask)[0], argument(mask, "dim"), argument(mask, "index"))
+    if mask.target is operator.getitem and is_op(arguments(mask)[0], "unbind"):
+        return _of_expert(
+            arguments(arguments(mask)[0])[0],
+            argument(arguments(mask)[0], "dim", 0),
+            arguments(mask)[1],
+        )
+    if is_op(mask, "eq") and isinstance(arguments(mask)[1], int) and _is_topk(arguments(mask)[0]):
+        index = arguments(mask)[0]
+        index.meta[_EXPERTS] = arguments(arguments(index)[0])[0].meta["val"].shape[-1]
+        return index, arguments(mask)[1], (0, 1), None
     return None
 
 
@@ -213,7 +225,7 @@ def _of_expert(
     masks, order = _uncast(masks), (0, 1, 2)
     if is_op(masks, "permute"):
         order = tuple(d % 3 for d in argument(masks, "dims"))
-        masks = _uncast(masks.args[0])
+        masks = _uncast(arguments(masks)[0])
     index = _all_experts(masks)
     if index is None or len(order) != 3 or order[dim % 3] != 2:
         return None
@@ -225,13 +237,19 @@ def _all_experts(masks: Node) -> Node | None:
     """The index of masks (T, K, E) that are `one_hot(index, E)`, or None."""
     index: Node | None = None
     if is_op(masks, "one_hot"):
-        index, count = masks.args[0], argument(masks, "num_classes", -1)
-    elif is_op(masks, "eq") and isinstance(masks.args[1], Node) and is_op(masks.args[1], "arange"):
-        index, numbers = masks.args[0], masks.args[1]
+        index, count = arguments(masks)[0], argument(masks, "num_classes", -1)
+    elif (
+        is_op(masks, "eq")
+        and isinstance(arguments(masks)[1], Node)
+        and is_op(arguments(masks)[1], "arange")
+    ):
+        index, numbers = arguments(masks)[0], arguments(masks)[1]
         count = numbers.meta["val"].shape[0]
         plain = argument(numbers, "start", 0) == 0 and argument(numbers, "step", 1) == 1
         last = masks.meta["val"].dim() == 3 and same(index.meta["val"].shape[-1], 1)
-        index = index.args[0] if plain and last and is_op(index, "unsqueeze", "reshape") else None
+        index = (
+            arguments(index)[0] if plain and last and is_op(index, "unsqueeze", "reshape") else None
+        )
     if index is None or not _is_index(index) or not isinstance(count, int) or count < 1:
         return None
     index.meta[_EXPERTS] = count
@@ -250,18 +268,18 @@ def _is_index(node: Node) -> bool:
     return val.dim() == 2 and val.dtype == torch.int64
 
 
-def _weights(factor: object, chosen: _Chosen) -> Node | None:
+def _weights(factor: Any, chosen: _Chosen) -> Node | None:
     """The weights (T, K) of which a factor (rows, 1) has those of the chosen entries, or None."""
     factor = _uncast(factor)
-    if is_op(factor, "unsqueeze", "reshape") and is_op(factor.args[0], "index"):
-        factor, behind = factor.args[0], 1
+    if is_op(factor, "unsqueeze", "reshape") and is_op(arguments(factor)[0], "index"):
+        factor, behind = arguments(factor)[0], 1
     else:
         behind = 0
-    if not is_op(factor, "index") or list(factor.args[1]) != [chosen.token, chosen.choice]:
+    if not is_op(factor, "index") or list(arguments(factor)[1]) != [chosen.token, chosen.choice]:
         return None
-    source = factor.args[0]
+    source = arguments(factor)[0]
     if not behind and is_op(source, "unsqueeze", "reshape"):
-        source, behind = source.args[0], 1
+        source, behind = arguments(source)[0], 1
     own, index = source.meta["val"], chosen.index.meta["val"]
     return source if behind and list(map(str, own.shape)) == list(map(str, index.shape)) else None
 
@@ -269,29 +287,29 @@ def _weights(factor: object, chosen: _Chosen) -> Node | None:
 def _tokens(rows: Node, chosen: _Chosen) -> Node | None:
     """The x (T, H) of which a node has the rows of the chosen tokens, or None."""
     if is_op(rows, "index", "index_select"):
-        at = [rows.args[2]] if is_op(rows, "index_select") else list(rows.args[1])
-        direct = at == [chosen.token] and (is_op(rows, "index") or rows.args[1] == 0)
-        return rows.args[0] if direct and rows.args[0].meta["val"].dim() == 2 else None
-    if not is_op(rows, "reshape", "squeeze") or not is_op(rows.args[0], "index"):
+        at = [arguments(rows)[2]] if is_op(rows, "index_select") else list(arguments(rows)[1])
+        direct = at == [chosen.token] and (is_op(rows, "index") or arguments(rows)[1] == 0)
+        return arguments(rows)[0] if direct and arguments(rows)[0].meta["val"].dim() == 2 else None
+    if not is_op(rows, "reshape", "squeeze") or not is_op(arguments(rows)[0], "index"):
         return None
-    inner = rows.args[0]
-    if list(inner.args[1]) != [None, chosen.token] or not is_op(
-        inner.args[0], "unsqueeze", "reshape"
+    inner = arguments(rows)[0]
+    if list(arguments(inner)[1]) != [None, chosen.token] or not is_op(
+        arguments(inner)[0], "unsqueeze", "reshape"
     ):
         return None
-    x = inner.args[0].args[0]
+    x = arguments(arguments(inner)[0])[0]
     shape = x.meta["val"].shape
     fits = len(shape) == 2 == rows.meta["val"].dim() and same(shape[1], rows.meta["val"].shape[1])
-    return x if fits and same(inner.args[0].meta["val"].shape[0], 1) else None
+    return x if fits and same(arguments(inner)[0].meta["val"].shape[0], 1) else None
 
 
 def _uncast(node: Node) -> Node:
     """A value before casts that keep it a number of the same kind, or turn a mask into one."""
     while isinstance(node, Node) and is_op(node, "to", "_to_copy") and _keeps(node):
-        node = node.args[0]
+        node = arguments(node)[0]
     return node
 
 
 def _keeps(node: Node) -> bool:
-    before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+    before, after = arguments(node)[0].meta["val"].dtype, node.meta["val"].dtype
     return before == after or (before.is_floating_point and after.is_floating_point)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from autopar.ir.calls import argument, op_name
+from autopar.ir.calls import argument, arguments, op_name
 from autopar.ops.kinds import same
 from autopar.trace.edit import is_op
 
@@ -46,7 +46,7 @@ def mlp_of(value: Node, rows: Rows) -> Mlp | None:
         return None
     inner, down, down_bias = _linear(value)
     if is_op(inner, "mul") and len(inner.all_input_nodes) == 2:
-        for gate, up in (inner.args, inner.args[::-1]):
+        for gate, up in (arguments(inner), arguments(inner)[::-1]):
             found = _gated(gate, up, rows)
             if found is not None:
                 return Mlp(*found[:3], down, down_bias, f"gated:{found[3]}")
@@ -84,15 +84,19 @@ def _gated(gate: Node, up: Node, rows: Rows) -> tuple[Node, tuple, tuple, str] |
 
 def _halves(first: Node, second: Node) -> Node | None:
     """The tensor of whose last dim two nodes are the halves, or None."""
-    items = [each.args for each in (first, second) if each.target is operator.getitem]
+    items = [arguments(each) for each in (first, second) if each.target is operator.getitem]
     if len(items) == 2 and [place for _, place in items] == [0, 1] and items[0][0] is items[1][0]:
         split = items[0][0]
         if isinstance(split, Node) and is_op(split, "split_with_sizes", "split", "chunk"):
-            val, parts = split.args[0].meta["val"], split.meta["val"]
+            val, parts = arguments(split)[0].meta["val"], split.meta["val"]
             last = argument(split, "dim", 0) in (-1, val.dim() - 1)
-            return split.args[0] if last and len(parts) == 2 and _equal(*parts) else None
-    if is_op(first, "slice") and is_op(second, "slice") and first.args[0] is second.args[0]:
-        whole = first.args[0]
+            return arguments(split)[0] if last and len(parts) == 2 and _equal(*parts) else None
+    if (
+        is_op(first, "slice")
+        and is_op(second, "slice")
+        and arguments(first)[0] is arguments(second)[0]
+    ):
+        whole = arguments(first)[0]
         width, dim = whole.meta["val"].shape[-1], whole.meta["val"].dim() - 1
         places = [
             (argument(each, "dim", 0) % (dim + 1), argument(each, "start", 0) or 0)
@@ -108,18 +112,18 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _linear(node: Node) -> tuple[Node, Node, Node | None]:
-    return node.args[0], node.args[1], argument(node, "bias", None)
+    return arguments(node)[0], arguments(node)[1], argument(node, "bias", None)
 
 
 def _activated(node: Node) -> tuple[str, Node] | None:
     """(name, argument) of an activation, or None."""
-    if not isinstance(node, Node) or not node.args:
+    if not isinstance(node, Node) or not arguments(node):
         return None
     name = op_name(node).removeprefix("aten::")
     if name == "gelu":
         tanh = argument(node, "approximate", "none") == "tanh"
-        return "gelu_new" if tanh else "gelu", node.args[0]
-    return (name, node.args[0]) if name in _ACTIVATIONS else None
+        return "gelu_new" if tanh else "gelu", arguments(node)[0]
+    return (name, arguments(node)[0]) if name in _ACTIVATIONS else None
 
 
 def stacked(
@@ -141,10 +145,10 @@ def _joined(parts: Sequence[tuple[Node, ...]], emit: Callable[..., Node]) -> Nod
 
 def _stack(parts: list[Node], emit: Callable[..., Node]) -> Node:
     """The tensor of which the parts are entry after entry, or a new one."""
-    sources = {part.args[0] for part in parts if is_op(part, "select")}
+    sources = {arguments(part)[0] for part in parts if is_op(part, "select")}
     if len(sources) == 1:
         (source,) = sources
-        entries = [part.args[1:] for part in parts if is_op(part, "select")]
+        entries = [arguments(part)[1:] for part in parts if is_op(part, "select")]
         if entries == [(0, k) for k in range(source.meta["val"].shape[0])]:
             return source
     return emit(aten.stack.default, parts)

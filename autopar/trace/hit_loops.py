@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autopar.errors import AutoparError
+from autopar.ir.calls import arguments
 from autopar.trace.edit import product
 from autopar.trace.user_lines import is_of_user, line_of_node, line_text
 
@@ -124,7 +125,12 @@ class HitLoops:
             return False
         file, line = frame.f_code.co_filename, frame.f_lineno
         for node in ast.walk(_parsed(file)):
-            if isinstance(node, kind) and node.lineno == line and _asks_for_hits(node):
+            if (
+                isinstance(node, kind)
+                and isinstance(node, ast.For | ast.If)
+                and node.lineno == line
+                and _asks_for_hits(node)
+            ):
                 first, last = node.body[0].lineno, node.end_lineno or line
                 span = Span(file, line, first, last, kind is ast.For)
                 self.spans += [] if span in self.spans else [span]
@@ -188,7 +194,7 @@ def _mark(tensor: Tensor, marks: dict[str, Any]) -> None:
     """Mark the call that made a tensor, if calls are recorded."""
     if (mode := get_proxy_mode()) is not None:
         node = get_proxy_slot(tensor, mode.tracer).proxy.node
-        node = node.args[0] if node.target is operator.getitem else node
+        node = arguments(node)[0] if node.target is operator.getitem else node
         node.meta["custom"] = {**node.meta.get("custom", {}), **marks}
 
 

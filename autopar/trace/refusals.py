@@ -44,18 +44,7 @@ def why_not_captured(
             "(self.register_buffer), which weights= fills, or make it in forward"
         )
     if _CONSTANT_CHANGED in reason:
-        tensor = reason.removeprefix("Constant ").split()[0].removeprefix("model.")
-        if tensor.startswith("lifted_tensor"):
-            kept = [path for path, value in held(model) if isinstance(value, torch.Tensor)]
-            which = f" ({' or '.join(map(repr, kept[:3]))})" if kept else ""
-            return (
-                f"forward of {name} changes a tensor in place that is no attribute of a module{which}, but in a list, an object or a "
-                "variable: register it with self.register_buffer(name, ...) and read it as self.name, so that autopar keeps what it becomes"
-            )
-        return (
-            f"forward of {name} changes tensor {tensor!r} in place, which is a plain attribute: register it with "
-            f"self.register_buffer({tensor.rpartition('.')[2]!r}, ...), so that autopar keeps what it becomes"
-        )
+        return _changed_constant(name, reason, model)
     if "doesn't match mode" in reason:
         return (
             f"forward of {name} changes a buffer in place that it reads from a tuple or an object, not as an attribute of its module; "
@@ -83,6 +72,24 @@ def why_not_captured(
         f"{key} ({shape_text(value)}) {value.dtype}" for key, value in tensors.items()
     )
     return f"forward of {name} fails on example_inputs ({shapes}){where}: {kind}: {reason}. Check shapes and dtypes; does it run eagerly?"
+
+
+def _changed_constant(name: str, reason: str, model: nn.Module) -> str:
+    """The text of an error about a tensor that forward of a model called `name` changes in place and
+    that is no buffer. `reason` is what torch says.
+    """
+    tensor = reason.removeprefix("Constant ").split()[0].removeprefix("model.")
+    if tensor.startswith("lifted_tensor"):
+        kept = [path for path, value in held(model) if isinstance(value, torch.Tensor)]
+        which = f" ({' or '.join(map(repr, kept[:3]))})" if kept else ""
+        return (
+            f"forward of {name} changes a tensor in place that is no attribute of a module{which}, but in a list, an object or a "
+            "variable: register it with self.register_buffer(name, ...) and read it as self.name, so that autopar keeps what it becomes"
+        )
+    return (
+        f"forward of {name} changes tensor {tensor!r} in place, which is a plain attribute: register it with "
+        f"self.register_buffer({tensor.rpartition('.')[2]!r}, ...), so that autopar keeps what it becomes"
+    )
 
 
 def _guard(error: Exception) -> str:

@@ -14,6 +14,7 @@ import autopar_kernels.row_places  # noqa: F401 (registers the op)
 import torch
 from torch.fx import Graph, Node
 
+from autopar.ir.calls import arguments
 from autopar.ops.dims import is_symbolic
 from autopar.ops.kinds import same
 from autopar.trace.edit import call, is_op, product
@@ -46,7 +47,7 @@ def _features_a_row(node: Node) -> int | None:
     elements = each.node.maybe_as_int() if isinstance(each, torch.SymInt) else each
     if elements is None or not same(elements * target[0], total):
         return None
-    width = product(target[_outer_dims(_unexpanded(node.args[1]), len(target)) :])
+    width = product(target[_outer_dims(_unexpanded(arguments(node)[1]), len(target)) :])
     count, rest = divmod(elements, width)
     alike = list(map(str, source)) == list(map(str, target))
     return None if rest or alike else count
@@ -54,7 +55,7 @@ def _features_a_row(node: Node) -> int | None:
 
 def _unexpanded(mask: Node) -> Node:
     while is_op(mask, "expand"):
-        mask = mask.args[0]
+        mask = arguments(mask)[0]
     return mask
 
 
@@ -68,7 +69,7 @@ def _outer_dims(mask: Node, rank: int) -> int:
 
 def _gathered(graph: Graph, node: Node, count: int) -> Node:
     """What masked_scatter computes, from the features of each row."""
-    emit, (target, whole, source) = partial(call, graph, node), node.args
+    emit, (target, whole, source) = partial(call, graph, node), arguments(node)
     shape, mask = target.meta["val"].shape, _unexpanded(whole)
     outer = _outer_dims(mask, len(shape))
     width, places = product(shape[outer:]), product(shape[1:outer])
