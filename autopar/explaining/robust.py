@@ -237,9 +237,11 @@ class _Pricing:
     scenarios: Sequence[Scenario]
 
     def plan(self, pin: Mapping[str, Any], cluster: ClusterSpec) -> Plan | None:
-        """The best plan under `pin` on a cluster, or None if none that fits was found. Raises
-        NoPlanFits if the time limit ended the search before any plan was found, and AutoparError
-        for impossible pins.
+        """The best plan under `pin` on a cluster. None if it is proved that no plan fits, or if the
+        smallest that was found does not fit.
+
+        Raises NoPlanFits if neither is known, as after a time-out, or if the host lacks memory for
+        offloaded bytes. Raises AutoparError for impossible pins.
         """
         try:
             return self.plan_on(pin, cluster)

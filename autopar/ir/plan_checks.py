@@ -42,11 +42,11 @@ CLOSE = 1e-6
 
 def made(kind: type[T], data: Any, what: str) -> T:
     """A dataclass of type `kind` from a mapping of its fields. Lists become tuples where the field
-    is one.
+    is one. Fields with a default may be absent.
 
-    Raises ValueError, which begins with `what`, if `data` is no dict, or a field is missing or
-    unknown. If a tuple field is no list, ValueError begins with the field's name. Checks of the
-    class itself raise their own errors.
+    Raises ValueError, which begins with `what`, if `data` is no dict, a field without a default is
+    missing, or a field is unknown. If a tuple field is no list or tuple, ValueError begins with the
+    field's name. Checks of the class itself raise their own errors.
     """
     if not isinstance(data, dict):
         raise ValueError(f"{what} is {shown(data)}, not a mapping of its fields")

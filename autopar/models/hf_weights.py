@@ -34,7 +34,8 @@ class Recipe:
             only reading can tell it, as for quantized weights.
         rows: how many tensors in `sources` make one index along dim 0 of the result. 0 if an
             index needs all of them.
-        convert: the tensors by the model's names, from readers of some or all sources.
+        convert: `convert(names, read)` makes the tensors, by the model's names, from the sources
+            `names` (some or all). `read(name)` returns the tensor of one source.
     """
 
     sources: tuple[str, ...]

@@ -118,9 +118,9 @@ def meshes_for(request: PlanRequest, traced: TracedModel) -> list[MeshShape]:
 
 
 def _ranks_for(request: PlanRequest, most: int) -> list[int]:
-    """The numbers of pipeline ranks to search: the pinned one, or all possible ones up to `most`.
-    With several kinds of devices, each rank must lie within one group. [1] if parameters are
-    offloaded.
+    """The numbers of pipeline ranks to search: [1] if parameters are offloaded, otherwise the pinned
+    one, unchecked. Without a pin, all divisors of the number of devices up to `most`, ascending.
+    With several kinds of devices, only those with which each rank lies within one group.
     """
     # a pipeline has those of its stages on the device for all of a step
     if request.pin.offload == "parameters":

@@ -38,9 +38,11 @@ class Widened(TorchFunctionMode):
 def _grouped_mm(
     function: Callable, rows: Tensor, weights: Tensor, offs: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
-    """A grouped matrix product in fp64: rows (t, k), weights (e, k, n), `offs` (e,), the end index
-    of each group of rows -> (t, n). Rows after the last group give zeros. Other calls go to
-    `function`.
+    """A grouped matrix product of fp64 tensors: rows (t, k), weights (e, k, n), `offs` (e,), the end
+    index of each group of rows -> (t, n) in fp64. Rows after the last group give zeros.
+
+    Nothing is converted: `function` computes calls with rows of another dtype or other numbers of
+    dims. It also computes those without `offs`, or with further arguments that are not None.
     """
     given = [value for value in kwargs.values() if value is not None]
     fits = rows.dtype is torch.float64 and rows.dim() == 2 and weights.dim() == 3 and not given

@@ -129,8 +129,9 @@ def read_log(file: Path) -> list[PublicCell]:
 
 
 def table(cells: Iterable[PublicCell]) -> str:
-    """A text: a row for each model, counts of verdicts for each mesh, and all cells that are not
-    exact, with the reason.
+    """A text with three parts. The first has a row for each model: its verdict on each mesh, and its
+    largest error among exact cells. The second has a line for each mesh: how many models have each
+    verdict. The third lists the cells that are not exact, with the reason.
     """
     found = {(cell.model, cell.mesh): cell for cell in cells}
     models = [name for name in MODELS if (name, MESHES[0]) in found]

@@ -87,8 +87,9 @@ def planned(name: str, plan_under: PlanUnder, pin: Pins) -> Rival:
 
 
 def other_meshes(plan: Plan) -> Iterator[Pins]:
-    """Yields, as pins, the degrees of the other meshes in the plan's certificate, lowest first by
-    the best time or bound of a candidate that was not ruled out.
+    """Yields, as pins, the degrees (and the deal, if any) of the other meshes in the plan's
+    certificate. They ascend by the least time of a solved candidate or bound of an unsolved one.
+    Candidates that are infeasible or too large do not count; a mesh with only these is left out.
     """
     best: dict[tuple, float] = {}
     own = _degrees(plan.mesh.as_dict())

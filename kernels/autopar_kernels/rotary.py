@@ -39,11 +39,12 @@ class Rotation:
         positions: (B, T) int64, rows of the tables; or None.
         rotated: the number R of rotated columns, even.
         last: whether the last R columns rotate, else the first.
-        interleaved: whether pairs are neighbours.
+        interleaved: whether pairs are neighbours, else R/2 columns apart.
         heads_last: the order of heads and tokens.
         promote: whether the results have the promoted dtype of x and the tables, else that of x.
-        parted: whether neighbours are written R/2 columns apart.
-        backward: whether to rotate back.
+        parted: whether forward writes neighbours R/2 columns apart, where backward reads them. Needs
+            `interleaved`.
+        backward: whether to rotate back; q and k are then gradients of the results.
     """
 
     q: Tensor

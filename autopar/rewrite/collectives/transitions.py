@@ -201,8 +201,10 @@ def _split(dim: int, size: int, pattern: str, rows: int) -> Split:
 def identity(
     x: Tensor, axis: str, backward: str = "all_reduce", async_op: bool = False
 ) -> Tensor | Pending:
-    """The value unchanged; in backward its gradient runs the primitive `backward` over `axis`. A
-    `Pending` if `async_op`.
+    """The value unchanged. Its gradient runs the primitive `backward` over `axis`: 'identity',
+    'all_reduce' or 'mask'; ValueError for others.
+
+    With `async_op` the result is a `Pending`, and the collective of the gradient is asynchronous.
     """
     return _move(x, axis, "identity", backward, async_op=async_op)
 

@@ -26,6 +26,6 @@ class CheckpointSource(Protocol):
         """This rank's parts of parameters (masters if trained) and persistent buffers, by name."""
 
     def saved_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The whole shapes of the parameters and persistent buffers that a checkpoint contains, by
-        name.
+        """The whole shapes of the parameters and persistent buffers that a checkpoint of this engine
+        contains, by name. Tied ones have their first name. Tensors without elements are left out.
         """

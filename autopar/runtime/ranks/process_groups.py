@@ -21,12 +21,14 @@ def mesh_axes(
     shape: MeshShape, device_type: str = "cpu", shard: int = 0
 ) -> tuple[DeviceMesh | None, dict[str, AxisGroup]]:
     """(the DeviceMesh of `device_type` with the dims of `AXES`, including those of size 1; this
-    rank's group along each axis).
+    rank's group along each dim, by name).
 
-    If ZeRO shards within groups of `shard` data-parallel ranks, dp is divided in two: `COPIES` from
-    group to group, and `dp` within a group. This uses the initialized default process group, and
-    every rank must call it. Without a process group, only a mesh of one device is possible, and the
-    DeviceMesh is None. Raises AutoparError if the world does not have the size of the mesh.
+    If ZeRO shards within groups of `shard` data-parallel ranks, dp becomes two dims of both:
+    `COPIES` from group to group, and `dp` within a group. `shard` = 0 divides nothing. This uses
+    the initialized default process group, and every rank must call it.
+
+    Without a process group, only a mesh of one device is possible. The DeviceMesh is then None, and
+    every group has size 1. Raises AutoparError if the world does not have the size of the mesh.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != shape.num_devices:

@@ -68,8 +68,9 @@ class Parameters:
         return {name: one.master for name, one in self.trained.items()}
 
     def cuts(self, name: str) -> tuple[tuple[AxisGroup, Split], ...]:
-        """The groups over which a master is sharded, outermost first, each with its split: tp and
-        ep, then those of ZeRO. () for a parameter that is updated whole.
+        """The groups over which a master is sharded, outermost first, each with its split: tp and ep,
+        then those of ZeRO. () if it is not sharded. () too for a parameter that is updated whole, whose
+        owner holds the whole master (`WholeMatrices`).
         """
         if name in self.wholes:
             return ()

@@ -34,9 +34,11 @@ class Weighted:
     def least_s(
         self, candidate: Candidate, alike: Candidate, cells: Sequence[Cell], schedule: Schedule
     ) -> float:
-        """The largest `weighted_bound_s` over several prices of a kept byte, in seconds; infinite
-        if a segment has no consistent placement. `alike` is the candidate without its deal. `cells`
-        has the cell of the candidate on each group of devices.
+        """The largest `weighted_bound_s` over several prices of a kept byte, in seconds; infinite if a
+        segment has no consistent placement.
+
+        `alike` is the candidate with an empty `mesh.deal`, which tells the group of devices of each
+        pipeline rank. `cells` has the cell of the candidate on each group of devices.
         """
         micro, deal, blocks = (
             candidate.num_microbatches,

@@ -46,9 +46,9 @@ class Candidate:
 
     @property
     def holds(self) -> tuple:
-        """A key that is equal for candidates with the same bytes of parameters and the same fixed
-        bytes in the first recompute mode. If that mode recomputes, its buffers depend on the
-        micro-batch, which is then part of the key.
+        """A key. Candidates with equal keys have the same bytes of parameters, and the same fixed bytes
+        in the first recompute mode. If that mode recomputes, its buffers depend on the micro-batch,
+        which is then part of the key.
         """
         return self.parameters, self.modes, 0 if self.modes[0] == "none" else self.micro_batch
 

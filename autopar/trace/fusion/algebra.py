@@ -70,7 +70,9 @@ class Mean:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Function:
-    """A term: a function, by name, of the terms `of`; `attributes` are its other arguments."""
+    """A term: a function, by name, of the terms `of`; `attributes` are its other arguments. Only
+    `Algebra` makes terms, since they are compared by identity.
+    """
 
     name: str
     of: tuple[Term, ...]
@@ -105,7 +107,9 @@ class Algebra:
         return self._one(Leaf, node)
 
     def cast(self, term: Term, dtype: torch.dtype) -> Term:
-        """The term for `term` rounded or widened to `dtype`."""
+        """The term for `term` rounded or widened to `dtype`: always a `Cast`, even if `term` has this
+        dtype already or is a cast itself.
+        """
         return self._one(Cast, term, dtype)
 
     def function(self, name: str, *of: Term, attributes: tuple[Any, ...] = ()) -> Term:
