@@ -45,6 +45,11 @@ def verify_table(report: VerifyReport) -> Group:
     failures += [
         f"{_verified(mesh)} did not run: {mesh.failure}" for mesh in report.meshes if mesh.failure
     ]
+    if report.rounding is not None:
+        failures.append(
+            f"one device that reads the rows in reverse order is off by {report.rounding:.2g} itself. Where errors are no larger than "
+            "that, rounding grows from step to step; fewer --steps tell more"
+        )
     last = "every plan is exact" if report.exact else "NOT EXACT"
     tail = f"{last} (update-relative error of every tensor, tolerance {report.tolerance:g})"
     return Group(
@@ -95,7 +100,8 @@ class VerifyReport:
     mesh.
 
     `moved` is how far training moved the median tensor, relative to its norm. `skipped` lists
-    meshes that this model or batch does not allow, with the reason.
+    meshes that this model or batch does not allow, with the reason. `rounding` is measured only if a
+    mesh is not exact: the worst error of one device that reads the rows in reverse order.
     """
 
     model: str
@@ -109,6 +115,7 @@ class VerifyReport:
     skipped: tuple[tuple[str, str], ...] = ()
     drops: bool = False  # the model drops: the reference is autopar's engine on one device, whose masks PyTorch does not draw
     compiled: bool = False
+    rounding: float | None = None
 
     @property
     def exact(self) -> bool:
@@ -123,4 +130,6 @@ class VerifyReport:
         for mesh in data["meshes"]:
             for key in ("worst_error", "loss_error"):
                 mesh[key] = mesh[key] if mesh[key] < float("inf") else "inf"
+        if self.rounding == float("inf"):
+            data["rounding"] = "inf"
         return data

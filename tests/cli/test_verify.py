@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -126,6 +127,9 @@ def test_a_broken_engine_is_not_exact(monkeypatch):
     result = CliRunner().invoke(cli, ["verify", "llama-tiny", "--nproc", "2", "--pin", "dp=2"])
     assert result.exit_code == 1
     assert "NOT EXACT" in result.stdout
+    # what is wrong is no rounding, of which the report says how much there is
+    rounding = re.search(r"in reverse order is off by (\S+)", " ".join(result.stdout.split()))
+    assert rounding is not None and float(rounding[1]) < 1e-12
 
 
 @pytest.mark.slow
