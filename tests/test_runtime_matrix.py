@@ -53,9 +53,9 @@ def test_the_cells_are_those_of_the_issue():
     cells = every_cell()
     meshes = {(2, 2, 1), (2, 1, 2), (4, 1, 1), (1, 2, 2), (2, 2, 2), (4, 2, 1), (4, 1, 2)}
     assert {(c.pp, c.tp, c.dp) for c in cells} == meshes and len(set(cells)) == len(cells)
-    expected = [len(MODELS) * 4 * 3 * (4 if pp > 1 else 1) for pp, _, _ in meshes]
-    assert len(cells) == sum(expected) == 2100
-    assert Counter(refusal_of(cell) is None for cell in cells) == {True: 1344, False: 756}
+    expected = [len(MODELS) * 4 * 4 * (4 if pp > 1 else 1) for pp, _, _ in meshes]
+    assert len(cells) == sum(expected) == 2800
+    assert Counter(refusal_of(cell) is None for cell in cells) == {True: 1792, False: 1008}
 
 
 def test_the_covering_part_covers():
@@ -63,7 +63,7 @@ def test_the_covering_part_covers():
     cells = [cell for cell in every_cell() if refusal_of(cell) is None]
     chosen = covering_cells(every_cell())
     for schedule, zero, recompute in product(
-        SCHEDULES, (0, 1, 2, 3), ("none", "selective", "full")
+        SCHEDULES, (0, 1, 2, 3), ("none", "gather", "selective", "full")
     ):
         assert any((c.schedule, c.zero, c.recompute) == (schedule, zero, recompute) for c in chosen)
     for one, other in combinations(("model", "pp", "tp", "dp", "zero", "recompute", "schedule"), 2):
@@ -160,7 +160,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     out = capsys.readouterr().out
     assert (
         "failed  gpt pp=4 tp=1 dp=2 zero=0 none gpipe: broken" in out
-        and f"refused   108  {REFUSALS[0].reason}" in out
+        and f"refused   144  {REFUSALS[0].reason}" in out
     )
     with pytest.raises(SystemExit):
         runtime_matrix.main(["--models", "lama"])

@@ -37,7 +37,7 @@ def _features_a_row(node: Node) -> int | None:
     A feature is what one entry of the mask marks. A source of the shape of the result is left alone:
     its first features go to the marked places, and the others to none.
     """
-    target, _, source = (each.meta["val"].shape for each in node.all_input_nodes)
+    target, _, source = (each.meta["val"].shape for each in arguments(node)[:3])
     if not target or [str(n) for n in node.meta["val"].shape] != [str(n) for n in target]:
         return None
     if not is_symbolic(target[0]) or sum(map(is_symbolic, (*target, *source))) != 2:

@@ -212,7 +212,7 @@ def test_plan_for_something_else_is_refused():
         ({"tp": True}, "whole number"),
         ({"tp": "x"}, "whole number"),
         ({"zero": 4}, "ZeRO stage"),
-        ({"recompute": "some"}, "none, full, selective, op and every-2, every-3, ... are"),
+        ({"recompute": "some"}, "none, full, gather, selective, op and every-2, every-3, ... are"),
         ({"micro_batch": 3, "dp": 8}, "micro_batch=3 does not divide"),
         ({"pp": 3}, "pp=3 does not divide 8 devices"),
         ({"vpp": 2}, "vpp=2 is of a pipeline, and pp is 1"),

@@ -35,6 +35,7 @@ from autopar.ir.plan import Plan
 from autopar.models import parse_model
 from autopar.rewrite.collectives import primitives, transitions
 from autopar.runtime.engine import Engine
+from autopar.runtime.state.weights import Weights
 
 TP2DP2, TP4, DP4, DP2, ONE = (
     MeshShape(dp=2, tp=2),
@@ -222,7 +223,8 @@ def test_wrong_batches_raise_on_every_rank_and_never_hang(pool4):
 def meta_engines(rank: int, name: str, text: str, path: str) -> tuple[dict, dict]:
     found, plan = case(name), Plan.from_json(text)
     meta = _meta(name)
-    loaded = Engine(meta, found.traced, plan, sgd, None, path, "cpu").full_state_dict()
+    weights = Weights(path, meta, found.traced.parameters)
+    loaded = Engine(meta, found.traced, plan, sgd, None, weights, "cpu").full_state_dict()
     own = Engine(meta, found.traced, plan, sgd, None, None, "cpu", seed=5).full_state_dict()
     assert all(p.is_meta for p in meta.parameters())
     return loaded, own
