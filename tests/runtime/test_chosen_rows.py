@@ -154,7 +154,8 @@ def test_they_train_as_on_one_device(pool2, maker):
 
 def test_the_cost_is_said():
     assert any(
-        "boolean indexing x6 is computed for all rows" in note for note in built(by_nonzero)[1].notes
+        "boolean indexing x6 is computed for all rows" in note
+        for note in built(by_nonzero)[1].notes
     )
 
 
