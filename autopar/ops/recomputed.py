@@ -12,13 +12,15 @@ one product of two activations to another without a parameter.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch.fx import Graph, Node
 
 from autopar.ir.calls import argument, is_attention, op_name
 from autopar.ops.values import ops, value_name
 
 _PRODUCTS = {f"aten::{name}" for name in ("matmul", "bmm", "baddbmm", "einsum")}
-LINEAR_FACTORS = {
+_LINEAR_FACTORS = {
     "aten::linear": ("input", "weight"),
     "aten::addmm": ("mat1", "mat2"),
     "aten::mm": ("self", "mat2"),
@@ -63,7 +65,7 @@ def dear_ops(graph: Graph) -> frozenset[str]:
     products = [
         node
         for node in ops(graph)
-        if op_name(node) in LINEAR_FACTORS and made & set(node.all_input_nodes)
+        if op_name(node) in _LINEAR_FACTORS and made & set(node.all_input_nodes)
     ]
     return frozenset(
         node.name for node in (*products[::2], *(n for n in ops(graph) if is_attention(n)))
@@ -72,15 +74,18 @@ def dear_ops(graph: Graph) -> frozenset[str]:
 
 def linear_inputs(graph: Graph) -> dict[str, str]:
     """The activation that each linear layer reads: op name -> value name."""
-    made, found = parameters_of(graph), {}
-    for node in ops(graph):
-        if (factors := LINEAR_FACTORS.get(op_name(node))) is None:
-            continue
-        operands = [argument(node, name) for name in factors]
-        read = [operand for operand in operands if operand not in made]
-        if len(read) == 1:
-            found[node.name] = value_name(read[0])
-    return found
+    made = parameters_of(graph)
+    read = {node.name: activation_of(node, made) for node in ops(graph)}
+    return {op: value_name(value) for op, value in read.items() if value is not None}
+
+
+def activation_of(node: Node, parameters: Collection[Node]) -> Node | None:
+    """The activation that a linear layer reads. None for another call, or if not exactly one factor
+    is an activation. `parameters` are the nodes of `parameters_of`.
+    """
+    factors = [argument(node, name) for name in _LINEAR_FACTORS.get(op_name(node), ())]
+    read = [factor for factor in factors if factor not in parameters]
+    return read[0] if len(read) == 1 else None
 
 
 def parameters_of(graph: Graph) -> set[Node]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
 from torch.fx import Graph, Node
 
-from autopar.ir.calls import argument, called_function, op_name
-from autopar.ops.recomputed import LINEAR_FACTORS, parameters_of
+from autopar.ir.calls import called_function
+from autopar.ops.recomputed import activation_of, parameters_of
 from autopar.ops.values import input_node
 from autopar.rewrite.collectives.transitions import all_gather, wait
 from autopar.rewrite.lowerings.kept_shards import gathered_again, keeping_shards
@@ -29,33 +28,21 @@ def gather_again(graph: Graph, linears: Collection[str], axis: str = "tp") -> Gr
     for node in list(graph.nodes):
         if node.meta.get("op") not in linears:
             continue
-        read = _input(node, made)
+        late = node.target is late_linear
+        read = input_node(node, 0) if late else activation_of(node, made)
         layout = None if read is None else read.meta.get("layouts", {}).get(axis)
         if read is None or layout is None or layout.value.kind != "R":
             continue
         base = _base(read)
         if base not in kept:
             kept[base] = _keep(graph, base, axis)
-        if node.target is late_linear:
+        if late:
             node.kwargs = {**node.kwargs, "again": kept[base]}
         else:
             node.target = keeping_shards(called_function(node))
             node.args = (kept[base], *node.args)
     graph.lint()
     return graph
-
-
-def _input(node: Node, parameters: Collection[Node]) -> Node | None:
-    """The activation that a linear layer reads. None if the node was lowered to another call, or if
-    not exactly one factor is an activation.
-    """
-    if node.target is late_linear:
-        return input_node(node, 0)
-    if not isinstance(node.target, torch._ops.OpOverload) or op_name(node) not in LINEAR_FACTORS:
-        return None
-    operands = [argument(node, name) for name in LINEAR_FACTORS[op_name(node)]]
-    read = [operand for operand in operands if operand not in parameters]
-    return read[0] if len(read) == 1 else None
 
 
 def _base(node: Node) -> Node:

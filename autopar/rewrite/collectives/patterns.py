@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.ir.sharding import CONTIGUOUS, Pattern, local_extent, shard_extent
+from autopar.ir.sharding import CONTIGUOUS, Pattern, local_extent, parse_pattern, shard_extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,14 @@ class Split:
         """
         whole, unit = self.size // self.rows, sum(self.pattern.sections)
         return [whole // unit * section for section in self.pattern.sections]
+
+
+def split_of(dim: int, size: int, pattern: str, rows: int) -> Split:
+    """The `Split` of a dim with `size` elements, whose pattern is given as text. `rows` counts only
+    if the pattern has rows.
+    """
+    parsed = parse_pattern(pattern)
+    return Split(dim, size, parsed, rows if parsed.rows else 1)
 
 
 def rank_major(x: Tensor, split: Split, parts: int) -> Tensor:

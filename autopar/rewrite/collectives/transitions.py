@@ -36,9 +36,9 @@ from torch.autograd.function import once_differentiable
 from torch.fx import Node
 
 from autopar.errors import AutoparError
-from autopar.ir.sharding import Layout, parse_pattern, transition
+from autopar.ir.sharding import Layout, transition
 from autopar.rewrite.collectives.axes import AxisGroup, axis_group
-from autopar.rewrite.collectives.patterns import Split
+from autopar.rewrite.collectives.patterns import Split, split_of
 from autopar.rewrite.collectives.primitives import Started, apply_primitive, start_primitive
 
 
@@ -193,11 +193,6 @@ def wait(pending: Pending) -> Tensor:
     )
 
 
-def _split(dim: int, size: int, pattern: str, rows: int) -> Split:
-    parsed = parse_pattern(pattern)
-    return Split(dim, size, parsed, rows if parsed.rows else 1)
-
-
 def identity(
     x: Tensor, axis: str, backward: str = "all_reduce", async_op: bool = False
 ) -> Tensor | Pending:
@@ -225,7 +220,12 @@ def shard(
     The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
     """
     return _move(
-        x, axis, "slice", backward, dst=_split(dim, x.shape[dim], pattern, rows), async_op=async_op
+        x,
+        axis,
+        "slice",
+        backward,
+        dst=split_of(dim, x.shape[dim], pattern, rows),
+        async_op=async_op,
     )
 
 
@@ -253,7 +253,7 @@ def all_gather(
     The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
     """
     return _move(
-        x, axis, "all_gather", backward, src=_split(dim, size, pattern, rows), async_op=async_op
+        x, axis, "all_gather", backward, src=split_of(dim, size, pattern, rows), async_op=async_op
     )
 
 
@@ -276,8 +276,8 @@ def all_to_all(
 
     The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
     """
-    src = _split(src_dim, src_size, src_pattern, rows)
-    dst = _split(dst_dim, dst_size, dst_pattern, rows)
+    src = split_of(src_dim, src_size, src_pattern, rows)
+    dst = split_of(dst_dim, dst_size, dst_pattern, rows)
     return _move(x, axis, "all_to_all", backward, src, dst, async_op=async_op)
 
 
@@ -295,7 +295,7 @@ def pad(
 
     `pattern` is its `Pattern` as text, `rows` the number of batch rows flattened into the dim.
     """
-    return _move(x, axis, "pad", backward, src=_split(dim, size, pattern, rows))
+    return _move(x, axis, "pad", backward, src=split_of(dim, size, pattern, rows))
 
 
 def all_reduce(
@@ -324,7 +324,12 @@ def reduce_scatter(
     The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
     """
     return _move(
-        x, axis, "reduce_scatter", backward, dst=_split(dim, size, pattern, rows), async_op=async_op
+        x,
+        axis,
+        "reduce_scatter",
+        backward,
+        dst=split_of(dim, size, pattern, rows),
+        async_op=async_op,
     )
 
 
@@ -344,7 +349,7 @@ def reshuffle(
 
     The gradient runs the primitive `backward`. With `async_op` the result is a `Pending`.
     """
-    src, dst = (_split(dim, size, pattern, rows) for pattern in (src_pattern, dst_pattern))
+    src, dst = (split_of(dim, size, pattern, rows) for pattern in (src_pattern, dst_pattern))
     return _move(x, axis, "reshuffle", backward, src, dst, async_op=async_op)
 
 

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopar.ir.sharding import parse_pattern
 from autopar.rewrite.collectives.axes import AxisGroup, axis_group
-from autopar.rewrite.collectives.patterns import Split
+from autopar.rewrite.collectives.patterns import Split, split_of
 from autopar.rewrite.collectives.primitives import Started, apply_primitive, start_primitive
 
 Kept = tuple["GatheredAgain", tuple[int, ...], tuple[int, ...], int]
@@ -120,9 +119,7 @@ def gathered_again(
         return None
     group = axis_group(axis)
     if shard is not None:
-        parsed = parse_pattern(pattern)
-        split = Split(dim, size, parsed, rows if parsed.rows else 1)
-        return GatheredAgain(whole, shard, group, split)
+        return GatheredAgain(whole, shard, group, split_of(dim, size, pattern, rows))
     flat = whole.detach().reshape(-1)
     split = Split(0, flat.numel())
     return GatheredAgain(whole, apply_primitive("slice", flat, group, None, split), group, split)

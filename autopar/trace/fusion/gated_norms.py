@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from autopar.ir.calls import op_name
 from autopar.trace.fusion.algebra import Algebra, Cast, Function, at
-from autopar.trace.fusion.matches import Match, Miss, interior_of
+from autopar.trace.fusion.matches import Match, Miss, ending_at
 from autopar.trace.fusion.norms import RMS, match_norm
 
 
@@ -48,17 +48,7 @@ def with_gate_first(algebra: Algebra, match: Match) -> Match | None:
 def _with_gate(
     algebra: Algebra, match: Match, result: Node, x: Node, gate: Node, first: bool
 ) -> Match:
-    operands = match.operands | {"x": x, "gate": gate}
-    interior, copies = interior_of(algebra, result, operands.values())
-    attributes = match.attributes | {"gate_first": first}
-    return replace(
-        match,
-        operands=operands,
-        attributes=attributes,
-        results=(result,),
-        interior=interior,
-        copies=copies,
-    )
+    return ending_at(algebra, match, result, {"x": x, "gate": gate}, {"gate_first": first})
 
 
 def _gated(algebra: Algebra, node: Node) -> Iterator[tuple[Node, Node]]:

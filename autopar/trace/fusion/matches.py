@@ -7,7 +7,7 @@ computes the node from which operands.  It sees one block class, so that no matc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
@@ -92,6 +92,28 @@ def interior_of(
             found.add(node)
             waiting += node.all_input_nodes
     return tuple(sorted(found)), copies
+
+
+def ending_at(
+    algebra: Algebra,
+    match: Match,
+    result: Node,
+    operands: dict[str, Node],
+    attributes: dict[str, Attribute],
+) -> Match:
+    """The match with `result` as its only result, and with these operands and attributes besides
+    its own, or in their place.
+    """
+    read = match.operands | operands
+    interior, copies = interior_of(algebra, result, read.values())
+    return replace(
+        match,
+        operands=read,
+        attributes=match.attributes | attributes,
+        results=(result,),
+        interior=interior,
+        copies=copies,
+    )
 
 
 def viewed(match: Match, name: str, tensor: Any, call: Callable[..., Any]) -> Any:

@@ -13,7 +13,7 @@ Queries and keys are an op each: over tp, keys may be replicated where queries a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -22,7 +22,7 @@ from autopar.ir.calls import op_name
 from autopar.ir.fusion import Attribute
 from autopar.trace.fusion.algebra import Algebra, Cast, Leaf, Product, Sum, Term, at, dtype_of
 from autopar.trace.fusion.columns import Half, half_of, joined, negated, part_of
-from autopar.trace.fusion.matches import Match, Miss, View, interior_of
+from autopar.trace.fusion.matches import Match, Miss, View, ending_at, interior_of
 
 aten = torch.ops.aten
 _ROTARY = "autopar::rotary_single"
@@ -102,17 +102,11 @@ def _partial(algebra: Algebra, node: Node) -> Match | None:
         )
         if places != [(part.start, part.stop), (rest.start, rest.stop)]:
             continue
-        operands = match.operands | {"x": part.of}
-        interior, copies = interior_of(algebra, node, operands.values())
-        attributes = match.attributes | {"rotated": part.stop - part.start, "last": number == 1}
-        return replace(
-            match,
-            operands=operands,
-            attributes=attributes,
-            results=(node,),
-            interior=interior,
-            copies=copies,
-        )
+        attributes: dict[str, Attribute] = {
+            "rotated": part.stop - part.start,
+            "last": number == 1,
+        }
+        return ending_at(algebra, match, node, {"x": part.of}, attributes)
     return None
 
 
