@@ -16,8 +16,10 @@ from autopar.text.layout_words import is_experts
 from autopar.text.units import percent
 
 FILE = Path(__file__).with_name("measured.yaml")
-KINDS = ("experts", "fp8", "pipelines", "tensor parallelism", "FSDP or ZeRO-3", "other plans")
+KINDS = ("experts", "fp8", "pipelines", "tensor parallelism", "FSDP or ZeRO-3", "data parallelism")
 """The kinds of plans, each of those that are none of the kinds before it."""
+ALL = "any layout"
+"""The kind of all runs together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +123,22 @@ def kind_of(run: Run) -> str:
         return "pipelines"
     if run.tp > 1:
         return "tensor parallelism"
-    return "FSDP or ZeRO-3" if run.zero == 3 else "other plans"
+    return "FSDP or ZeRO-3" if run.zero == 3 else "data parallelism"
 
 
 def evidence(plan: Plan, device: str) -> Evidence | None:
-    """What is measured about plans like this one, on devices called `device`. None for CPUs, and
-    where no run of its kind was measured.
+    """What is measured about plans like this one, on devices called `device`; about plans of all
+    kinds where no run of its kind is known. None for CPUs.
     """
     own, (kinds, runs) = _as_run(plan, device), measured()
     kind = kind_of(own)
-    of_kind = [run for run in runs if kind_of(run) == kind]
-    if device == "cpu" or kind not in kinds or not of_kind:
+    if device == "cpu" or not runs:
         return None
-    nearest = min(of_kind, key=lambda run: _distance(run, own))
-    return Evidence(kinds[kind], nearest, any(run.device == device for run in runs))
+    of_kind = [run for run in runs if kind_of(run) == kind]
+    nearest = min(of_kind or runs, key=lambda run: _distance(run, own))
+    return Evidence(
+        kinds[kind if of_kind else ALL], nearest, any(run.device == device for run in runs)
+    )
 
 
 def _as_run(plan: Plan, device: str) -> Run:

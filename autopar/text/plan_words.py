@@ -99,7 +99,7 @@ DETAIL_WORDS = {
     "backward": "backward compute",
     "recompute": "recompute (second forward)",
     "experts": "all-to-all of experts",
-    "parameters": "gathers of sharded parameters",
+    "parameters": "communication of parameters and gradients",
     "inside": "communication inside ops",
 }
 """What `Prediction.details` has, as text."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -19,7 +19,7 @@ from autopar.predict.command import predict_files
 from autopar.predict.evaluate import evaluate
 from autopar.predict.machines import device_of
 from autopar.predict.score import Scored, mape, mean
-from autopar.text.measured import FILE, KINDS, Run, kind_of
+from autopar.text.measured import ALL, FILE, KINDS, Run, kind_of
 
 HEAD = """\
 # Errors of predicted step times against published runs, by kind of plan, and the runs.
@@ -52,11 +52,11 @@ def run_of(result: Scored, fitted: bool) -> Run:
     )
 
 
-def kinds(runs: Iterable[Run]) -> list[dict[str, Any]]:
-    """A row for each kind: number of runs, mean absolute error, bias, share within 10 %."""
+def kinds(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row for each kind and for all runs: number of runs, mean absolute error, bias, share within 10 %."""
     rows = []
-    for kind in KINDS:
-        errors = [run.error for run in runs if kind_of(run) == kind]
+    for kind in (*KINDS, ALL):
+        errors = [run.error for run in runs if kind in (kind_of(run), ALL)]
         if errors:
             rows.append(
                 {
