@@ -33,6 +33,10 @@ EXAMPLES = {
     "predict": ("autopar predict runs.csv --by gpu", "autopar predict runs.csv --ablate"),
     "calibrate": ("autopar calibrate --nproc 4 --device cpu --output cluster.yaml",),
     "demo": ("autopar demo",),
+    "models": ("autopar models", "autopar models qwen3"),
+    "devices": ("autopar devices", "autopar devices rtx"),
+    "clusters": ("autopar clusters", "autopar clusters aws"),
+    "cluster": ("autopar cluster dgx-h100:4 > mine.yaml",),
     "completion": ("autopar completion bash >> ~/.bashrc",),
 }
 """Example command lines, by command."""

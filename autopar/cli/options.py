@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import click
+from autopar_cost_models.matmul import SCALINGS
 
 from autopar.cli.help_texts import EXAMPLES, EXIT_CODES, ONE_IF
 from autopar.errors import shown
 from autopar.ir.mesh import MOST
 from autopar.ir.plan_checks import PRECISIONS
+from autopar.request.software import NAMED, Software
 
 
 class Command(click.Command):
@@ -119,15 +122,49 @@ micro_batch_mean = click.option("--allow-micro-batch-mean", "micro_batch_mean", 
 runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
 
 
+_SOFTWARE = {
+    "compiled": click.option("--compile", "compiled", is_flag=True, help="Predict for torch.compile."),
+    "fp8_scaling": click.option("--fp8", "fp8_scaling", type=click.Choice(list(SCALINGS)),
+                                help="Linear layers multiply in fp8, scaled by this recipe."),
+    "attention_kernel": click.option("--attention-kernel", type=click.Choice(NAMED["attention_kernel"]),
+                                     help="Default: the fastest that was measured on the device."),
+    "loss_kernel": click.option("--loss-kernel", type=click.Choice(NAMED["loss_kernel"]), help="Of the cross-entropy."),
+    "state_recipe": click.option("--state-recipe", type=click.Choice(NAMED["state_recipe"]),
+                                 help="Precisions of gradients and optimizer state (default: fp32)."),
+}  # fmt: skip
+"""Options for parts of the software, by field of `Software`."""
+
+
 def search(command: Callable) -> Callable:
     """A decorator that adds the options of every command that searches for plans: precision, time
-    limit, runnable, and the mean of micro-batch losses.
+    limit, runnable, the mean of micro-batch losses, and parts of the software. The command gets
+    the software as the argument `software`.
     """
-    for option in (micro_batch_mean, runnable, limit, precision):
-        command = option(command)
-    return command
+
+    @wraps(command)
+    def with_software(*args: Any, **given: Any) -> Any:
+        parts = {name: given.pop(name) for name in _SOFTWARE}
+        return command(*args, **given, software=software_from(parts))
+
+    found: Callable = with_software
+    for option in (*_SOFTWARE.values(), micro_batch_mean, runnable, limit, precision):
+        found = option(found)
+    return found
 
 
+def software_from(parts: Mapping[str, Any]) -> Software:
+    """The software with the parts, by field, that are neither None nor False; others are the
+    defaults.
+    """
+    fields = {name: value for name, value in parts.items() if value}
+    return Software(**fields, matmul_dtype="fp8" if "fp8_scaling" in fields else None)
+
+
+tokens = click.option(
+    "--tokens",
+    type=POSITIVE_REAL,
+    help="Tokens to train on, such as 1.4e12: adds days, GPU-hours and dollars.",
+)
 price = click.option(
     "--price",
     type=POSITIVE_REAL,

@@ -8,13 +8,14 @@ cluster is reported at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.request.pins import Pins
+from autopar.request.software import Software
 
 if TYPE_CHECKING:
     from autopar.explaining.lints import Finding
@@ -33,7 +34,7 @@ class Asked:
     """
 
     model: str
-    cluster: str
+    cluster: str | Cluster
     global_batch: int
     seq: int | None = None
     precision: str | None = None
@@ -41,6 +42,7 @@ class Asked:
     runnable: bool = False
     micro_batch_mean: bool = False
     price: float | None = None
+    software: Software = field(default_factory=Software)
 
 
 class Planner:
@@ -64,7 +66,9 @@ class Planner:
             asked.precision or choose_precision(self.cluster),
             asked.runnable,
             self.spec.name,
+            software=asked.software,
             micro_batch_mean=asked.micro_batch_mean,
+            model_text=asked.model,
         )
         self._traced: dict[int, TracedModel] = {}
 
@@ -197,9 +201,40 @@ class Planner:
         return lint(plan, cluster or self.cluster, as_planned(self.traced(), plan))
 
 
-def priced_cluster(text: str, price: float | None) -> Cluster:
-    """The cluster that a text names, such as 'dgx-h100:8' or a YAML file. `price`, in dollars per
+def asked_of(
+    plan: Plan, model: str | None, cluster: str | None, seq: int | None, precision: str | None
+) -> Asked:
+    """The request for which a saved plan was made. Arguments that are not None replace what the
+    plan says.
+
+    Raises AutoparError if the plan's file says no model or cluster, and none is given.
+    """
+    from autopar.text.plan_words import named_cluster
+
+    made_for = plan.made_for
+    model = model or made_for.model
+    at = cluster or named_cluster(plan)
+    if not model or at is None:
+        missing = "MODEL" if not model else "CLUSTER"
+        raise AutoparError(
+            f"the plan's file does not say {'what names its model' if not model else 'its whole cluster'}: give {missing}, as in "
+            f"autopar audit plan.json {plan.model_name} {plan.cluster_name}"
+        )
+    return Asked(
+        model=model,
+        cluster=at,
+        global_batch=plan.global_batch,
+        seq=seq or (made_for.seq if model == made_for.model else None) or None,
+        precision=precision or plan.precision,
+        runnable=made_for.runnable,
+        micro_batch_mean=plan.micro_batch_mean,
+        software=Software.from_data(made_for.software),
+    )
+
+
+def priced_cluster(text: str | Cluster, price: float | None) -> Cluster:
+    """The cluster that a text names, such as 'dgx-h100:8' or a YAML file, or itself. `price`, in dollars per
     device-hour, replaces its own unless it is None.
     """
-    spec = ClusterSpec.parse(text)
+    spec = ClusterSpec.parse(text) if isinstance(text, str) else text
     return spec if price is None else spec.with_price(price)

@@ -20,6 +20,7 @@ from autopar.ir.plan_fields import (
     AxisChoice,
     BlockPlan,
     Certificate,
+    MadeFor,
     PlanFields,
     Prediction,
 )
@@ -57,6 +58,7 @@ class Plan(PlanFields):
         shard: the number of neighbouring data-parallel ranks that share out what ZeRO does.  0 means all ranks.
         micro_batch_mean: whether the mean of micro-batch losses may replace the loss of the batch.
         fusion: which subgraphs are ops of our own, and which nearly are, a `Fusion`.
+        made_for: model, sequence, cluster, software and pins that the plan was made for, a `MadeFor`.
     """
 
     def to_json(self) -> str:
@@ -70,7 +72,7 @@ class Plan(PlanFields):
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
         """Parse a plan from JSON text. Extra keys of `explain --json` (lints, objective, replay,
-        audit) are ignored. If the file was edited since it was saved, the plan gets a note on that.
+        audit, training) are ignored. If the file was edited since it was saved, the plan gets a note on that.
 
         Raises AutoparError with `origin` and the defect if the text is not a plan.
         """
@@ -85,7 +87,7 @@ class Plan(PlanFields):
                 f"{origin} is not a plan: it has no format_version; write plans with Plan.save"
             )
         version, digest = data.pop("format_version"), data.pop("digest", None)
-        for added in ("lints", "objective", "replay", "audit"):
+        for added in ("lints", "objective", "replay", "audit", "training"):
             data.pop(added, None)
         if version != FORMAT_VERSION:
             raise AutoparError(
@@ -101,6 +103,7 @@ class Plan(PlanFields):
                 predicted=made(Prediction, raw.predicted, "predicted"),
                 certificate=made(Certificate, raw.certificate, "certificate"),
                 fusion=_fusion_from_data(raw.fusion),
+                made_for=_made_for_from_data(raw.made_for),
             )
             check_consistent(plan)
         except (AutoparError, ValueError) as error:
@@ -163,6 +166,10 @@ def _fusion_from_data(data: Any) -> Fusion:
         fused=tuple(made(FusedOp, entry, "an entry of fused") for entry in raw.fused),
         missed=tuple(made(NearMiss, entry, "an entry of missed") for entry in raw.missed),
     )
+
+
+def _made_for_from_data(data: Any) -> MadeFor:
+    return data if isinstance(data, MadeFor) else made(MadeFor, data, "made_for")
 
 
 def _axes_from_data(op: str, axes: dict) -> dict[str, AxisChoice]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models.checks import finite
 
 from autopar.errors import AutoparError, NoPlanFits, shown
-from autopar.ir.cluster import Cluster
+from autopar.ir.cluster import Cluster, plain_data
 from autopar.ir.plan import Plan
 from autopar.text.plan_words import (
     PlanOn,
@@ -241,7 +241,7 @@ def _fastest(goal: Goal, cluster: Cluster, plan: Plan) -> Chosen:
         plan,
         value,
         bound,
-        f"a step takes {ms(value)}, and with no plan of the space less than {ms(bound)}",
+        f"a step takes {ms(value)}, and {_least_words(bound)}",
     )
 
 
@@ -308,7 +308,12 @@ def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
         else:
             low, step = last.cluster.device.memory_bytes, 1
             bound = low if last.settled else bound
-    plan = replace(best.plan, cluster_name=cluster.name, cluster_hash=cluster.spec_hash())
+    plan = replace(
+        best.plan,
+        cluster_name=cluster.name,
+        cluster_hash=cluster.spec_hash(),
+        made_for=replace(best.plan.made_for, cluster=plain_data(cluster)),
+    )
     return Chosen(
         goal,
         cluster,
@@ -318,6 +323,12 @@ def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
         claim=_memory_words(fastest, best, bound, low),
         tried=tuple(tried),
     )
+
+
+def _least_words(bound_s: float) -> str:
+    if bound_s <= 0:
+        return "how fast another plan of the space may be was not bounded in time"
+    return f"with no plan of the space less than {ms(bound_s)}"
 
 
 def _planned(tried: Sequence[Tried]) -> list[Fitted]:

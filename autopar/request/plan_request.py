@@ -18,7 +18,8 @@ from autopar.request.software import Software
 class PlanRequest:
     """A complete request for a plan. `global_batch` is in sequences per step. `runnable`: only
     plans that the engine can run. `micro_batch_mean`: micro-batches are allowed even if the mean of
-    their losses is not the loss of the batch.
+    their losses is not the loss of the batch. `model_text` is what names the model on the command
+    line; '' if it was given as an object.
 
     Raises AutoparError for a batch, number of devices, precision or software that is not possible.
     """
@@ -31,6 +32,7 @@ class PlanRequest:
     model_name: str
     software: Software = field(default_factory=Software)
     micro_batch_mean: bool = False
+    model_text: str = ""
 
     def __post_init__(self) -> None:
         if not is_whole(self.global_batch):
@@ -57,5 +59,11 @@ class PlanRequest:
 
 
 def choose_precision(cluster: Cluster) -> str:
-    """The default precision for an fp32 model: bf16 on GPUs, fp32 on CPUs."""
-    return "fp32" if cluster.device_type == "cpu" else "bf16"
+    """The default precision for an fp32 model: bf16 on GPUs, fp16 if one of them has no bf16, fp32
+    on CPUs.
+    """
+    if cluster.device_type == "cpu":
+        return "fp32"
+    has_bf16 = all("bf16" in group.device.flops for group in cluster.groups)
+    has_fp16 = all("fp16" in group.device.flops for group in cluster.groups)
+    return "fp16" if has_fp16 and not has_bf16 else "bf16"

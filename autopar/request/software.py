@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 from autopar_cost_models import FITTED, Device, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
@@ -30,14 +31,15 @@ DISPATCHES = {
     "once": "a token goes to each node once and from there to each rank once, as in DeepEP (github.com/deepseek-ai/DeepEP)",
 }
 
-_NAMED = {
-    "cuda_graphs": CUDA_GRAPHS,
-    "dispatch": DISPATCHES,
+NAMED: dict[str, list[str]] = {
+    "cuda_graphs": list(CUDA_GRAPHS),
+    "dispatch": list(DISPATCHES),
     "attention_kernel": sorted({kernel for _, kernel in FLASH_RATES}),
-    "loss_kernel": LOSS_KERNELS,
-    "state_recipe": STATE_RECIPES,
-    "fp8_scaling": SCALINGS,
+    "loss_kernel": list(LOSS_KERNELS),
+    "state_recipe": list(STATE_RECIPES),
+    "fp8_scaling": list(SCALINGS),
 }
+"""The values of fields of `Software` that are names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class Software:
                 raise AutoparError(
                     f"software: {name}={shown(getattr(self, name))} must be True or False"
                 )
-        for name, known in _NAMED.items():
+        for name, known in NAMED.items():
             value = getattr(self, name)
             left_out = value is None and name in ("attention_kernel", "state_recipe")
             if value not in known and not left_out:
@@ -197,8 +199,47 @@ class Software:
         if self.attention_kernel:
             words.append(f"{self.attention_kernel} attention")
         if self.matmul_dtype == "fp8":
-            words.append(f"fp8 linear layers{' and head' if self.fp8_head else ''}")
+            scaled = f" ({self.fp8_scaling} scaling)" if self.fp8_scaling != "delayed" else ""
+            words.append(f"fp8 linear layers{' and head' if self.fp8_head else ''}{scaled}")
         return ", ".join(words)
+
+    def as_data(self) -> dict[str, Any]:
+        """The fields that are not the defaults, as plain data. `from_data` makes an equal one."""
+        default = Software()
+        found = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(default, field.name)
+        }
+        if "fitted" in found:
+            found["fitted"] = asdict(self.fitted)
+        return found
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> Software:
+        """The software that `as_data` describes. Raises AutoparError for an unknown field or a
+        wrong value.
+        """
+        known = [field.name for field in fields(Software)]
+        for name in data:
+            if name not in known:
+                raise AutoparError(f"software: unknown field {shown(name)}; {nearest(name, known)}")
+        values = dict(data)
+        if isinstance(values.get("fitted"), Mapping):
+            values["fitted"] = FittedConstants(**values["fitted"])
+        return Software(**values)
+
+
+_SAID = ("compiled", "attention_kernel", "matmul_dtype", "fp8_head", "fp8_scaling", "fitted")
+"""Fields of `Software` that its text says, or that are no software."""
+
+
+def software_words(data: Mapping[str, Any]) -> str:
+    """The software that `Software.as_data` describes, as one line: what its text says, then every
+    other field that is not the default.
+    """
+    others = [f"{name}={shown(value)}" for name, value in data.items() if name not in _SAID]
+    return ", ".join([str(Software.from_data(data)), *others])
 
 
 Joins = Literal["compiler", "by hand", "by hand, softmax alone"]

@@ -99,7 +99,7 @@ def test_save_and_load(tmp_path):
 def test_plan_explain_names_strategies_in_plain_words():
     text = autopar.explain(plan_of({"tp": 4, "pp": 1, "recompute": "none"}))
     assert any(words in text for words in ("column-parallel", "sequence-sharded", "replicated"))
-    assert "The engine cannot run this plan yet: it lacks a graph captured in bf16" in text
+    assert "To train with it, plan with --runnable" in text
 
 
 def test_explain_says_when_a_plan_runs():
