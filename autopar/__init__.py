@@ -20,7 +20,7 @@ __all__ = [
 
 _LAZY = {
     "diff": "autopar.explaining.diff",
-    "explain": "autopar.explaining.plan_report",
+    "explain": "autopar.report.explained",
     "Software": "autopar.request.software",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
