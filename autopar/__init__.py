@@ -21,7 +21,7 @@ __all__ = [
 
 _LAZY = {
     "diff": "autopar.explaining.diff",
-    "explain": "autopar.explaining.plan_report",
+    "explain": "autopar.report.explained",
     "Software": "autopar.request.software",
     "software_of": "autopar.request.frameworks",
     "parallelize": "autopar.api",

@@ -40,6 +40,7 @@ ROOMS = """
     autopar.recheck
     autopar.explaining
     autopar.api
+    autopar.report
     autopar.verify autopar.calibrate autopar.predict
     autopar.cli
     autopar.__main__

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from textwrap import indent
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -19,14 +20,16 @@ from autopar_cost_models.echo import shortened_message
 
 from autopar import __version__
 from autopar.cli import list_commands, options
+from autopar.cli.init import init
+from autopar.cli.pictures import Pictures, picture_options
 from autopar.cli.run_commands import calibrate, completion, demo, predict, verify
 from autopar.cli.session import Asked, Planner, asked_of, priced_cluster
 from autopar.cli.terminal import progress, show
+from autopar.cli.trace_diff import trace_diff
 from autopar.errors import AutoparError, NoPlanFits
 from autopar.request.pins import parse_pins, pins_help
 
 if TYPE_CHECKING:
-    from autopar.ir.cluster import Cluster
     from autopar.ir.plan import Plan
     from autopar.recheck.audit import Audit
     from autopar.recheck.replay import Replay
@@ -144,6 +147,9 @@ it.
     is_flag=True,
     help="List what is fused into ops of our own, and what nearly is.",
 )
+@click.option("--layers", is_flag=True, help="Also print how each op of a layer runs.")
+@click.option("--verbose", is_flag=True, help="Also print the search space.")
+@picture_options
 @options.as_json
 @click.pass_context
 def explain(
@@ -171,14 +177,16 @@ def explain(
     a plan to explain instead of making one; MODEL, CLUSTER and most options are then refused.
     `replays` and `audits` also check the plan, with exit code 1 if they disagree. `fusions` lists
     fused ops. `deadline` is in seconds. `tokens`: says what training on that number of tokens takes.
-    `as_json`: prints JSON instead of a report. `asked` has
-    the other arguments, as in `Asked`.
+    `as_json`: prints JSON instead of a report. `asked` has the other arguments, as in `Asked`, and
+    those of `Pictures`.
     """
+    drawn, detail = Pictures.taken_from(asked), {n: asked.pop(n) for n in ("layers", "verbose")}
     wanted = asked | {"pin": pin, "save": save, "deadline": deadline}
     wanted |= {"tokens_per_second": tokens_per_second, "replay": replays, "audit": audits}
     wanted["objective"] = objective if objective != "time" else None
     if saved is not None:
-        _show_fusion(_explain_saved(saved, wanted, as_json, tokens), fusions and not as_json)
+        detail |= {"tokens": tokens}
+        _show_fusion(_explain_saved(saved, wanted, as_json, drawn, detail), fusions and not as_json)
         return
     required = {"MODEL": "model", "CLUSTER": "cluster", "--global-batch": "global_batch"}
     if missing := [name for name, key in required.items() if asked[key] is None]:
@@ -199,9 +207,13 @@ def explain(
             [planned.replay(plan, pins, chosen.cluster)] if replays else []
         )
         checks += [planned.audit(plan, pins, chosen.cluster)] if audits else []
+        report = planned.report(plan, pins, counts, chosen.cluster) if drawn.wanted else None
     if save:
         plan.save(save)
-    _show_plan(plan, as_json, findings, counts, chosen, checks, chosen.cluster, tokens)
+    detail |= {"cluster": chosen.cluster, "tokens": tokens}
+    _show_plan(plan, as_json, findings, counts, chosen, checks, report, detail)
+    if report is not None:
+        drawn.write(report)
     _show_fusion(plan, fusions and not as_json)
     ctx.exit(1 if any(check.disagreements for check in checks) else 0)
 
@@ -246,11 +258,15 @@ def _show_fusion(plan: Plan, asked: bool) -> None:
 
 
 def _explain_saved(
-    path: str, wanted: Mapping[str, Any], as_json: bool, tokens: float | None
+    path: str,
+    wanted: Mapping[str, Any],
+    as_json: bool,
+    drawn: Pictures,
+    detail: dict[str, Any],
 ) -> Plan:
-    """Prints the report on the plan file `path`, and returns the plan; `tokens` as for `explain`.
-    Raises AutoparError if
-    options are given (`wanted`) that the plan already decides.
+    """Prints the report on the plan file `path`, in the detail that `plan_table` takes, draws what
+    `drawn` asks for, and returns the plan. Raises AutoparError if options are given (`wanted`) that
+    the plan already decides.
     """
     if unused := [name for option, name in _NOT_WITH_A_PLAN.items() if wanted[option]]:
         raise AutoparError(
@@ -258,6 +274,7 @@ def _explain_saved(
         )
     from autopar.explaining.lints import lint
     from autopar.ir.plan import Plan
+    from autopar.report.report import Report
     from autopar.text.plan_words import named_cluster
 
     plan = Plan.load(path)
@@ -267,7 +284,10 @@ def _explain_saved(
     if cluster is not None and wanted["price"] is not None:
         cluster = cluster.with_price(wanted["price"])
     findings = lint(plan, cluster) if cluster is not None else []
-    _show_plan(plan, as_json, findings, cluster=cluster, tokens=tokens)
+    report = Report(plan, cluster, findings=findings) if drawn.wanted else None
+    _show_plan(plan, as_json, findings, report=report, detail=detail | {"cluster": cluster})
+    if report is not None:
+        drawn.write(report)
     if not as_json:
         click.echo(
             "Lints that read the model (heads and widths that a degree does not divide, tied weights, small products) come with "
@@ -284,12 +304,13 @@ def _show_plan(
     counts: dict | None = None,
     chosen: Any = None,
     checks: Sequence[Any] = (),
-    cluster: Cluster | None = None,
-    tokens: float | None = None,
+    report: Any = None,
+    detail: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Prints a plan, as JSON or as a report. `findings` are its lints, `counts` its collectives by
     block. `chosen` says what objective it was chosen for, if it was made now; `checks` are its
-    replay and audit. With `tokens`, what training on them takes on `cluster`.
+    replay and audit. JSON has the numbers of the page `report`, if one is written. `detail` has
+    `cluster`, `tokens`, `layers` and `verbose` of `plan_table`.
     """
     from autopar.explaining.plan_report import plan_data, plan_table
     from autopar.planning.objectives import chosen_data, chosen_table
@@ -300,13 +321,14 @@ def _show_plan(
             {"objective": chosen_data(chosen)} if chosen else {}
         )
         added |= {type(check).__name__.lower(): check.as_dict() for check in checks}
-        if tokens is not None:
-            added["training"] = asdict(training_of(plan, tokens, cluster))
+        if (tokens := detail.get("tokens")) is not None:
+            added["training"] = asdict(training_of(plan, tokens, detail["cluster"]))
+        added |= {"report": report.data["report"]} if report is not None else {}
         click.echo(json.dumps(plan_data(plan) | added, indent=1))
         return
     if chosen:
         show(chosen_table(chosen))
-    show(plan_table(plan, counts, cluster, findings, tokens))
+    show(plan_table(plan, counts, findings=findings, **detail))
     for check in checks:
         show(check.table())
 
@@ -624,5 +646,5 @@ _LISTS = (
     list_commands.clusters,
     list_commands.cluster,
 )
-for command in (verify, predict, calibrate, demo, completion, *_LISTS):
+for command in (verify, predict, calibrate, demo, init, trace_diff, completion, *_LISTS):
     cli.add_command(command)

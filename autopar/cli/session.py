@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autopar.planning.remedies import Ask, Remedies
     from autopar.recheck.audit import Audit
     from autopar.recheck.replay import Replay
+    from autopar.report.report import Report
     from autopar.request.plan_request import PlanRequest
 
 
@@ -52,7 +53,7 @@ class Planner:
     """
 
     def __init__(self, asked: Asked, tell: Callable[[str], None]) -> None:
-        self.cluster = priced_cluster(asked.cluster, asked.price)
+        self.asked, self.cluster = asked, priced_cluster(asked.cluster, asked.price)
         from autopar.models import parse_model
         from autopar.request.plan_request import PlanRequest, choose_precision
 
@@ -139,6 +140,26 @@ class Planner:
         from autopar.planning.model_facts import as_planned
 
         return block_collectives(as_planned(self.traced(), plan), plan)
+
+    def report(
+        self,
+        plan: Plan,
+        pin: Mapping[str, Any],
+        counts: dict,
+        cluster: Cluster | None = None,
+    ) -> Report:
+        """The report (`Report`) on a plan that was made under the pins `pin` for `cluster`
+        (default: that of the request), with its simulated step. `counts` are its collectives.
+        """
+        from autopar.report.command_line import command_line
+        from autopar.report.explained import full_report
+
+        self.tell("simulating the step")
+        request = self._made_for(plan, pin, cluster)
+        part = cluster is not None and cluster.name != self.cluster.name
+        on = plan.cluster_name if part else self.asked.cluster
+        words = command_line(plan, self.asked.model, on, self.asked.seq)
+        return full_report(plan, self.traced(), request, counts, words)
 
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
         """The result (`Replay`) of simulating a plan that was made under the pins `pin` for

@@ -44,6 +44,12 @@ if TYPE_CHECKING:
 RUNNERS_UP = 4
 DETAIL_SHARE = 1e-3
 """Share of the stages from which a part of them is shown."""
+LAYOUT_LEGEND = (
+    "R: replicated.  S(d): sharded along dim d.  P: partial sums.  R/P: replicated, gradients partial.\n"
+    "Column-parallel shards what a layer computes, row-parallel what it sums over.\n"
+)
+"""The words of the tables of blocks."""
+LAYERS_HINT = "How each op of a layer runs: --layers.  The search space: --verbose.\n"
 BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
@@ -73,13 +79,16 @@ def plan_table(
     cluster: Cluster | None = None,
     findings: Sequence[Finding] = (),
     tokens: float | None = None,
+    layers: bool = True,
+    verbose: bool = True,
 ) -> Group:
     """The report on a plan as a rich renderable.
 
     `counts` are the collectives of each block (`collective_counts.block_collectives`); without them
     none are shown. `cluster` is the plan's cluster (None: what its name parses to). `findings` are
     the warnings of `lints.lint` to show. With `tokens`, the report says what training on them
-    takes.
+    takes. `layers`: with the tables of blocks, of which the last explains the words. `verbose`:
+    with the search space.
     """
     from rich.console import Group
     from rich.text import Text
@@ -94,11 +103,13 @@ def plan_table(
         *ranks,
         _time(plan),
         _memory(plan),
-        _certificate(plan.certificate),
+        _certificate(plan.certificate, verbose),
         *_runners_up(plan),
     ]
     if plan.mesh.active and plan.mesh.active != ("dp",):
-        parts += [_block(plan, block, (counts or {}).get(block.name)) for block in plan.blocks]
+        shown = plan.blocks if layers else ()
+        parts += [_block(plan, block, (counts or {}).get(block.name)) for block in shown]
+        parts.append(Text(LAYOUT_LEGEND if layers else LAYERS_HINT))
     else:
         where = ", on that device's sequences of the batch" if plan.mesh.dp > 1 else ""
         parts.append(Text(f"Every op runs whole on its device{where}.\n"))
@@ -267,7 +278,7 @@ def outcome_counts(certificate: Certificate) -> dict[str, int]:
     return counts
 
 
-def _certificate(certificate: Certificate) -> Table:
+def _certificate(certificate: Certificate, verbose: bool) -> Table:
     counts = outcome_counts(certificate)
     outcomes = ("chosen", "solved", "pruned", "too large", "infeasible", "unexplored")
     considered = ", ".join(f"{counts[k]} {k}" for k in outcomes if k in counts)
@@ -278,7 +289,7 @@ def _certificate(certificate: Certificate) -> Table:
         ("gap", gap_words(certificate.gap)),
         ("candidates", f"{len(certificate.meshes)}: {considered}"),
         ("solve time", f"{certificate.solve_time_s:.2f} s"),
-        ("space", certificate.space),
+        *([("space", certificate.space)] if verbose else []),
     ]
     return grid("Certificate", ("", ""), rows)
 
