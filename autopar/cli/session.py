@@ -156,8 +156,9 @@ class Planner:
 
         self.tell("simulating the step")
         request = self._made_for(plan, pin, cluster)
-        part = cluster is not None and cluster.name != self.cluster.name
-        on = plan.cluster_name if part else self.asked.cluster
+        is_part = cluster is not None and cluster.name != self.cluster.name
+        given = self.asked.cluster
+        on = given if isinstance(given, str) and not is_part else plan.cluster_name
         words = command_line(plan, self.asked.model, on, self.asked.seq)
         return full_report(plan, self.traced(), request, counts, words)
 

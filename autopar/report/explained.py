@@ -77,6 +77,7 @@ def explain(
         plan.global_batch,
         Pins.of(pin or {}),
         precision=plan.precision,
+        runnable=False,
         model_name=plan.model_name,
         software=software,
     )
