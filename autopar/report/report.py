@@ -16,7 +16,6 @@ from autopar.explaining.plan_report import BlockCounts, explain, plan_data
 from autopar.files import path_of, reason_of, write_text
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
-from autopar.report.accuracy import accuracy_of
 from autopar.report.assumptions import assumptions
 from autopar.report.block_graph import BlockGraph
 from autopar.report.chrome_trace import write_trace
@@ -28,6 +27,7 @@ from autopar.report.svg import Svg
 from autopar.report.timeline import Timeline
 from autopar.report.waterfall import waterfall
 from autopar.text.device_words import groups_by_rank
+from autopar.text.measured import evidence
 from autopar.text.plan_words import dollars_per_million_tokens, named_cluster
 
 
@@ -133,10 +133,8 @@ class Report:
 def derived(report: Report) -> dict[str, Any]:
     """The numbers of a page that are not in the plan, as plain data in SI units."""
     plan, cluster, timeline = report.plan, report.cluster, report.timeline
-    accuracy = accuracy_of(plan)
     found: dict[str, Any] = {
         "devices": plan.mesh.num_devices,
-        "accuracy": asdict(accuracy),
         "waterfall": [
             {
                 "part": bar.part,
@@ -155,6 +153,8 @@ def derived(report: Report) -> dict[str, Any]:
         found |= {"fullest_rank": rank, "limit_bytes": limits[rank]}
         found["full_share"] = peaks[rank] / limits[rank]
         found["dollars"] = dollars_per_million_tokens(plan, cluster)
+        if known := evidence(plan, cluster.groups[0].device.name):
+            found["accuracy"] = asdict(known)
         found["assumptions"] = [asdict(assumption) for assumption in assumptions(cluster)]
     if timeline is not None:
         found |= _of_timeline(timeline)

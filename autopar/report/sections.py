@@ -90,11 +90,17 @@ class PlanPage:
         return Section("verdict", "Verdict", lead, items=[item for item in items if item])
 
     def _sure(self) -> list[str | Number]:
+        """How far predictions like this one were off, and the nearest published run, if known."""
         n = self.numbers
+        known = n.data["report"].get("accuracy")
+        if known is None:
+            return ["No published run tells how good such predictions are."]
         return [
-            "Over ", n.count("report.accuracy.runs"), " published runs of this kind (",
-            n.data["report"]["accuracy"]["kind"], "), such predictions of the step time were off by ",
-            n.percent("report.accuracy.mean_error"), " in the mean.",
+            "Over ", n.count("report.accuracy.error.runs"), " published runs with ",
+            known["error"]["kind"], ", such predictions of the step time were off by ",
+            n.percent("report.accuracy.error.mean_error"), " in the mean. The nearest, ",
+            known["nearest"]["id"], " on ", n.count("report.accuracy.nearest.devices"),
+            f" {known['nearest']['device']}, was off by ", n.percent("report.accuracy.nearest.error"), ".",
         ]  # fmt: skip
 
     def _bound_by(self) -> Words:

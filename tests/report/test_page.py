@@ -12,7 +12,6 @@ from support.report_plans import CASES, plan_of, report_of
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.report.accuracy import TABLE
 from autopar.report.numbers import Numbers
 
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -155,10 +154,3 @@ def test_a_plan_prints_in_five_lines():
     for case in CASES:
         lines = repr(plan_of(case)).splitlines()
         assert len(lines) == 5 and all(len(line) <= 120 for line in lines), lines
-
-
-def test_accuracy_is_that_of_the_documentation():
-    text = (ROOT / "docs/accuracy.md").read_text()
-    for row in TABLE:
-        error, bias = f"{100 * row.mean_error:.1f} %", f"{100 * row.bias:+.1f} %"
-        assert f"| {row.kind} | {row.runs} | {error} | {bias} |" in text
