@@ -1,5 +1,5 @@
-"""The report on a plan: an object that prints as text, shows as HTML in a notebook, and is saved as
-a page, a folder of SVG files, or a trace.
+"""The report on a plan. It prints as text and shows as HTML in a notebook. It is saved as a page, a
+folder of SVG files, or a trace.
 """
 
 from __future__ import annotations

@@ -24,10 +24,11 @@ from autopar.text.plan_words import layout_words, sharing_words, staleness
 from autopar.text.units import gap_words
 
 _RUNNERS_UP, _MOST_LOST = 6, 40
-_SECONDS = {
-    "feasible": "best found in the time limit",
+_PROOFS = {
+    "feasible": "the best found in the time limit",
     "optimal": "proved optimal within the search space",
 }
+"""The status of a certificate in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class PlanPage:
     def verdict(self) -> Section:
         """The plan in a sentence, what is proved, and how far such predictions were off."""
         n, plan = self.numbers, self.plan
-        proof = _SECONDS.get(plan.certificate.status, plan.certificate.status)
+        proof = _PROOFS.get(plan.certificate.status, plan.certificate.status)
         gap = Number(gap_words(plan.certificate.gap), plan.certificate.gap, "certificate.gap")
         lead: list[str | Number] = [
             f"{layout_words(plan)}: a step of ", n.count("global_batch"), " sequences takes ",
