@@ -206,7 +206,9 @@ def explain(
         report = planned.report(plan, pins, counts, chosen.cluster) if drawn.wanted else None
     if save:
         plan.save(save)
-    _show_plan(plan, as_json, findings, counts, chosen, checks, report, detail)
+    _show_plan(
+        plan, as_json, findings, counts, chosen=chosen, checks=checks, report=report, detail=detail
+    )
     if report is not None:
         drawn.write(report)
     _show_fusion(plan, fusions and not as_json)
