@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from textwrap import indent
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -300,7 +299,7 @@ def _show_plan(
     chosen: Any = None,
     checks: Sequence[Any] = (),
     report: Any = None,
-    detail: Mapping[str, bool] = MappingProxyType({}),
+    detail: Mapping[str, bool] | None = None,
 ) -> None:
     """Prints a plan, as JSON or as a report. `findings` are its lints, `counts` its collectives by
     block. `chosen` says what objective it was chosen for, if it was made now; `checks` are its
@@ -320,7 +319,7 @@ def _show_plan(
         return
     if chosen:
         show(chosen_table(chosen))
-    show(plan_table(plan, counts, chosen and chosen.cluster, findings, **detail))
+    show(plan_table(plan, counts, chosen and chosen.cluster, findings, **(detail or {})))
     for check in checks:
         show(check.table())
 

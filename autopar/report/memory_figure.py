@@ -71,7 +71,7 @@ def _chart(
     memory, path = timeline.memory[rank], f"report.ranks.{rank}"
     top, bottom = y + 40, y + tall
     high = bottom - top
-    several = len(memory.holdings) and timeline.ranks > 1
+    several = timeline.ranks > 1
     figure.text(x, y + 13, f"rank {rank}" if several else "each device", "strong")
     figure.text(x + 58 if several else x + 86, y + 13, numbers.gib(f"{path}.peak_bytes"), "ink")
     figure.text(x + wide, y + 13, numbers.percent(f"{path}.peak_share"), "ink", "end")
