@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from textwrap import indent
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -211,7 +210,9 @@ def explain(
     if save:
         plan.save(save)
     detail |= {"cluster": chosen.cluster, "tokens": tokens}
-    _show_plan(plan, as_json, findings, counts, chosen, checks, report, detail)
+    _show_plan(
+        plan, as_json, findings, counts, chosen=chosen, checks=checks, report=report, detail=detail
+    )
     if report is not None:
         drawn.write(report)
     _show_fusion(plan, fusions and not as_json)

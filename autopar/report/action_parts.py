@@ -184,9 +184,11 @@ class SegmentParts:
         layout changes over dp, ep and cp that it is the first to need.
         """
         choices = self.block.ops.get(op.name, {})
-        forward, backward = [], []
+        forward: list[str] = []
+        backward: list[str] = []
         if op.kind == "op":
-            forward, backward = map(list, _inside(op, {a: c.strategy for a, c in choices.items()}))
+            there, back = _inside(op, {a: c.strategy for a, c in choices.items()})
+            forward, backward = list(there), list(back)
         for axis in (*BATCH_AXES, "cp"):
             if axis not in choices:
                 continue
@@ -195,9 +197,9 @@ class SegmentParts:
                 if have is None or have == need or (value, axis, need) in self._paid:
                     continue
                 self._paid.add((value, axis, need))
-                there, back = transition(have, need)
-                forward += [f"{there} over {axis}"] * (there in COLLECTIVES)
-                backward += [f"{back} over {axis}"] * (back in COLLECTIVES)
+                names = transition(have, need)
+                forward += [f"{names[0]} over {axis}"] * (names[0] in COLLECTIVES)
+                backward += [f"{names[1]} over {axis}"] * (names[1] in COLLECTIVES)
         return tuple(forward), tuple(backward)
 
     def _again_comm_s(self, cost: Strategy | Conversion) -> float:

@@ -154,6 +154,11 @@ def block_figure(graph: BlockGraph) -> Svg:
     most = max(map(len, layers.values()))
     wide = max(most * (_BOX_WIDE + _SPACE) + 220, 620.0)
     order = sorted(layers)
+    reach = {node.name: node.layer for node in graph.nodes}
+    for edge in graph.edges:  # what leads far is at the right, where its edge goes round
+        reach[edge.source] = max(reach[edge.source], _layer_of(graph, edge.target))
+    for nodes in layers.values():
+        nodes.sort(key=lambda node: reach[node.name])
     figure = Svg("block", f"Block {graph.name}", wide, len(order) * _STEP + 6)
     at: dict[str, tuple[float, float, int]] = {}
     for row, layer in enumerate(order):
@@ -167,6 +172,10 @@ def block_figure(graph: BlockGraph) -> Svg:
     for node in graph.nodes:
         _node(figure, node, *at[node.name][:2])
     return figure
+
+
+def _layer_of(graph: BlockGraph, name: str) -> int:
+    return next(node.layer for node in graph.nodes if node.name == name)
 
 
 def _node(figure: Svg, node: GraphNode, x: float, y: float) -> None:

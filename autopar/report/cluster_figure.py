@@ -17,8 +17,8 @@ _WIDE, _MOST_NODES, _MOST_DEVICES = 900.0, 4, 16
 
 @dataclass(frozen=True, slots=True)
 class AxisPlace:
-    """Where the ranks of a mesh axis lie: `ranks` of the axis, of which `per_node` share a node, on
-    `nodes` nodes, and the bytes per second that a device has on the slowest link that they cross.
+    """Where the `ranks` of a mesh axis lie: `per_node` share a node, on `nodes` nodes. `rate_Bps` is
+    what a device has on the slowest link that they cross, in bytes per second.
     """
 
     axis: str

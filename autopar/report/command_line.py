@@ -11,8 +11,9 @@ _DEFAULTS = {"vpp": 1, "shard": 0, "offload": "none", "fuse": "none", "schedule"
 
 
 def command_line(plan: Plan, model: str, cluster: str, seq: int | None = None) -> str:
-    """The command `autopar explain` for a plan: `model` and `cluster` as a user writes them, `seq`
-    tokens of a sequence (None: the model's own length), and a pin for each choice that has one.
+    """The command `autopar explain` for a plan, with a pin for each choice that has one. `model` and
+    `cluster` are texts as a user writes them. `seq` are tokens of a sequence (None: the model's own
+    length).
 
     Layers of each stage, and a mix of recompute modes, are no pins: the command finds them again.
     """

@@ -102,11 +102,11 @@ def full_report(
     return Report(
         plan,
         request.cluster,
-        simulated_step(plan, traced, request),
-        lint(plan, request.cluster, planned),
-        counts if counts is not None else block_collectives(planned, plan),
-        block_graph(plan, traced, request),
-        command,
+        timeline=simulated_step(plan, traced, request),
+        findings=lint(plan, request.cluster, planned),
+        counts=counts if counts is not None else block_collectives(planned, plan),
+        graph=block_graph(plan, traced, request),
+        command=command,
     )
 
 

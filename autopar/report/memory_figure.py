@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.report.numbers import Numbers
 from autopar.report.svg import Svg
@@ -17,6 +18,8 @@ WORDS = {
     "transient": "transient in backward",
 }
 _WIDE, _MOST = 960.0, 12
+_FAR = 0.4
+"""Fraction of the limit below which the limit is not drawn."""
 
 
 def memory_figure(timeline: Timeline, numbers: Numbers) -> Svg:
@@ -29,13 +32,22 @@ def memory_figure(timeline: Timeline, numbers: Numbers) -> Svg:
     tall = 210.0 if columns < 3 else 165.0
     rows = -(-len(ranks) // columns)
     figure = Svg("memory", "Memory of a device over the step", _WIDE, rows * (tall + 20) + 40)
-    most = max(max(m.limit_bytes, m.peak_bytes) for m in timeline.memory)
+    most = _top_bytes(timeline)
     for place, rank in enumerate(ranks):
         x, y = (place % columns) * (wide + 20), (place // columns) * (tall + 20)
         _chart(figure, timeline, rank, (x, y, wide, tall), most, numbers)
     entries = [(f"m-{name}", words) for name, words in WORDS.items()]
     figure.height = figure.legend(0, rows * (tall + 20) + 4, entries) + 4
     return figure
+
+
+def _top_bytes(timeline: Timeline) -> int:
+    """Bytes at the top of the charts: the largest limit, or a little more than the largest peak if
+    that is far below every limit.
+    """
+    peak = max(memory.peak_bytes for memory in timeline.memory)
+    limits = [memory.limit_bytes for memory in timeline.memory]
+    return max(*limits, peak) if peak > _FAR * min(limits) else int(1.1 * peak)
 
 
 def drawn_ranks(timeline: Timeline) -> list[int]:
@@ -59,7 +71,7 @@ def _chart(
     memory, path = timeline.memory[rank], f"report.ranks.{rank}"
     top, bottom = y + 40, y + tall
     high = bottom - top
-    several = len(memory.holdings) and timeline.ranks > 1
+    several = timeline.ranks > 1
     figure.text(x, y + 13, f"rank {rank}" if several else "each device", "strong")
     figure.text(x + 58 if several else x + 86, y + 13, numbers.gib(f"{path}.peak_bytes"), "ink")
     figure.text(x + wide, y + 13, numbers.percent(f"{path}.peak_share"), "ink", "end")
@@ -84,9 +96,14 @@ def _chart(
     if any(h.transient_bytes for h in held):
         figure.path(_steps(both, of, end), "m-transient")
     figure.path(_steps(kept, of, end), "m-kept")
-    limit = bottom - memory.limit_bytes / most * high
-    figure.line(x, limit, x + wide, limit, "limit")
-    figure.text(x, limit - 4, numbers.gib(f"{path}.limit_bytes"), "small")
+    limit_words = numbers.gib(f"{path}.limit_bytes")
+    if memory.limit_bytes <= most:
+        limit = bottom - memory.limit_bytes / most * high
+        figure.line(x, limit, x + wide, limit, "limit")
+        figure.text(x, limit - 4, limit_words, "small")
+    else:
+        above = replace(limit_words, text=f"limit {limit_words.text}, far above this chart")
+        figure.text(x, y + 28, above, "small")
     peak = memory.peak
     figure.line(x, bottom, x + wide, bottom)
     if fold is None or not fold[0] < peak.time_s < fold[1]:

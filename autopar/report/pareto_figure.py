@@ -50,8 +50,9 @@ def pareto_figure(plan: Plan, numbers: Numbers) -> Svg:
 
     figure.line(_LEFT, _TALL - _BOTTOM, _WIDE - 8, _TALL - _BOTTOM)
     figure.line(_LEFT, 12, _LEFT, _TALL - _BOTTOM)
-    fastest, slowest = (f(shown, key=lambda k: meshes[k]["time_s"]) for f in (min, max))
-    smallest, fullest = (f(shown, key=lambda k: _held(meshes[k])) for f in (min, max))
+    by_time = sorted(shown, key=lambda number: meshes[number]["time_s"])
+    by_size = sorted(shown, key=lambda number: _held(meshes[number]))
+    fastest, slowest, smallest, fullest = by_time[0], by_time[-1], by_size[0], by_size[-1]
     figure.text(
         _LEFT + 12, _TALL - 24, numbers.ms(f"certificate.meshes.{fastest}.time_s"), "soft", "middle"
     )

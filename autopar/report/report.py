@@ -1,5 +1,5 @@
-"""The report on a plan: an object that prints as text, shows as HTML in a notebook, and is saved as
-a page, a folder of SVG files, or a trace.
+"""The report on a plan. It prints as text and shows as HTML in a notebook. It is saved as a page, a
+folder of SVG files, or a trace.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.report.timeline import Timeline
 from autopar.report.waterfall import waterfall
 from autopar.text.device_words import groups_by_rank
 from autopar.text.measured import evidence
-from autopar.text.plan_words import dollars_per_million_tokens, named_cluster
+from autopar.text.plan_words import dollars_per_million_tokens
 
 
 @dataclass(frozen=True)
@@ -186,17 +186,3 @@ def _of_timeline(timeline: Timeline) -> Mapping[str, Any]:
         "folded_actions": timeline.folded,
         "ranks": ranks,
     }
-
-
-def report_of(
-    plan: Plan,
-    cluster: Cluster | None = None,
-    timeline: Timeline | None = None,
-    findings: Sequence[Finding] = (),
-    counts: BlockCounts | None = None,
-    graph: BlockGraph | None = None,
-    command: str = "",
-) -> Report:
-    """A `Report`; `cluster` is by default what the plan's cluster name parses to."""
-    at = cluster or named_cluster(plan)
-    return Report(plan, at, timeline, findings, counts, graph, command)

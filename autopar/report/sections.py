@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.explaining.plan_report import outcome_counts
@@ -24,10 +24,11 @@ from autopar.text.plan_words import layout_words, sharing_words, staleness
 from autopar.text.units import gap_words
 
 _RUNNERS_UP, _MOST_LOST = 6, 40
-_SECONDS = {
-    "feasible": "best found in the time limit",
+_PROOFS = {
+    "feasible": "the best found in the time limit",
     "optimal": "proved optimal within the search space",
 }
+"""The status of a certificate in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class PlanPage:
 
     def sections(self) -> list[Section]:
         """All sections for which the report has data."""
-        makers = (
+        makers: tuple[Callable[[], Section | None], ...] = (
             self.verdict,
             self.run_it,
             self.placement,
@@ -68,7 +69,7 @@ class PlanPage:
     def verdict(self) -> Section:
         """The plan in a sentence, what is proved, and how far such predictions were off."""
         n, plan = self.numbers, self.plan
-        proof = _SECONDS.get(plan.certificate.status, plan.certificate.status)
+        proof = _PROOFS.get(plan.certificate.status, plan.certificate.status)
         gap = Number(gap_words(plan.certificate.gap), plan.certificate.gap, "certificate.gap")
         lead: list[str | Number] = [
             f"{layout_words(plan)}: a step of ", n.count("global_batch"), " sequences takes ",
@@ -143,7 +144,7 @@ class PlanPage:
         if self.cluster is None:
             return None
         n = self.numbers
-        lead = [
+        lead: list[str | Number] = [
             "The mesh has ", n.count("report.devices"), " ranks: ", mesh_words(self.plan.mesh.as_dict()),
             ". A rate is what one device has on the slowest link that its axis crosses.",
         ]  # fmt: skip
@@ -211,11 +212,12 @@ class PlanPage:
 
     def _peaks(self, timeline: Timeline) -> Table:
         """The parts of each rank's peak."""
-        n, rows = self.numbers, []
+        n = self.numbers
+        rows: list[list[Words]] = []
         parts = ("parameters", "gradients", "optimizer", "fixed", "kept", "transient")
         for rank in range(timeline.ranks):
             at = f"report.ranks.{rank}"
-            row = [n.gib(f"{at}.parts.{part}") for part in parts]
+            row: list[Words] = [n.gib(f"{at}.parts.{part}") for part in parts]
             rows.append(
                 [str(rank), *row, n.gib(f"{at}.peak_bytes"), n.gib(f"{at}.predicted_bytes")]
             )
@@ -267,7 +269,7 @@ class PlanPage:
         rows = [self._runner_up(number) for number in order[:_MOST_LOST]]
         counts = outcome_counts(self.plan.certificate)
         said = ", ".join(f"{count} {name}" for name, count in counts.items())
-        lead = [
+        lead: list[str | Number] = [
             f"{len(meshes)} candidates were considered ({said}). ",
             "The search took ",
             self._solve_time(),

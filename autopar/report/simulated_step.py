@@ -177,7 +177,13 @@ def _messages(played: Simulation, hop_s: float) -> Iterator[Message]:
             if kind != "W" and home.get(to, rank) != rank:
                 sent = "F" if kind == "F" else "I"
                 yield Message(
-                    sent, stage, span.action.micro_batch, rank, home[to], span.end_s, hop_s
+                    kind=sent,
+                    stage=stage,
+                    micro_batch=span.action.micro_batch,
+                    sender=rank,
+                    receiver=home[to],
+                    start_s=span.end_s,
+                    seconds=hop_s,
                 )
 
 

@@ -84,7 +84,7 @@ def timeline_figure(timeline: Timeline, numbers: Numbers) -> Svg:
 
 
 def shown_rows(ranks: int) -> list[int]:
-    """The pipeline ranks that are drawn: all of up to 32, else every so many, and the last one."""
+    """The pipeline ranks that are drawn: all of up to 32, else evenly spaced ones and the last."""
     step = -(-ranks // _MOST_ROWS)
     return sorted({*range(0, ranks, step), ranks - 1})
 

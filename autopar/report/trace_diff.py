@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
@@ -58,7 +58,7 @@ class TraceDiff:
             "same_order": self.parts_at is None,
             "parts_at": self.parts_at,
             "ranges": self.ranges,
-            "rows": [{key: getattr(row, key) for key in Row.__slots__} for row in self.rows],
+            "rows": [asdict(row) for row in self.rows],
         }
 
     def table(self) -> Group:
@@ -152,7 +152,10 @@ def _rows(ours: Sequence[_Range], theirs: Sequence[_Range]) -> list[Row]:
             key = _generic(name)
             seconds.setdefault(key, [0.0, 0.0])[place] += end - start
             counts.setdefault(key, [0, 0])[place] += 1
-    return [Row(name, *seconds[name], *counts[name]) for name in seconds]
+    return [
+        Row(name, predicted_s, measured_s, counts[name][0], counts[name][1])
+        for name, (predicted_s, measured_s) in seconds.items()
+    ]
 
 
 def _generic(name: str) -> str:
