@@ -16,12 +16,14 @@ from autopar.ir.plan import Plan
 __version__ = "0.1.0"
 __all__ = [
     "AutoparError", "ClusterSpec", "MeshShape", "Plan", "Software", "diff", "explain", "parallelize", "plan", "register_rule",
+    "software_of",
 ]  # fmt: skip
 
 _LAZY = {
     "diff": "autopar.explaining.diff",
     "explain": "autopar.explaining.plan_report",
     "Software": "autopar.request.software",
+    "software_of": "autopar.request.frameworks",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "register_rule": "autopar.ops.rules",

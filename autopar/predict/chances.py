@@ -14,6 +14,9 @@ SPREAD = 0.16
 runs of the ultra-scale playbook.
 """
 
+LEAST_CHANCE = 0.1
+"""A layout is rejected if its chance to fit is below this."""
+
 BINS = (0.0, 0.1, 0.3, 0.7, 0.9, 1.0)
 """Ends of the intervals of chances in a reliability table."""
 

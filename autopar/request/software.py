@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from autopar_cost_models import FITTED, Device, FittedConstants
 from autopar_cost_models.attention import FLASH_RATES
-from autopar_cost_models.checks import is_whole, nearest
+from autopar_cost_models.checks import finite, is_whole, nearest
 from autopar_cost_models.matmul import SCALINGS
 from autopar_cost_models.memory import STATE_RECIPES
 
@@ -21,7 +21,19 @@ LOSS_KERNELS = {
     "fused": "flash-attn's, Liger's and Transformer Engine's: keeps the logits as they came and writes the gradient over them",
 }
 
+CUDA_GRAPHS = {
+    "none": "the host issues every operation",
+    "but experts": "graphs replay all of a layer but its experts and their dispatch",
+    "all": "graphs replay all of a micro-batch",
+}
+DISPATCHES = {
+    "copies": "a token goes to the rank of each expert that it chose, once for each",
+    "once": "a token goes to each node once and from there to each rank once, as in DeepEP (github.com/deepseek-ai/DeepEP)",
+}
+
 NAMED: dict[str, list[str]] = {
+    "cuda_graphs": list(CUDA_GRAPHS),
+    "dispatch": list(DISPATCHES),
     "attention_kernel": sorted({kernel for _, kernel in FLASH_RATES}),
     "loss_kernel": list(LOSS_KERNELS),
     "state_recipe": list(STATE_RECIPES),
@@ -34,7 +46,7 @@ NAMED: dict[str, list[str]] = {
 class Software:
     """The software that runs a plan, as far as it changes prices.
 
-    The attributes up to `loss_kernel` change time, and the ones after it change only memory.
+    The attributes up to `loss_kernel` change time, and those from there to `live_parameters` change only memory.
 
     Attributes:
         compiled: torch.compile fuses element-wise operations and normalizations.  Eager mode runs a kernel for each.
@@ -73,6 +85,12 @@ class Software:
         root_unit: with ZeRO-3, embedding and head stay gathered and keep whole gradients, and two blocks are gathered, as in FSDP.
             autopar's own engine frees what it gathers segment by segment.
         live_parameters: with ZeRO-3, the number of gathered scalars that live at once (DeepSpeed: stage3_max_live_parameters).
+        issue_s: seconds in which the host issues one operation.  None is the time that the device has (`Device.issue_s`).
+        cuda_graphs: a row of `CUDA_GRAPHS`.  What graphs replay takes the host no time.
+        waits_for_routing: the host waits for the number of tokens of each expert before it issues their kernels.  A layer with experts
+            then takes the time of the host besides that of the device.
+        dispatch: a row of `DISPATCHES`, for the tokens that go to experts on other ranks.
+        dispatch_overlap: that dispatch runs beside the compute of experts of another micro-batch.
         fitted: the constants that no device or link carries (`attention_efficiency`, `overlap_slowdown`).
     """
 
@@ -103,6 +121,11 @@ class Software:
     workspace_bytes: int = 0
     root_unit: bool = False
     live_parameters: int = 0
+    issue_s: float | None = None
+    cuda_graphs: str = "none"
+    waits_for_routing: bool = False
+    dispatch: str = "copies"
+    dispatch_overlap: bool = False
     fitted: FittedConstants = FITTED
 
     def __post_init__(self) -> None:
@@ -123,6 +146,10 @@ class Software:
                 raise AutoparError(
                     f"software: {name}={shown(getattr(self, name))} must be a whole number >= 0"
                 )
+        if self.issue_s is not None and not (finite(self.issue_s) and self.issue_s >= 0):
+            raise AutoparError(
+                f"software: issue_s={shown(self.issue_s)} must be a finite number of seconds >= 0"
+            )
         if self.matmul_dtype not in (None, "bf16", "fp8"):
             raise AutoparError(
                 f"software: matmul_dtype={shown(self.matmul_dtype)} is not known; 'bf16', 'fp8' and None are"
