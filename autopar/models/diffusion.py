@@ -305,8 +305,8 @@ class Flux(nn.Module):
         self.text_in = Linear(config.text_width, hidden, True)
         self.times, self.summary = _Embed(TIME_CHANNELS, hidden), _Embed(config.summary, hidden)
         self.guidance = _Embed(TIME_CHANNELS, hidden) if config.guidance else None
-        self.double = nn.ModuleList(DoubleBlock(config) for _ in range(config.double))
-        self.single = nn.ModuleList(SingleBlock(config) for _ in range(config.single))
+        self.double_blocks = nn.ModuleList(DoubleBlock(config) for _ in range(config.double))
+        self.single_blocks = nn.ModuleList(SingleBlock(config) for _ in range(config.single))
         self.modulation = _Modulation(hidden, 2)
         self.out = Linear(hidden, config.channels, True)
 
@@ -327,10 +327,10 @@ class Flux(nn.Module):
             condition = condition + self.guidance(time_features(1000 * guidance))
         cos, sin = self._tables(image)
         x, y = self.image_in(image), self.text_in(text)
-        for double in self.double:
+        for double in self.double_blocks:
             x, y = double(x, y, condition, cos, sin)
         x = torch.cat((y, x), dim=1)
-        for single in self.single:
+        for single in self.single_blocks:
             x = single(x, condition, cos, sin)
         shift, scale = self.modulation(condition)
         found = self.out(_modulated(x[:, self.config.text :], shift, scale))

@@ -326,6 +326,8 @@ class HFSpec(ModelSpec):
     config_dict: dict[str, Any] = field(hash=False)
     repeats: int = 0
     """The number of layers after which their structure repeats; 0 if this is not known."""
+    different: int = 0
+    """The number of first layers that differ from those that repeat."""
 
     @classmethod
     def of_published(cls, model: PublishedModel) -> HFSpec:
@@ -333,7 +335,7 @@ class HFSpec(ModelSpec):
         `from_dict`.
         """
         spec = cls.from_dict(model.name, {"model_type": model.kind} | dict(model.dims))
-        return replace(spec, max_seq=model.seq, repeats=model.repeats)
+        return replace(spec, max_seq=model.seq, repeats=model.repeats, different=model.different)
 
     @classmethod
     def of(cls, path: str) -> HFSpec:
@@ -356,11 +358,12 @@ class HFSpec(ModelSpec):
         return cls(name=name, config_dict=config_dict, **sizes)
 
     def shallow(self) -> HFSpec:
-        """A spec with three periods of layers and one more, plus what keeps the remainder modulo
-        the period. The spec itself if it has no more, or if it is not known what repeats.
+        """A spec with the first layers that differ, two periods and one more layer, plus what keeps
+        the remainder modulo the period. The spec itself if it has no more, or if it is not known
+        what repeats.
         """
         key = next((key for key in ("num_hidden_layers", "n_layer") if key in self.config_dict), "")
-        layers = 3 * self.period + 1
+        layers = self.different + 2 * self.period + 1
         layers += (self.num_layers - layers) % self.period
         if not self.repeats or not key or layers >= self.num_layers:
             return self

@@ -48,6 +48,7 @@ class PublishedModel:
         parameters: the published number of parameters. None for models of this package.
         without_embeddings: whether that number leaves out embeddings and the head.
         repeats: the number of layers after which their structure repeats; 0 if this is not known.
+        different: the number of first layers that differ from those that repeat.
     """
 
     name: str
@@ -59,6 +60,7 @@ class PublishedModel:
     parameters: float | None
     without_embeddings: bool = False
     repeats: int = 0
+    different: int = 0
 
     @property
     def layers(self) -> str:
@@ -101,4 +103,5 @@ def _model(name: str, group: Mapping[str, Any], own: Mapping[str, Any] | None) -
         parameters=parameters,
         without_embeddings=group.get("without_embeddings", False),
         repeats=group.get("repeats", 0),
+        different=group.get("different", 0),
     )

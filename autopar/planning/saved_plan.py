@@ -23,7 +23,7 @@ def check_plan(plan: Plan, traced: TracedModel, cluster: Cluster) -> None:
     if plan.offload == "parameters":
         check_fetched(plan.mesh.pp, plan.zero)
     if plan.model_hash != traced.model_hash:
-        raise AutoparError(f"{_other_model(plan, traced)}: plan again")
+        raise AutoparError(_other_model(plan, traced))
     if plan.cluster_hash != cluster.spec_hash():
         raise AutoparError(
             f"the plan was made for cluster {plan.cluster_name} ({plan.mesh.num_devices} devices); this is {cluster.name} "
@@ -49,11 +49,11 @@ def _other_model(plan: Plan, traced: TracedModel) -> str:
     if seq and own != seq:
         return (
             f"the plan was made for {plan.model_name} on sequences of {seq} tokens, and this model reads {own}: ask with --seq {seq}, "
-            "or give example inputs of that length"
+            "give example inputs of that length, or plan again"
         )
     return (
         f"the plan was made for {plan.model_name} with structure {plan.model_hash[:12]}; this model has structure "
-        f"{traced.model_hash[:12]}"
+        f"{traced.model_hash[:12]}: plan again"
     )
 
 

@@ -28,7 +28,11 @@ def models_data(words: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The named models whose names contain each of `words`, as plain data."""
     models = published_models()
     return [
-        {key: value for key, value in asdict(models[name]).items() if key != "repeats"}
+        {
+            key: value
+            for key, value in asdict(models[name]).items()
+            if key not in ("repeats", "different")
+        }
         | {"layers": models[name].layers}
         for name in _chosen(list(models), words)
     ]

@@ -10,12 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 import autopar
+from autopar.cli.options import software_from, software_like
 from autopar.cli.plan_commands import cli
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import MadeFor
 from autopar.models import parse_model
+from autopar.request.software import Software
 from autopar.text.plan_words import named_cluster
 from autopar.text.training_words import training_of, training_words
 
@@ -131,3 +133,20 @@ def test_training_takes_tokens_over_rate():
 def test_an_accelerator_without_bf16_computes_in_fp16():
     text = run("explain", "llama-tiny", "v100-32g:4", *TASK[2:5], "16", "--pin", "pp=1")
     assert "precision fp16" in text
+
+
+def test_a_framework_decides_what_its_parts_do_not():
+    parts = software_from({"fp8_scaling": "block", "loss_kernel": "plain"})
+    at = "dgx-h100:1", {"zero": 3, "dp": 8}, "bf16"
+    fsdp = software_like("torchtitan", parts, *at)
+    assert (fsdp.state_recipe, fsdp.root_unit, fsdp.matmul_dtype, fsdp.fp8_scaling) == (
+        "fsdp",
+        True,
+        "fp8",
+        "block",
+    )
+    deepspeed = software_like("deepspeed", parts, *at)
+    assert deepspeed.state_recipe == "deepspeed_fp16" and not deepspeed.root_unit
+    assert software_like("autopar", Software(), None, {}, None) == Software()
+    with pytest.raises(AutoparError, match="is not known; known: accelerate"):
+        software_like("maxtext", Software(), *at)

@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.models import parse_model
 from autopar.models.diffusion import DiffusionSpec, DiTConfig, FluxConfig
+from autopar.models.hf import HFSpec
 from autopar.models.published import ALIASES, PublishedModel, published_models
 from autopar.text.units import count
 
@@ -104,3 +105,15 @@ def test_a_target_is_read_in_the_order_of_the_patches():
     inputs = spec.example_inputs(2, 1, "cpu")
     loss = model(inputs["latents"].double(), inputs["times"].double(), inputs["classes"], noise)
     assert loss.item() == 0.0
+
+
+def test_models_of_speech_read_spectra():
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+             "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 8, "max_source_positions": 16, "vocab_size": 99,
+             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}  # fmt: skip
+    spec = HFSpec.from_dict("speech", {"model_type": "whisper", **sizes})
+    inputs = spec.example_inputs(2, 12, "cpu")
+    assert inputs["input_features"].shape == (2, 8, 32) and inputs["labels"].shape == (2, 12)
+    loss = spec.build("cpu")(**inputs).loss
+    loss.backward()
+    assert loss.isfinite()
