@@ -69,16 +69,18 @@ def plan_traced(
     request: PlanRequest,
     time_limit_s: float = 60.0,
     progress: Callable[[str], None] | None = None,
+    processes: int | None = None,
 ) -> Plan:
     """The fastest plan of a traced model for a complete request, searched for `time_limit_s`
     seconds; the part of `api.plan` after tracing. `progress(line)` is called as the search goes.
+    It uses `processes`, by default one for each core.
     Raises AutoparError for impossible pins, and NoPlanFits if the search finds no plan or the host
     lacks memory.
     """
     check_pins(request, traced)
     traced = as_recomputed(fused(traced, request.pin.fuse or "off"), request.pin.recompute)
     annotator = annotator_of(traced)
-    limits = SearchLimits(time_s=time_limit_s, processes=processes_for_search())
+    limits = SearchLimits(time_s=time_limit_s, processes=processes or processes_for_search())
     found = find_best(request, traced, annotator, limits, progress)
     if found.best is None:
         raise no_plan_fits(found, request)
