@@ -119,11 +119,17 @@ micro_batch_mean = click.option("--allow-micro-batch-mean", "micro_batch_mean", 
 runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
 
 
+headroom = click.option("--headroom", metavar="FRACTION|GiB",
+                        help="Memory of a device to keep free, 0.1 or 8GiB (default: 10.2 % on GPUs).")  # fmt: skip
+tolerance = click.option("--tolerance", type=click.FloatRange(min=0, max=1, max_open=True), default=0.02, show_default=True,
+                         help="Fraction by which a simpler plan may take longer than the fastest.")  # fmt: skip
+
+
 def search(command: Callable) -> Callable:
-    """A decorator that adds the options of every command that searches for plans: precision, time
-    limit, runnable, and the mean of micro-batch losses.
+    """A decorator that adds the options of every command that searches for plans: headroom,
+    tolerance, precision, time limit, runnable, and the mean of micro-batch losses.
     """
-    for option in (micro_batch_mean, runnable, limit, precision):
+    for option in (micro_batch_mean, runnable, limit, tolerance, headroom, precision):
         command = option(command)
     return command
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Asked:
     """What a command was asked for: its arguments and options as text and numbers. `seq=None` means
     the sequence length of the model's own design, or 512. `time_limit` is in seconds of one search,
-    `price` in dollars per device-hour.
+    `price` in dollars per device-hour. `headroom` and `tolerance` are as for `autopar.plan`.
     """
 
     model: str
@@ -41,6 +41,8 @@ class Asked:
     runnable: bool = False
     micro_batch_mean: bool = False
     price: float | None = None
+    headroom: str | None = None
+    tolerance: float = 0.02
 
 
 class Planner:
@@ -50,7 +52,7 @@ class Planner:
     """
 
     def __init__(self, asked: Asked, tell: Callable[[str], None]) -> None:
-        self.cluster = priced_cluster(asked.cluster, asked.price)
+        self.cluster = priced_cluster(asked.cluster, asked.price).kept_free(asked.headroom)
         from autopar.models import parse_model
         from autopar.request.plan_request import PlanRequest, choose_precision
 
@@ -65,6 +67,7 @@ class Planner:
             asked.runnable,
             self.spec.name,
             micro_batch_mean=asked.micro_batch_mean,
+            tolerance=asked.tolerance,
         )
         self._traced: dict[int, TracedModel] = {}
 
@@ -90,9 +93,11 @@ class Planner:
         global_batch: int | None = None,
         seq: int | None = None,
         time_limit_s: float | None = None,
+        runners_up: bool = False,
     ) -> Plan:
         """The best plan under the pins `pin`. Other arguments override the request where they are
-        not None. Raises AutoparError like `api.plan_traced`.
+        not None. `runners_up`: with the best plan of each family. Raises AutoparError like
+        `api.plan_traced`.
         """
         from autopar import api
 
@@ -101,6 +106,7 @@ class Planner:
             pin=Pins.of(pin),
             cluster=cluster or self.cluster,
             global_batch=global_batch or self.request.global_batch,
+            runners_up=runners_up,
         )
         return api.plan_traced(
             self.traced(seq), request, time_limit_s or self.time_limit_s, self.tell

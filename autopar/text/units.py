@@ -4,6 +4,11 @@ from __future__ import annotations
 
 WIDTH = 120
 
+PROVED = 1e-3
+"""The gap up to which reports call a plan the optimum. The search ends there too, and where exactly
+differs from run to run.
+"""
+
 
 def ms(seconds: float) -> str:
     """Seconds as text in milliseconds: `5,239.8 ms` from 1000 on, with four significant digits
