@@ -24,7 +24,7 @@ from autopar.planning.remedies import Ask, remedies
 from autopar.planning.saved_plan import check_plan
 from autopar.request.arguments import check_arguments, check_beside_plan, parsed_cluster
 from autopar.request.pins import Pins
-from autopar.request.plan_request import PlanRequest
+from autopar.request.plan_request import TOLERANCE, PlanRequest
 from autopar.request.software import Software
 from autopar.runtime.ranks.agreement import TIMEOUT_S, say
 from autopar.runtime.state.precision import (
@@ -130,9 +130,12 @@ def plan(
     deadline_s: float | None = None,
     allow_micro_batch_mean: bool = False,
     batch_dims: BatchDims | None = None,
+    headroom: float | str | None = None,
+    tolerance: float = TOLERANCE,
+    runners_up: bool = False,
 ) -> Plan:
     """Return the best plan for `model` on `cluster` that fits, with a certificate. The best is by
-    default the fastest; see `objective`.
+    default the simplest within `tolerance` of the fastest; see `objective`.
 
     Args:
         model: the model; it may be on the meta device, since only shapes count.
@@ -158,6 +161,11 @@ def plan(
         allow_micro_batch_mean: split the batch even if the mean of micro-batch losses is not the loss of the batch.
         batch_dims: which dim of an input is the batch, by the input's name, such as {"frames": 1}; None for an input that is the same
             for all rows.  Without it rows are along dim 0 of every input whose dim 0 is as long as that of the first.
+        headroom: memory of a device that the plan leaves free: a fraction such as 0.1, or GiB such as 8 or '8GiB'.  By default that of
+            the cluster, or else 10.2 % on GPUs, at which the chance to fit is three quarters, and nothing on CPUs.
+        tolerance: the fraction by which the plan may take longer than the fastest, if it is simpler (`ir/simplicity.py`).  With 0 it is
+            the fastest.
+        runners_up: whether the certificate gets the best plan of each other family of layouts.
 
     Raises:
         AutoparError: the model cannot be captured, an argument or a pin is impossible, or no number of devices meets the deadline.
@@ -165,7 +173,7 @@ def plan(
             memory that a plan needs is known.
     """
     check_arguments(locals())
-    cluster, goal = parsed_cluster(cluster), Goal(objective, deadline_s)
+    cluster, goal = parsed_cluster(cluster).kept_free(headroom), Goal(objective, deadline_s)
     example_inputs = _example(model, example_inputs)
     batch = global_batch
     if batch is None:
@@ -180,6 +188,8 @@ def plan(
         model_name=type(model).__name__,
         software=software,
         micro_batch_mean=allow_micro_batch_mean,
+        tolerance=tolerance,
+        runners_up=runners_up,
     )
     captured = captured_in(chosen, runnable)
     if traced is None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -197,7 +198,8 @@ def explain(
         goal = Goal(objective, deadline, tokens_per_second)
         planned = Planner(Asked(**asked), tell)
         try:
-            chosen = choose(goal, planned.plan, planned.cluster, pins, tell)
+            plan_on = partial(planned.plan, runners_up=objective == "time")
+            chosen = choose(goal, plan_on, planned.cluster, pins, tell)
         except NoPlanFits as error:
             _refuse(error, planned, pins, as_json)
         plan = chosen.plan
@@ -306,7 +308,7 @@ def _show_plan(
     chosen: Any = None,
     checks: Sequence[Any] = (),
     report: Any = None,
-    detail: Mapping[str, Any] = MappingProxyType({}),
+    detail: Mapping[str, Any] | None = None,
 ) -> None:
     """Prints a plan, as JSON or as a report. `findings` are its lints, `counts` its collectives by
     block. `chosen` says what objective it was chosen for, if it was made now; `checks` are its
@@ -315,6 +317,8 @@ def _show_plan(
     """
     from autopar.explaining.plan_report import plan_data, plan_table
     from autopar.planning.objectives import chosen_data, chosen_table
+
+    detail = detail or {}
     from autopar.text.training_words import training_of
 
     if as_json:
@@ -464,7 +468,7 @@ def why_not(ctx: click.Context, pin: str, saved: str | None, as_json: bool, **as
 @options.as_json
 def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **asked: Any) -> None:
     """Plans of MODEL on CLUSTER side by side: the best one, the best under each --pin, and saved
-    ones.
+    ones.  Without --pin and --plan: the best plan of each family of layouts.
     \u000c
     `pins` has one text of pins for each plan to compare, `saved` the paths of plan files.
     `as_json`: prints JSON instead of tables. `asked` has the other arguments, as in `Asked`.
@@ -477,7 +481,8 @@ def compare(pins: tuple[str, ...], saved: tuple[str, ...], as_json: bool, **aske
         check_compared(parsed, saved)
         plans = [(os.path.basename(path), Plan.load(path)) for path in saved]
         planned = Planner(Asked(**asked), tell)
-        entries = compare(planned.plan, planned.cluster, parsed, plans)
+        plan_on = partial(planned.plan, runners_up=not pins and not saved)
+        entries = compare(plan_on, planned.cluster, parsed, plans)
     if as_json:
         click.echo(json.dumps(compare_data(entries, planned.cluster), indent=1))
     else:
@@ -533,7 +538,7 @@ def sweep(
     with progress("planning") as tell:
         from autopar.explaining.sweep import points_of, sweep, sweep_data, sweep_table
 
-        spec = priced_cluster(asked["cluster"], asked["price"])
+        spec = priced_cluster(asked["cluster"], asked["price"]).kept_free(asked["headroom"])
         points = points_of(spec, gpus, seq, global_batch, [1e9 * rate for rate in inter_bandwidth])
         planned = Planner(Asked(global_batch=global_batch[0], **asked), tell)
         found = sweep(

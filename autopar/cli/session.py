@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Asked:
     """What a command was asked for: its arguments and options as text and numbers. `seq=None` means
     the sequence length of the model's own design, or 512. `time_limit` is in seconds of one search,
-    `price` in dollars per device-hour.
+    `price` in dollars per device-hour. `headroom` and `tolerance` are as for `autopar.plan`.
     """
 
     model: str
@@ -44,6 +44,8 @@ class Asked:
     micro_batch_mean: bool = False
     price: float | None = None
     software: Software = field(default_factory=Software)
+    headroom: str | None = None
+    tolerance: float = 0.02
 
 
 class Planner:
@@ -53,7 +55,8 @@ class Planner:
     """
 
     def __init__(self, asked: Asked, tell: Callable[[str], None]) -> None:
-        self.asked, self.cluster = asked, priced_cluster(asked.cluster, asked.price)
+        self.asked = asked
+        self.cluster = priced_cluster(asked.cluster, asked.price).kept_free(asked.headroom)
         from autopar.models import parse_model
         from autopar.request.plan_request import PlanRequest, choose_precision
 
@@ -70,6 +73,7 @@ class Planner:
             software=asked.software,
             micro_batch_mean=asked.micro_batch_mean,
             model_text=asked.model,
+            tolerance=asked.tolerance,
         )
         self._traced: dict[int, TracedModel] = {}
 
@@ -95,9 +99,11 @@ class Planner:
         global_batch: int | None = None,
         seq: int | None = None,
         time_limit_s: float | None = None,
+        runners_up: bool = False,
     ) -> Plan:
         """The best plan under the pins `pin`. Other arguments override the request where they are
-        not None. Raises AutoparError like `api.plan_traced`.
+        not None. `runners_up`: with the best plan of each family. Raises AutoparError like
+        `api.plan_traced`.
         """
         from autopar import api
 
@@ -106,6 +112,7 @@ class Planner:
             pin=Pins.of(pin),
             cluster=cluster or self.cluster,
             global_batch=global_batch or self.request.global_batch,
+            runners_up=runners_up,
         )
         return api.plan_traced(
             self.traced(seq), request, time_limit_s or self.time_limit_s, self.tell

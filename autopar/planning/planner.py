@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 from threadpoolctl import threadpool_limits
 
@@ -18,10 +19,13 @@ from autopar.planning.pin_checks import check_pins
 from autopar.planning.plan_writer import make_plan
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import Candidate
-from autopar.solve.search.branch_and_bound import search
+from autopar.solve.search.branch_and_bound import search, solved_together
+from autopar.solve.search.families import runners_up, same_layout_s
 from autopar.solve.search.limits import SearchLimits
 from autopar.solve.search.mixed_devices import search_groups
+from autopar.solve.search.restaging import Restager
 from autopar.solve.search.result import SearchResult
+from autopar.solve.search.simplest import Preference
 from autopar.solve.search.workers import processes_for_search
 from autopar.trace.fusion.fused import fused
 
@@ -43,7 +47,7 @@ def find_best(
         return search_groups(
             candidates_for(request, traced),
             lambda candidate, group: annotator.annotate(setting_of(candidate, request, group)),
-            [group.device.memory_bytes for group in request.cluster.groups],
+            [group.room_bytes for group in request.cluster.groups],
             limits,
             progress,
             lambda candidate, group: annotator.alike(setting_of(candidate, request, group)),
@@ -52,15 +56,36 @@ def find_best(
     def annotate(candidate: Candidate) -> AnnotatedModel:
         return annotator.annotate(setting_of(candidate, request))
 
-    capacity = request.cluster.device.memory_bytes
-    return search(
-        candidates_for(request, traced),
-        annotate,
-        capacity,
-        limits,
-        progress,
-        cell_of=lambda candidate: annotator.alike(setting_of(candidate, request)),
+    def cell_of(candidate: Candidate) -> Hashable:
+        return annotator.alike(setting_of(candidate, request))
+
+    candidates, spec = candidates_for(request, traced), request.cluster.one_kind
+    found = search(candidates, annotate, spec.room_bytes, limits, progress, cell_of)
+    if found.best is None or request.pin.stages is not None:
+        return found
+    restager = Restager(annotate, spec.room_bytes, cell_of, found.cells)
+    return _preferred(request, candidates, found, restager)
+
+
+def _preferred(
+    request: PlanRequest,
+    candidates: Sequence[Candidate],
+    found: SearchResult,
+    restager: Restager,
+) -> SearchResult:
+    """The result of a search with the simplest plan within the request's tolerance. If the request
+    asks for runners-up, with them and with the time of the plan's layout on all memory.
+    """
+    groups, memory_bytes = solved_together(candidates), request.cluster.device.memory_bytes
+    preference = Preference(
+        restager=restager, tolerance=request.tolerance, memory_bytes=memory_bytes
     )
+    found = preference.chosen(found, groups, candidates)
+    if not request.runners_up or found.best is None:
+        return found
+    others = runners_up(groups, candidates, found, restager)
+    whole = replace(restager, capacity_bytes=memory_bytes)
+    return replace(found, runners_up=others, unlimited_s=same_layout_s(whole, found.best[0]))
 
 
 @seldom_collected()

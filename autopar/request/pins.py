@@ -294,6 +294,20 @@ def check_pin_names(pin: Mapping[str, Any]) -> None:
             raise AutoparError(f"unknown pin {shown(name)}; pins are {', '.join(PINS)}")
 
 
+def pins_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The pins that reproduce a candidate in a certificate. The schedule of a pipeline that was not
+    solved is unknown and stays free. `recompute` is missing if layers differ.
+    """
+    pins = (
+        entry["mesh"]
+        | {key: entry[key] for key in ("micro_batch", "zero")}
+        | {"shard": entry.get("shard", 0)}
+    )
+    if entry["mesh"]["pp"] > 1 and entry.get("outcome", "solved") == "solved":
+        pins |= {"schedule": entry["schedule"], "vpp": entry["stages_per_rank"]}
+    return pins | ({"recompute": entry["recompute"]} if is_recompute(entry["recompute"]) else {})
+
+
 def pin_text(pin: Mapping[str, Any]) -> str:
     """The pins as text: `tp=8,sequence_parallel=true`."""
     return ",".join(
