@@ -26,6 +26,13 @@ EXAMPLES = {
     "diff": ("autopar diff a.json b.json",),
     "replay": ("autopar replay plan.json llama3-8b dgx-h100:1 --seq 4096",),
     "audit": ("autopar audit plan.json llama3-8b dgx-h100:1 --seq 4096",),
+    "check": (
+        "autopar check train.sh --cluster dgx-h100:8",
+        "autopar check train.sh --cluster dgx-h200:8 --model llama3-70b --measured 8.1s",
+        "autopar check accelerate.yaml --cluster h100:8 --model hf:config.json --seq 4096",
+    ),
+    "export": ("autopar export plan.json --to megatron --output train.sh",),
+    "convert": ("autopar convert train.sh --to accelerate",),
     "verify": (
         "autopar verify llama-tiny --nproc 4",
         "autopar verify hf:config.json --nproc 4 --pin pp=2,schedule=1f1b",
@@ -40,6 +47,7 @@ EXAMPLES = {
 ONE_IF = {
     "explain": "--replay or --audit disagrees with the plan",
     "why-not": "the choice is impossible or does not fit",
+    "check": "the job is refused, or does not fit",
     "diff": "the plans differ",
     "replay": "the simulation disagrees with the plan",
     "audit": "the prices do not sum to the objective",

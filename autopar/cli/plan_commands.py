@@ -18,7 +18,7 @@ import click
 from autopar_cost_models.echo import shortened_message
 
 from autopar import __version__
-from autopar.cli import options
+from autopar.cli import job_commands, options
 from autopar.cli.run_commands import calibrate, completion, demo, predict, verify
 from autopar.cli.session import Asked, Planner, priced_cluster
 from autopar.cli.terminal import progress, show
@@ -116,6 +116,7 @@ it.
     help="Throughput to reach, for --objective gpus.",
 )
 @options.price
+@options.target
 @options.search
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
 @click.option(
@@ -189,12 +190,12 @@ def explain(
             chosen = choose(goal, planned.plan, planned.cluster, pins, tell)
         except NoPlanFits as error:
             _refuse(error, planned, pins, as_json)
-        plan = chosen.plan
+        plan = planned.compared_with_free(chosen.plan, pins) if objective == "time" else chosen.plan
         counts, findings = planned.collectives(plan), planned.lints(plan, chosen.cluster)
         checks: list[Replay | Audit] = (
-            [planned.replay(plan, pins, chosen.cluster)] if replays else []
+            [planned.replay(plan, planned.pins_within(pins), chosen.cluster)] if replays else []
         )
-        checks += [planned.audit(plan, pins, chosen.cluster)] if audits else []
+        checks += [planned.audit(plan, planned.pins_within(pins), chosen.cluster)] if audits else []
     if save:
         plan.save(save)
     _show_plan(plan, as_json, findings, counts, chosen, checks)
@@ -228,6 +229,7 @@ _NOT_WITH_A_PLAN = {
     "deadline": "--deadline",
     "tokens_per_second": "--tokens-per-second",
     "price": "--price",
+    "target": "--target",
     "replay": "--replay (autopar replay is for saved plans)",
     "audit": "--audit (autopar audit is for saved plans)",
 }
@@ -601,5 +603,5 @@ def _note_stale(path: str, plan: Any) -> None:
         click.echo(f"Note: {path} was {note}", err=True)
 
 
-for command in (verify, predict, calibrate, demo, completion):
+for command in (*job_commands.COMMANDS, verify, predict, calibrate, demo, completion):
     cli.add_command(command)

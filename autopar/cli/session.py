@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from autopar.recheck.audit import Audit
     from autopar.recheck.replay import Replay
     from autopar.request.plan_request import PlanRequest
+    from autopar.request.restriction import Restriction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a command was asked for: its arguments and options as text and numbers. `seq=None` means
     the sequence length of the model's own design, or 512. `time_limit` is in seconds of one search,
-    `price` in dollars per device-hour.
+    `price` in dollars per device-hour. `target` is the framework whose limits plans keep, or None.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Asked:
     runnable: bool = False
     micro_batch_mean: bool = False
     price: float | None = None
+    target: str | None = None
 
 
 class Planner:
@@ -66,7 +68,10 @@ class Planner:
             self.spec.name,
             micro_batch_mean=asked.micro_batch_mean,
         )
+        self.target = asked.target
         self._traced: dict[int, TracedModel] = {}
+        if self.target:
+            self._restriction(self.cluster)  # an unknown target is an error at once
 
     def traced(self, seq: int | None = None) -> TracedModel:
         """The traced model on sequences of `seq` tokens (default: the length of the request). Each
@@ -90,9 +95,10 @@ class Planner:
         global_batch: int | None = None,
         seq: int | None = None,
         time_limit_s: float | None = None,
+        within_target: bool = True,
     ) -> Plan:
         """The best plan under the pins `pin`. Other arguments override the request where they are
-        not None. Raises AutoparError like `api.plan_traced`.
+        not None. `within_target=False` leaves out the limits of the command's target. Raises AutoparError like `api.plan_traced`.
         """
         from autopar import api
 
@@ -102,9 +108,38 @@ class Planner:
             cluster=cluster or self.cluster,
             global_batch=global_batch or self.request.global_batch,
         )
+        if self.target and within_target:
+            request = request.within(self._restriction(request.cluster, seq))
         return api.plan_traced(
             self.traced(seq), request, time_limit_s or self.time_limit_s, self.tell
         )
+
+    def pins_within(self, pin: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The pins under which plans are made: the user's, and those of the command's target."""
+        return self._restriction(self.cluster).pins_with(pin) if self.target else pin
+
+    def compared_with_free(self, plan: Plan, pin: Mapping[str, Any]) -> Plan:
+        """The plan with a note on what the limits of the command's target cost, against the best plan
+        without them; unchanged without a target.
+        """
+        if not self.target:
+            return plan
+        self.tell("planning without the limits of the target")
+        step_s = plan.predicted.step_time_s
+        free_s = min(self.plan(pin, within_target=False).predicted.step_time_s, step_s)
+        name = self._restriction(self.cluster).name
+        words = f"what {name} can run takes {step_s / free_s - 1:.1%} more than the best plan of autopar, {free_s * 1e3:.4g} ms"
+        return replace(plan, notes=(f"target {self.target}: {words}", *plan.notes))
+
+    def _restriction(self, cluster: Cluster, seq: int | None = None) -> Restriction:
+        """What the command's target can run of the model on a cluster."""
+        from autopar.targets.job import ModelShape
+        from autopar.targets.model_shape import shape_of
+        from autopar.targets.registry import target_of
+
+        shape = shape_of(self.spec) or ModelShape()
+        target = target_of(self.target or "")
+        return target.restriction(shape, seq or self.seq, cluster.num_devices)
 
     def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
         """A plan for the request `ask`, searched for at most `time_limit_s` seconds or the

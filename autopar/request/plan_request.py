@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar_cost_models.checks import is_whole
 
@@ -11,6 +11,7 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import MOST
 from autopar.ir.plan_checks import PRECISIONS
 from autopar.request.pins import Pins
+from autopar.request.restriction import Restriction
 from autopar.request.software import Software
 
 
@@ -18,7 +19,7 @@ from autopar.request.software import Software
 class PlanRequest:
     """A complete request for a plan. `global_batch` is in sequences per step. `runnable`: only
     plans that the engine can run. `micro_batch_mean`: micro-batches are allowed even if the mean of
-    their losses is not the loss of the batch.
+    their losses is not the loss of the batch. `restriction`: what another framework can run, or None.
 
     Raises AutoparError for a batch, number of devices, precision or software that is not possible.
     """
@@ -31,6 +32,7 @@ class PlanRequest:
     model_name: str
     software: Software = field(default_factory=Software)
     micro_batch_mean: bool = False
+    restriction: Restriction | None = None
 
     def __post_init__(self) -> None:
         if not is_whole(self.global_batch):
@@ -49,6 +51,10 @@ class PlanRequest:
             raise AutoparError(f"software is {shown(self.software)}, not an autopar.Software")
         for group in self.cluster.groups:
             self.software.check(group.device, self.precision)
+
+    def within(self, restriction: Restriction) -> PlanRequest:
+        """This request within what another framework can run; the user's pins stay."""
+        return replace(self, pin=restriction.pins_with(self.pin), restriction=restriction)
 
     @property
     def is_mixed(self) -> bool:
