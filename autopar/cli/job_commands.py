@@ -110,17 +110,34 @@ def check(
 @click.option("--to", "target", required=True, help="megatron, accelerate, transformers, ...")
 @click.option("--model", help="A MODEL, whose dimensions are written too (default: the plan's).")
 @click.option("--output", type=click.Path(dir_okay=False), help="Write the text to this file.")
-def export(plan: str, target: str, model: str | None, output: str | None) -> None:
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Read the text with the framework's own parser, and compare; exit code 1 if it reads another layout.",
+)
+@click.pass_context
+def export(
+    ctx: click.Context, plan: str, target: str, model: str | None, output: str | None, verify: bool
+) -> None:
     """Write a saved plan as arguments or configuration of another framework, or say what it cannot
     express.
     \u000c
     `plan` is the path of a plan file, `target` the name of the framework, `model` a MODEL text and
-    `output` a path to write to (None: stdout).
+    `output` a path to write to (None: stdout). `verify` also reads the text with the framework.
     """
     from autopar.ir.plan import Plan
-    from autopar.jobs.export import export as written
+    from autopar.jobs.export import exported_job
 
-    _print(written(Plan.load(plan), target, model), output)
+    job, written = exported_job(Plan.load(plan), target, model)
+    _print(written, output)
+    if not verify:
+        return
+    from autopar.targets.own_parsers import disagreements
+
+    wrong = disagreements(written, job)
+    for line in wrong or (f"{written.target} reads the layout of the plan",):
+        click.echo(line, err=True)
+    ctx.exit(1 if wrong else 0)
 
 
 @click.command(cls=options.Command)

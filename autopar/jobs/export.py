@@ -24,6 +24,11 @@ def export(plan: Plan, target: str, model: str | None = None) -> Exported:
     Raises:
         AutoparError: the target is not known, or it cannot say the plan; the message names the nearest that it can.
     """
+    return exported_job(plan, target, model)[1]
+
+
+def exported_job(plan: Plan, target: str, model: str | None = None) -> tuple[Job, Exported]:
+    """The job of a plan in a target, and its text; arguments and errors as for `export`."""
     cluster = named_cluster(plan)
     per_node = cluster.one_kind.topology.devices_per_node if cluster else None
     nodes_of = min(per_node, plan.mesh.num_devices) if per_node else None
@@ -34,7 +39,7 @@ def export(plan: Plan, target: str, model: str | None = None) -> Exported:
     refused = found.refusals(job, plan.mesh.num_devices)
     if refused:
         raise AutoparError(f"{found.title} refuses this plan: {refused[0]}")
-    return found.write(job)
+    return job, found.write(job)
 
 
 def _shape(model: str, asked: bool) -> ModelShape:

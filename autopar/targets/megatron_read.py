@@ -35,7 +35,7 @@ NEUTRAL = re.compile(
     r"mtp_loss.*|sft.*|config|yaml_cfg|use_flash_attn|export|name|explicit_log_dir|exp_.*|seed_.*|barrier_with.*|deterministic_mode|"
     r"q_lora_rank|kv_lora_rank|qk_(head|pos_emb_head)_dim|v_head_dim|encoder_seq_length|decoder_.*|params_dtype|"
     r"accumulate_allreduce_grads_in_fp32|consumed.*|iteration|model_type|world_size|data_parallel_size|overlap_p2p_comm|"
-    r"mscale.*|beta_(fast|slow)|original_max_.*|yarn.*|dist_.*|ddp_(bucket|num|pad|average).*|bf16|fp16|is_.*|use_(ring|cpu_init|one).*"
+    r"tiktoken.*|pretrained_checkpoint|trust_remote_code|mscale.*|beta_(fast|slow)|original_max_.*|yarn.*|dist_.*|ddp_(bucket|num|pad|average).*|bf16|fp16|is_.*|use_(ring|cpu_init|one).*"
 )
 """Options that change neither time nor memory as predicted here, or that need no price of their
 own. All others are listed as not priced.
@@ -73,7 +73,7 @@ def _of_mapping(data: Mapping[str, object]) -> Job:
     paths: dict[str, str] = {}
     findings: list[Finding] = []
     for path, value in flat(data).items():
-        name = re.sub(r"^\+*", "", path).rpartition(".")[2].replace("-", "_")
+        name = re.sub(r"^[+-]*", "", path.rpartition(".")[2]).replace("-", "_")
         text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         if name in values and values[name] != text and name in _MARKS:
             what = f"{name} stands in two blocks: {paths[name]}={values[name]} and {path}={text}; the first is read"
@@ -532,7 +532,9 @@ def _devices(args: Arguments) -> tuple[int | None, int | None]:
 
 def _unpriced_values(args: Arguments) -> None:
     """Marks options as read whose default value changes nothing."""
-    for name in ("cp_comm_type", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_topk",
-                 "moe_router_load_balancing_type", "cross_entropy_fusion_impl", "ckpt_format", "max_position_embeddings",
-                 "use_distributed_optimizer"):  # fmt: skip
+    names = (
+        "cp_comm_type moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_router_topk moe_router_load_balancing_type "
+        "cross_entropy_fusion_impl ckpt_format recompute_activations m max_position_embeddings use_distributed_optimizer"
+    )
+    for name in names.split():
         args.text(name)

@@ -116,7 +116,7 @@ class _Reader:
         self.script, self.read_file = script, read_file
         self.functions: dict[str, tuple[Node, ...]] = {}
         self.arguments: tuple[str, ...] | None = None  # of the function that runs
-        self.steps = self.depth = self.unsure = 0
+        self.steps = self.depth = self.unsure = self.branches = 0
 
     # ------------------------------------------------------------------------------------ commands
 
@@ -178,7 +178,9 @@ class _Reader:
         for number, (condition, body) in enumerate(node.branches):
             truth = True if condition is None else self._truth(condition)
             if truth:
+                self.branches += 1
                 self._run(body)
+                self.branches -= 1
                 return
             if truth is None:
                 self._unsurely(body for _, body in node.branches[number:])
@@ -271,7 +273,8 @@ class _Reader:
         elif name == "set" and "--" in words:
             self.arguments = words[words.index("--") + 1 :]
         elif name in ("exit", "return"):
-            if not self.unsure and name == "exit":
+            # guards such as `if [ -z "$DATA" ]; then exit 1; fi` are taken to hold
+            if not (self.unsure or self.branches) and name == "exit":
                 raise _Stop
         elif name == "unset" and not self.unsure:
             for word in words[1:]:

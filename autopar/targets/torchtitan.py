@@ -161,9 +161,10 @@ def _job(args: Arguments) -> Job:
     shape = _shape(args)
     layout, seq = _layout(args, shape)
     converters = (args.text("model.converters") or "").lower()
+    fp8 = _fp8(args)
     facts = Facts(
         precision="fp32" if args.text(f"{T}mixed_precision_param") == "float32" else "bf16",
-        fp8=_fp8(args) if "float8" in converters else "",
+        fp8=fp8 if "float8" in converters else "",
         compile=bool(args.flag("compile.enable")),
         tp_overlap=bool(
             args.flag(f"{P}enable_async_tensor_parallel", "compile.enable_async_tensor_parallel")
@@ -189,11 +190,12 @@ def _job(args: Arguments) -> Job:
 
 def _fp8(args: Arguments) -> str:
     recipe = args.text("quantize.linear.float8.recipe_name", "float8.recipe_name") or "tensorwise"
-    args.flag(
-        "quantize.linear.float8.enable_fsdp_float8_all_gather",
-        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-    )
-    args.text("quantize.linear.float8.filter_fqns")
+    for name in (
+        "enable_fsdp_float8_all_gather",
+        "precompute_float8_dynamic_scale_for_fsdp",
+        "filter_fqns",
+    ):
+        args.text(f"quantize.linear.float8.{name}")
     return "rowwise" if recipe.startswith("rowwise") else "tensorwise"
 
 

@@ -50,6 +50,7 @@ def words_of(text: str, name: str = "run") -> tuple[str, ...]:
         ("cat <<EOF\nrun --tp 9\nEOF\nrun --tp 4", ("run", "--tp", "4")),
         ("run --a=b --c=\"$D e\"" .replace("$D ", ""), ("run", "--a=b", "--c=e")),
         ("unset A\nA=1\nrun $A", ("run", "1")),
+        ("if [ -z \"$DATA\" ]; then echo none; exit 1; fi\nrun 1\nexit 0\nrun 2", ("run", "1")),
         ("exit_early=1\nif [ $exit_early -eq 0 ]; then exit 1; fi\nrun 1", ("run", "1")),
     ],
 )  # fmt: skip
