@@ -49,14 +49,21 @@ def _tables(answer: Answer) -> Iterator[Any]:
     for kind, title in _TITLES.items():
         rows = [(f.what, f.theirs, ", ".join(f.legal)) for f in answer.findings if f.kind == kind]
         if rows:
-            yield grid(
-                title, ("what", "in its words", "legal" if kind == "refused" else "remedy"), rows
-            )
+            yield _findings(title, rows, "legal" if kind == "refused" else "remedy")
     if answer.job.unpriced:
         yield grid(
             "Options without a price", ("", ""), [("not priced", ", ".join(answer.job.unpriced))]
         )
     yield from _advice(answer)
+
+
+def _findings(title: str, rows: list[tuple[str, str, str]], last: str) -> Any:
+    """A table of findings without columns that are empty."""
+    kept = [
+        n for n, name in enumerate(("what", "in its words", last)) if any(row[n] for row in rows)
+    ]
+    names = ("what", "in its words", last)
+    return grid(title, [names[n] for n in kept], [[row[n] for n in kept] for row in rows])
 
 
 def layout_words(by: Layout, gpus: int) -> str:
@@ -166,7 +173,8 @@ def _advice(answer: Answer) -> Iterator[Any]:
         f"{short_words(answer.best)}: {ms(best.step_time_s)}, {gib(max(best.peak_memory_bytes))}"
     )
     if answer.plan is not None:
-        words += f", {answer.plan.predicted.step_time_s / best.step_time_s - 1:+.1%} is what the job's layout takes more"
+        more = answer.plan.predicted.step_time_s / best.step_time_s - 1
+        words += f"; the job's layout takes {percent(more)} more"
     rows = [(words,), *((f"  {difference}",) for difference in answer.differences)]
     yield grid("Best plan within this framework", ("",), rows)
 
