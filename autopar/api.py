@@ -17,6 +17,7 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.rows import BatchDims, row_dims
+from autopar.ops.work import tokens_per_row
 from autopar.planning.notes import split_notes
 from autopar.planning.objectives import Goal, choose
 from autopar.planning.planner import plan_traced
@@ -33,6 +34,8 @@ from autopar.runtime.state.precision import (
     default_precision,
     precision_note,
 )
+from autopar.targets.model_shape import shape_of_module
+from autopar.targets.registry import target_of
 from autopar.trace.batches import (
     ExampleInputs,
     batch_tensors,
@@ -133,6 +136,7 @@ def plan(
     headroom: float | str | None = None,
     tolerance: float = TOLERANCE,
     runners_up: bool = False,
+    target: str | None = None,
 ) -> Plan:
     """Return the best plan for `model` on `cluster` that fits, with a certificate. The best is by
     default the simplest within `tolerance` of the fastest; see `objective`.
@@ -166,6 +170,7 @@ def plan(
         tolerance: the fraction by which the plan may take longer than the fastest, if it is simpler (`ir/simplicity.py`).  With 0 it is
             the fastest.
         runners_up: whether the certificate gets the best plan of each other family of layouts.
+        target: search only what this framework can run, such as 'megatron'.  `autopar.export` then says the plan in its words.
 
     Raises:
         AutoparError: the model cannot be captured, an argument or a pin is impossible, or no number of devices meets the deadline.
@@ -194,6 +199,9 @@ def plan(
     captured = captured_in(chosen, runnable)
     if traced is None:
         traced = trace(model, example_inputs, loss_fn, captured, batch_dims=batch_dims)
+    if target is not None:
+        shape, seq = shape_of_module(model), tokens_per_row(traced)
+        request = request.within(target_of(target).restriction(shape, seq, cluster.num_devices))
     note = ""
     # what half precision leaves as it is, is known where the model is captured in it
     if precision is None:

@@ -31,6 +31,16 @@ EXAMPLES = {
         "autopar trace-diff trace.json.gz traces/rank-0.json",
         "autopar trace-diff trace.json.gz traces/rank-0.json --json",
     ),
+    "check": (
+        "autopar check train.sh --cluster dgx-h100:8",
+        "autopar check train.sh --cluster dgx-h200:8 --model llama3-70b --measured 8.1s",
+        "autopar check accelerate.yaml --cluster h100:8 --model hf:config.json --seq 4096",
+    ),
+    "export": (
+        "autopar export plan.json --to megatron --output train.sh",
+        "autopar export plan.json --to accelerate --verify",
+    ),
+    "convert": ("autopar convert train.sh --to accelerate",),
     "verify": (
         "autopar verify llama-tiny --nproc 4",
         "autopar verify hf:config.json --nproc 4 --pin pp=2,schedule=1f1b",
@@ -50,6 +60,8 @@ EXAMPLES = {
 ONE_IF = {
     "explain": "--replay or --audit disagrees with the plan",
     "why-not": "the choice is impossible or does not fit",
+    "check": "the job is refused, or does not fit",
+    "export": "the framework reads another layout (--verify)",
     "diff": "the plans differ",
     "replay": "the simulation disagrees with the plan",
     "audit": "the prices do not sum to the objective",

@@ -122,6 +122,8 @@ limit = click.option("--time-limit", type=POSITIVE_REAL, default=60.0, show_defa
                      help="Seconds to search for a plan; objectives, comparisons and sweeps make several.")  # fmt: skip
 micro_batch_mean = click.option("--allow-micro-batch-mean", "micro_batch_mean", is_flag=True,
                                 help="Split batches though the mean of micro-batch losses is another loss.")  # fmt: skip
+target = click.option("--target", metavar="megatron|...",
+                      help="Only what another framework can run, for autopar export.")  # fmt: skip
 runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
 
 

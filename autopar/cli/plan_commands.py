@@ -19,7 +19,7 @@ import click
 from autopar_cost_models.echo import shortened_message
 
 from autopar import __version__
-from autopar.cli import list_commands, options
+from autopar.cli import job_commands, list_commands, options
 from autopar.cli.init import init
 from autopar.cli.pictures import Pictures, picture_options
 from autopar.cli.run_commands import calibrate, completion, demo, predict, verify
@@ -121,6 +121,7 @@ it.
 )
 @options.price
 @options.tokens
+@options.target
 @options.search
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the plan to a file.")
 @click.option(
@@ -202,13 +203,14 @@ def explain(
             chosen = choose(goal, plan_on, planned.cluster, pins, tell)
         except NoPlanFits as error:
             _refuse(error, planned, pins, as_json)
-        plan = chosen.plan
+        plan = planned.compared_with_free(chosen.plan, pins) if objective == "time" else chosen.plan
         counts, findings = planned.collectives(plan), planned.lints(plan, chosen.cluster)
         checks: list[Replay | Audit] = (
-            [planned.replay(plan, pins, chosen.cluster)] if replays else []
+            [planned.replay(plan, planned.pins_within(pins), chosen.cluster)] if replays else []
         )
-        checks += [planned.audit(plan, pins, chosen.cluster)] if audits else []
-        report = planned.report(plan, pins, counts, chosen.cluster) if drawn.wanted else None
+        within = planned.pins_within(pins)
+        checks += [planned.audit(plan, within, chosen.cluster)] if audits else []
+        report = planned.report(plan, within, counts, chosen.cluster) if drawn.wanted else None
     if save:
         plan.save(save)
     detail |= {"cluster": chosen.cluster, "tokens": tokens}
@@ -246,6 +248,7 @@ _NOT_WITH_A_PLAN = {
     "objective": "--objective",
     "deadline": "--deadline",
     "tokens_per_second": "--tokens-per-second",
+    "target": "--target",
     "replay": "--replay (autopar replay is for saved plans)",
     "audit": "--audit (autopar audit is for saved plans)",
 }
@@ -652,5 +655,6 @@ _LISTS = (
     list_commands.clusters,
     list_commands.cluster,
 )
-for command in (verify, predict, calibrate, demo, init, trace_diff, completion, *_LISTS):
+_OTHERS = (verify, predict, calibrate, demo, init, trace_diff, completion)
+for command in (*job_commands.COMMANDS, *_OTHERS, *_LISTS):
     cli.add_command(command)

@@ -170,15 +170,19 @@ def _space(request: PlanRequest) -> str:
         )
         long = f"from {LONG_SEQUENCE} positions, or with {LONG_SHARE} left to a rank"
         pipelines = "no pipeline" if ranks == 1 else PIPELINES
+    limits = f", of all this what {request.restriction.name} can run" if request.restriction else ""
     within = f" within groups of {pin.shard} data-parallel ranks" if pin.shard else ""
-    return SPACE.format(
-        limit=tp_limit(request.cluster),
-        long=long,
-        placed=placed,
-        pipelines=pipelines.format(ranks=ranks, most=MAX_STAGES_PER_RANK, short=short),
-        zero="0-3",
-        shared=SHARED if pin.shard is None and not request.is_mixed else within,
-        recompute=f"{'/'.join(MODES)} for each block",
+    return (
+        SPACE.format(
+            limit=tp_limit(request.cluster),
+            long=long,
+            placed=placed,
+            pipelines=pipelines.format(ranks=ranks, most=MAX_STAGES_PER_RANK, short=short),
+            zero="0-3",
+            shared=SHARED if pin.shard is None and not request.is_mixed else within,
+            recompute=f"{'/'.join(MODES)} for each block",
+        )
+        + limits
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar_cost_models.checks import finite, is_whole
 
@@ -11,6 +11,7 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.mesh import MOST
 from autopar.ir.plan_checks import PRECISIONS
 from autopar.request.pins import Pins
+from autopar.request.restriction import Restriction
 from autopar.request.software import Software
 
 TOLERANCE = 0.02
@@ -26,7 +27,8 @@ class PlanRequest:
     their losses is not the loss of the batch. `model_text` is what names the model on the command
     line; '' if it was given as an object. `tolerance`: the plan may take this fraction longer than
     the fastest if it is simpler. `runners_up`: the certificate gets the best plan of each family of
-    layouts. The memory that a plan leaves free is that of the cluster (`headroom`).
+    layouts. The memory that a plan leaves free is that of the cluster (`headroom`). `restriction`:
+    what another framework can run, or None.
 
     Raises AutoparError for a batch, number of devices, precision or software that is not possible.
     """
@@ -42,6 +44,7 @@ class PlanRequest:
     model_text: str = ""
     tolerance: float = 0.0
     runners_up: bool = False
+    restriction: Restriction | None = None
 
     def __post_init__(self) -> None:
         if not is_whole(self.global_batch):
@@ -64,6 +67,10 @@ class PlanRequest:
             )
         for group in self.cluster.groups:
             self.software.check(group.device, self.precision)
+
+    def within(self, restriction: Restriction) -> PlanRequest:
+        """This request within what another framework can run; the user's pins stay."""
+        return replace(self, pin=restriction.pins_with(self.pin), restriction=restriction)
 
     @property
     def is_mixed(self) -> bool:
