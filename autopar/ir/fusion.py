@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from autopar.errors import shown
 
 FUSE_MODES = ("off", "norms", "all")
-"""What may be fused: nothing; norms and the residual before them; these, gated activations, rotary positions, softmaxes and the loss."""
+"""What may be fused: nothing; norms and the residual before them; these, activations with a gate or
+after a bias, rotary positions, softmaxes and the loss.
+"""
 
 Attribute = float | int | str | bool | None
 

@@ -114,6 +114,9 @@ def _subgraph(
     `wide` unless that is None.
     """
     values: dict[Node, Any] = dict(given) | {n: given[of] for n, of in match.copies.items()}
+    if match.apart is not None:  # what the product gives with its bias
+        x, bias = (match.operands[name] for name in ("x", "bias"))
+        values[x] = given[x] + given[bias]
     for node in match.interior:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
         if node in match.moved[1:]:  # a view, which changes no value
