@@ -227,11 +227,12 @@ def test_rotary_positions_of_pairs_of_elements():
     """As complex numbers are spelled: pairs of neighbours are a dim of their own."""
 
     def body(x, w, v):
-        cos, sin = (table[..., : WIDTH // 2].float() for table in angles(x))
-        pairs = x.unsqueeze(1).float().reshape(*x.unsqueeze(1).shape[:-1], -1, 2)
+        cos, sin = (table.float() for table in angles(x))
+        heads = torch.cat([x, torch.sin(x)], -1).unsqueeze(1)
+        pairs = heads.float().reshape(*heads.shape[:-1], -1, 2)
         low, high = pairs[..., 0], pairs[..., 1]
         parts = torch.stack((low * cos - high * sin, low * sin + high * cos), -1)
-        return parts.flatten(3).type_as(x).squeeze(1)
+        return parts.flatten(3).type_as(x).squeeze(1)[..., :WIDTH]
 
     found = only(fused_from(body, torch.bfloat16, "all"), "autopar::rotary_single")
     assert found == attributes(interleaved=True, promote=False)
