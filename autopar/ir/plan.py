@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text, write_text
-from autopar.ir.fusion import FusedOp, Fusion, NearMiss
+from autopar.ir.fusion import FusedOp, Fusion, NearMiss, Weighed
 from autopar.ir.mesh import LAYOUT_AXES, MeshShape
 from autopar.ir.plan_checks import check_consistent, listed_in, made
 from autopar.ir.plan_fields import (
@@ -186,6 +186,7 @@ def _fusion_from_data(data: Any) -> Fusion:
         raw,
         fused=tuple(made(FusedOp, entry, "an entry of fused") for entry in raw.fused),
         missed=tuple(made(NearMiss, entry, "an entry of missed") for entry in raw.missed),
+        weighed=tuple(made(Weighed, entry, "an entry of weighed") for entry in raw.weighed),
     )
 
 

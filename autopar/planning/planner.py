@@ -8,8 +8,10 @@ from dataclasses import replace
 from threadpoolctl import threadpool_limits
 
 from autopar.annotate.annotator import Annotator, annotator_of
+from autopar.errors import NoPlanFits
 from autopar.garbage import seldom_collected
 from autopar.ir.annotated import AnnotatedModel
+from autopar.ir.fusion import AUTO, FUSE_MODES, Weighed
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.planning.candidates import candidates_for, setting_of
@@ -19,6 +21,7 @@ from autopar.planning.pin_checks import check_pins
 from autopar.planning.plan_writer import make_plan
 from autopar.request.plan_request import PlanRequest
 from autopar.solve.costs.candidate import Candidate
+from autopar.solve.costs.host_time import host_s
 from autopar.solve.search.branch_and_bound import search, solved_together
 from autopar.solve.search.families import runners_up, same_layout_s
 from autopar.solve.search.limits import SearchLimits
@@ -103,10 +106,56 @@ def plan_traced(
     lacks memory.
     """
     check_pins(request, traced)
-    traced = as_recomputed(fused(traced, request.pin.fuse or "off"), request.pin.recompute)
-    annotator = annotator_of(traced)
     limits = SearchLimits(time_s=time_limit_s, processes=processes or processes_for_search())
+    if request.pin.fuse == AUTO:
+        return _fused_best(traced, request, limits, progress)
+    return _planned(traced, request, request.pin.fuse or "off", limits, progress)[0]
+
+
+def _planned(
+    traced: TracedModel,
+    request: PlanRequest,
+    mode: str,
+    limits: SearchLimits,
+    progress: Callable[[str], None] | None,
+) -> tuple[Plan, float]:
+    """(the fastest plan of a model fused in `mode`, seconds in which its host issues the kernels of
+    a step). Raises as `plan_traced`.
+    """
+    traced = as_recomputed(fused(traced, mode), request.pin.recompute)
+    annotator = annotator_of(traced)
     found = find_best(request, traced, annotator, limits, progress)
-    if found.best is None:
+    if found.best is None or found.model is None:
         raise no_plan_fits(found, request)
-    return make_plan(found, request, traced, annotator)
+    (candidate, solution), stages = found.best, (tuple(range(len(traced.segments))),)
+    if solution.pipelined is not None:
+        stages = solution.pipelined.stages
+    issued_s = host_s(found.model, solution.choices, stages, candidate.mesh.pp)
+    return make_plan(found, request, traced, annotator), issued_s
+
+
+def _fused_best(
+    traced: TracedModel,
+    request: PlanRequest,
+    limits: SearchLimits,
+    progress: Callable[[str], None] | None,
+) -> Plan:
+    """The fastest of the plans of all modes of fusion, by the slower of devices and host. Each mode
+    is searched for its share of the time in `limits`. Raises as `plan_traced` if no mode has a plan.
+    """
+    plans: list[tuple[Weighed, Plan]] = []
+    error: NoPlanFits | None = None
+    share = replace(limits, time_s=limits.time_s / len(FUSE_MODES))
+    for mode in FUSE_MODES:
+        try:
+            plan, issued_s = _planned(traced, request, mode, share, progress)
+        except NoPlanFits as found:
+            error = found
+            continue
+        plans.append((Weighed(mode, plan.predicted.step_time_s, issued_s), plan))
+    if not plans:
+        assert error is not None  # every mode raised it
+        raise error
+    _, best = min(plans, key=lambda entry: entry[0].bound_s)
+    weighed = tuple(entry for entry, _ in plans)
+    return replace(best, fusion=replace(best.fusion, weighed=weighed))
