@@ -8,7 +8,7 @@ from dataclasses import replace
 from threadpoolctl import threadpool_limits
 
 from autopar.annotate.annotator import Annotator, annotator_of
-from autopar.errors import NoPlanFits
+from autopar.errors import AutoparError, NoPlanFits
 from autopar.garbage import seldom_collected
 from autopar.ir.annotated import AnnotatedModel
 from autopar.ir.fusion import AUTO, FUSE_MODES, Weighed
@@ -31,6 +31,22 @@ from autopar.solve.search.result import SearchResult
 from autopar.solve.search.simplest import Preference
 from autopar.solve.search.workers import processes_for_search
 from autopar.trace.fusion.fused import fused
+
+
+def _of_groups(request: PlanRequest, traced: TracedModel) -> PlanRequest:
+    """The request in rows of the traced model, each of which is `traced.together` rows of the
+    user's. Raises AutoparError if these do not divide the batch or the pinned micro-batch.
+    """
+    together, micro = traced.together, request.pin.micro_batch
+    if together == 1:
+        return request
+    for what, rows in (("the global batch", request.global_batch), ("micro_batch", micro or 0)):
+        if rows % together:
+            raise AutoparError(
+                f"{what} has {rows} rows, and forward reads {together} consecutive rows together: use a multiple of {together}"
+            )
+    pin = request.pin if micro is None else replace(request.pin, micro_batch=micro // together)
+    return replace(request, pin=pin, global_batch=request.global_batch // together)
 
 
 # products of a search are small: threads that wait for them take the cores of others
@@ -105,6 +121,7 @@ def plan_traced(
     Raises AutoparError for impossible pins, and NoPlanFits if the search finds no plan or the host
     lacks memory.
     """
+    request = _of_groups(request, traced)
     check_pins(request, traced)
     limits = SearchLimits(time_s=time_limit_s, processes=processes or processes_for_search())
     if request.pin.fuse == AUTO:
