@@ -145,7 +145,8 @@ class SegmentParts:
         for op in self._ops("op", "output"):
             strategy = self.segment.chosen[op.name]
             for read in zip(op.inputs, strategy.inputs, strict=True):
-                if change := waiting.pop(read, None):
+                if read in waiting:
+                    change = waiting.pop(read)
                     yield _Costed(change.price, *_over_tp(*transition(change.have, change.need)))
             sent = self._sent_by(op)
             self.forward_names[op.name] = sent[0]

@@ -104,7 +104,8 @@ def _edges(segment: Segment, ops: Sequence[AnnotatedOp], shown: set[str]) -> tup
     for op in ops:
         sources: dict[str, tuple[str, ...]] = {}
         for value, need in zip(op.inputs, segment.chosen[op.name].inputs, strict=True):
-            change, sent = changes.get((value, need)), ()
+            change = changes.get((value, need))
+            sent: tuple[str, ...] = ()
             if change is not None:
                 name, _ = transition(change.have, change.need)
                 sent = (f"{name.replace('_', '-')} over tp",) if name in COLLECTIVES else ()
@@ -112,8 +113,8 @@ def _edges(segment: Segment, ops: Sequence[AnnotatedOp], shown: set[str]) -> tup
                 sources.setdefault(source, (*before, *sent))
         is_shown = op.name in shown or op.kind != "op"
         if is_shown:
-            for source, sent in sources.items():
-                found.setdefault((source, op.name), sent)
+            for source, all_sent in sources.items():
+                found.setdefault((source, op.name), all_sent)
         for value in op.outputs:
             reached[value] = {op.name: ()} if is_shown else sources
     return tuple(GraphEdge(*ends, tuple(dict.fromkeys(sent))) for ends, sent in found.items())

@@ -180,8 +180,8 @@ class PlanPage:
             rows = [
                 (name, n.gib(f"predicted.memory.{name}")) for name in self.plan.predicted.memory
             ]
-            lead = "Parts of the memory of the fullest device at its peak."
-            return Section("memory", "Memory", lead, tables=(Table(("part", "size"), rows, (1,)),))
+            words = "Parts of the memory of the fullest device at its peak."
+            return Section("memory", "Memory", words, tables=(Table(("part", "size"), rows, (1,)),))
         lead: list[str | Number] = [
             "What a device holds during the step; the triangle marks its peak. "
         ]

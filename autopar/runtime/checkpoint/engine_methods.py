@@ -32,6 +32,7 @@ class Durable(CheckpointSource):
 
     axes: dict[str, AxisGroup]
     batches: BatchSplitter
+    together: int
     _checkpoints: Checkpoints
     parameters: Parameters
     _for_steps: dict[str, torch.Tensor] | None
