@@ -13,9 +13,9 @@ from html import escape
 from autopar.report.numbers import Number
 
 COLOURS = {
-    "c-forward": ("#7cc1ee", "#4f9bd0"),
-    "c-backward": ("#0072b2", "#2387c9"),
-    "c-weights": ("#00456e", "#93c9f0"),
+    "c-forward": ("#7cc1ee", "#93cdf3"),
+    "c-backward": ("#0072b2", "#1f6fae"),
+    "c-weights": ("#00456e", "#124a75"),
     "c-recompute": ("#9aa0a6", "#8a9096"),
     "c-optimizer": ("#7a5195", "#a884c4"),
     "c-fixed": ("#c9ccd1", "#5c6066"),
