@@ -100,7 +100,7 @@ def _chart(
     if memory.limit_bytes <= most:
         limit = bottom - memory.limit_bytes / most * high
         figure.line(x, limit, x + wide, limit, "limit")
-        figure.text(x, limit - 4, limit_words, "small")
+        figure.text(x + wide, limit - 4, limit_words, "small", "end")
     else:
         above = replace(limit_words, text=f"limit {limit_words.text}, far above this chart")
         figure.text(x, y + 28, above, "small")

@@ -71,8 +71,12 @@ class Svg:
 
     def boxes(self, boxes: Iterable[tuple[float, float, float, float]], cls: str) -> None:
         """Many rectangles (x, y, width, height) of one class, as one path."""
-        if d := "".join(f"M{_n(x)} {_n(y)}h{_n(w)}v{_n(h)}h-{_n(w)}z" for x, y, w, h in boxes):
-            self.path(d, cls)
+        found = []
+        for x, y, w, h in boxes:
+            left, wide = _n(x, 1), _n(max(w, 0.1), 1)
+            found.append(f"M{left} {_n(y)}h{wide}v{_n(h)}h-{wide}z")
+        if found:
+            self.path("".join(found), cls)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, cls: str = "line") -> None:
         """A straight line."""
@@ -162,7 +166,7 @@ def _fill(name: str) -> str:
     return f"url(#p-{name})" if name in STRIPED else f"var(--{name})"
 
 
-def _n(value: float) -> str:
-    """A coordinate with at most two decimals."""
-    text = f"{value:.2f}".rstrip("0").rstrip(".")
+def _n(value: float, decimals: int = 2) -> str:
+    """A coordinate, rounded to `decimals`, without trailing zeros."""
+    text = f"{value:.{decimals}f}".rstrip("0").rstrip(".")
     return "0" if text in ("-0", "") else text
