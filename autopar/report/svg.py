@@ -118,7 +118,7 @@ class Svg:
         return (
             f'<svg id="fig-{self.name}" role="img" aria-label="{escape(self.title)}"'
             f' viewBox="0 0 {_n(self.width)} {_n(self.height)}"'
-            f' style="min-width:{_n(min(self.width, 620))}px;max-width:{_n(self.width * 1.35)}px"{more}>{"".join(self.parts)}</svg>'
+            f' style="min-width:{_n(min(self.width, 620))}px;max-width:{_n(self.width * 1.1)}px"{more}>{"".join(self.parts)}</svg>'
         )
 
     def standalone(self) -> str:
