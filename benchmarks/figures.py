@@ -19,15 +19,19 @@ RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 PLANS = (
     (
-        "llama3-8b",
-        "dgx-h100:8",
-        512,
+        ("llama3-8b", "dgx-h100:2", 64),
+        "pp=4,tp=2,schedule=1f1b,micro_batch=1",
         "report",
         ("timeline", "memory", "waterfall", "cluster", "block"),
     ),
-    ("llama3-405b", "dgx-h100:64", 1024, "tutorial", ("timeline", "memory", "cluster")),
+    (
+        ("llama3-405b", "dgx-h100:64", 1024),
+        "pp=16,tp=8,schedule=1f1b,micro_batch=1",
+        "tutorial",
+        ("timeline", "memory", "cluster"),
+    ),
 )
-"""Plans to draw: model, cluster, sequences of a step, prefix of the files, and figures."""
+"""Plans to draw: (model, cluster, sequences of a step), pins, prefix of the files, and figures."""
 
 
 @dataclass(frozen=True)
@@ -191,14 +195,17 @@ def result_figures() -> list[Svg]:
 
 
 def plan_figures(
-    model: str, cluster: str, batch: int, prefix: str, names: Sequence[str]
+    task: tuple[str, str, int], pins: str, prefix: str, names: Sequence[str]
 ) -> list[Svg]:
     """The figures `names` of the report on a plan, under names that begin with `prefix`."""
     from autopar.cli.session import Asked, Planner
+    from autopar.request.pins import parse_pins
 
+    model, cluster, batch = task
     planner = Planner(Asked(model=model, cluster=cluster, global_batch=batch), lambda text: None)
-    plan = planner.plan({})
-    report = planner.report(plan, {}, planner.collectives(plan))
+    pin = parse_pins(pins)
+    plan = planner.plan(pin)
+    report = planner.report(plan, pin, planner.collectives(plan))
     found = {figure.name: figure for figure in report.svgs()}
     for figure in found.values():
         figure.name = f"{prefix}-{figure.name}"

@@ -70,7 +70,9 @@ class Plan(PlanFields):
             f"{self.num_microbatches} x {self.micro_batch} on {self.mesh.dp} data-parallel rank(s)"
         )
         pipeline = f"{self.schedule}, {len(self.stages)} stages, " if self.mesh.pp > 1 else ""
-        time = f"{predicted.step_time_s * 1e3:,.5g} ms, {predicted.tokens_per_s:,.0f} tokens/s"
+        step_ms = predicted.step_time_s * 1e3
+        step = f"{step_ms:,.1f} ms" if step_ms >= 1000 else f"{step_ms:.4g} ms"
+        time = f"{step}, {predicted.tokens_per_s:,.0f} tokens/s"
         peak = max(predicted.peak_memory_bytes, default=0) / 2**30
         lines = (
             f"Plan of {self.model_name} on {self.cluster_name}: {self.mesh}",

@@ -12,7 +12,7 @@ from autopar.ir.plan_fields import BlockPlan
 from autopar.ir.sharding import COLLECTIVES, transition
 from autopar.ir.traced import TracedModel
 from autopar.planning.model_facts import as_planned
-from autopar.recheck.plan_costs import Segment, segments_of, stage_segments
+from autopar.recheck.plan_costs import LayoutChange, Segment, segments_of, stage_segments
 from autopar.report.action_parts import SegmentParts
 from autopar.report.svg import Svg
 from autopar.request.plan_request import PlanRequest
@@ -101,6 +101,7 @@ def _edges(segment: Segment, ops: Sequence[AnnotatedOp], shown: set[str]) -> tup
     changes = {(change.value, change.need): change for change in segment.changes}
     reached: dict[str, dict[str, tuple[str, ...]]] = {}  # value -> shown source -> collectives
     found: dict[tuple[str, str], tuple[str, ...]] = {}
+    used: list[LayoutChange] = []  # a value is converted once for all that read it so
     for op in ops:
         sources: dict[str, tuple[str, ...]] = {}
         for value, need in zip(op.inputs, segment.chosen[op.name].inputs, strict=True):
@@ -108,7 +109,9 @@ def _edges(segment: Segment, ops: Sequence[AnnotatedOp], shown: set[str]) -> tup
             sent: tuple[str, ...] = ()
             if change is not None:
                 name, _ = transition(change.have, change.need)
-                sent = (f"{name.replace('_', '-')} over tp",) if name in COLLECTIVES else ()
+                words = f"{name.replace('_', '-')} over tp" + ", shared" * (change in used)
+                sent = (words,) if name in COLLECTIVES else ()
+                used.append(change)
             for source, before in reached.get(value, {}).items():
                 sources.setdefault(source, (*before, *sent))
         is_shown = op.name in shown or op.kind != "op"
@@ -170,6 +173,7 @@ def block_figure(graph: BlockGraph) -> Svg:
     sides = 0
     for edge in graph.edges:
         sides += _edge(figure, edge, at, sides)
+    _labels(figure, graph, at)
     for node in graph.nodes:
         _node(figure, node, *at[node.name][:2])
     return figure
@@ -204,8 +208,6 @@ def _edge(
             "flow",
             words or "no collective",
         )
-        if words:
-            figure.text(end[0] + 4, end[1] - 6, _short(words, 30), "coll")
         return 0
     out = figure.width - 96 + 14 * (sides % 4)
     figure.path(
@@ -213,9 +215,24 @@ def _edge(
         "flow",
         words or "no collective",
     )
-    if words:
-        figure.text(out - 4, y2 + _BOX_TALL / 2 - 4, _short(words, 30), "coll", "end")
     return 1
+
+
+def _labels(figure: Svg, graph: BlockGraph, at: Mapping[str, tuple[float, float, int]]) -> None:
+    """Write the collectives of the edges above the op that reads their results, those of edges that
+    go round at its side.
+    """
+    above: dict[str, Counter[str]] = {}
+    beside: dict[str, Counter[str]] = {}
+    for edge in graph.edges:
+        near = at[edge.target][2] == at[edge.source][2] + 1
+        (above if near else beside).setdefault(edge.target, Counter()).update(edge.collectives)
+    for labels, x_off, y_off in ((above, _BOX_WIDE / 2 + 4, -6.0), (beside, _BOX_WIDE + 4, 17.0)):
+        for target, counts in labels.items():
+            words = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
+            if words:
+                x, y, _ = at[target]
+                figure.text(x + x_off, y + y_off, _short(words, 40), "coll")
 
 
 def _short(text: str, most: int) -> str:

@@ -19,6 +19,7 @@ from autopar.errors import AutoparError
 from autopar.files import path_of, reason_of, write_text
 from autopar.ir.plan import Plan
 from autopar.report.timeline import AXES, Message, Part, Slice, Timeline
+from autopar.text.units import ms
 
 MOST_EVENTS = 10**6
 """Most events of a trace; Perfetto opens one of this size in seconds."""
@@ -103,7 +104,7 @@ def folded_words(timeline: Timeline) -> str:
     if (fold := timeline.fold) is None:
         return ""
     return (
-        f"{timeline.folded:,} actions alike, from {fold[0] * 1e3:.4g} ms to {fold[1] * 1e3:.4g} ms of the step,"
+        f"{timeline.folded:,} actions alike, from {ms(fold[0])} to {ms(fold[1])} of the step,"
         f" which has {timeline.micro_batches} micro-batches"
     )
 

@@ -7,7 +7,7 @@ from shlex import quote
 from autopar.ir.plan import Plan
 from autopar.request.pins import PINS
 
-_DEFAULTS = {"vpp": 1, "shard": 0, "offload": "none", "fuse": "none", "schedule": "none"}
+_DEFAULTS = {"vpp": 1, "shard": 0, "offload": "none", "fuse": "off", "schedule": "none"}
 
 
 def command_line(plan: Plan, model: str, cluster: str, seq: int | None = None) -> str:

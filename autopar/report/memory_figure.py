@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from autopar.report.numbers import Numbers
 from autopar.report.svg import Svg
@@ -100,10 +99,10 @@ def _chart(
     if memory.limit_bytes <= most:
         limit = bottom - memory.limit_bytes / most * high
         figure.line(x, limit, x + wide, limit, "limit")
-        figure.text(x, limit - 4, limit_words, "small")
+        figure.text(x + wide, limit - 4, limit_words, "small", "end")
     else:
-        above = replace(limit_words, text=f"limit {limit_words.text}, far above this chart")
-        figure.text(x, y + 28, above, "small")
+        figure.text(x, y + 28, "limit, far above this chart", "small")
+        figure.text(x + wide, y + 28, limit_words, "small", "end")
     peak = memory.peak
     figure.line(x, bottom, x + wide, bottom)
     if fold is None or not fold[0] < peak.time_s < fold[1]:

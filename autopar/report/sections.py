@@ -265,7 +265,10 @@ class PlanPage:
     def runners_up(self) -> Section:
         """The next candidates, each with why it lost."""
         meshes = self.plan.certificate.meshes
-        order = sorted(lost(meshes), key=lambda number: _least_s(meshes[number]))
+        order = sorted(
+            lost(meshes),
+            key=lambda number: (meshes[number]["outcome"] != "solved", _least_s(meshes[number])),
+        )
         rows = [self._runner_up(number) for number in order[:_MOST_LOST]]
         counts = outcome_counts(self.plan.certificate)
         said = ", ".join(f"{count} {name}" for name, count in counts.items())
@@ -387,6 +390,6 @@ def why_lost(plan: Plan, entry: dict) -> str:
         )
     if entry["outcome"] == "pruned":
         if slower <= 0:
-            return "its lower bound is the plan's time"
+            return "proved to be no faster than the plan"
         return f"none of its placements is less than {100 * slower:.2g} % slower"
     return entry["reason"]

@@ -13,9 +13,9 @@ from html import escape
 from autopar.report.numbers import Number
 
 COLOURS = {
-    "c-forward": ("#7cc1ee", "#4f9bd0"),
-    "c-backward": ("#0072b2", "#2387c9"),
-    "c-weights": ("#00456e", "#93c9f0"),
+    "c-forward": ("#7cc1ee", "#93cdf3"),
+    "c-backward": ("#0072b2", "#1f6fae"),
+    "c-weights": ("#00456e", "#124a75"),
     "c-recompute": ("#9aa0a6", "#8a9096"),
     "c-optimizer": ("#7a5195", "#a884c4"),
     "c-fixed": ("#c9ccd1", "#5c6066"),
@@ -71,8 +71,12 @@ class Svg:
 
     def boxes(self, boxes: Iterable[tuple[float, float, float, float]], cls: str) -> None:
         """Many rectangles (x, y, width, height) of one class, as one path."""
-        if d := "".join(f"M{_n(x)} {_n(y)}h{_n(w)}v{_n(h)}h-{_n(w)}z" for x, y, w, h in boxes):
-            self.path(d, cls)
+        found = []
+        for x, y, w, h in boxes:
+            left, wide = _n(x, 1), _n(max(w, 0.1), 1)
+            found.append(f"M{left} {_n(y)}h{wide}v{_n(h)}h-{wide}z")
+        if found:
+            self.path("".join(found), cls)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, cls: str = "line") -> None:
         """A straight line."""
@@ -114,7 +118,7 @@ class Svg:
         return (
             f'<svg id="fig-{self.name}" role="img" aria-label="{escape(self.title)}"'
             f' viewBox="0 0 {_n(self.width)} {_n(self.height)}"'
-            f' style="min-width:{_n(min(self.width, 620))}px;max-width:{_n(self.width * 1.35)}px"{more}>{"".join(self.parts)}</svg>'
+            f' style="min-width:{_n(min(self.width, 620))}px;max-width:{_n(self.width * 1.1)}px"{more}>{"".join(self.parts)}</svg>'
         )
 
     def standalone(self) -> str:
@@ -162,7 +166,7 @@ def _fill(name: str) -> str:
     return f"url(#p-{name})" if name in STRIPED else f"var(--{name})"
 
 
-def _n(value: float) -> str:
-    """A coordinate with at most two decimals."""
-    text = f"{value:.2f}".rstrip("0").rstrip(".")
+def _n(value: float, decimals: int = 2) -> str:
+    """A coordinate, rounded to `decimals`, without trailing zeros."""
+    text = f"{value:.{decimals}f}".rstrip("0").rstrip(".")
     return "0" if text in ("-0", "") else text

@@ -26,7 +26,7 @@ WORDS = {
     "idle": "idle",
 }
 """Kinds of work and communication in words."""
-_LEFT, _RIGHT, _TOP, _WIDE = 76.0, 62.0, 10.0, 960.0
+_LEFT, _RIGHT, _TOP, _WIDE = 88.0, 62.0, 10.0, 960.0
 _GAP = 22.0
 """Width of the fold."""
 _MOST_ROWS = 32

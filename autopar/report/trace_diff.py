@@ -93,15 +93,15 @@ class TraceDiff:
 
 def trace_diff(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> TraceDiff:
     """Compare two traces, as read by `read_trace`. Of the predicted one, the process whose ranges
-    are most like the measured ones is taken; of the measured one, its first whole step.
+    are most like the measured ones is taken. Of the measured one, the first whole step of the first
+    process that has one is taken.
 
     Raises AutoparError if one of them has no step.
     """
-    theirs = _first_step(_ranges(measured["traceEvents"]), "the measured trace")
+    stepped = (ranges for ranges in map(_ranges, _by_process(measured).values()) if _steps(ranges))
+    theirs = _first_step(next(stepped, []), "the measured trace")
     names = Counter(name for name, _ in theirs)
-    processes: dict[Any, list[Mapping[str, Any]]] = {}
-    for event in predicted["traceEvents"]:
-        processes.setdefault(event.get("pid"), []).append(event)
+    processes = _by_process(predicted)
     found = {pid: _ranges(of) for pid, of in processes.items()}
     if not any(found.values()):
         raise AutoparError("the predicted trace has no ranges; write one with explain --trace")
@@ -117,6 +117,18 @@ def trace_diff(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> Tra
 
 
 _Range = tuple[str, tuple[float, float]]
+
+
+def _by_process(data: Mapping[str, Any]) -> dict[Any, list[Mapping[str, Any]]]:
+    """The events of each process, by its number, in the order of the trace."""
+    processes: dict[Any, list[Mapping[str, Any]]] = {}
+    for event in data["traceEvents"]:
+        processes.setdefault(event.get("pid"), []).append(event)
+    return processes
+
+
+def _steps(ranges: Sequence[_Range]) -> list[_Range]:
+    return [of for of in ranges if of[0].startswith("step ")]
 
 
 def _ranges(events: Sequence[Mapping[str, Any]]) -> list[_Range]:
@@ -136,7 +148,7 @@ def _ranges(events: Sequence[Mapping[str, Any]]) -> list[_Range]:
 
 def _first_step(ranges: Sequence[_Range], what: str) -> list[_Range]:
     """The ranges inside the first step, the step included, which is called 'step'."""
-    steps = [of for of in ranges if of[0].startswith("step ")]
+    steps = _steps(ranges)
     if not steps:
         raise AutoparError(f"{what} has no range of a step; run engine.step inside engine.profile")
     start, end = steps[0][1]

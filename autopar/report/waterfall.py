@@ -14,7 +14,8 @@ from autopar.text.plan_words import TIME_WORDS
 from autopar.text.units import ms
 
 IDEAL = "model FLOPs at the peak rate"
-SLOWER = "kernels below the peak rate, uneven stages"
+SLOWER = "kernels below the peak rate"
+UNEVEN = "kernels below the peak rate, uneven stages"
 CLOSED_FORM = "closed form less simulation"
 
 
@@ -37,7 +38,10 @@ def waterfall(plan: Plan, timeline: Timeline | None) -> list[Bar]:
         return _of_breakdown(plan, ideal_s)
     seconds = timeline.seconds_by_kind(timeline.busiest)
     work_s = sum(seconds.get(kind, 0.0) for kind in ("forward", "backward", "weights"))
-    bars = [Bar(IDEAL, ideal_s, "c-ideal"), Bar(SLOWER, work_s - ideal_s, "c-slow")]
+    bars = [
+        Bar(IDEAL, ideal_s, "c-ideal"),
+        Bar(UNEVEN if timeline.ranks > 1 else SLOWER, work_s - ideal_s, "c-slow"),
+    ]
     bars.append(Bar("recomputation", seconds.get("recompute", 0.0), "c-recompute"))
     bars += [Bar(f"communication over {a}", seconds.get(a, 0.0), f"c-{a}") for a in AXES]
     bars.append(Bar("idle (bubble and messages)", seconds.get("idle", 0.0), "c-idle"))
