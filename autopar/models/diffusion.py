@@ -100,8 +100,8 @@ class FluxConfig:
         """The same architecture with one block of each kind, 8 heads of 16 channels, 16 image tokens
         and 8 text tokens.
         """
-        small = {"hidden": 128, "double": 1, "single": 1, "heads": 8, "side": 4, "channels": 16}
-        return replace(self, **small, text=8, text_width=64, summary=32)
+        small = replace(self, hidden=128, double=1, single=1, heads=8, side=4, channels=16)
+        return replace(small, text=8, text_width=64, summary=32)
 
 
 def time_features(times: Tensor, channels: int = TIME_CHANNELS) -> Tensor:

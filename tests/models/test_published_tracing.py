@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar import api
+from autopar.errors import AutoparError
 from autopar.models import parse_model
 from autopar.models.published import published_models
 
@@ -28,8 +29,8 @@ def traced_both_ways(name: str) -> tuple[str, str, int]:
     shallow = spec.shallow()
     whole = replace(spec, repeats=0)
     assert whole.shallow() is whole
-    hashes = (api.trace_spec(each, 64).model_hash for each in (spec, whole))
-    return *hashes, layers - shallow.num_layers
+    deepened = api.trace_shallow(spec, 64).model_hash
+    return deepened, api.trace_spec(whole, 64).model_hash, layers - shallow.num_layers
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,15 @@ def traced_both_ways(name: str) -> tuple[str, str, int]:
 def test_layers_that_are_added_are_those_that_tracing_finds(kind):
     deepened, whole, more = traced_both_ways(OF_KIND[kind])
     assert more > 0 and deepened == whole
+
+
+def test_layers_that_do_not_repeat_as_said_are_traced_whole():
+    spec = parse_model("gemma3-1b")  # every sixth layer sees all positions
+    few = replace(spec, num_layers=9, config_dict=spec.config_dict | {"num_hidden_layers": 9})
+    wrong = replace(few, repeats=1)
+    with pytest.raises(AutoparError, match="not two equal periods"):
+        api.trace_shallow(wrong, 1024)
+    assert (
+        api.trace_spec(wrong, 1024).model_hash
+        == api.trace_spec(replace(few, repeats=0), 1024).model_hash
+    )
