@@ -122,7 +122,15 @@ limit = click.option("--time-limit", type=POSITIVE_REAL, default=60.0, show_defa
                      help="Seconds to search for a plan; objectives, comparisons and sweeps make several.")  # fmt: skip
 micro_batch_mean = click.option("--allow-micro-batch-mean", "micro_batch_mean", is_flag=True,
                                 help="Split batches though the mean of micro-batch losses is another loss.")  # fmt: skip
+target = click.option("--target", metavar="megatron|...",
+                      help="Only what another framework can run, for autopar export.")  # fmt: skip
 runnable = click.option("--runnable", is_flag=True, help="Only what the engine runs today.")
+
+
+headroom = click.option("--headroom", metavar="FRACTION|GiB",
+                        help="Memory of a device to keep free, 0.1 or 8GiB (default: 10.2 % on GPUs).")  # fmt: skip
+tolerance = click.option("--tolerance", type=click.FloatRange(min=0, max=1, max_open=True), default=0.02, show_default=True,
+                         help="Fraction by which a simpler plan may take longer than the fastest.")  # fmt: skip
 
 
 _SOFTWARE = {
@@ -141,9 +149,9 @@ _SOFTWARE = {
 
 
 def search(command: Callable) -> Callable:
-    """A decorator that adds the options of every command that searches for plans: precision, time
-    limit, runnable, the mean of micro-batch losses, and the software. The command gets that as the
-    argument `software`.
+    """A decorator that adds the options of every command that searches for plans: headroom,
+    tolerance, precision, time limit, runnable, the mean of micro-batch losses, and the software.
+    The command gets that as the argument `software`.
     """
 
     @wraps(command)
@@ -157,7 +165,8 @@ def search(command: Callable) -> Callable:
         return command(*args, **given, software=software)
 
     found: Callable = with_software
-    for option in (*_SOFTWARE.values(), micro_batch_mean, runnable, limit, precision):
+    others = (micro_batch_mean, runnable, limit, tolerance, headroom, precision)
+    for option in (*_SOFTWARE.values(), *others):
         found = option(found)
     return found
 

@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     from autopar.planning.remedies import Ask, Remedies
     from autopar.recheck.audit import Audit
     from autopar.recheck.replay import Replay
+    from autopar.report.report import Report
     from autopar.request.plan_request import PlanRequest
+    from autopar.request.restriction import Restriction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a command was asked for: its arguments and options as text and numbers. `seq=None` means
     the sequence length of the model's own design, or 512. `time_limit` is in seconds of one search,
-    `price` in dollars per device-hour.
+    `price` in dollars per device-hour. `headroom` and `tolerance` are as for `autopar.plan`.
+    `target` is the framework whose limits plans keep, or None.
     """
 
     model: str
@@ -43,6 +46,9 @@ class Asked:
     micro_batch_mean: bool = False
     price: float | None = None
     software: Software = field(default_factory=Software)
+    headroom: str | None = None
+    tolerance: float = 0.02
+    target: str | None = None
 
 
 class Planner:
@@ -52,7 +58,8 @@ class Planner:
     """
 
     def __init__(self, asked: Asked, tell: Callable[[str], None]) -> None:
-        self.cluster = priced_cluster(asked.cluster, asked.price)
+        self.asked = asked
+        self.cluster = priced_cluster(asked.cluster, asked.price).kept_free(asked.headroom)
         from autopar.models import parse_model
         from autopar.request.plan_request import PlanRequest, choose_precision
 
@@ -69,8 +76,12 @@ class Planner:
             software=asked.software,
             micro_batch_mean=asked.micro_batch_mean,
             model_text=asked.model,
+            tolerance=asked.tolerance,
         )
+        self.target = asked.target
         self._traced: dict[int, TracedModel] = {}
+        if self.target:
+            self._restriction(self.cluster)  # an unknown target is an error at once
 
     def traced(self, seq: int | None = None) -> TracedModel:
         """The traced model on sequences of `seq` tokens (default: the length of the request). Each
@@ -94,9 +105,12 @@ class Planner:
         global_batch: int | None = None,
         seq: int | None = None,
         time_limit_s: float | None = None,
+        runners_up: bool = False,
+        within_target: bool = True,
     ) -> Plan:
         """The best plan under the pins `pin`. Other arguments override the request where they are
-        not None. Raises AutoparError like `api.plan_traced`.
+        not None. `runners_up`: with the best plan of each family. `within_target=False` leaves out
+        the limits of the command's target. Raises AutoparError like `api.plan_traced`.
         """
         from autopar import api
 
@@ -105,10 +119,40 @@ class Planner:
             pin=Pins.of(pin),
             cluster=cluster or self.cluster,
             global_batch=global_batch or self.request.global_batch,
+            runners_up=runners_up,
         )
+        if self.target and within_target:
+            request = request.within(self._restriction(request.cluster, seq))
         return api.plan_traced(
             self.traced(seq), request, time_limit_s or self.time_limit_s, self.tell
         )
+
+    def pins_within(self, pin: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The pins under which plans are made: the user's, and those of the command's target."""
+        return self._restriction(self.cluster).pins_with(pin) if self.target else pin
+
+    def compared_with_free(self, plan: Plan, pin: Mapping[str, Any]) -> Plan:
+        """The plan with a note on what the limits of the command's target cost, against the best plan
+        without them; unchanged without a target.
+        """
+        if not self.target:
+            return plan
+        self.tell("planning without the limits of the target")
+        step_s = plan.predicted.step_time_s
+        free_s = min(self.plan(pin, within_target=False).predicted.step_time_s, step_s)
+        name = self._restriction(self.cluster).name
+        words = f"what {name} can run takes {step_s / free_s - 1:.1%} more than the best plan of autopar, {free_s * 1e3:.4g} ms"
+        return replace(plan, notes=(f"target {self.target}: {words}", *plan.notes))
+
+    def _restriction(self, cluster: Cluster, seq: int | None = None) -> Restriction:
+        """What the command's target can run of the model on a cluster."""
+        from autopar.targets.job import ModelShape
+        from autopar.targets.model_shape import shape_of
+        from autopar.targets.registry import target_of
+
+        shape = shape_of(self.spec) or ModelShape()
+        target = target_of(self.target or "")
+        return target.restriction(shape, seq or self.seq, cluster.num_devices)
 
     def plan_for(self, ask: Ask, time_limit_s: float) -> Plan:
         """A plan for the request `ask`, searched for at most `time_limit_s` seconds or the
@@ -139,6 +183,27 @@ class Planner:
         from autopar.planning.model_facts import as_planned
 
         return block_collectives(as_planned(self.traced(), plan), plan)
+
+    def report(
+        self,
+        plan: Plan,
+        pin: Mapping[str, Any],
+        counts: dict,
+        cluster: Cluster | None = None,
+    ) -> Report:
+        """The report (`Report`) on a plan that was made under the pins `pin` for `cluster`
+        (default: that of the request), with its simulated step. `counts` are its collectives.
+        """
+        from autopar.report.command_line import command_line
+        from autopar.report.explained import full_report
+
+        self.tell("simulating the step")
+        request = self._made_for(plan, pin, cluster)
+        is_part = cluster is not None and cluster.name != self.cluster.name
+        given = self.asked.cluster
+        on = given if isinstance(given, str) and not is_part else plan.cluster_name
+        words = command_line(plan, self.asked.model, on, self.asked.seq)
+        return full_report(plan, self.traced(), request, counts, words)
 
     def replay(self, plan: Plan, pin: Mapping[str, Any], cluster: Cluster | None = None) -> Replay:
         """The result (`Replay`) of simulating a plan that was made under the pins `pin` for

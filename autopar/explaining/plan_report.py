@@ -12,12 +12,19 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from autopar.explaining.runners_up import preference_words, runners_up_table
 from autopar.ir.cluster import Cluster
-from autopar.ir.mesh import mesh_words
+from autopar.ir.cluster_parts import headroom_words
 from autopar.ir.plan import Plan
 from autopar.ir.plan_fields import BlockPlan, Certificate, Prediction
 from autopar.request.software import software_words
-from autopar.text.device_words import assumed_words, fullest_rank, groups_by_rank, kinds
+from autopar.text.device_words import (
+    assumed_words,
+    fullest_rank,
+    groups_by_rank,
+    kinds,
+    misfit_chance,
+)
 from autopar.text.layout_words import collectives, describe, interesting, layouts
 from autopar.text.measured import evidence
 from autopar.text.plan_words import (
@@ -28,12 +35,11 @@ from autopar.text.plan_words import (
     dollars_per_million_tokens,
     named_cluster,
     placement_words,
-    sharing_words,
     staleness,
 )
 from autopar.text.tables import grid
 from autopar.text.training_words import total_words, training_of, training_words
-from autopar.text.units import WIDTH, gap_words, gib, ms, percent
+from autopar.text.units import PROVED, WIDTH, gap_words, gib, ms, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -41,9 +47,18 @@ if TYPE_CHECKING:
 
     from autopar.explaining.lints import Finding
 
-RUNNERS_UP = 4
+_NO_GAIN = 5e-4
+"""Fraction of a step below which more memory is said to gain nothing."""
+_LIKELY = 5e-4
+"""Chance not to fit from which it is printed."""
 DETAIL_SHARE = 1e-3
 """Share of the stages from which a part of them is shown."""
+LAYOUT_LEGEND = (
+    "R: replicated.  S(d): sharded along dim d.  P: partial sums.  R/P: replicated, gradients partial.\n"
+    "Column-parallel shards what a layer computes, row-parallel what it sums over.\n"
+)
+"""The words of the tables of blocks."""
+LAYERS_HINT = "How each op of a layer runs: --layers.  The search space: --verbose.\n"
 BlockCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
@@ -73,13 +88,16 @@ def plan_table(
     cluster: Cluster | None = None,
     findings: Sequence[Finding] = (),
     tokens: float | None = None,
+    layers: bool = True,
+    verbose: bool = True,
 ) -> Group:
     """The report on a plan as a rich renderable.
 
     `counts` are the collectives of each block (`collective_counts.block_collectives`); without them
     none are shown. `cluster` is the plan's cluster (None: what its name parses to). `findings` are
     the warnings of `lints.lint` to show. With `tokens`, the report says what training on them
-    takes.
+    takes. `layers`: with the tables of blocks, of which the last explains the words. `verbose`:
+    with the search space.
     """
     from rich.console import Group
     from rich.text import Text
@@ -94,11 +112,13 @@ def plan_table(
         *ranks,
         _time(plan),
         _memory(plan),
-        _certificate(plan.certificate),
-        *_runners_up(plan),
+        _certificate(plan, cluster or named_cluster(plan), verbose),
+        *runners_up_table(plan),
     ]
     if plan.mesh.active and plan.mesh.active != ("dp",):
-        parts += [_block(plan, block, (counts or {}).get(block.name)) for block in plan.blocks]
+        shown = plan.blocks if layers else ()
+        parts += [_block(plan, block, (counts or {}).get(block.name)) for block in shown]
+        parts.append(Text(LAYOUT_LEGEND if layers else LAYERS_HINT))
     else:
         where = ", on that device's sequences of the batch" if plan.mesh.dp > 1 else ""
         parts.append(Text(f"Every op runs whole on its device{where}.\n"))
@@ -183,6 +203,9 @@ def _prediction_rows(plan: Plan, cluster: Cluster | None) -> Iterator[tuple[str,
         peak, capacity = fullest_rank(plan, cluster)
         share = f" of {gib(capacity)} ({percent(peak / capacity)})"
         yield "memory per device", gib(peak) + share
+        chance = misfit_chance(plan, cluster)
+        if chance is not None and chance >= _LIKELY:
+            yield "chance that it does not fit", percent(chance)
     else:
         yield "memory per device", gib(max(predicted.peak_memory_bytes, default=0))
     dollars = dollars_per_million_tokens(plan, cluster)
@@ -267,65 +290,40 @@ def outcome_counts(certificate: Certificate) -> dict[str, int]:
     return counts
 
 
-def _certificate(certificate: Certificate) -> Table:
-    counts = outcome_counts(certificate)
-    outcomes = ("chosen", "solved", "pruned", "too large", "infeasible", "unexplored")
-    considered = ", ".join(f"{counts[k]} {k}" for k in outcomes if k in counts)
-    rows = [
-        ("status", certificate.status),
-        ("objective", ms(certificate.objective_s)),
-        ("lower bound", ms(certificate.bound_s) if certificate.bound_s > 0 else "none in time"),
-        ("gap", gap_words(certificate.gap)),
-        ("candidates", f"{len(certificate.meshes)}: {considered}"),
-        ("solve time", f"{certificate.solve_time_s:.2f} s"),
-        ("space", certificate.space),
-    ]
+def _certificate(plan: Plan, cluster: Cluster | None, verbose: bool) -> Table:
+    proof = plan.certificate
+    rows = [("status", _status_words(proof)), ("objective", ms(proof.objective_s))]
+    if proof.gap > PROVED:
+        rows.append(("lower bound", ms(proof.bound_s)))
+    if words := preference_words(plan):
+        rows.append(("simplicity", words))
+    if words := _headroom_words(plan, cluster):
+        rows.append(("headroom", words))
+    rows.append(("candidates", f"{len(proof.meshes):,}"))
+    rows += [("space", proof.space)] if verbose else []
     return grid("Certificate", ("", ""), rows)
 
 
-def _runners_up(plan: Plan) -> list[Table]:
-    """A list with one table of the (at most `RUNNERS_UP`) next-best candidates; [] if there are
-    none. Solved ones are listed with their time, pruned ones with the bound that excluded them.
-    Each mesh with its ZeRO and recomputation is listed once.
-    """
-    known: dict[tuple, tuple[float, str, dict]] = {}
-    for entry in plan.certificate.meshes:
-        solved = entry["outcome"] == "solved"
-        time_s = (
-            entry.get("time_s")
-            if solved
-            else entry.get("bound_s")
-            if entry["outcome"] == "pruned"
-            else None
-        )
-        if time_s is None:
-            continue
-        choices = entry["zero"], entry.get("shard", 0), entry["recompute"]
-        key = (*entry["mesh"].values(), *choices)
-        if key not in known or time_s < known[key][0]:
-            known[key] = (time_s, "solved" if solved else "at least", entry)
-    best = sorted(known.values(), key=lambda item: item[0])[:RUNNERS_UP]
-    if not best:
-        return []
-    rows = []
-    for time_s, how, entry in best:
-        zero = sharing_words(entry["zero"], entry.get("shard", 0))
-        words = (mesh_words(entry["mesh"]), str(entry["micro_batch"]), zero, entry["recompute"])
-        rows.append(
-            (
-                *words,
-                ("at least " if how == "at least" else "") + ms(time_s),
-                f"{time_s / plan.predicted.step_time_s:.3f} x",
-            )
-        )
-    return [
-        grid(
-            "Runners-up",
-            ("mesh", "micro-batch", "ZeRO", "recompute", "step time", "of the chosen"),
-            rows,
-            right=(4, 5),
-        )
-    ]
+def _status_words(proof: Certificate) -> str:
+    if proof.gap <= PROVED:
+        return f"optimal, to within {percent(PROVED)}"
+    return f"{proof.status}, gap {gap_words(proof.gap)}"
+
+
+def _headroom_words(plan: Plan, cluster: Cluster | None) -> str:
+    """What is kept free on each device, and what that costs, as text; '' if nothing is."""
+    proof = plan.certificate
+    if not proof.headroom:
+        return ""
+    kept = headroom_words(proof.headroom)
+    if cluster is not None and proof.headroom < 1 and len(cluster.groups) == 1:
+        kept = f"{gib(proof.headroom * cluster.device.memory_bytes)} ({kept})"
+    if proof.unlimited_s is None:
+        return f"{kept} kept free"
+    saved = 1 - proof.unlimited_s / plan.predicted.step_time_s
+    if saved <= _NO_GAIN:
+        return f"{kept} kept free, which costs this layout no time"
+    return f"{kept} kept free; with it this layout would take {ms(proof.unlimited_s)}, {percent(saved)} less"
 
 
 def _block(plan: Plan, block: BlockPlan, counts: Mapping[str, Mapping[str, int]] | None) -> Table:

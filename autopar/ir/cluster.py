@@ -26,6 +26,7 @@ from autopar_cost_models import (
 from autopar_cost_models import device as catalogue_device
 from autopar_cost_models.catalogue import ETHERNET, reason_against
 from autopar_cost_models.checks import finite, nearest
+from autopar_cost_models.memory_error import HEADROOM
 
 from autopar.errors import AutoparError, shown
 from autopar.files import read_text
@@ -33,6 +34,8 @@ from autopar.ir.cluster_parts import (
     check_keys,
     default_links,
     device_from,
+    headroom_of,
+    headroom_words,
     host_from,
     link_from,
     link_of,
@@ -52,6 +55,7 @@ _KEYS = (
     *_NETWORK_KEYS,
     "memory_bytes",
     "price_per_device_hour",
+    "headroom",
     *_LINK_KEYS,
     "host",
 )
@@ -79,6 +83,8 @@ class ClusterSpec:
         price_per_device_hour: dollars, or None if it is not known.  The price is not part of `spec_hash`, so a plan stays valid when it
             changes.
         host: each device's share of its host, or None if it is not known.  By default that of the catalogue's device.
+        headroom: memory of a device that plans leave free: a fraction if it is below 1, else GiB.  None means that nothing is said,
+            see `kept_free`.  It is not part of `spec_hash`.
     """
 
     name: str
@@ -86,6 +92,7 @@ class ClusterSpec:
     topology: Topology
     price_per_device_hour: float | None = None
     host: Host | None = None
+    headroom: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
@@ -110,6 +117,21 @@ class ClusterSpec:
             )
         if price is not None:
             object.__setattr__(self, "price_per_device_hour", float(price))
+        if self.headroom is not None:
+            object.__setattr__(self, "headroom", headroom_of(self.headroom))
+            if self.room_bytes <= self.device.reserved_bytes:
+                raise AutoparError(
+                    f"cluster {self.name}: a headroom of {headroom_words(self.headroom)} leaves nothing of "
+                    f"{self.device.memory_bytes / 2**30:.2f} GiB of memory"
+                )
+
+    @property
+    def room_bytes(self) -> int:
+        """The bytes of a device that a plan may take: its memory without the headroom, if one is
+        set.
+        """
+        memory_bytes, kept = self.device.memory_bytes, self.headroom or 0.0
+        return memory_bytes - int(kept * (memory_bytes if kept < 1 else 2**30))
 
     @property
     def num_devices(self) -> int:
@@ -198,6 +220,7 @@ class ClusterSpec:
         oversubscription: float = 1.0,
         fitted: FittedConstants = FITTED,
         host: Host | Mapping[str, Any] | None = None,
+        headroom: float | str | None = None,
         **links: float | str | None,
     ) -> ClusterSpec:
         """Return a cluster from keyword arguments.  What is left out comes from the node preset of the catalogue's device.
@@ -214,6 +237,7 @@ class ClusterSpec:
             oversubscription: of the network between nodes, see `autopar_cost_models.topology`.
             fitted: constants of the catalogue's device and links.
             host: each device's share of its host, or the fields of `Host`.  Plans that offload need it.
+            headroom: memory of a device that plans leave free, as for `plan`.
             **links: the fields of `Link`, after `intra_` (inside a node) or `inter_` (between nodes).  `bandwidth_Bps` is the line rate
                 in bytes per second, per direction of a device.  `efficiency` is the achieved share (1 for a device outside the
                 catalogue).  `latency_s` is in seconds.  The others are `kind`, `multicast_efficiency`, `source`, and `curves`, which
@@ -261,7 +285,8 @@ class ClusterSpec:
                 f"cluster {name}: {error}" if name else f"cluster: {error}"
             ) from None
         label = name if name is not None else f"{base.name} {nodes}x{devices_per_node}"
-        return ClusterSpec(label, base, topology, price_per_device_hour, host)
+        kept = None if headroom is None else headroom_of(headroom)
+        return ClusterSpec(label, base, topology, price_per_device_hour, host, kept)
 
     @staticmethod
     def from_yaml(path: str | Path) -> ClusterSpec | MixedCluster:
@@ -352,19 +377,32 @@ class ClusterSpec:
             data["price_per_device_hour"] = self.price_per_device_hour
         if self.host is not None and self.host != HOSTS.get(self.device.name):
             data["host"] = asdict(self.host)
+        if self.headroom is not None:
+            data["headroom"] = self.headroom
         return data
 
     def spec_hash(self) -> str:
-        """The sha256 of the cluster without its price, as hex. Clusters with equal hashes can use
-        the same plans.
+        """The sha256 of the cluster without its price and headroom, as hex. Clusters with equal
+        hashes can use the same plans.
         """
-        return sha256(
-            json.dumps(asdict(replace(self, price_per_device_hour=None)), sort_keys=True).encode()
-        ).hexdigest()
+        data = asdict(replace(self, price_per_device_hour=None))
+        del data["headroom"]
+        return sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def with_price(self, price_per_device_hour: float) -> ClusterSpec:
         """The same cluster with another price, in dollars per device-hour."""
         return replace(self, price_per_device_hour=price_per_device_hour)
+
+    def kept_free(self, headroom: float | str | None = None) -> ClusterSpec:
+        """The same cluster with this headroom: a fraction of the memory below 1, or GiB. None keeps
+        that of the cluster, or else what is kept free by default: `HEADROOM` on GPUs, nothing on
+        CPUs.
+        """
+        if headroom is None:
+            headroom = self.headroom
+        if headroom is None:
+            headroom = 0.0 if self.device_type == "cpu" else HEADROOM
+        return replace(self, headroom=headroom_of(headroom))
 
     def with_devices(self, devices: int) -> ClusterSpec:
         """A cluster with `devices` devices of this kind: whole nodes, or a part of one node. It
@@ -609,6 +647,10 @@ class MixedCluster:
         return replace(
             self, groups=tuple(group.with_price(price_per_device_hour) for group in self.groups)
         )
+
+    def kept_free(self, headroom: float | str | None = None) -> MixedCluster:
+        """The same cluster with this headroom on all devices, as `ClusterSpec.kept_free`."""
+        return replace(self, groups=tuple(group.kept_free(headroom) for group in self.groups))
 
     def with_devices(self, devices: int) -> MixedCluster:
         """This cluster itself if it has `devices` devices. Raises AutoparError for another number,

@@ -14,6 +14,7 @@ from autopar_cost_models.checks import nearest
 from autopar.errors import AutoparError, shown
 from autopar.ir.quantities import quantity
 
+MOST_HEADROOM_GIB = 2**20
 _DEVICE_KEYS = tuple(f.name for f in fields(Device))
 
 
@@ -207,6 +208,31 @@ def host_from(data: Mapping[str, Any]) -> Host:
     ]:
         raise ValueError(f"host: missing {', '.join(missing)}")
     return Host(**_with_source(data))
+
+
+def headroom_of(value: Any) -> float:
+    """A headroom from a number or a text: a fraction below 1 (`0.1`, `10%`), or GiB from 1 on (`8`,
+    `8GiB`). Raises AutoparError for anything else.
+    """
+    units = {"%": 0.01, "gib": 1.0}
+    text = str(value).strip().lower() if isinstance(value, str | int | float) else ""
+    unit = next((unit for unit in units if text.endswith(unit)), "")
+    try:
+        amount = float(text.removesuffix(unit)) * units.get(unit, 1.0)
+    except ValueError:
+        amount = -1.0
+    is_odd = (unit == "gib" and 0 < amount < 1) or (unit == "%" and amount >= 1)
+    if isinstance(value, bool) or is_odd or not 0 <= amount < MOST_HEADROOM_GIB:
+        raise AutoparError(
+            f"headroom {shown(value)} is no memory to keep free: write a fraction of the memory such as 0.1 or 10%, or GiB such as 8GiB "
+            "(1 or more)"
+        )
+    return amount
+
+
+def headroom_words(headroom: float) -> str:
+    """A headroom as text: `10.2 %`, or `8 GiB` from 1 on."""
+    return f"{headroom:g} GiB" if headroom >= 1 else f"{100 * headroom:.1f} %"
 
 
 def _with_source(data: Mapping[str, Any]) -> dict[str, Any]:

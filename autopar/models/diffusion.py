@@ -8,6 +8,7 @@ tokens, t text tokens, h hidden, n heads, d head dim, c channels.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,8 +101,15 @@ class FluxConfig:
         """The same architecture with one block of each kind, 8 heads of 16 channels, 16 image tokens
         and 8 text tokens.
         """
-        small = replace(self, hidden=128, double=1, single=1, heads=8, side=4, channels=16)
-        return replace(small, text=8, text_width=64, summary=32)
+        small: dict[str, Any] = {
+            "hidden": 128,
+            "double": 1,
+            "single": 1,
+            "heads": 8,
+            "side": 4,
+            "channels": 16,
+        }
+        return replace(self, **small, text=8, text_width=64, summary=32)
 
 
 def time_features(times: Tensor, channels: int = TIME_CHANNELS) -> Tensor:

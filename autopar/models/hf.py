@@ -350,7 +350,7 @@ class HFSpec(ModelSpec):
         that the config does not have are 0. Raises AutoparError if transformers rejects the config,
         or has no language model or image classifier for it.
         """
-        text = _config(name, config_dict).get_text_config()
+        text = _text_config(_config(name, config_dict))
         sizes = {}
         for field_name, attributes in _SIZES.items():
             values = [getattr(text, attribute, None) for attribute in attributes]
@@ -416,13 +416,13 @@ class HFSpec(ModelSpec):
         return HFSpec.from_dict(f"{self.name} (shrunk)", small)
 
     def _attention_size(self) -> tuple[int, int]:
-        text = _config(self.name, self.config_dict).get_text_config()
+        text = _text_config(_config(self.name, self.config_dict))
         heads = text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         return self.num_layers, heads * head_dim
 
     def _expert_share(self) -> float:
-        text = _config(self.name, self.config_dict).get_text_config()
+        text = _text_config(_config(self.name, self.config_dict))
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = next((getattr(text, name) for name in names if getattr(text, name, None)), 1)
         return (getattr(text, "num_experts_per_tok", None) or 1) / experts
@@ -478,13 +478,21 @@ def _config(name: str, config_dict: dict[str, Any]) -> Any:
         raise AutoparError(
             f"{name}: transformers rejects the config: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    _check_sizes(name, config.get_text_config())
+    _check_sizes(name, _text_config(config))
     if _auto_class(config) is None:
         remedy = "pass the model itself to autopar.plan with example_inputs."
         raise AutoparError(
             f"{name}: model_type '{model_type}' is no model of language, of speech to text, or of images to classes; {remedy}"
         )
     return config
+
+
+def _text_config(config: Any) -> Any:
+    """The config of a model's text part: of its decoder, if an encoder has one too."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # transformers finds several
+        return config.get_text_config(decoder=True)
 
 
 def _check_sizes(name: str, config: Any) -> None:

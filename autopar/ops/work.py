@@ -15,10 +15,13 @@ from autopar.ops.rules import op_dims
 from autopar.ops.values import ops
 
 
-def positions(vals: Iterable[torch.Tensor]) -> int:
+def positions(vals: Iterable[torch.Tensor], together: int = 1) -> int:
     """Positions per sequence: the size of dim 1 of the first integer tensor with at least 2 dims,
-    of which dim 1 does not depend on the batch. 1 if there is none.
+    of which dim 1 does not depend on the batch. 1 if there is none. Inputs of which `together`
+    sequences are one row have these in dim 1; the positions of all of them count.
     """
+    if together > 1:
+        return together * positions(val.flatten(0, 1) for val in vals if val.dim() > 1)
     for val in vals:
         if val.dim() >= 2 and not val.is_floating_point() and not is_symbolic(val.shape[1]):
             return int(val.shape[1])
@@ -27,7 +30,7 @@ def positions(vals: Iterable[torch.Tensor]) -> int:
 
 def tokens_per_row(traced: TracedModel) -> int:
     """Positions per sequence of a traced model, by `positions` of its inputs; 1 without tokens."""
-    return positions(traced.input_vals)
+    return positions(traced.input_vals, traced.together)
 
 
 def unit_of_rows(traced: TracedModel) -> str:

@@ -35,7 +35,7 @@ from autopar.solve.costs.candidate import MODES, Candidate
 from autopar.solve.costs.pipeline_cost import host_bytes
 from autopar.solve.costs.placement_cost import Choices, arrivals, class_costs
 from autopar.solve.integer_program.placement_solver import Solution
-from autopar.solve.search.result import SearchResult
+from autopar.solve.search.result import SearchResult, outcome_data
 
 SPACE = (
     "mesh dp x cp x tp (tp up to {limit} devices, a divisor of the attention heads unless pinned; cp {long}; "
@@ -170,15 +170,19 @@ def _space(request: PlanRequest) -> str:
         )
         long = f"from {LONG_SEQUENCE} positions, or with {LONG_SHARE} left to a rank"
         pipelines = "no pipeline" if ranks == 1 else PIPELINES
+    limits = f", of all this what {request.restriction.name} can run" if request.restriction else ""
     within = f" within groups of {pin.shard} data-parallel ranks" if pin.shard else ""
-    return SPACE.format(
-        limit=tp_limit(request.cluster),
-        long=long,
-        placed=placed,
-        pipelines=pipelines.format(ranks=ranks, most=MAX_STAGES_PER_RANK, short=short),
-        zero="0-3",
-        shared=SHARED if pin.shard is None and not request.is_mixed else within,
-        recompute=f"{'/'.join(MODES)} for each block",
+    return (
+        SPACE.format(
+            limit=tp_limit(request.cluster),
+            long=long,
+            placed=placed,
+            pipelines=pipelines.format(ranks=ranks, most=MAX_STAGES_PER_RANK, short=short),
+            zero="0-3",
+            shared=SHARED if pin.shard is None and not request.is_mixed else within,
+            recompute=f"{'/'.join(MODES)} for each block",
+        )
+        + limits
     )
 
 
@@ -194,7 +198,21 @@ def _certificate(
         meshes=tuple(found.outcomes),
         solve_time_s=found.solve_time_s,
         ledger=_ledgers(model, found.groups, solution.choices),
+        tolerance=request.tolerance,
+        fastest=_fastest(found),
+        simpler_left=found.simpler_left,
+        runners_up=found.runners_up,
+        headroom=max(group.headroom or 0.0 for group in request.cluster.groups),
+        unlimited_s=found.unlimited_s,
     )
+
+
+def _fastest(found: SearchResult) -> dict[str, Any]:
+    """The fastest plan of a search as a dict, if another one was chosen; else {}."""
+    if found.fastest is None:
+        return {}
+    candidate, solution = found.fastest
+    return outcome_data(candidate, solution, "solved", found.bound_s, "the fastest")
 
 
 def _prediction(

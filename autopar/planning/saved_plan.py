@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from autopar.errors import AutoparError, shown
@@ -76,7 +77,7 @@ def _cluster_differences(plan: Plan, cluster: Cluster) -> str:
 def _flat(data: Any, name: str = "") -> dict[str, Any]:
     """By dotted key, the leaves of nested mappings and lists."""
     if isinstance(data, dict):
-        pairs = data.items()
+        pairs: Iterable[tuple[Any, Any]] = data.items()
     elif isinstance(data, list):
         pairs = enumerate(data)
     else:

@@ -19,6 +19,7 @@ import numpy as np
 from autopar_cost_models import FITTED, FittedConstants
 
 from autopar.errors import AutoparError
+from autopar.garbage import seldom_collected
 from autopar.predict.evaluate import Case, case_of, evaluate, price
 from autopar.predict.fit import FREE, NO_RUN, Sensitivities, sensitivities
 from autopar.predict.run import Run, RunPrediction
@@ -208,6 +209,7 @@ class Ablation:
     without: tuple[Without, ...]
 
 
+@seldom_collected()
 def ablate(
     runs: Sequence[Run],
     mechanisms: Sequence[Mechanism] = MECHANISMS,

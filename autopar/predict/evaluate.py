@@ -125,7 +125,8 @@ def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Pl
     found, errors = [], []
     for pin in ways:
         try:
-            found.append(_plan(case, _traced(case.run), pin, memory_bytes, time_limit_s))
+            request = _request(case, pin, memory_bytes)
+            found.append(api.plan_traced(_traced(case.run), request, time_limit_s))
         except NoPlanFits as error:
             errors.append(error)
     if not found:
@@ -135,17 +136,9 @@ def plan_freely(case: Case, memory_bytes: int, time_limit_s: float = 60.0) -> Pl
 
 def _pinned(case: Case, layers: int | None = None) -> Plan:
     """The plan with the run's layout, for the run's number of layers or `layers`."""
-    return _plan(case, _traced(case.run, layers), _pins(case.run), UNLIMITED_BYTES)
-
-
-def _plan(
-    case: Case,
-    traced: TracedModel,
-    pin: dict[str, Any],
-    memory_bytes: int,
-    time_limit_s: float = 60.0,
-) -> Plan:
-    return api.plan_traced(traced, _request(case, pin, memory_bytes), time_limit_s)
+    # one or two candidates: helper processes would take longer to start than to search
+    request = _request(case, _pins(case.run), UNLIMITED_BYTES)
+    return api.plan_traced(_traced(case.run, layers), request, processes=1)
 
 
 def _request(case: Case, pin: dict[str, Any], memory_bytes: int) -> PlanRequest:

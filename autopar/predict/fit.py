@@ -17,6 +17,7 @@ import numpy as np
 from autopar_cost_models import FITTED, FittedConstants
 
 from autopar.errors import AutoparError
+from autopar.garbage import seldom_collected
 from autopar.predict.run import Run, RunPrediction
 from autopar.predict.score import GROUPINGS, mape, mean
 
@@ -99,6 +100,7 @@ class Fit:
         return mape(error for errors in self.left_out.values() for error in errors.values())
 
 
+@seldom_collected()
 def sensitivities(
     runs: Sequence[Run],
     evaluate: Callable[[Run, FittedConstants], RunPrediction],

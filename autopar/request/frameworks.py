@@ -34,6 +34,13 @@ SCALINGS = {"delayed": "delayed", "current": "current", "tensorwise": "current",
             "mx": "block"}  # fmt: skip
 """The field `fp8_scaling` of `Software` for each fp8 recipe of a job."""
 
+EAGER_ISSUE_S = 55e-6
+"""Seconds of the host for an operation of the model in eager mode: Python of modules, hooks and
+autograd besides the 24 us of the operation alone. Fit: layers of nanotron with one sequence take
+4.5 ms for 78 operations, whatever their width. Those of Megatron-Bridge's Qwen3 30B on 8 B200 take
+5.6 ms more than the device for 104.
+"""
+
 LIVE_PARAMETERS = 1_000_000_000
 """Default of DeepSpeed's stage3_max_live_parameters, in scalars."""
 
@@ -175,6 +182,13 @@ def _gpu(job: FrameworkJob, *names: str) -> bool:
     return job.gpu.upper().startswith(names)
 
 
+def _hybrid_ep(job: FrameworkJob) -> bool:
+    """Whether a job without drops sends tokens by HybridEP: in Megatron-Bridge's recipes for GB200 and
+    GB300, and for DeepSeek-V3 (256 experts) on all GPUs (moe_flex_dispatcher_backend).
+    """
+    return _dropless(job) and (_gpu(job, "GB200", "GB300") or job.experts >= 256)
+
+
 def _always(job: FrameworkJob) -> bool:
     return True
 
@@ -242,12 +256,14 @@ _TIME: tuple[Rule, ...] = (
     Rule("fp8_gathers", True, lambda job: job.recipe in ("tensorwise", "current", "delayed"),
          "one scale for a tensor is known before it is gathered: torchtitan's docs/float8.md, \"for TP (by default for Float8Linear)\"; "
          "Transformer Engine gathers in fp8 too"),
-    Rule("waits_for_routing", True, _dropless,
+    Rule("issue_s", EAGER_ISSUE_S, lambda job: not job.compiled, "`EAGER_ISSUE_S`; torch.compile joins the Python of many operations"),
+    Rule("waits_for_routing", True, lambda job: _dropless(job) and not _hybrid_ep(job),
          "megatron-core's token dispatcher copies the tokens of each expert to the host and waits (moe/token_dispatcher.py, "
-         "_maybe_dtoh_and_synchronize), unless it drops and pads"),
-    Rule("dispatch", "once", lambda job: job.dispatches_once or (_dropless(job) and _gpu(job, "H100", "GB200", "GB300")),
-         "the job says so; Megatron-Bridge's recipes have DeepEP on H100 (scripts/performance/run_script.py, enable_deepep) and HybridEP "
-         "on GB200 and GB300 (moe_flex_dispatcher_backend)"),
+         "_maybe_dtoh_and_synchronize), and so does DeepEP; not where tokens are dropped and padded"),
+    Rule("dispatch", "once", lambda job: job.dispatches_once or (_dropless(job) and (_hybrid_ep(job) or _gpu(job, "H100"))),
+         "the job says so; Megatron-Bridge's recipes have DeepEP on H100 (scripts/performance/run_script.py, enable_deepep)"),
+    Rule("dispatch_overlap", True, lambda job: _hybrid_ep(job) and _gpu(job, "H100") and not job.since(2026),
+         "overlap_moe_expert_parallel_comm for DeepSeek-V3 on H100 in Megatron-Bridge 0.1 (scripts/performance/run_script.py, A2A_1F1B)"),
     Rule("cuda_graphs", "but experts", lambda job: _dropless(job) and job.since(2026) and _gpu(job, "GB200", "GB300"),
          "cuda_graph_scope=[attn, moe_router, moe_preprocess] in Megatron-Bridge's recipes for GB200 and GB300, none for H100, B200, B300"),
 )  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from autopar_cost_models.memory_error import fit_chance
+
 from autopar.ir.cluster import Cluster, ClusterSpec
 from autopar.ir.cluster_parts import ASSUMED_AS
 from autopar.ir.plan import Plan
@@ -38,6 +40,15 @@ def assumed_words(cluster: Cluster) -> str:
         "measure with autopar calibrate, or state matmul_efficiency and bandwidth_efficiency"
         for device in found
     )
+
+
+def misfit_chance(plan: Plan, cluster: Cluster) -> float | None:
+    """The chance that the plan does not fit its devices, by the measured error of predicted memory
+    (`memory_error.fit_chance`). None on CPUs, where no error was measured.
+    """
+    if cluster.device_type == "cpu":
+        return None
+    return 1 - fit_chance(*fullest_rank(plan, cluster))
 
 
 def kinds(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from autopar_cost_models import COST_MODEL_VERSION, Topology, group_shape
 
 from autopar.errors import AutoparError
 from autopar.ir.cluster import Cluster, ClusterSpec
-from autopar.ir.mesh import MeshShape
+from autopar.ir.mesh import MeshShape, mesh_words
 from autopar.ir.plan import Plan
 
 OFFLOAD_WORDS = {"optimizer": "optimizer state", "parameters": "parameters and optimizer state"}
@@ -39,6 +39,16 @@ def short_words(plan: Plan) -> str:
     words += [plan.recompute] if plan.recompute != "none" else []
     words += [f"offload {plan.offload}"] if plan.offload != "none" else []
     return " ".join(words)
+
+
+def choice_words(entry: Mapping[str, Any]) -> str:
+    """A solved candidate of a certificate in the form of `short_words`."""
+    words = [mesh_words(entry["mesh"]), f"{entry['num_microbatches']}x{entry['micro_batch']}"]
+    if entry["mesh"]["pp"] > 1:
+        per_rank = entry["stages_per_rank"]
+        words.append(entry["schedule"] + (f" x{per_rank}" if per_rank > 1 else ""))
+    words += [f"ZeRO-{sharing_words(entry['zero'], entry['shard'])}"] if entry["zero"] else []
+    return " ".join([*words, *([entry["recompute"]] if entry["recompute"] != "none" else [])])
 
 
 def sharing_words(zero: int, shard: int) -> str:

@@ -6,6 +6,11 @@ from math import log10
 
 WIDTH = 120
 
+PROVED = 1e-3
+"""The gap up to which reports call a plan the optimum. The search ends there too, and where exactly
+differs from run to run.
+"""
+
 
 def ms(seconds: float) -> str:
     """Seconds as text with four significant digits: `5.240 s` from one second on, and below in

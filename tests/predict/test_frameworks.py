@@ -23,10 +23,11 @@ STATED = (
     "early_stop",
     "fused_accumulation",
     "fused_softmax",
+    "issue_s",
     "late_gradients",
     "tp_overlap",
 )
-"""Fields that a row may state; test_runs.py has their defaults."""
+"""Fields that a row may state, whose defaults test_runs.py has, and the time of the host."""
 MEGATRON = {"fused_kernels": True, "gathers_again": True, "loss_kernel": "in_place"}
 CASES = [
     ({"framework": "torchtitan", "zero_stage_or_fsdp": "fsdp2", "dtype": "bf16", "year": 2024},
