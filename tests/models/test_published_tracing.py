@@ -15,7 +15,7 @@ OF_KIND = {
     model.kind: name for name, model in published_models().items() if model.is_hf and model.repeats
 }
 """The last model of each kind that says what repeats."""
-QUICK = ("qwen2", "gemma2", "qwen3_moe")
+QUICK = ("qwen2",)
 
 
 def traced_both_ways(name: str) -> tuple[str, str, int]:
@@ -43,12 +43,10 @@ def test_layers_that_are_added_are_those_that_tracing_finds(kind):
 
 
 def test_layers_that_do_not_repeat_as_said_are_traced_whole():
-    spec = parse_model("gemma3-1b")  # every sixth layer sees all positions
-    few = replace(spec, num_layers=9, config_dict=spec.config_dict | {"num_hidden_layers": 9})
-    wrong = replace(few, repeats=1)
+    spec = parse_model("modernbert-base")  # its first layer has a norm less
+    few = replace(spec, num_layers=10, config_dict=spec.config_dict | {"num_hidden_layers": 10})
+    wrong = replace(few, different=0)
     with pytest.raises(AutoparError, match="not two equal periods"):
-        api.trace_shallow(wrong, 1024)
-    assert (
-        api.trace_spec(wrong, 1024).model_hash
-        == api.trace_spec(replace(few, repeats=0), 1024).model_hash
-    )
+        api.trace_shallow(wrong, 64)
+    whole = api.trace_spec(replace(few, repeats=0), 64).model_hash
+    assert api.trace_spec(wrong, 64).model_hash == whole
