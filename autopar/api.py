@@ -119,12 +119,24 @@ def trace(
 
 def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> TracedModel:
     """`trace` of the model that `spec` builds, on a batch of 2 rows of `seq` tokens. If its layers
-    are known to be alike, a model with fewer layers is captured and then deepened. `precision` is
-    as for `trace`.
+    are known to be alike, a model with fewer layers is captured and then deepened. If they turn out
+    not to be, all layers are captured. `precision` is as for `trace`.
     """
-    shallow = spec.shallow()
-    more, period, path = spec.num_layers - shallow.num_layers, spec.period, spec.layers_path
-    deeper = Deeper(path, period, more // period) if more else None
+    if spec.shallow().num_layers < spec.num_layers:
+        try:
+            return trace_shallow(spec, seq, precision)
+        except AutoparError:  # a layer that differs, or what the whole model is refused for too
+            pass
+    inputs, dims = spec.example_inputs(2, seq), spec.batch_dims()
+    return trace(spec.build("meta"), inputs, None, precision, batch_dims=dims)
+
+
+def trace_shallow(spec: ModelSpec, seq: int, precision: str | None = None) -> TracedModel:
+    """`trace` of the model that `spec` builds, from fewer layers. Arguments as for `trace_spec`.
+    Raises AutoparError if the layers do not repeat, or there are no more than `spec.shallow()` has.
+    """
+    shallow, period = spec.shallow(), spec.period
+    deeper = Deeper(spec.layers_path, period, (spec.num_layers - shallow.num_layers) // period)
     inputs, dims = shallow.example_inputs(2, seq), shallow.batch_dims()
     return trace(shallow.build("meta"), inputs, None, precision, deeper, batch_dims=dims)
 

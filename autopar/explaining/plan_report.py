@@ -294,7 +294,7 @@ def _certificate(plan: Plan, cluster: Cluster | None, verbose: bool) -> Table:
     proof = plan.certificate
     rows = [("status", _status_words(proof)), ("objective", ms(proof.objective_s))]
     if proof.gap > PROVED:
-        rows.append(("lower bound", ms(proof.bound_s)))
+        rows.append(("lower bound", ms(proof.bound_s) if proof.bound_s > 0 else "none in time"))
     if words := preference_words(plan):
         rows.append(("simplicity", words))
     if words := _headroom_words(plan, cluster):

@@ -237,6 +237,7 @@ def _numbers(plan: PlanFields) -> Iterator[tuple[str, Any]]:
     )
     yield from ((f"breakdown {part}", seconds) for part, seconds in predicted.breakdown.items())
     yield from ((f"memory {part}", size) for part, size in predicted.memory.items())
+    yield from ((f"details {part}", seconds) for part, seconds in predicted.details.items())
     yield from (
         (f"peak memory of rank {rank}", size)
         for rank, size in enumerate(predicted.peak_memory_bytes)

@@ -18,8 +18,8 @@ BASE = "layers=2,hidden=64,heads=4,vocab=128"
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("llama3-8B", ["Unknown model 'llama3-8B'", "did you mean llama3-8b"]),
-        ("nothing-like-it-at-all", ["known are", "gpt2-small"]),
+        ("llama3-8C", ["Unknown model 'llama3-8C'", "did you mean llama3-8b"]),
+        ("nothing-like-it-at-all", ["`autopar models` lists the names", "module:function"]),
         ("", ["Unknown model ''"]),
         ("llma:layers=2", ["family 'llma'", "did you mean 'llama'"]),
         (
