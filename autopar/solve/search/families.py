@@ -79,7 +79,7 @@ def runners_up(
                 found.append(runner_up_data(family, first, 1, len(parts)))
                 continue
             best, solved = _best_of(restager, parts)
-            plan = best and (best.candidate, best.staged.solution)
+            plan = None if best is None else (best.candidate, best.staged.solution)
             found.append(runner_up_data(family, plan, solved, len(parts)))
     return tuple(sorted(found, key=lambda data: inf if data["time_s"] is None else data["time_s"]))
 
@@ -89,7 +89,7 @@ def same_layout_s(restager: Restager, chosen: Candidate) -> float | None:
     `chosen`, in the restager's memory and any recompute modes; None if there is none.
     """
     best, _ = fastest(restager, [parts_of([chosen])], inf)
-    return best and best.time_s
+    return None if best is None else best.time_s
 
 
 def _best_of(restager: Restager, parts: Sequence[Part]) -> tuple[Restaged | None, int]:
