@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.traced import TracedModel
 from autopar.models.rows import BatchDims, row_dims
+from autopar.ops.work import tokens_per_row
 from autopar.planning.notes import split_notes
 from autopar.planning.objectives import Goal, choose
 from autopar.planning.planner import plan_traced
@@ -33,6 +35,8 @@ from autopar.runtime.state.precision import (
     default_precision,
     precision_note,
 )
+from autopar.targets.model_shape import shape_of_module
+from autopar.targets.registry import target_of
 from autopar.trace.batches import (
     ExampleInputs,
     batch_tensors,
@@ -43,10 +47,11 @@ from autopar.trace.batches import (
 from autopar.trace.blocks import find_segments
 from autopar.trace.capture import capture, meta_copy
 from autopar.trace.deepen import Deeper, deepened
-from autopar.trace.embeddings import refuse_max_norm
 from autopar.trace.hit_loops import check_spans
 from autopar.trace.loss_split import split_loss
 from autopar.trace.normalize import normalize
+from autopar.trace.row_limits import take_row_limits
+from autopar.trace.rows_together import in_groups_noted, rows_together
 from autopar.trace.uncast import uncast_buffers
 
 if TYPE_CHECKING:
@@ -83,14 +88,15 @@ def trace(
     """
     from autopar.models.hf_delta_rule import triangular_solves
 
-    with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
-        # our graphs hold batch sizes as expressions, on purpose
-        warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
-        dtype = PRECISIONS.get(precision or "")
-        captured = capture(prepared(model), example_inputs, loss_fn, dtype, batch_dims)
+    dtype = PRECISIONS.get(precision or "")
+
+    def traced(together: int = 1) -> tuple[TracedModel, int]:
+        """(the model, `together` rows taken for one; what `rows_together` gives for it)."""
+        captured = capture(prepared(model), example_inputs, loss_fn, dtype, batch_dims, together)
         notes = normalize(captured.graph)
         check_spans(captured.graph)
         captured = replace(captured, notes=(*captured.notes, *notes))
+        divided, limits = rows_together(captured.graph), take_row_limits(captured)
         split, values = split_loss(captured)
         parameters = uncast_buffers(
             captured.graph, captured.attributes, captured.parameters, kept_buffers
@@ -98,7 +104,17 @@ def trace(
         captured = replace(captured, parameters=parameters)
         if deeper is not None:
             captured = deepened(captured, deeper)
-        return find_segments(captured, split, values)
+        return replace(find_segments(captured, split, values), row_limits=limits), divided
+
+    with warnings.catch_warnings(), seldom_collected(), triangular_solves(model):
+        # our graphs hold batch sizes as expressions, on purpose
+        warnings.filterwarnings("ignore", message="Raw Sym(Int|Float) value")
+        found, together = traced()
+        if together > 1 and not found.split.joins:
+            with contextlib.suppress(AutoparError):  # as for an example of other rows
+                grouped, _ = traced(together)
+                found = in_groups_noted(grouped) if grouped.split.joins else found
+        return found
 
 
 def trace_spec(spec: ModelSpec, seq: int, precision: str | None = None) -> TracedModel:
@@ -133,6 +149,7 @@ def plan(
     headroom: float | str | None = None,
     tolerance: float = TOLERANCE,
     runners_up: bool = False,
+    target: str | None = None,
 ) -> Plan:
     """Return the best plan for `model` on `cluster` that fits, with a certificate. The best is by
     default the simplest within `tolerance` of the fastest; see `objective`.
@@ -166,6 +183,7 @@ def plan(
         tolerance: the fraction by which the plan may take longer than the fastest, if it is simpler (`ir/simplicity.py`).  With 0 it is
             the fastest.
         runners_up: whether the certificate gets the best plan of each other family of layouts.
+        target: search only what this framework can run, such as 'megatron'.  `autopar.export` then says the plan in its words.
 
     Raises:
         AutoparError: the model cannot be captured, an argument or a pin is impossible, or no number of devices meets the deadline.
@@ -175,13 +193,11 @@ def plan(
     check_arguments(locals())
     cluster, goal = parsed_cluster(cluster).kept_free(headroom), Goal(objective, deadline_s)
     example_inputs = _example(model, example_inputs)
-    batch = global_batch
-    if batch is None:
-        batch = _default_batch(example_inputs, batch_dims, cluster)
     chosen = precision if precision is not None else default_precision(model, cluster.device_type)
+    default = partial(_default_batch, example_inputs, batch_dims, cluster)
     request = PlanRequest(
         cluster,
-        batch,
+        default(1) if global_batch is None else global_batch,
         Pins.of(pin or {}),
         precision=chosen,
         runnable=runnable,
@@ -194,6 +210,11 @@ def plan(
     captured = captured_in(chosen, runnable)
     if traced is None:
         traced = trace(model, example_inputs, loss_fn, captured, batch_dims=batch_dims)
+    if target is not None:
+        shape, seq = shape_of_module(model), tokens_per_row(traced)
+        request = request.within(target_of(target).restriction(shape, seq, cluster.num_devices))
+    if global_batch is None:
+        request = replace(request, global_batch=default(traced.together))
     note = ""
     # what half precision leaves as it is, is known where the model is captured in it
     if precision is None:
@@ -417,12 +438,10 @@ def _traced_alike(
 
 def prepared(model: nn.Module) -> nn.Module:
     """The model to trace. With Hugging Face models in it: a meta copy, with maskless attention
-    where the architecture allows it. Otherwise `model` itself. Raises AutoparError for
-    embeddings with `max_norm`, which change their weight in forward.
+    where the architecture allows it. Otherwise `model` itself.
     """
     from autopar.models.hf import hf_models, prepare_hf
 
-    refuse_max_norm(model)
     return prepare_hf(meta_copy(model)) if hf_models(model) else model
 
 
@@ -455,12 +474,13 @@ def default_inputs(model: nn.Module) -> ExampleInputs:
 
 
 def _default_batch(
-    example_inputs: ExampleInputs, batch_dims: BatchDims | None, cluster: Cluster
+    example_inputs: ExampleInputs, batch_dims: BatchDims | None, cluster: Cluster, together: int
 ) -> int:
-    """The rows of the example batch (along the dims of `batch_dims`, as for `plan`), rounded up to
-    a multiple of the number of devices.
+    """The rows of the example batch, rounded up to whole groups of `together` rows, equally many on
+    each device. `batch_dims` is that of `plan`.
     """
     tensors = batch_tensors(example_inputs)
     dims = row_dims(tensors, batch_dims)
     rows = next(tensors[name].shape[dim] for name, dim in dims.items() if dim is not None)
-    return -(-rows // cluster.num_devices) * cluster.num_devices
+    least = cluster.num_devices * together
+    return -(-rows // least) * least

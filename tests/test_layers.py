@@ -29,6 +29,7 @@ ROOMS = """
     autopar.ops
     autopar.text
     autopar.request
+    autopar.targets
     autopar.trace autopar.trace.fusion
     autopar.annotate
     autopar.solve.costs autopar.solve.integer_program autopar.solve.elimination autopar.solve.staging autopar.solve.bounds
@@ -40,7 +41,9 @@ ROOMS = """
     autopar.recheck
     autopar.explaining
     autopar.api
+    autopar.report
     autopar.verify autopar.calibrate autopar.predict
+    autopar.jobs
     autopar.cli
     autopar.__main__
 """.split()

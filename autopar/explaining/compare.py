@@ -11,6 +11,7 @@ from autopar.explaining.plan_report import plan_data
 from autopar.ir.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.request.pins import check_pin_names, first_difference, pin_text, pins_of_entry
+from autopar.request.software import software_words
 from autopar.text.device_words import fullest_rank
 from autopar.text.plan_words import (
     TIME_WORDS,
@@ -157,6 +158,8 @@ class CompareTable:
             f"{best.model_name} on {best.cluster_name}, global batch {best.global_batch}",
             style="bold",
         )
+        if best.made_for.cluster:
+            yield Text(f"Software: {software_words(best.made_for.software)}.")
         room = options.max_width - _LABEL_WIDTH - _EDGES
         at_once = min(max(room // (_PLAN_WIDTH + 2), 1), len(planned))
         width = max(room // at_once - 2, _PLAN_WIDTH)
@@ -202,7 +205,10 @@ class CompareTable:
         rows += [
             ("step time", [ms(plan.predicted.step_time_s) for plan in plans]),
             ("of the best", [f"{plan.predicted.step_time_s / best_s:.3f} x" for plan in plans]),
-            ("tokens per second", [f"{plan.predicted.tokens_per_s:,.0f}" for plan in plans]),
+            (
+                f"{plans[0].made_for.rows} per second",
+                [f"{plan.predicted.tokens_per_s:,.0f}" for plan in plans],
+            ),
             ("model FLOPs utilization", [percent(plan.predicted.mfu) for plan in plans]),
             (
                 f"memory of {gib(fullest[0][1])}" if alike else "memory",
@@ -212,7 +218,9 @@ class CompareTable:
         ]
         costs = [dollars_per_million_tokens(plan, self.cluster) for plan in plans]
         if None not in costs:
-            rows.append(("cost of a million tokens", [f"${cost:.4g}" for cost in costs]))
+            rows.append(
+                (f"cost of a million {plans[0].made_for.rows}", [f"${cost:.4g}" for cost in costs])
+            )
         rows += _part_rows(plans)
         certificates = [plan.certificate for plan in plans]
         proofs = [f"{found.status}, gap {gap_words(found.gap)}" for found in certificates]

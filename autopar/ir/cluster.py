@@ -24,7 +24,7 @@ from autopar_cost_models import (
     home_of,
 )
 from autopar_cost_models import device as catalogue_device
-from autopar_cost_models.catalogue import ETHERNET
+from autopar_cost_models.catalogue import ETHERNET, reason_against
 from autopar_cost_models.checks import finite, nearest
 from autopar_cost_models.memory_error import HEADROOM
 
@@ -39,9 +39,10 @@ from autopar.ir.cluster_parts import (
     host_from,
     link_from,
     link_of,
-    number,
+    related_links,
     written,
 )
+from autopar.ir.quantities import quantity
 from autopar.ir.yaml_text import read_yaml, written_yaml
 
 _LINK_KEYS = tuple(f"{side}_{f.name}" for side in ("intra", "inter") for f in fields(Link))
@@ -189,6 +190,10 @@ class ClusterSpec:
         kind, colon, count_text = text.partition(":")
         kind = kind.lower()
         if kind not in NODES and kind not in DEVICES:
+            if reason := reason_against(kind):
+                raise AutoparError(
+                    f"cluster {shown(text)}: {reason}; autopar plans for PyTorch on CUDA, ROCm and CPUs"
+                )
             raise AutoparError(
                 f"cluster {shown(text)}: unknown preset {shown(kind)}; {nearest(kind, [*NODES, *DEVICES])} ({_EXAMPLE})"
             )
@@ -250,15 +255,21 @@ class ClusterSpec:
             base = catalogue_device(device, fitted) if not isinstance(device, Device) else device
             home = home_of(base.name)
             if memory_bytes is not None:
-                base = replace(base, memory_bytes=memory_bytes)
+                base = replace(base, memory_bytes=quantity("memory_bytes", memory_bytes))
             if devices_per_node is None:
                 devices_per_node = home.devices_per_node if home else 1
             intra, inter = (
                 link_of(
-                    side, default, {f.name: links.get(f"{side}_{f.name}") for f in fields(Link)}
+                    side,
+                    # a link that nothing uses needs no figures
+                    default or (ETHERNET if count == 1 else None),
+                    {f.name: quantity(f.name, links.get(f"{side}_{f.name}")) for f in fields(Link)},
                 )
-                for side, default in zip(
-                    ("intra", "inter"), default_links(base.name, fitted), strict=True
+                for side, default, count in zip(
+                    ("intra", "inter"),
+                    default_links(base.name, fitted),
+                    (devices_per_node, nodes),
+                    strict=True,
                 )
             )
             topology = Topology(
@@ -309,9 +320,23 @@ class ClusterSpec:
                 f"cluster file {path} {holds}, not keys and values; it needs {', '.join(_REQUIRED_KEYS)}"
             )
         what = f"cluster file {path}"
+        return ClusterSpec.from_data(data, what, Path(path).stem)
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any], what: str, name: str = "") -> ClusterSpec | MixedCluster:
+        """The cluster that plain data with the keys of a cluster file describe.
+
+        Args:
+            data: the keys and values.
+            what: words for the data at the beginning of an error message.
+            name: the cluster's name if the data have none.
+
+        Raises:
+            AutoparError: what the data describe is no cluster.
+        """
         if "groups" not in data:
-            return _from_data(what, {"name": Path(path).stem} | data)
-        check_keys(what, data, _GROUP_KEYS, ("groups",))
+            return _from_data(what, {"name": name} | dict(data))
+        check_keys(what, dict(data), _GROUP_KEYS, ("groups",))
         listed = data["groups"] if isinstance(data["groups"], list) else [data["groups"]]
         if odd := [group for group in listed if not isinstance(group, dict)]:
             raise AutoparError(
@@ -321,7 +346,7 @@ class ClusterSpec:
             _from_data(f"{what}: group {number}", group) for number, group in enumerate(listed, 1)
         ]
         between = link_from(f"{what}: between", data["between"]) if "between" in data else None
-        return MixedCluster.of(groups, between, data.get("name", Path(path).stem))
+        return MixedCluster.of(groups, between, data.get("name", name))
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The cluster as YAML text, also written to `path` if given. `from_yaml` returns an equal
@@ -329,12 +354,12 @@ class ClusterSpec:
         """
         return written_yaml(self.as_data(), path)
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self, named: bool = True) -> dict[str, Any]:
         """The cluster as plain data, by the keys of a cluster file. A device of the catalogue is
-        only its name. A price, host, number of interfaces or oversubscription that is the default
-        is left out.
+        only its name, unless `named` is False. A price, host, number of interfaces or
+        oversubscription that is the default is left out.
         """
-        known = DEVICES.get(self.device.name) == self.device
+        known = named and DEVICES.get(self.device.name) == self.device
         t = self.topology
         data: dict[str, Any] = {
             "name": self.name,
@@ -445,9 +470,10 @@ def _from_data(what: str, data: dict) -> ClusterSpec:
     """
     check_keys(what, data, _KEYS, _REQUIRED_KEYS)
     try:
-        data = {key: number(key, value) for key, value in data.items()}
+        data = {key: quantity(key, value) for key, value in data.items()}
         if isinstance(data["device"], dict):
             data["device"] = device_from(f"{what}: device", data["device"])
+            data = related_links(data) | data
         return ClusterSpec.make(**data)
     except (AutoparError, ValueError) as error:
         text = str(error)
@@ -604,15 +630,17 @@ class MixedCluster:
         """The cluster as YAML text, also written to `path` if given. `ClusterSpec.from_yaml`
         returns an equal cluster.
         """
-        between = {key: value for key, value in asdict(self.between).items() if value}
-        return written_yaml(
-            {
-                "name": self.name,
-                "groups": [group.as_data() for group in self.groups],
-                "between": between,
-            },
-            path,
-        )
+        return written_yaml(self.as_data(), path)
+
+    def as_data(self, named: bool = True) -> dict[str, Any]:
+        """The cluster as plain data, by the keys of a cluster file; `named` as for a cluster of one
+        kind.
+        """
+        return {
+            "name": self.name,
+            "groups": [group.as_data(named) for group in self.groups],
+            "between": {key: value for key, value in asdict(self.between).items() if value},
+        }
 
     def with_price(self, price_per_device_hour: float) -> MixedCluster:
         """The same cluster with one price for all devices, in dollars per device-hour."""
@@ -654,3 +682,11 @@ def _device_link(group: Cluster) -> Link:
 
 
 Cluster = ClusterSpec | MixedCluster
+
+
+def plain_data(cluster: Cluster) -> dict[str, Any]:
+    """The whole cluster as data that JSON does not change; `ClusterSpec.from_data` reads an equal
+    one.
+    """
+    found: dict[str, Any] = json.loads(json.dumps(cluster.as_data(named=False)))
+    return found

@@ -99,6 +99,7 @@ class Prediction:
         breakdown: seconds of each part of a step, such as 'compute' or 'tp communication'.  They add up to the step time.
         memory: bytes of each part on the fullest device.
         host_bytes: the most that a rank holds in host memory.
+        details: seconds of a step by part of what the ops of the busiest rank do, see `planning/time_details.py`.
     """
 
     step_time_s: float
@@ -108,6 +109,30 @@ class Prediction:
     breakdown: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     host_bytes: int = 0
+    details: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeFor:
+    """What a plan was made for, as plain data, so that a plan file stands alone.
+
+    Attributes:
+        model: the text that names the model, such as 'llama3-8b'.  '' if it was given as an object.
+        seq: tokens of a sequence; 0 if it is unknown.
+        rows: what the rate of a plan counts: 'tokens', 'images' or 'samples'.
+        cluster: the cluster by the keys of a cluster file.  {} in files of earlier versions.
+        software: the fields of `Software` that are not its defaults.
+        pins: the pins of the request.
+        runnable: whether only plans were searched that the engine runs.
+    """
+
+    model: str = ""
+    seq: int = 0
+    rows: str = "tokens"
+    cluster: dict = field(default_factory=dict, hash=False)
+    software: dict = field(default_factory=dict, hash=False)
+    pins: dict = field(default_factory=dict, hash=False)
+    runnable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +165,7 @@ class PlanFields:
         False  # the user allows the mean of micro-batch losses in the place of another loss
     )
     fusion: Fusion = UNFUSED
+    made_for: MadeFor = MadeFor()
 
     @property
     def splits_backward(self) -> bool:

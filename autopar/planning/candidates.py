@@ -183,6 +183,14 @@ def candidates_for(request: PlanRequest, traced: TracedModel) -> list[Candidate]
     """
     meshes = meshes_for(request, traced)
     found = [candidate for mesh in meshes for candidate in _candidates_on(mesh, request, traced)]
+    if found and request.restriction is not None:
+        allowed = [candidate for candidate in found if request.restriction.allows(candidate)]
+        if not allowed:
+            raise AutoparError(
+                f"{request.restriction.name} can run none of the {len(found)} layouts that the pins {request.pin or 'given'} and the "
+                "devices allow: drop pins, or use another number of devices or another batch"
+            )
+        found = allowed
     if not found:
         raise AutoparError(_none_words(request, traced, meshes))
     return found
@@ -198,7 +206,9 @@ def _candidates_on(
     each of `MODES` is a candidate of its own, and there is one schedule.
     """
     pin, rows = request.pin, request.global_batch // mesh.dp
-    searched = MODES if pin.stages is not None else (MIXED,)
+    searched: tuple[str, ...] = MODES if pin.stages is not None else (MIXED,)
+    if request.restriction is not None:
+        searched = request.restriction.recompute
     recomputes = searched if pin.recompute is None else (pin.recompute,)
     for micro_batch, (zero, shard) in product(divisors(rows), _sharings(request, mesh)):
         too_large = micro_batch > MAX_MICRO_BATCH and pin.micro_batch is None
@@ -378,6 +388,8 @@ def _schedules(
     devices, only those with one stage per rank, whose stage sizes are free.
     """
     found = schedules_for(request.pin, mesh, number, blocks, may_split_backward(request))
+    if request.restriction is not None:
+        found = tuple(pair for pair in found if pair[0] in request.restriction.schedules)
     return tuple((name, count) for name, count in found if count == 1 or not request.is_mixed)
 
 

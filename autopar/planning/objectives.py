@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autopar_cost_models.checks import finite
 
 from autopar.errors import AutoparError, NoPlanFits, shown
-from autopar.ir.cluster import Cluster
+from autopar.ir.cluster import Cluster, plain_data
 from autopar.ir.plan import Plan
 from autopar.text.plan_words import (
     PlanOn,
@@ -326,7 +326,12 @@ def _leanest(goal: Goal, cluster: Cluster, attempt: Attempt) -> Chosen:
         else:
             low, step = last.cluster.device.memory_bytes, 1
             bound = low if last.settled else bound
-    plan = replace(best.plan, cluster_name=cluster.name, cluster_hash=cluster.spec_hash())
+    plan = replace(
+        best.plan,
+        cluster_name=cluster.name,
+        cluster_hash=cluster.spec_hash(),
+        made_for=replace(best.plan.made_for, cluster=plain_data(cluster)),
+    )
     return Chosen(
         goal,
         cluster,

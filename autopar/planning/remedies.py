@@ -119,6 +119,11 @@ class Remedies:
             lines.append(f"Nothing fits {', nor '.join(self.useless)}.")
         if self.unverified:
             lines.append(f"Not verified within {self.budget_s:g} s: {'; '.join(self.unverified)}.")
+        if hostless := [group.name for group in self.ask.cluster.groups if group.host is None]:
+            lines.append(
+                f"Offloading was not tried: {hostless[0]} does not say what its hosts have. A cluster file says it under `host:` "
+                "(memory_bytes, memory_bandwidth_Bps, link_bandwidth_Bps)."
+            )
         return "\n".join(lines)
 
     def _most_words(self) -> str:

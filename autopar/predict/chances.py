@@ -11,6 +11,9 @@ from autopar_cost_models import memory_error
 
 from autopar.predict.run import Run, RunPrediction
 
+LEAST_CHANCE = 0.1
+"""A layout is rejected if its chance to fit is below this."""
+
 BINS = (0.0, 0.1, 0.3, 0.7, 0.9, 1.0)
 """Ends of the intervals of chances in a reliability table."""
 

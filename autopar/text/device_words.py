@@ -8,6 +8,7 @@ from itertools import groupby
 from autopar_cost_models.memory_error import fit_chance
 
 from autopar.ir.cluster import Cluster, ClusterSpec
+from autopar.ir.cluster_parts import ASSUMED_AS
 from autopar.ir.plan import Plan
 
 
@@ -26,6 +27,18 @@ def fullest_rank(plan: Plan, cluster: Cluster) -> tuple[int, int]:
     return max(
         ((held, group.device.memory_bytes) for held, group in ranks),
         key=lambda pair: pair[0] / pair[1],
+    )
+
+
+def assumed_words(cluster: Cluster) -> str:
+    """Which devices' efficiencies are assumed for devices of the user's own, as text; '' if none
+    are.
+    """
+    found = (group.device for group in cluster.groups if ASSUMED_AS in group.device.source)
+    return "; ".join(
+        f"assumed for {device.name}: those of {device.source.rpartition(' ')[2]}, its nearest relative; "
+        "measure with autopar calibrate, or state matmul_efficiency and bandwidth_efficiency"
+        for device in found
     )
 
 

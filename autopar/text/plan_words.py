@@ -104,6 +104,15 @@ TIME_WORDS = {
     "step": "gradient reduction and optimizer",
     "fixed": "fixed",
 }
+DETAIL_WORDS = {
+    "forward": "forward compute",
+    "backward": "backward compute",
+    "recompute": "recompute (second forward)",
+    "experts": "all-to-all of experts",
+    "parameters": "communication of parameters and gradients",
+    "inside": "communication inside ops",
+}
+"""What `Prediction.details` has, as text."""
 MEMORY_WORDS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -115,14 +124,20 @@ MEMORY_WORDS = {
 
 
 def named_cluster(plan: Plan) -> Cluster | None:
-    """The plan's cluster, parsed from its name. None if the name does not parse to a cluster with
-    the plan's hash, as for a cluster file.
+    """The plan's cluster, as its file has it, or parsed from its name. None if neither gives a
+    cluster with the plan's hash, as in files of earlier versions.
     """
-    try:
-        cluster = ClusterSpec.parse(plan.cluster_name)
-    except AutoparError:
-        return None
-    return cluster if cluster.spec_hash() == plan.cluster_hash else None
+    makers: list[Callable[[], Cluster]] = [lambda: ClusterSpec.parse(plan.cluster_name)]
+    if plan.made_for.cluster:
+        makers.insert(0, lambda: ClusterSpec.from_data(plan.made_for.cluster, "the plan's cluster"))
+    for maker in makers:
+        try:
+            cluster = maker()
+        except AutoparError:
+            continue
+        if cluster.spec_hash() == plan.cluster_hash:
+            return cluster
+    return None
 
 
 def placement_words(mesh: MeshShape, topology: Topology) -> str:

@@ -32,6 +32,7 @@ class Durable(CheckpointSource):
 
     axes: dict[str, AxisGroup]
     batches: BatchSplitter
+    together: int
     _checkpoints: Checkpoints
     parameters: Parameters
     _for_steps: dict[str, torch.Tensor] | None
@@ -180,7 +181,7 @@ class Durable(CheckpointSource):
         """
         return DataParallelSampler(
             dataset,
-            self.plan.global_batch,
+            self.plan.global_batch * self.together,
             self.plan.mesh.dp,
             self.batches.data_rank,
             steps=lambda: self.steps,

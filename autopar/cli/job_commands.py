@@ -1,0 +1,179 @@
+"""Commands about training jobs of other frameworks: check, export and convert."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import click
+
+from autopar.cli import options
+from autopar.cli.terminal import progress, show
+from autopar.errors import AutoparError, shown
+
+if TYPE_CHECKING:
+    from autopar.targets.job import Exported, Job
+
+FRAMEWORK = click.option("--framework", help="The file's framework (default: told by its form).")
+
+
+def _measured(text: str | None, job: Job, seq: int | None, gpus: int) -> float | None:
+    """The seconds of a step from a text: `8.1s`, `8100ms`, or `2400 tokens/s/gpu`."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*([\d.]+(?:e-?\d+)?)\s*(s|ms|tokens/s/gpu|tokens/s|)\s*", text.lower())
+    try:
+        value = float(found[1]) if found else 0.0
+    except ValueError:
+        value = 0.0
+    if found is None or not 0 < value < 1e15:
+        raise AutoparError(
+            f"--measured {shown(text)} is not a time or rate; write 8.1s, 8100ms, '2400 tokens/s/gpu' or '9600 tokens/s'"
+        )
+    if not found[2].startswith("tokens"):
+        return value / 1e3 if found[2] == "ms" else value
+    length = seq or job.seq
+    if not length:
+        raise AutoparError("a rate in tokens needs the tokens of a sequence: give --seq")
+    rate = value * (gpus if found[2].endswith("gpu") else 1)
+    return job.layout.batch_on(gpus) * length / rate
+
+
+@click.command(cls=options.Command)
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option("--cluster", required=True, help="Where it runs: dgx-h100:8, h100:4, or a YAML file.")
+@click.option("--model", help="A MODEL, if the file does not say its dimensions.")
+@click.option(
+    "--seq", type=options.POSITIVE, help="Tokens per sequence, if the file does not say them."
+)
+@click.option(
+    "--micro-batch",
+    type=options.POSITIVE,
+    help="Sequences of a micro-batch, if the file does not say them.",
+)
+@click.option(
+    "--global-batch",
+    type=options.POSITIVE,
+    help="Sequences per step, if the file does not say them.",
+)
+@click.option(
+    "--measured", metavar="8.1s", help="A measured step, or its rate ('2400 tokens/s/gpu')."
+)
+@FRAMEWORK
+@options.limit
+@options.as_json
+@click.pass_context
+def check(
+    ctx: click.Context,
+    file: str,
+    cluster: str,
+    model: str | None,
+    seq: int | None,
+    micro_batch: int | None,
+    global_batch: int | None,
+    measured: str | None,
+    framework: str | None,
+    time_limit: float,
+    as_json: bool,
+) -> None:
+    """What a job FILE of another framework needs on a cluster, what refuses it, and what is better.
+    Exit code 1 if it is refused or does not fit.
+
+    FILE is a Megatron-LM launch script, its dump of arguments or YAML, an Accelerate configuration, or
+    a DistributedConfig of Transformers.  Nothing in it is run.
+    \u000c
+    `file` is its path, `cluster` and `model` are texts, `seq` tokens, batches sequences, `measured`
+    a text such as '8.1s', `time_limit` seconds. `as_json`: prints JSON instead of tables.
+    """
+    with progress("reading") as tell:
+        from autopar.jobs.check import check_job
+        from autopar.jobs.report import check_data, check_table
+        from autopar.request.arguments import parsed_cluster
+        from autopar.targets.registry import read_job
+
+        job = read_job(file, framework)
+        job = job.with_batches(micro_batch, global_batch)
+        spec = parsed_cluster(cluster).one_kind
+        measured_s = _measured(measured, job, seq, spec.num_devices)
+        tell("pricing the job, and looking for better plans")
+        answer = check_job(job, spec, model, seq, measured_s, time_limit)
+    if as_json:
+        click.echo(json.dumps(check_data(answer), indent=1))
+    else:
+        show(check_table(answer))
+    ctx.exit(1 if answer.refused or (answer.plan is not None and not answer.fits) else 0)
+
+
+@click.command(cls=options.Command)
+@click.argument("plan", type=click.Path(dir_okay=False), metavar="PLAN.json")
+@click.option("--to", "target", required=True, help="megatron, accelerate, transformers, ...")
+@click.option("--model", help="A MODEL, whose dimensions are written too (default: the plan's).")
+@click.option("--output", type=click.Path(dir_okay=False), help="Write the text to this file.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Read the text with the framework's own parser, and compare; exit code 1 if it reads another layout.",
+)
+@click.pass_context
+def export(
+    ctx: click.Context, plan: str, target: str, model: str | None, output: str | None, verify: bool
+) -> None:
+    """Write a saved plan as arguments or configuration of another framework, or say what it cannot
+    express.
+    \u000c
+    `plan` is the path of a plan file, `target` the name of the framework, `model` a MODEL text and
+    `output` a path to write to (None: stdout). `verify` also reads the text with the framework.
+    """
+    from autopar.ir.plan import Plan
+    from autopar.jobs.export import exported_job
+
+    job, written = exported_job(Plan.load(plan), target, model)
+    _print(written, output)
+    if not verify:
+        return
+    from autopar.targets.own_parsers import disagreements
+
+    wrong = disagreements(written, job)
+    for line in wrong or (f"{written.target} reads the layout of the plan",):
+        click.echo(line, err=True)
+    ctx.exit(1 if wrong else 0)
+
+
+@click.command(cls=options.Command)
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option("--to", "target", required=True, help="megatron, accelerate, transformers, ...")
+@FRAMEWORK
+@click.option("--output", type=click.Path(dir_okay=False), help="Write the text to this file.")
+def convert(file: str, target: str, framework: str | None, output: str | None) -> None:
+    """Write a job FILE of one framework in the words of another, and say what is lost.
+    \u000c
+    `file` is its path, `target` the framework to write for, `framework` that of the file (None: told
+    by its form), and `output` a path to write to (None: stdout).
+    """
+    from autopar.jobs.export import convert as converted
+    from autopar.targets.registry import read_job
+
+    _print(converted(read_job(file, framework), target), output)
+
+
+def _print(written: Exported, output: str | None) -> None:
+    """Prints or writes an exported text; notes go to stderr."""
+    from autopar.files import write_text
+
+    if output is None:
+        click.echo(written.text, nl=not written.text.endswith("\n"))
+    else:
+        write_text(output, written.text, "exported job")
+    notes = (
+        [f"written for {written.target}", f"start it with: {written.launch}"]
+        if written.launch
+        else [f"written for {written.target}"]
+    )
+    notes += [f"environment: {name}={value}" for name, value in written.env.items()]
+    for line in (*notes, *(f"not said: {loss}" for loss in written.losses)):
+        click.echo(line, err=True)
+
+
+COMMANDS = (check, export, convert)
+"""The commands of this file."""

@@ -1,0 +1,1 @@
+"""Answers about training jobs of other frameworks."""

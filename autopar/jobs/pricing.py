@@ -1,0 +1,266 @@
+"""Prices the layout of a job with the planner itself, with every choice pinned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from math import gcd
+from typing import Any
+
+from autopar_cost_models import DEVICES
+
+from autopar import api
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+from autopar.ir.traced import TracedModel
+from autopar.jobs.shapes import dims_of, spec_of
+from autopar.models.base import ModelSpec
+from autopar.predict.defaults import complete
+from autopar.predict.evaluate import case_of
+from autopar.predict.run import Degrees, Dims, Machine, Precision, Run
+from autopar.predict.run import Software as RunSoftware
+from autopar.request.pins import EVEN, Pins
+from autopar.request.plan_request import PlanRequest
+from autopar.request.restriction import Restriction
+from autopar.request.software import Software
+from autopar.targets.job import Job, Layout, ModelShape
+from autopar.targets.model_shape import shape_of
+
+UNLIMITED_BYTES = 2**50
+"""Memory of the devices for which a job is priced: practically unlimited, so that jobs that do not
+fit are priced too.
+"""
+
+_SCHEDULES = {"interleaved_1f1b": "interleaved"}
+_MODES = {"selective": "attention"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A job on a cluster, with the model that it trains.
+
+    Attributes:
+        job: the job.
+        cluster: the cluster.
+        spec: the model.
+        shape: its dimensions, as far as they are known.
+        seq: tokens of a sequence.
+        framework: the words by which predictions choose facts of the framework.
+    """
+
+    job: Job
+    cluster: ClusterSpec
+    spec: ModelSpec
+    shape: ModelShape
+    seq: int
+    framework: str
+    _plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def gpus(self) -> int:
+        """The number of devices."""
+        return self.cluster.num_devices
+
+    @cached_property
+    def traced(self) -> TracedModel:
+        """The captured model."""
+        return api.trace_spec(replace(self.spec, name=""), self.seq)
+
+    @cached_property
+    def software(self) -> Software:
+        """The software of the job: what its file says, the rest by the framework."""
+        facts = self.job.facts
+        found = case_of(run_of(self)).software
+        if facts.fused_loss is not None and self.job.framework == "megatron":
+            found = replace(found, loss_kernel="fused" if facts.fused_loss else "in_place")
+        return (
+            found
+            if facts.precision == "bf16"
+            else replace(found, state_recipe=None, matmul_dtype=None)
+        )
+
+    def plan_of(self, layout: Layout) -> Plan:
+        """The plan with a layout, on devices with unlimited memory. Raises AutoparError if it cannot
+        be priced.
+        """
+        pins = pins_of(layout, self.gpus, self.shape.layers)
+        key = tuple(pins.items()), layout.batch_on(self.gpus)
+        if key not in self._plans:
+            device = replace(self.cluster.device, memory_bytes=UNLIMITED_BYTES)
+            request = self._request(
+                Pins.of(pins), layout.batch_on(self.gpus), replace(self.cluster, device=device)
+            )
+            self._plans[key] = api.plan_traced(self.traced, request, 60.0)
+        return self._plans[key]
+
+    def best(self, restriction: Restriction, time_limit_s: float) -> Plan:
+        """The fastest plan within a restriction that fits. Raises NoPlanFits if there is none."""
+        batch = self.job.layout.batch_on(self.gpus)
+        request = self._request(Pins(), batch, self.cluster).within(restriction)
+        return api.plan_traced(self.traced, request, time_limit_s)
+
+    def _request(self, pin: Pins, batch: int, cluster: ClusterSpec) -> PlanRequest:
+        precision = self.job.facts.precision
+        name = self.spec.name
+        return PlanRequest(cluster, batch, pin, precision, False, name, software=self.software)
+
+
+def setting_of(
+    job: Job, cluster: ClusterSpec, framework: str, model: str | None = None, seq: int | None = None
+) -> Setting:
+    """The setting of a job. `model` (a MODEL text) and `seq` replace what the file says. Raises
+    AutoparError if the model or the length of sequences cannot be determined.
+    """
+    from autopar.models import parse_model
+
+    spec = parse_model(model) if model is not None else None
+    length = seq or job.seq or (spec.max_seq if spec else 0)
+    if not length:
+        raise AutoparError("the tokens of a sequence cannot be determined: give --seq")
+    if spec is None:
+        spec, shape = spec_of(job.shape, length), job.shape
+    else:
+        shape = shape_of(spec) or ModelShape()
+    return Setting(job, cluster, spec, shape, length, framework)
+
+
+def pins_of(layout: Layout, gpus: int, layers: int) -> dict[str, Any]:
+    """The pins that fix a layout on `gpus` devices, for a model with `layers` layers."""
+    dp = layout.dp_on(gpus)
+    number = layout.batch_on(gpus) // (dp * layout.micro_batch)
+    pin: dict[str, Any] = {
+        name: getattr(layout, name) for name in ("tp", "pp", "cp", "micro_batch")
+    }
+    # experts that are shared out over tp too are priced as split over it
+    pin |= {"dp": dp, "ep": gcd(layout.ep, dp), "recompute": mode_of(layout, layers)}
+    zero = layout.zero if dp * layout.cp > 1 else 0
+    pin |= {"zero": zero} | ({"shard": layout.shard_on(gpus)} if zero else {})
+    if layout.pp > 1:
+        # with fewer micro-batches than ranks, 1F1B runs all forwards first
+        early = layout.schedule == "1f1b" and number < layout.pp
+        stages = "-".join(map(str, layout.stages)) if layout.stages else EVEN
+        pin |= {
+            "vpp": layout.vpp,
+            "schedule": "gpipe" if early else layout.schedule,
+            "stages": stages,
+        }
+    pin |= {"sequence_parallel": layout.sequence_parallel} if layout.tp > 1 else {}
+    pin |= {"offload": layout.offload} if layout.offload != "none" else {}
+    return pin | ({"order": layout.order} if layout.order else {})
+
+
+def mode_of(layout: Layout, layers: int) -> str:
+    """The recompute mode that prices a layout: if only some layers of each stage are computed again,
+    the nearest `every-k`.
+    """
+    each = layers // (layout.pp * layout.vpp) if layers else 0
+    some = layout.recompute_layers
+    if layout.recompute != "full" or not some or some >= each:
+        return layout.recompute
+    every = max(1, round(each / some))
+    return f"every-{every}" if every > 1 else "full"
+
+
+def run_of(setting: Setting) -> Run:
+    """The job as a run of `autopar predict`, whose tables fill in what its file does not say. Raises
+    AutoparError for a layout that no framework can start.
+    """
+    job, gpus = setting.job, setting.gpus
+    by, facts, device = job.layout, job.facts, setting.cluster.device
+    dims = dims_of(setting.shape, setting.seq) if not setting.shape.lacking else _stand_in(setting)
+    topology = setting.cluster.topology
+    stated: dict[str, Any] = {f.name: getattr(dims, f.name) for f in fields(dims)}
+    stated |= {
+        "framework": setting.framework,
+        "gpu": _known_gpu(setting.cluster),
+        "gpus": gpus,
+        "gpus_per_node": topology.devices_per_node,
+    }
+    stated |= {"nvlink_domain": topology.devices_per_node, "nic_Bps": topology.inter.bandwidth_Bps}
+    stated |= {"memory_bytes": device.memory_bytes}
+    stated |= {
+        "tp": by.tp,
+        "pp": by.pp,
+        "cp": by.cp,
+        "dp": by.dp_on(gpus),
+        "ep": gcd(by.ep, by.dp_on(gpus)),
+        "vpp": by.vpp,
+    }
+    stated |= {
+        "sp": by.sequence_parallel,
+        "zero": by.zero,
+        "micro_batch": by.micro_batch,
+        "global_batch": by.batch_on(gpus),
+    }
+    stated |= {"sharding": _sharding(job), "shard_group": by.shard_on(gpus) or None}
+    stated |= {
+        "recompute": _MODES.get(
+            by.recompute, "layers" if by.recompute.startswith("every") else by.recompute
+        )
+    }
+    stated |= {"schedule": _SCHEDULES.get(by.schedule, by.schedule), "embedding_as_layer": False}
+    stated |= {
+        "matmul": "fp8" if facts.fp8 else facts.precision,
+        "compute": facts.precision,
+        "recipe": facts.fp8,
+    }
+    optional = {"grads": facts.grads, "dp_overlap": facts.dp_overlap, "tp_overlap": facts.tp_overlap, "compile": facts.compile,
+                "pp_overlap": facts.pp_overlap, "optimizer": facts.optimizer, "dropout": facts.dropout,
+                "fused_accumulation": facts.fused_accumulation}  # fmt: skip
+    row, filled = complete(
+        stated | {name: value for name, value in optional.items() if value is not None}
+    )
+
+    def make(kind: type) -> Any:
+        return kind(**{f.name: row[f.name] for f in fields(kind) if f.name in row})
+
+    return Run(
+        "job",
+        "",
+        make(Dims),
+        make(Machine),
+        make(Degrees),
+        make(Precision),
+        make(RunSoftware),
+        row["global_batch"],
+        defaulted=filled,
+    )
+
+
+def _known_gpu(cluster: ClusterSpec) -> str:
+    """The cluster's device, or one of the catalogue of its generation: what software does on it
+    depends on that alone.
+    """
+    device = cluster.device
+    alike = [name for name, known in DEVICES.items() if known.generation == device.generation]
+    return device.name if device.name in DEVICES or not alike else alike[0]
+
+
+def _sharding(job: Job) -> str:
+    if job.layout.zero == 0:
+        return "none"
+    names = {"megatron": "dist_optimizer", "deepspeed": "zero", "nanotron": "zero"}
+    return names.get(job.framework, "hsdp" if job.layout.copies > 1 else "fsdp")
+
+
+def _stand_in(setting: Setting) -> Dims:
+    """Dimensions for the tables of predictions if those of the model are not known: only whether
+    fields apply depends on them.
+    """
+    by = setting.job.layout
+    layers = max(setting.spec.num_layers, by.pp * by.vpp)
+    return Dims(
+        "llama",
+        layers,
+        64 * by.tp,
+        by.tp,
+        by.tp,
+        64,
+        256 * by.tp,
+        max(setting.spec.vocab, 1),
+        setting.seq,
+        False,
+        "rope",
+        "swiglu",
+    )

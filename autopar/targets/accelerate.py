@@ -1,0 +1,346 @@
+"""Hugging Face Accelerate: its YAML configuration, with FSDP, DeepSpeed or Megatron-LM behind it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.request.restriction import Restriction
+from autopar.targets.arguments import Arguments, flat, read_mapping
+from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
+from autopar.targets.target import NotExpressible, Source, Target, divisors_near
+
+_NEUTRAL = re.compile(
+    r"compute_environment|debug|machine_rank|main_.*|rdzv_backend|same_network|tpu_.*|use_cpu|downcast_bf16|enable_cpu_affinity|gpu_ids|"
+    r"dynamo_config\..*|fsdp_config\.fsdp_(auto_wrap_policy|transformer_layer_cls_to_wrap|state_dict_type|sync_module_states|use_orig_params|"
+    r"cpu_ram_efficient_loading|backward_prefetch.*|ignored_modules|min_num_params)|deepspeed_config\.(zero3_.*|deepspeed_multinode.*|"
+    r"deepspeed_hostfile|deepspeed_moe.*)|mpirun_config.*|commands?|command_file"
+)
+_TOP = frozenset(
+    "compute_environment debug distributed_type mixed_precision use_cpu num_processes machine_rank num_machines gpu_ids main_process_ip "
+    "main_process_port rdzv_backend same_network main_training_function enable_cpu_affinity fp8_config deepspeed_config fsdp_config "
+    "parallelism_config megatron_lm_config mpirun_config downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file "
+    "commands tpu_vm tpu_env dynamo_config fp16 dynamo_backend".split()
+)
+"""Keys of `ClusterConfig` (accelerate 1.15), and two that it converts. Others are refused."""
+
+
+def _reads(source: Source) -> bool:
+    return (
+        re.search(
+            r"^\s*[\"']?(distributed_type|compute_environment)[\"']?\s*:", source.text, re.MULTILINE
+        )
+        is not None
+    )
+
+
+def read(source: Source) -> Job:
+    """The job of an Accelerate configuration. Raises AutoparError if it is none."""
+    data = read_mapping(source.text, source.name)
+    args = Arguments({path: str(value) for path, value in flat(data).items()})
+    if not {"distributed_type", "fsdp_config", "parallelism_config"} & set(data):
+        raise AutoparError(f"no job: {source.name} has neither distributed_type nor fsdp_config")
+    odd = sorted(set(data) - _TOP)
+    if odd:
+        args.find(
+            "refused",
+            f"{', '.join(odd)} are no keys of Accelerate",
+            f"The config file had unknown keys ({odd})",
+            ("remove them",),
+        )
+    kind = (args.text("distributed_type") or "NO").upper()
+    facts = _facts(args)
+    gpus = args.whole("num_processes")
+    nodes = args.whole("num_machines") or 1
+    layout = {"DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron}.get(kind, _fsdp)(args, kind)
+    if kind in ("NO", "MULTI_CPU", "TPU", "XLA"):
+        args.find("note", f"distributed_type {kind} is read as data parallelism without sharding")
+    read_names = {name: value for name, value in args.values.items() if name in args.read}
+    return Job("accelerate", ModelShape(), layout, gpus, gpus // nodes if gpus and gpus % nodes == 0 else None, None, facts,
+               read_names, args.rest(_NEUTRAL), tuple(args.findings))  # fmt: skip
+
+
+def _facts(args: Arguments) -> Facts:
+    precision = args.text("mixed_precision") or "no"
+    backend = args.text("dynamo_config.dynamo_backend") or "NO"
+    names = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+    return Facts(
+        names.get(precision, "fp32"),
+        "tensorwise" if precision == "fp8" else "",
+        compile=backend.upper() != "NO",
+    )
+
+
+def _sizes(args: Arguments) -> dict[str, int]:
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    found = {n: args.whole(f"parallelism_config.parallelism_config_{n}_size") or 1 for n in names}
+    for name in ("cp_backend", "cp_comm_strategy", "sp_backend"):
+        args.text(f"parallelism_config.parallelism_config_{name}")
+    return found
+
+
+def _fsdp(args: Arguments, kind: str) -> Layout:
+    size = _sizes(args)
+    has = any(name.startswith("parallelism_config.") for name in args.values)
+    version = args.whole("fsdp_config.fsdp_version") or 1
+    strategy = (args.text("fsdp_config.fsdp_sharding_strategy") or "").upper()
+    reshard = (args.text("fsdp_config.fsdp_reshard_after_forward") or "").upper()
+    sharded = kind == "FSDP"
+    kept = strategy in ("SHARD_GRAD_OP", "2") or reshard in ("FALSE", "SHARD_GRAD_OP")
+    zero = (
+        0
+        if not sharded or strategy in ("NO_SHARD", "3") or reshard == "NO_SHARD"
+        else 2
+        if kept
+        else 3
+    )
+    if sharded and has and version < 2:
+        args.find("refused", "parallelism_config with FSDP 1", "ParallelismConfig is only compatible DistributedType.FSDP (version 2)",
+                  ("fsdp_version: 2",))  # fmt: skip
+    if strategy.startswith("HYBRID") or strategy in ("4", "5"):
+        args.find(
+            "note",
+            "hybrid sharding shards within a node, and its number of copies follows from the nodes",
+        )
+    dp = size["dp_replicate"] * size["dp_shard"] if has else None
+    if size["sp"] > 1:
+        args.find(
+            "refused",
+            f"sequence parallelism (sp {size['sp']}) needs DeepSpeed",
+            "sp_backend=deepspeed",
+            ("distributed_type: DEEPSPEED",),
+        )
+    if size["cp"] > 1 and not sharded:
+        args.find(
+            "refused",
+            f"context parallelism (cp {size['cp']}) needs FSDP 2",
+            "cp needs FSDP2",
+            ("distributed_type: FSDP",),
+        )
+    return Layout(
+        tp=size["tp"],
+        cp=size["cp"] * size["sp"],
+        dp=dp,
+        copies=size["dp_replicate"] if zero else 1,
+        zero=zero,
+        recompute="full" if args.flag("fsdp_config.fsdp_activation_checkpointing") else "none",
+        offload="parameters" if args.flag("fsdp_config.fsdp_offload_params") else "none",
+    )
+
+
+def _deepspeed(args: Arguments, kind: str) -> Layout:
+    size, of = _sizes(args), "deepspeed_config."
+    parameters, state = (
+        args.text(f"{of}offload_param_device"),
+        args.text(f"{of}offload_optimizer_device"),
+    )
+    args.whole(f"{of}gradient_accumulation_steps")
+    if path := args.text(f"{of}deepspeed_config_file"):
+        args.find(
+            "unknown",
+            f"the stage of ZeRO stands in {path}: give that file",
+            legal=(f"autopar check {path}",),
+        )
+    offload = (
+        "parameters"
+        if parameters not in (None, "none")
+        else "optimizer"
+        if state not in (None, "none")
+        else "none"
+    )
+    return Layout(
+        tp=size["tp"],
+        cp=size["cp"] * size["sp"],
+        zero=args.whole(f"{of}zero_stage", least=0) or 0,
+        offload=offload,
+    )
+
+
+def _megatron(args: Arguments, kind: str) -> Layout:
+    of = "megatron_lm_config.megatron_lm_"
+    tp, pp = args.whole(f"{of}tp_degree") or 1, args.whole(f"{of}pp_degree") or 1
+    args.whole(f"{of}num_micro_batches")
+    return Layout(
+        tp=tp,
+        pp=pp,
+        zero=int(bool(args.flag(f"{of}use_distributed_optimizer"))),
+        recompute="selective" if args.flag(f"{of}recompute_activations") else "none",
+        schedule="1f1b" if pp > 1 else "none",
+        sequence_parallel=bool(args.flag(f"{of}sequence_parallelism")) and tp > 1,
+    )
+
+
+def refusals(job: Job, gpus: int) -> list[Finding]:
+    """What Accelerate refuses at start."""
+    by, found = job.layout, []
+    total = by.tp * by.cp * by.pp * by.dp_on(gpus)
+    if total != gpus:
+        legal = (
+            [f"parallelism_config_dp_shard_size: {gpus // (by.tp * by.cp * by.copies)}"]
+            if gpus % (by.tp * by.cp * by.copies) == 0
+            else []
+        )
+        found.append(Finding("refused", f"dp_replicate x dp_shard x tp x cp = {total}, and there are {gpus} processes",
+                             f"ParallelismConfig total_size ({total}) does not match num_processes ({gpus})", tuple(legal)))  # fmt: skip
+    replicated = int(
+        job.flags.get("parallelism_config.parallelism_config_dp_replicate_size", "1") or 1
+    )
+    sharded = int(job.flags.get("parallelism_config.parallelism_config_dp_shard_size", "1") or 1)
+    if by.tp * by.cp > 1 and replicated > 1 and sharded == 1:
+        found.append(Finding("refused", "tp or cp with copies and without shards",
+                             "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism",
+                             (f"parallelism_config_dp_shard_size: {replicated}, parallelism_config_dp_replicate_size: 1",)))  # fmt: skip
+    if (
+        job.flags.get("parallelism_config.parallelism_config_cp_size", "1") != "1"
+        and job.flags.get("parallelism_config.parallelism_config_sp_size", "1") != "1"
+    ):
+        found.append(
+            Finding(
+                "refused",
+                "cp and sp together",
+                "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive",
+                ("parallelism_config_sp_size: 1", "parallelism_config_cp_size: 1"),
+            )
+        )
+    return [*found, *head_findings(job)]
+
+
+def head_findings(job: Job) -> list[Finding]:
+    """A finding if tp does not divide the heads, or cp the sequence. Transformers' plans fail late
+    there, with a shape.
+    """
+    by, shape, found = job.layout, job.shape, list[Finding]()
+    for name, heads in (
+        ("attention heads", shape.heads),
+        ("heads of keys and values", shape.kv_heads),
+    ):
+        if heads and heads % by.tp:
+            found.append(Finding("refused", f"tp={by.tp} does not divide {heads} {name}", "shape ... is invalid for input of size",
+                                 tuple(f"tp {d}" for d in divisors_near(heads, by.tp))))  # fmt: skip
+    if job.seq and by.cp > 1 and job.seq % (2 * by.cp):
+        found.append(
+            Finding(
+                "refused",
+                f"{job.seq} tokens are no multiple of 2 x cp = {2 * by.cp}",
+                "sequence length must be divisible",
+            )
+        )
+    return found
+
+
+def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
+    """What Accelerate can run: FSDP 2 with tensor and context parallelism, or copies alone."""
+
+    def allows(choice: Any) -> bool:
+        mesh = choice.mesh
+        heads = shape.kv_heads or shape.heads
+        plain = mesh.tp * mesh.cp == 1 or mesh.dp * mesh.cp == 1
+        return (
+            mesh.pp == mesh.ep == 1
+            and not (heads and heads % mesh.tp)
+            and not (mesh.cp > 1 and seq % (2 * mesh.cp))
+            and choice.zero != 1
+            and (choice.zero > 0 or plain)
+            and mesh.order == ""
+        )
+
+    return Restriction(
+        "Accelerate", {"sequence_parallel": False, "pp": 1}, ("none", "full"), (), allows
+    )
+
+
+def config_of(job: Job) -> dict[str, Any]:
+    """The configuration as nested data. Raises NotExpressible if Accelerate cannot run the job."""
+    by, lacking = job.layout, []
+    if by.pp > 1:
+        lacking.append(f"a pipeline (pp={by.pp}): the nearest is FSDP with tp")
+    if by.ep > 1:
+        lacking.append(
+            f"expert parallelism (ep={by.ep}): the nearest is Transformers' DistributedConfig"
+        )
+    if by.zero == 1 or (by.zero == 0 and by.tp * by.cp > 1 and (by.dp or 1) * by.cp > 1):
+        lacking.append(
+            f"ZeRO-{by.zero} with tp={by.tp} cp={by.cp}: the nearest is FSDP with fsdp_reshard_after_forward: false (ZeRO-2)"
+        )
+    if by.recompute not in ("none", "full"):
+        lacking.append(
+            f"recompute {by.recompute}: the nearest is fsdp_activation_checkpointing (all layers)"
+        )
+    if by.recompute == "full" and not by.zero:
+        lacking.append(
+            "recomputation without FSDP: it is an option of the model there (gradient_checkpointing_enable)"
+        )
+    if by.offload == "optimizer":
+        lacking.append(
+            "the optimizer's state alone in host memory: the nearest is fsdp_offload_params"
+        )
+    if by.sequence_parallel:
+        lacking.append("sequence parallelism over tp: the nearest is sequence_parallel=false")
+    if lacking:
+        raise NotExpressible(f"Accelerate cannot say {'; '.join(lacking)}")
+    gpus = job.gpus or by.tp * by.cp * (by.dp or 1)
+    dp = by.dp_on(gpus)
+    data: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if by.zero else "MULTI_GPU",
+        "mixed_precision": "fp8"
+        if job.facts.fp8
+        else {"fp32": "no"}.get(job.facts.precision, job.facts.precision),
+        "num_machines": max(1, gpus // (job.gpus_per_node or gpus)),
+        "num_processes": gpus,
+        "machine_rank": 0,
+    }
+    if by.zero:
+        data["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": by.zero == 3,
+            "fsdp_activation_checkpointing": by.recompute == "full",
+            "fsdp_offload_params": by.offload == "parameters",
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        }
+    if by.zero or by.tp * by.cp > 1:
+        sizes = {
+            "dp_replicate": by.copies if by.zero else dp,
+            "dp_shard": dp // by.copies if by.zero else 1,
+            "tp": by.tp,
+            "cp": by.cp,
+        }
+        data["parallelism_config"] = {
+            f"parallelism_config_{name}_size": size for name, size in sizes.items()
+        }
+    if job.facts.compile:
+        data["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
+    return data
+
+
+def flags_of(job: Job) -> dict[str, str]:
+    """The configuration by path, as texts."""
+    return {path: str(value) for path, value in flat(config_of(job)).items()}
+
+
+def write(job: Job) -> Exported:
+    """An Accelerate configuration. Raises NotExpressible if Accelerate cannot run the job."""
+    import yaml
+
+    by, gpus = job.layout, job.gpus or 1
+    number = by.batch_on(gpus) // (by.micro_batch * by.dp_on(gpus))
+    losses = (
+        f"batches: set per_device_train_batch_size={by.micro_batch} and gradient_accumulation_steps={number} in the training script",
+        *((f"sequences of {job.seq} tokens: the data decides",) if job.seq else ()),
+    )
+    text = yaml.safe_dump(dict(config_of(job)), sort_keys=False)
+    return Exported(
+        "accelerate 1.15",
+        text,
+        "accelerate launch --config_file accelerate.yaml train.py",
+        {},
+        losses,
+        "accelerate.yaml",
+    )
+
+
+ACCELERATE = Target(
+    "accelerate", "Accelerate 1.15", _reads, read, refusals, restriction, write, "fsdp", flags_of
+)
+"""Hugging Face Accelerate."""

@@ -1,0 +1,160 @@
+"""The options of a job by name, and what is wrong with their values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from autopar.errors import AutoparError
+from autopar.targets.job import Finding
+from autopar.targets.shell import is_known, shown_value
+
+_TRUE = ("", "true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off", "none", "null")
+
+
+class Arguments:
+    """Options by name, as texts. A name has underscores and no leading hyphens. Reading an option
+    marks it as read; `rest` has the others.
+    """
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self.values = dict(values)
+        self.read: set[str] = set()
+        self.findings: list[Finding] = []
+
+    def find(self, kind: str, what: str, theirs: str = "", legal: Iterable[str] = ()) -> None:
+        """Adds a finding, once."""
+        found = Finding(kind, what, theirs, tuple(legal))
+        if found not in self.findings:
+            self.findings.append(found)
+
+    def text(self, *names: str) -> str | None:
+        """The text of the first of these options that is set; None if none is, or if it is not
+        known. An option without a value is ''.
+        """
+        for name in names:
+            value = self.values.get(name)
+            if value is None or value.strip().lower() in ("none", "null"):
+                self.read.update(n for n in (name,) if value is not None)
+                continue
+            self.read.add(name)
+            if not is_known(value):
+                self._unknown(name, value)
+                return None
+            return value.strip()
+        return None
+
+    def whole(self, *names: str, least: int = 1) -> int | None:
+        """The whole number of the first of these options that is set, or None."""
+        text = self.text(*names)
+        if text is None:
+            return None
+        digits = text.replace("_", "").replace(",", "")
+        if re.fullmatch(r"[+]?\d{1,15}(\.0+)?", digits):
+            value = int(float(digits))
+            if value >= least:
+                return value
+            if value == 0:
+                self.find("refused", f"{self._name(names)} is {text}, and must be at least {least}")
+                return None
+        self.find("unknown", f"{self._name(names)} is {text!r}, which is no whole number: give one")
+        return None
+
+    def flag(self, *names: str) -> bool | None:
+        """Whether the first of these options that is set is on; None if none is."""
+        text = self.text(*names)
+        if text is None:
+            set_off = any(
+                self.values.get(n, "").strip().lower() in ("none", "null")
+                for n in names
+                if n in self.values
+            )
+            return False if set_off else None
+        lower = text.lower()
+        if lower in _TRUE or lower in _FALSE:
+            return lower in _TRUE
+        self.find("unknown", f"{self._name(names)} is {text!r}, which is neither true nor false")
+        return None
+
+    def number(self, *names: str) -> float | None:
+        """The number of the first of these options that is set, or None."""
+        text = self.text(*names)
+        try:
+            return None if text is None else float(text)
+        except ValueError:
+            self.find("unknown", f"{self._name(names)} is {text!r}, which is no number")
+            return None
+
+    def _name(self, names: tuple[str, ...]) -> str:
+        return next((name for name in names if name in self.values), names[0])
+
+    def _unknown(self, name: str, value: str) -> None:
+        what = f"{name} is {shown_value(value)}, which cannot be determined from the file"
+        self.find("unknown", what, legal=(f"write the value of {name} in its place",))
+
+    def rest(self, neutral: re.Pattern[str]) -> tuple[str, ...]:
+        """The options that were not read and do not match `neutral`, as `name=value`."""
+        left = [
+            name for name in self.values if name not in self.read and not neutral.fullmatch(name)
+        ]
+        return tuple(
+            f"{name}={shown_value(self.values[name])[:60]}" if self.values[name] else name
+            for name in left
+        )
+
+
+def options_of(words: Iterable[str]) -> dict[str, str]:
+    """The options of a command: `--name value`, `--name=value` and `--name`, with underscores for
+    hyphens. Several values are joined by a blank. The last one of a name counts.
+    """
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        option = re.match(r"--?([A-Za-z][\w.-]*)(?:=(.*))?$", word, re.DOTALL)
+        if option:
+            name = option[1].replace("-", "_")
+            found[name] = option[2] or ""
+            name = "" if option[2] is not None else name
+        elif word.endswith(".py"):  # the program behind the launcher's options
+            name = ""
+        elif name:
+            found[name] = f"{found[name]} {word}".strip()
+    return found
+
+
+def read_mapping(text: str, what: str) -> Mapping[str, object]:
+    """The mapping of a YAML or JSON text; JSON may have comments and commas at the end. Tags make
+    no objects. Raises AutoparError if it is no mapping, or has a key twice.
+    """
+    import yaml
+
+    from autopar.ir.yaml_text import read_yaml
+
+    plain = without_comments(text) if text.lstrip()[:1] in "{/" else text
+    try:
+        data = read_yaml(plain)
+    except yaml.YAMLError as error:
+        raise AutoparError(f"{what} cannot be read: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(data, Mapping):
+        raise AutoparError(f"{what} is no mapping of options to values")
+    return {str(key): value for key, value in data.items()}
+
+
+def without_comments(text: str) -> str:
+    """A JSON text without `//` and `/* */` comments and without commas before a closing bracket."""
+    pattern = r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/'
+    bare = re.sub(pattern, lambda match: match[1] or "", text, flags=re.DOTALL)
+    return re.sub(r'("(?:\\.|[^"\\])*")|,(\s*[}\]])', lambda m: m[1] or m[2], bare)
+
+
+def flat(data: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Every value of nested mappings by its path, such as `model.hidden_size`."""
+    found: dict[str, object] = {}
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found |= flat({str(k): v for k, v in value.items()}, f"{path}.")
+        else:
+            found[path] = value
+    return found

@@ -1,0 +1,235 @@
+"""A training job as another framework's file says it, and what is found in it, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from autopar_cost_models.checks import is_whole
+
+from autopar.errors import AutoparError, shown
+from autopar.ir.mesh import MOST
+
+KINDS = ("refused", "unknown", "contradiction", "note")
+"""Kinds of findings. In order: the framework refuses to start; the file does not tell a value;
+names, comments or options contradict each other; what else a user should know.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something found in a job.
+
+    Attributes:
+        kind: one of `KINDS`.
+        what: what is wrong, with the values.
+        theirs: the framework's own words, or ''.
+        legal: the nearest values that are legal, each with its option; () if there are none.
+    """
+
+    kind: str
+    what: str
+    theirs: str = ""
+    legal: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind of finding {self.kind!r} is not one of {KINDS}")
+
+    def __str__(self) -> str:
+        words = self.what + (f' ("{self.theirs}")' if self.theirs else "")
+        return words + (f"; legal: {', '.join(self.legal)}" if self.legal else "")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The dimensions of a model as far as a job says them; 0 is unknown.
+
+    `ffn` is the width of a dense MLP and `moe_ffn` that of an expert. `shared_ffn` is the width of
+    what all tokens use besides. The first `first_dense` layers have no experts. `mtp` counts extra
+    layers that predict later tokens. `latent` are the sizes of latent attention, or ().
+    """
+
+    layers: int = 0
+    hidden: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
+    vocab: int = 0
+    experts: int = 0
+    top_k: int = 0
+    moe_ffn: int = 0
+    shared_ffn: int = 0
+    first_dense: int = 0
+    mtp: int = 0
+    gated: bool = False
+    tied: bool = False
+    positions: str = "rope"
+    latent: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self) if f.type == "int"):
+            if not is_whole(getattr(self, name), 0):
+                raise AutoparError(f"{name}={shown(getattr(self, name))} must be a whole number")
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """The dimensions without which no model can be built, if they are unknown."""
+        needed = ("layers", "hidden", "heads", "vocab")
+        more = ("top_k",) if self.experts else ()
+        return tuple(name for name in (*needed, *more) if not getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a job is laid out over devices, in autopar's terms.
+
+    Attributes:
+        tp: tensor-parallel ranks.
+        pp: ranks of the pipeline.
+        cp: ranks that share out the positions of a sequence.
+        dp: all data-parallel ranks.  None: what the devices leave.
+        ep: ranks that share out experts.
+        etp: tensor-parallel ranks of an expert.  None: as `tp`.
+        vpp: stages of a pipeline rank.
+        stages: layers of each stage, in the order of the model.  () means dealt evenly.
+        micro_batch: sequences of a micro-batch on a data-parallel rank.
+        global_batch: sequences of a step.  None: one micro-batch for each data-parallel rank.
+        zero: the ZeRO stage.
+        copies: groups of dp x cp ranks that each share out what ZeRO does, and so hold a copy of all.
+        recompute: 'none', 'selective' (the attention core), 'op' or 'full'.
+        recompute_layers: layers of each stage that are computed again.  0 means all.
+        schedule: the order of work in the pipeline; 'none' without one.
+        sequence_parallel: whether activations between products are sharded over tp.
+        offload: 'none', 'optimizer' or 'parameters'.
+        order: mesh axes as ranks lie, outermost first; '' is tp, cp, ep, dp, pp from the inside.
+        group: micro-batches that run through a virtual stage in a row.  0 means `pp`.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int | None = None
+    ep: int = 1
+    etp: int | None = None
+    vpp: int = 1
+    stages: tuple[int, ...] = ()
+    micro_batch: int = 1
+    global_batch: int | None = None
+    zero: int = 0
+    copies: int = 1
+    recompute: str = "none"
+    recompute_layers: int = 0
+    schedule: str = "none"
+    sequence_parallel: bool = False
+    offload: str = "none"
+    order: str = ""
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "ep", "vpp", "micro_batch", "dp", "etp", "global_batch"):
+            value = getattr(self, name)
+            if value is not None and not is_whole(value, 1, MOST):
+                raise AutoparError(f"{name}={shown(value)} must be a whole number >= 1")
+
+    def dp_on(self, gpus: int) -> int:
+        """The data-parallel ranks on `gpus` devices. At least 1, also if they do not divide."""
+        return self.dp or max(1, gpus // (self.tp * self.pp * self.cp))
+
+    def shard_on(self, gpus: int) -> int:
+        """The ranks of dp x cp that share out what ZeRO does on `gpus` devices; 0 means all."""
+        return self.dp_on(gpus) * self.cp // self.copies if self.copies > 1 and self.zero else 0
+
+    def batch_on(self, gpus: int) -> int:
+        """The sequences of a step on `gpus` devices."""
+        return self.global_batch or self.micro_batch * self.dp_on(gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a job says of precision and software, as far as it changes time and memory. None means
+    that the file does not say it.
+
+    `precision` is 'bf16', 'fp16' or 'fp32'. `fp8` is the scaling of fp8 products, or ''. `grads` is
+    the dtype of gradients. The overlaps say whether communication over that axis runs beside
+    compute.
+    """
+
+    precision: str = "bf16"
+    fp8: str = ""
+    grads: str | None = None
+    dp_overlap: bool | None = None
+    tp_overlap: bool | None = None
+    pp_overlap: bool | None = None
+    compile: bool | None = None
+    optimizer: str | None = None
+    dropout: float | None = None
+    fused_loss: bool | None = None
+    fused_accumulation: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A training job of another framework.
+
+    Attributes:
+        framework: the name of the target, such as 'megatron'.
+        shape: the dimensions of the model, as far as the file says them.
+        layout: how it is laid out over devices.
+        gpus: the number of devices, or None if the file does not say it.
+        gpus_per_node: devices of a node, or None.
+        seq: tokens of a sequence, or None.
+        facts: precision and software.
+        flags: every option of the file that sets shape, layout or facts, with its text.
+        unpriced: options that may change time or memory and that no price takes into account.
+        findings: what was found while reading.
+    """
+
+    framework: str
+    shape: ModelShape = ModelShape()
+    layout: Layout = Layout()
+    gpus: int | None = None
+    gpus_per_node: int | None = None
+    seq: int | None = None
+    facts: Facts = Facts()
+    flags: Mapping[str, str] = field(default_factory=dict)
+    unpriced: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    def with_batches(self, micro_batch: int | None, global_batch: int | None) -> Job:
+        """The job with these batches in place of its own, where they are not None."""
+        layout = replace(
+            self.layout,
+            micro_batch=micro_batch or self.layout.micro_batch,
+            global_batch=global_batch or self.layout.global_batch,
+        )
+        return replace(self, layout=layout)
+
+    def check(self, cluster: str, **asked: Any) -> Any:
+        """`autopar.check_job` of this job on a cluster, with its other arguments."""
+        import autopar
+
+        return autopar.check_job(self, cluster, **asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A plan in another framework's words.
+
+    Attributes:
+        target: the name of the target, with the version that it is written for.
+        text: the arguments, or the configuration file.
+        launch: the command that starts the job.
+        env: environment variables that the framework requires.
+        losses: what of the job the text does not say, one phrase each.
+        name: the usual name of the file.
+    """
+
+    target: str
+    text: str
+    launch: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    losses: tuple[str, ...] = ()
+    name: str = ""

@@ -1,0 +1,540 @@
+"""Reads Megatron-LM's jobs: launch scripts, the dump of arguments at start, and the same names as
+YAML (Megatron-Bridge, NeMo, ms-swift, verl).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from autopar.errors import AutoparError
+from autopar.targets.arguments import Arguments, flat, options_of, read_mapping
+from autopar.targets.job import Facts, Finding, Job, Layout, ModelShape
+from autopar.targets.megatron_layout import counted_stages, ended_stages, stages_of
+from autopar.targets.shell import Script, is_known, read_script, shown_value
+from autopar.targets.target import Source, vocabulary_of
+
+_MARKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size",
+          "micro_batch_size", "num_attention_heads", "global_batch_size", "seq_length")  # fmt: skip
+"""Options by which a job is recognized: two of them are enough."""
+
+NEUTRAL = re.compile(
+    r"(decoupled_)?(min_)?lr(_.*)?|.*data_(path|cache_path|args_path|parallel_random_init).*|data_cache.*|(no_)?(save|load)(_.*)?|"
+    r"log(_.*)?|.*_log_.*|tensorboard.*|wandb.*|tokenizer.*|split|seed|train_(iters|samples|data_path)|eval.*|valid.*|test.*|"
+    r"(start_|end_)?weight_decay.*|clip_grad|(adam|sgd|muon|lion)_.*|init_method.*|exit_.*|distributed_(timeout|backend|store).*|"
+    r"rotary.*|(layer)?norm_epsilon|num_workers|dataloader.*|mock_data|manual_gc.*|no_(initialization|bias_gelu_fusion|mmap.*)|"
+    r"vocab_file|merge_file|vocab_extra_ids|override_opt.*|(use_)?dist_ckpt.*|ckpt_.*|async_save|use_mcore_models|transformer_impl|"
+    r"master_(addr|port)|node_rank|rank|local_rank|rdzv_.*|(no_)?create_attention_mask.*|reset_.*|eod_mask_loss|"
+    r"moe_(aux_loss|z_loss|router_(score|topk_scaling|bias|load|dtype|num_groups|group_topk|enable|pre_softmax)).*|"
+    r"no_check_for_nan.*|check_for_.*|attention_softmax_in_fp32|apply_.*|normalization|train_.*|max_position_embeddings|"
+    r"hysteresis|(initial_|min_)?loss_scale.*|rope_.*|use_rope.*|one_logger.*|no_one_logger|timing_.*|profile.*|finetune|"
+    r"empty_unused_memory_level|(fim|bert|ict|vision|retriever|adlr|iter_per|img|num_classes|num_channels|dino|inference|rl|grpo|swin)_?.*|"
+    r"attention_dropout|attention_backend|calculate_per_token_loss|disable_bias_linear|add_(bias_linear|qkv_bias)|qk_layernorm|"
+    r"make_vocab_size_divisible_by|enable_experimental|auto_detect_ckpt.*|use_checkpoint.*|fp8_(margin|interval|amax.*|wgrad)|"
+    r"no_(load|save|position|rope|persist|masked|bias|one|data).*|num_dataset.*|nproc_per_node|nnodes|tee|redirects|max_restarts|"
+    r"mtp_loss.*|sft.*|config|yaml_cfg|use_flash_attn|export|name|explicit_log_dir|exp_.*|seed_.*|barrier_with.*|deterministic_mode|"
+    r"q_lora_rank|kv_lora_rank|qk_(head|pos_emb_head)_dim|v_head_dim|encoder_seq_length|decoder_.*|params_dtype|"
+    r"accumulate_allreduce_grads_in_fp32|consumed.*|iteration|model_type|world_size|data_parallel_size|overlap_p2p_comm|"
+    r"tiktoken.*|pretrained_checkpoint|trust_remote_code|mscale.*|beta_(fast|slow)|original_max_.*|yarn.*|dist_.*|ddp_(bucket|num|pad|average).*|bf16|fp16|is_.*|use_(ring|cpu_init|one).*"
+)
+"""Options that change neither time nor memory as predicted here, or that need no price of their
+own. All others are listed as not priced.
+"""
+
+
+def looks_like_megatron(source: Source) -> bool:
+    """Whether at least two of Megatron's own options stand in the text."""
+    text = re.sub(r"[-_]+", "_", source.text)
+    text = re.sub(r"(?<![A-Za-z0-9])_", "", text)
+    return sum(re.search(rf"(?<![A-Za-z0-9]){mark}\b", text) is not None for mark in _MARKS) >= 2
+
+
+def read_megatron(source: Source) -> Job:
+    """The job of a launch script, of a dump of arguments, or of YAML with Megatron's names. Raises
+    AutoparError if the text has no job of Megatron-LM.
+    """
+    dump = re.findall(
+        r"^[^\S\n]*(?:\[[^\]\n]*\]:?|\d+:)?[^\S\n]*(\w+) \.{2,} (.*)$", source.text, re.MULTILINE
+    )
+    if len(dump) > 10:
+        return job_of({name: value.strip() for name, value in dump}, resolved=True)
+    suffix = source.name.rsplit(".", 1)[-1].lower()
+    if suffix in ("yaml", "yml", "json"):
+        return _of_mapping(read_mapping(source.text, source.name))
+    return _of_script(source)
+
+
+# ------------------------------------------------------------------------------------------- forms
+
+
+def _of_mapping(data: Mapping[str, object]) -> Job:
+    """The job of nested mappings, each option by the last part of its path."""
+    values: dict[str, str] = {}
+    paths: dict[str, str] = {}
+    findings: list[Finding] = []
+    for path, value in flat(data).items():
+        name = re.sub(r"^[+-]*", "", path.rpartition(".")[2]).replace("-", "_")
+        text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        if name in values and values[name] != text and name in _MARKS:
+            what = f"{name} stands in two blocks: {paths[name]}={values[name]} and {path}={text}; the first is read"
+            findings.append(
+                Finding("contradiction", what, legal=("give a file with one of the blocks",))
+            )
+        if name not in values:
+            values[name], paths[name] = text, path
+    known = [mark for mark in _MARKS if mark in values]
+    if len(known) < 2:
+        raise AutoparError("no job: the file has fewer than two options of Megatron-LM")
+    job = job_of(values)
+    return _with(job, findings)
+
+
+def _with(job: Job, findings: list[Finding]) -> Job:
+    from dataclasses import replace
+
+    return replace(job, findings=(*findings, *job.findings))
+
+
+def _of_script(source: Source) -> Job:
+    script = read_script(source.text, source.read_file)
+    best = max(range(len(script.commands)), key=lambda n: _marks(script.commands[n][0]), default=-1)
+    findings: list[Finding] = []
+    if best < 0 or _marks(script.commands[best][0]) < 2:
+        words = _from_variables(script)
+        if _marks(words) < 2:
+            missing = (
+                f"; it reads {', '.join(script.unread)}, which are not beside it"
+                if script.unread
+                else ""
+            )
+            raise AutoparError(
+                f"no job: no command of {source.name} has two options of Megatron-LM{missing}"
+            )
+        findings.append(
+            Finding(
+                "note", "no command with the options was found: all variables with options are read"
+            )
+        )
+    else:
+        words = _joined_layout(script, best, findings)
+    options = options_of(words)
+    for word in words:
+        if (
+            not is_known(word)
+            and not word.startswith("--")
+            and word == word.strip()
+            and word not in options.values()
+        ):
+            findings += _loose(word, options)
+    for name in script.unread:
+        findings.append(Finding("unknown", f"the script reads {name}, which is not beside it: values may stand there",
+                                legal=(f"put {name} beside the file",)))  # fmt: skip
+    findings += [Finding("note", note) for note in script.notes if _matters(note)]
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS",):
+        if name in script.variables:
+            options[f"env_{name}"] = script.text_of(name)
+    job = job_of(options)
+    findings += _contradicting_names(source.text, script, job)
+    return _with(job, findings)
+
+
+def _matters(note: str) -> bool:
+    """Whether a note of the shell's reader may touch a price."""
+    return (
+        re.search(
+            r"--(?!wandb|tensorboard|load|save|data|profile)|NODES|GPU|WORLD|TP|PP|CP|EP|DP|BATCH|SEQ|LAYER|SIZE",
+            note,
+        )
+        is not None
+    )
+
+
+def _loose(word: str, options: Mapping[str, str]) -> list[Finding]:
+    inside = any(word in value for value in options.values())
+    if inside:
+        return []
+    if "$@" in word:
+        return [Finding("note", "arguments of the script may add options: read without any")]
+    what = f"{shown_value(word)} stands among the arguments and cannot be determined: it may hold options"
+    return [Finding("unknown", what, legal=("write its value in its place",))]
+
+
+def _marks(words: tuple[str, ...]) -> int:
+    names = {
+        word.split("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("-")
+    }
+    return sum(mark in names for mark in _MARKS)
+
+
+def _from_variables(script: Script) -> tuple[str, ...]:
+    """The words of all variables that hold options."""
+    found: list[str] = []
+    for value in script.variables.values():
+        words = list(value) if isinstance(value, tuple) else value.split()
+        if sum(word.startswith("--") for word in words) > 1:
+            found += words
+    return tuple(found)
+
+
+def _joined_layout(script: Script, index: int, findings: list[Finding]) -> tuple[str, ...]:
+    """The words of a command. If an unquoted bar of a pipeline layout cut it, what follows is
+    joined again, with a finding.
+    """
+    words, end = script.commands[index]
+    option = "--pipeline-model-parallel-layout"
+    cut = end == "|" and len(words) > 1 and words[-2] == option
+    bars = option in words and "|" in words
+    if not cut and not bars:
+        return words
+    pieces = list(words)
+    at = index
+    while cut and script.commands[at][1] == "|" and at + 1 < len(script.commands):
+        at += 1
+        following = script.commands[at][0]
+        pieces[-1] += "|" + following[0]
+        pieces += following[1:]
+        if len(following) > 1:
+            break
+    if bars:
+        start = pieces.index(option) + 1
+        stop = start
+        while stop < len(pieces) and not pieces[stop].startswith("--"):
+            stop += 1
+        pieces[start:stop] = ["".join(pieces[start:stop])]
+    layout = pieces[pieces.index(option) + 1]
+    findings.append(Finding("refused", f"the layout {layout} is not quoted: the shell takes | for a pipe, and cuts the command there",
+                            legal=(f"{option} '{layout}'",)))  # fmt: skip
+    return tuple(pieces)
+
+
+_SHORT = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "dp": "dp"}
+
+
+def _contradicting_names(text: str, script: Script, job: Job) -> list[Finding]:
+    """Findings about names and comments that state another degree than the options, such as
+    `JOB=llama-tp8-pp4` or `# TP=8`.
+    """
+    found: list[Finding] = []
+    layout = job.layout
+    states = {name: getattr(layout, field) for name, field in _SHORT.items()}
+    places = [(f"the value of {name}", v) for name, value in script.variables.items()
+              for v in ([value] if isinstance(value, str) else value) if is_known(v)]  # fmt: skip
+    places += [
+        ("a comment", line.strip()) for line in re.findall(r"(?:^|\s)#(?!!|SBATCH)([^\n]*)", text)
+    ]
+    for where, words in places:
+        for name, number in re.findall(
+            r"(?:^|[^a-z0-9])(tp|pp|cp|ep|dp)[-_ ]?(?:size)?[ =:]*(\d{1,4})(?![\d.])", words, re.I
+        ):
+            actual = states[name.lower()]
+            if actual is not None and actual != int(number) and not re.match(r"\s*-", words):
+                found.append(Finding("contradiction", f"{where} says {name.lower()}={number} ({words[:60]!r}), the options say "
+                                     f"{actual}: the options count"))  # fmt: skip
+    return found[:8]
+
+
+# ----------------------------------------------------------------------------------------- options
+
+
+def job_of(values: Mapping[str, str], resolved: bool = False) -> Job:
+    """The job that options by name say. `resolved`: they are a dump, in which all options stand."""
+    args = Arguments(values)
+    shape = _shape(args, resolved)
+    layout = _layout(args, shape)
+    facts = _facts(args, layout)
+    gpus, per_node = _devices(args)
+    seq = args.whole("seq_length", "encoder_seq_length", "max_length", "seq_len")
+    if ramp := args.text("rampup_batch_size"):
+        args.find(
+            "note",
+            f"the batch grows at first (rampup_batch_size {ramp}): times are those of the full batch",
+        )
+    _unpriced_values(args)
+    args.read.update(name for name in args.values if name.startswith("env_"))
+    unpriced = () if resolved else args.rest(NEUTRAL)
+    flags = {name: value for name, value in args.values.items() if name in args.read}
+    return Job(
+        "megatron", shape, layout, gpus, per_node, seq, facts, flags, unpriced, tuple(args.findings)
+    )
+
+
+def _shape(args: Arguments, resolved: bool) -> ModelShape:
+    layers, hidden = args.whole("num_layers") or 0, args.whole("hidden_size") or 0
+    heads = args.whole("num_attention_heads") or 0
+    grouped = args.flag("group_query_attention")
+    groups = args.whole("num_query_groups", least=0)
+    # argparse: groups count only with the switch; YAML of Bridge has no switch
+    counted = groups and (
+        grouped or (grouped is None and not resolved and "group_query_attention" not in args.values)
+    )
+    gated = bool(args.flag("swiglu", "gated_linear_unit", "quick_geglu"))
+    ffn = args.whole("ffn_hidden_size") or (
+        int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
+    )
+    experts = args.whole("num_experts", "num_moe_experts", least=0) or 0
+    untied = args.flag("untie_embeddings_and_output_weights")
+    shared = args.flag("share_embeddings_and_output_weights")
+    args.text("position_embedding_type")
+    positions = args.values.get("position_embedding_type", "learned_absolute").lower()
+    if args.flag("use_rotary_position_embeddings"):
+        positions = "rope"
+    return ModelShape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(groups) if counted and groups else heads,
+        head_dim=args.whole("kv_channels") or (hidden // heads if heads else 0),
+        ffn=ffn,
+        vocab=_vocabulary(args),
+        experts=experts,
+        top_k=(args.whole("moe_router_topk") or 2) if experts else 0,
+        moe_ffn=(args.whole("moe_ffn_hidden_size") or ffn) if experts else 0,
+        shared_ffn=args.whole("moe_shared_expert_intermediate_size", least=0) or 0,
+        first_dense=_first_dense(args, layers) if experts else 0,
+        mtp=args.whole("mtp_num_layers", least=0) or 0,
+        gated=gated,
+        tied=not untied if shared is None else shared,
+        positions={"learned_absolute": "learned", "none": "none"}.get(positions, "rope"),
+        latent=_latent(args),
+    )
+
+
+def _latent(args: Arguments) -> tuple[int, ...]:
+    if not args.flag("multi_latent_attention"):
+        return ()
+    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    defaults = (0, 512, 128, 64, 128)
+    return tuple(args.whole(n, least=0) or d for n, d in zip(names, defaults, strict=True))
+
+
+def _first_dense(args: Arguments, layers: int) -> int:
+    """The dense layers before the first one with experts, from `--moe-layer-freq`."""
+    text = args.text("moe_layer_freq")
+    if text in (None, "", "1"):
+        return 0
+    pattern = re.sub(r"\s", "", str(text))
+    found = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?|\[((?:[01],?)+)\]", pattern)
+    if found is None:
+        args.find(
+            "note", f"moe_layer_freq {text}: which layers have experts is priced as if all had"
+        )
+        return 0
+    if found[1]:
+        return int(found[1])
+    bits = found[3].replace(",", "")
+    dense = len(bits) - len(bits.lstrip("0"))
+    if "0" in bits[dense:]:
+        args.find(
+            "note",
+            f"moe_layer_freq {text}: dense layers behind the first with experts are priced as if they had experts",
+        )
+    return dense
+
+
+def _vocabulary(args: Arguments) -> int:
+    size = args.whole("vocab_size") or args.whole("padded_vocab_size", "padded_vocab") or 0
+    model, kind = args.values.get("tokenizer_model", ""), args.values.get("tokenizer_type", "")
+    if size:
+        return size
+    known = vocabulary_of(model) or (50257 if kind.startswith("GPT2BPE") else 0)
+    if known:
+        args.find("note", f"the vocabulary of {known} is that of the tokenizer {model or kind}")
+    return known
+
+
+def _layout(args: Arguments, shape: ModelShape) -> Layout:
+    tp = args.whole("tensor_model_parallel_size") or 1
+    pp = args.whole("pipeline_model_parallel_size") or 1
+    vpp, stages = _stages(args, shape, pp)
+    recompute, recompute_layers = _recompute(args)
+    dp = args.whole("data_parallel_size")
+    cp = args.whole("context_parallel_size") or 1
+    group = (
+        args.whole(
+            "microbatch_group_size_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage"
+        )
+        or 0
+    )
+    schedule = "none" if pp == 1 else "interleaved_1f1b" if vpp > 1 else "1f1b"
+    sequence_parallel = bool(args.flag("sequence_parallel")) and tp > 1
+    return Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp=dp,
+        ep=args.whole("expert_model_parallel_size") or 1,
+        etp=args.whole("expert_tensor_parallel_size"),
+        vpp=vpp,
+        stages=stages,
+        micro_batch=args.whole("micro_batch_size") or 1,
+        global_batch=args.whole("global_batch_size"),
+        zero=_zero(args),
+        copies=args.whole("num_distributed_optimizer_instances") or 1,
+        recompute=recompute,
+        recompute_layers=recompute_layers,
+        schedule=schedule,
+        sequence_parallel=sequence_parallel,
+        offload=_offload(args),
+        order="dp-pp" if args.flag("use_tp_pp_dp_mapping") else "",
+        group=0 if group == pp else group,
+    )
+
+
+def _stages(args: Arguments, shape: ModelShape, pp: int) -> tuple[int, tuple[int, ...]]:
+    """(stages of a rank, layers of each stage or () if dealt evenly). A layout counts alone."""
+    layout = args.text("pipeline_model_parallel_layout")
+    virtual = args.whole(
+        "num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size"
+    )
+    each = args.whole("num_layers_per_virtual_pipeline_stage")
+    first = args.whole("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
+    last = args.whole("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+    embedding = bool(args.flag("account_for_embedding_in_pipeline_split"))
+    loss = bool(args.flag("account_for_loss_in_pipeline_split"))
+    if layout:
+        stages = stages_of(layout.strip("'\""))
+        vpp = max(1, len(stages) // pp)
+        if virtual is not None and virtual != vpp:
+            args.find("contradiction", f"the layout has {len(stages)} stages, {vpp} for each of {pp} ranks; the {virtual} virtual stages "
+                      "beside it do not count")  # fmt: skip
+        return vpp, tuple(stage.count("t") for stage in stages)
+    counted = shape.layers + embedding + loss
+    vpp = virtual or (max(1, counted // pp // each) if each and pp > 1 else 1)
+    if pp == 1:
+        return 1, ()
+    if first is not None or last is not None:
+        return vpp, ended_stages(shape.layers, pp, vpp, first, last)
+    if embedding or loss:
+        return vpp, counted_stages(shape.layers, pp * vpp, embedding, loss)
+    return vpp, ()
+
+
+def _zero(args: Arguments) -> int:
+    """The ZeRO stage."""
+    fsdp = args.flag("use_megatron_fsdp", "use_custom_fsdp")
+    strategy = args.text("data_parallel_sharding_strategy")
+    if fsdp:
+        stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+        if strategy not in (None, *stages):
+            args.find(
+                "refused",
+                f"data_parallel_sharding_strategy {strategy} is not known",
+                legal=tuple(stages),
+            )
+        args.flag("use_distributed_optimizer")
+        return stages.get(strategy or "no_shard", 0)
+    if args.flag("use_torch_fsdp2"):
+        return 2 if args.flag("torch_fsdp2_no_reshard_after_forward") else 3
+    return int(bool(args.flag("use_distributed_optimizer")))
+
+
+def _recompute(args: Arguments) -> tuple[str, int]:
+    """(recompute mode, layers of each stage that are computed again; 0 for all)."""
+    granularity = args.text("recompute_granularity")
+    if granularity is None and args.flag("recompute_activations"):
+        granularity = "selective"
+    method, layers = args.text("recompute_method"), args.whole("recompute_num_layers")
+    modules = (args.text("recompute_modules") or "").replace(",", " ").split()
+    if granularity == "selective":
+        more = [name for name in modules if name.strip("'\"[]") not in ("core_attn", "")]
+        if more:
+            args.find(
+                "note",
+                f"recompute_modules {' '.join(more)}: priced as if only core_attn were computed again",
+            )
+        return "selective", 0
+    if granularity == "full":
+        if method == "block" and layers:
+            return "full", layers
+        if layers and layers > 1:
+            args.find(
+                "note",
+                f"recompute_num_layers {layers} with method uniform keeps the input of every {layers}th layer; priced as if of each",
+            )
+        return "full", 0
+    if method or layers:
+        args.find(
+            "contradiction",
+            "recompute_method or recompute_num_layers stand without recompute_granularity: nothing is computed again",
+            legal=("--recompute-granularity full",),
+        )
+    return "none", 0
+
+
+def _offload(args: Arguments) -> str:
+    if not args.flag("optimizer_cpu_offload"):
+        return "none"
+    fraction = args.number("optimizer_offload_fraction")
+    if fraction is not None and fraction < 1:
+        args.find(
+            "note",
+            f"optimizer_offload_fraction {fraction:g}: priced as if all of the optimizer's state were in host memory",
+        )
+    return "optimizer"
+
+
+_RECIPES = {
+    "tensorwise": "tensorwise",
+    "delayed": "delayed",
+    "mxfp8": "mx",
+    "blockwise": "blockwise",
+}
+
+
+def _facts(args: Arguments, layout: Layout) -> Facts:
+    bf16, fp16 = args.flag("bf16"), args.flag("fp16")
+    fp8 = args.text("fp8_format", "fp8")
+    recipe = args.text("fp8_recipe")
+    narrow = args.flag("grad_reduce_in_bf16")
+    wide = args.flag("grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32")
+    grads = "bf16" if narrow or wide is False else "fp32" if wide or narrow is False else None
+    fusion = (
+        args.flag("cross_entropy_loss_fusion") and args.text("cross_entropy_fusion_impl") == "te"
+    )
+    dropout = args.number("hidden_dropout")
+    accumulates = args.flag("no_gradient_accumulation_fusion")
+    overlaps = args.flag("overlap_grad_reduce")
+    args.flag("overlap_param_gather")
+    off = args.flag("no_overlap_p2p_communication")
+    on = args.flag("overlap_p2p_comm")
+    optimizer = args.text("optimizer")
+    return Facts(
+        precision="bf16"
+        if bf16 or (bf16 is None and fp16 is None and fp8)
+        else "fp16"
+        if fp16
+        else "fp32",
+        fp8=_RECIPES.get(recipe or "delayed", "delayed") if fp8 and fp8.lower() != "false" else "",
+        grads=grads,
+        dp_overlap=bool(overlaps),
+        tp_overlap=bool(args.flag("tp_comm_overlap")),
+        pp_overlap=layout.vpp > 1 and not off and on is not False,
+        optimizer=optimizer if optimizer in ("adam", "sgd", "muon") else None,
+        dropout=0.1 if dropout is None else dropout,
+        fused_loss=bool(fusion),
+        fused_accumulation=not accumulates,
+    )
+
+
+def _devices(args: Arguments) -> tuple[int | None, int | None]:
+    """(devices, devices of a node), as far as the launcher says them."""
+    world = args.whole("world_size")
+    per_node = args.whole("nproc_per_node", "gpus_per_node")
+    nodes = args.text("nnodes", "num_nodes")
+    if nodes and (elastic := re.fullmatch(r"(\d+):(\d+)", nodes)):
+        args.find("note", f"nnodes {nodes} is elastic: priced for {elastic[2]} nodes")
+        nodes = elastic[2]
+    count = int(nodes) if nodes and re.fullmatch(r"\d{1,7}", nodes) else None
+    if world is None and per_node and count:
+        world = per_node * count
+    return world, per_node
+
+
+def _unpriced_values(args: Arguments) -> None:
+    """Marks options as read whose default value changes nothing."""
+    names = (
+        "cp_comm_type moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_router_topk moe_router_load_balancing_type "
+        "cross_entropy_fusion_impl ckpt_format recompute_activations m max_position_embeddings use_distributed_optimizer"
+    )
+    for name in names.split():
+        args.text(name)

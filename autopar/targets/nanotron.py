@@ -1,0 +1,260 @@
+"""Hugging Face's nanotron: its YAML configuration."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.request.restriction import Restriction
+from autopar.targets.arguments import Arguments, flat, read_mapping
+from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
+from autopar.targets.target import NotExpressible, Source, Target, divisors_near
+
+P, M, T = "parallelism.", "model.model_config.", "tokens."
+_ENGINES = {"1f1b": "1f1b", "afab": "gpipe"}
+_NEUTRAL = re.compile(
+    r"(checkpoints|data_stages|general|logging|profiler|s3_upload|lighteval|metrics_logging)(\..*)?|"
+    r"optimizer\.(learning_rate.*|optimizer_factory.*|clip_grad|weight_decay.*|adam.*)|tokenizer\..*|"
+    r"model\.(init_method|make_vocab_size_divisible_by|ddp_bucket_cap_mb)(\..*)?|tokens\.(train_steps|val_check_interval|limit_.*)|"
+    r"model\.model_config\.(bos_token_id|eos_token_id|pad_token_id|initializer_range|is_.*|pretraining_tp|rms_norm_eps|rope_.*|use_cache|hidden_act|"
+    r"attention_bias|_.*)|parallelism\.(tp_linear_async_communication|tp_recompute_allgather)"
+)
+
+
+def _reads(source: Source) -> bool:
+    text = source.text
+    return (
+        re.search(r"^parallelism:", text, re.MULTILINE) is not None
+        and re.search(
+            r"\b(pp_engine|tp_mode|batch_accumulation_per_replica)\s*:", text, re.MULTILINE
+        )
+        is not None
+    )
+
+
+def read(source: Source) -> Job:
+    """The job of a nanotron configuration. Raises AutoparError if it is none."""
+    data = read_mapping(source.text, source.name)
+    if not isinstance(data.get("parallelism"), dict):
+        raise AutoparError(f"no job: {source.name} has no block parallelism")
+    args = Arguments({path: str(value) for path, value in flat(data).items()})
+    dp, tp, pp = (args.whole(f"{P}{name}") or 1 for name in ("dp", "tp", "pp"))
+    ep, cp = (
+        args.whole(f"{P}expert_parallel_size") or 1,
+        args.whole(f"{P}context_parallel_size") or 1,
+    )
+    steps, micro = (
+        args.whole(f"{T}batch_accumulation_per_replica") or 1,
+        args.whole(f"{T}micro_batch_size") or 1,
+    )
+    mode = args.text(f"{P}tp_mode") or "ALL_REDUCE"
+    engine = args.text(f"{P}pp_engine") or "1f1b"
+    if ep > 1:
+        args.find(
+            "note",
+            f"expert_parallel_size multiplies the devices in nanotron: {dp} x {ep} data-parallel ranks",
+        )
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp=dp * ep,
+        ep=ep,
+        micro_batch=micro,
+        global_batch=micro * steps * dp * ep,
+        zero=args.whole("optimizer.zero_stage", least=0) or 0,
+        recompute="full" if args.flag(f"{P}recompute_layer") else "none",
+        schedule=_ENGINES.get(engine.lower(), "1f1b") if pp > 1 else "none",
+        sequence_parallel=mode.upper() == "REDUCE_SCATTER" and tp > 1,
+    )
+    dtype = args.text("model.dtype") or "bfloat16"
+    precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, "bf16")
+    accumulate = args.flag("optimizer.accumulate_grad_in_fp32")
+    facts = Facts(precision, grads="bf16" if accumulate is False else "fp32", dropout=0.0)
+    flags = {name: value for name, value in args.values.items() if name in args.read}
+    return Job("nanotron", _shape(args), layout, dp * ep * tp * pp * cp, None, args.whole(f"{T}sequence_length"), facts, flags,
+               args.rest(_NEUTRAL), tuple(args.findings))  # fmt: skip
+
+
+def _shape(args: Arguments) -> ModelShape:
+    hidden, heads = args.whole(f"{M}hidden_size") or 0, args.whole(f"{M}num_attention_heads") or 0
+    args.whole(f"{M}max_position_embeddings")
+    experts = (
+        args.whole(f"{M}moe_num_experts", f"{M}num_experts", f"{M}moe_config.num_experts") or 0
+    )
+    ffn = args.whole(f"{M}intermediate_size") or 4 * hidden
+    return ModelShape(
+        layers=args.whole(f"{M}num_hidden_layers") or 0,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=args.whole(f"{M}num_key_value_heads") or heads,
+        head_dim=args.whole(f"{M}head_dim") or (hidden // heads if heads else 0),
+        ffn=ffn,
+        vocab=args.whole(f"{M}vocab_size") or 0,
+        experts=experts,
+        top_k=(
+            args.whole(
+                f"{M}num_experts_per_tok", f"{M}num_experts_per_token", f"{M}moe_config.top_k"
+            )
+            or 1
+        )
+        if experts
+        else 0,
+        moe_ffn=ffn if experts else 0,
+        gated=True,
+        tied=bool(args.flag(f"{M}tie_word_embeddings")),
+    )
+
+
+def refusals(job: Job, gpus: int) -> list[Finding]:
+    """What nanotron refuses at start."""
+    by, shape, found = job.layout, job.shape, list[Finding]()
+    total = by.tp * by.pp * by.cp * by.dp_on(gpus)
+    if total != gpus:
+        fixed = by.tp * by.pp * by.cp * by.ep
+        legal = (f"{P}dp: {gpus // fixed}",) if gpus % fixed == 0 else ()
+        found.append(Finding("refused", f"dp x expert_parallel_size x tp x pp = {total}, and there are {gpus} devices",
+                             "world_size must be equal to dp * pp * tp * expert_parallel_size", legal))  # fmt: skip
+    for words, heads in (
+        ("attention heads", shape.heads),
+        ("heads of keys and values", shape.kv_heads),
+    ):
+        if heads and heads % by.tp:
+            found.append(Finding("refused", f"tp={by.tp} does not divide {heads} {words}", "must be divisible by TP size",
+                                 tuple(f"{P}tp: {d}" for d in divisors_near(heads, by.tp))))  # fmt: skip
+    number = by.batch_on(gpus) // (by.micro_batch * by.dp_on(gpus))
+    if by.pp > 1 and by.schedule == "1f1b" and number < by.pp - 1:
+        found.append(
+            Finding(
+                "refused",
+                f"{number} micro-batches for 1F1B on {by.pp} ranks",
+                "Number of micro-batches must be at least pp - 1",
+                (f"{T}batch_accumulation_per_replica: {by.pp}",),
+            )
+        )
+    if by.zero > 1:
+        found.append(
+            Finding(
+                "refused",
+                f"zero_stage {by.zero}",
+                "only ZeRO stages 0 and 1 are supported",
+                ("optimizer.zero_stage: 1",),
+            )
+        )
+    if by.ep > 1 and shape.experts and shape.experts % by.ep:
+        found.append(
+            Finding(
+                "refused",
+                f"{by.ep} does not divide {shape.experts} experts",
+                "num_experts must be divisible by expert_parallel_size",
+                tuple(f"{P}expert_parallel_size: {d}" for d in divisors_near(shape.experts, by.ep)),
+            )
+        )
+    return found
+
+
+def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
+    """What nanotron can run: tp with reduce-scatter, pipelines, ZeRO-1."""
+
+    def allows(choice: Any) -> bool:
+        mesh, heads = choice.mesh, shape.kv_heads or shape.heads
+        return (
+            not (heads and heads % mesh.tp)
+            and mesh.cp == 1
+            and choice.zero < 2
+            and not choice.shard
+            and mesh.order == ""
+        )
+
+    return Restriction(
+        "nanotron",
+        {"sequence_parallel": True, "cp": 1},
+        ("none", "full"),
+        ("1f1b", "gpipe"),
+        allows,
+    )
+
+
+def config_of(job: Job) -> dict[str, Any]:
+    """The blocks of a configuration. Raises NotExpressible if nanotron cannot run the job."""
+    by, lacking = job.layout, []
+    if by.vpp > 1:
+        lacking.append(f"{by.vpp} stages a rank: the nearest is one")
+    if by.zero > 1 or by.copies > 1:
+        lacking.append(f"ZeRO-{by.zero} over {by.copies} copies: the nearest is ZeRO-1 over all")
+    if by.recompute not in ("none", "full") or by.recompute_layers:
+        lacking.append(f"recompute {by.recompute}: the nearest is recompute_layer (all layers)")
+    if by.schedule not in ("none", "1f1b", "gpipe"):
+        lacking.append(f"schedule {by.schedule}: the nearest is 1f1b")
+    if by.offload != "none" or by.order:
+        lacking.append("offloading or another rank order")
+    if by.stages and len(set(by.stages)) > 1:
+        lacking.append(
+            f"stages of {'-'.join(map(str, by.stages))} layers: it cuts by the cost of layers and head"
+        )
+    if lacking:
+        raise NotExpressible(f"nanotron cannot say {'; '.join(lacking)}")
+    dp = by.dp_on(job.gpus or by.tp * by.pp * by.cp)
+    number = by.batch_on(job.gpus or dp) // (by.micro_batch * dp)
+    parallelism = {"dp": dp // by.ep, "expert_parallel_size": by.ep, "tp": by.tp, "pp": by.pp, "context_parallel_size": by.cp,
+                   "pp_engine": "afab" if by.schedule == "gpipe" else "1f1b",
+                   "tp_mode": "REDUCE_SCATTER" if by.sequence_parallel else "ALL_REDUCE",
+                   "recompute_layer": by.recompute == "full"}  # fmt: skip
+    tokens = {
+        "batch_accumulation_per_replica": number,
+        "micro_batch_size": by.micro_batch,
+        "sequence_length": job.seq or 0,
+    }
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(job.facts.precision, "float32")
+    return {
+        "parallelism": parallelism,
+        "tokens": {name: value for name, value in tokens.items() if value},
+        "optimizer": {"zero_stage": by.zero, "accumulate_grad_in_fp32": job.facts.grads != "bf16"},
+        "model": {"dtype": dtype} | _model(job.shape),
+    }
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    if shape.lacking or shape.experts:
+        return {}
+    return {"model_config": {
+        "num_hidden_layers": shape.layers, "hidden_size": shape.hidden, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "intermediate_size": shape.ffn, "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tied,
+    }}  # fmt: skip
+
+
+def flags_of(job: Job) -> dict[str, str]:
+    """The configuration by path, as texts."""
+    return {path: str(value) for path, value in flat(config_of(job)).items()}
+
+
+def write(job: Job) -> Exported:
+    """The blocks of a nanotron configuration that a layout fixes. Raises NotExpressible if nanotron
+    cannot run the job.
+    """
+    import yaml
+
+    text = yaml.safe_dump(config_of(job), sort_keys=False)
+    per_node = job.gpus_per_node or min(job.gpus or 1, 8)
+    nodes = max(1, (job.gpus or 1) // per_node)
+    launch = f"torchrun --nproc-per-node {per_node} --nnodes {nodes} run_train.py --config-file config.yaml"
+    losses = [
+        "the blocks general, checkpoints, data_stages, tokenizer and the learning rate are yours"
+    ]
+    losses += ["the model's dimensions"] if job.shape.lacking or job.shape.experts else []
+    return Exported(
+        "nanotron 0.5",
+        text,
+        launch,
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        tuple(losses),
+        "config.yaml",
+    )
+
+
+NANOTRON = Target(
+    "nanotron", "nanotron 0.5", _reads, read, refusals, restriction, write, "nanotron", flags_of
+)
+"""Hugging Face's nanotron."""

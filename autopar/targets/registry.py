@@ -1,0 +1,58 @@
+"""All targets, and the reading of a job of any of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopar.errors import AutoparError, shown
+from autopar.files import read_text
+from autopar.targets.accelerate import ACCELERATE
+from autopar.targets.deepspeed import DEEPSPEED
+from autopar.targets.job import Job
+from autopar.targets.megatron import MEGATRON
+from autopar.targets.nanotron import NANOTRON
+from autopar.targets.target import Source, Target
+from autopar.targets.torchtitan import TORCHTITAN
+from autopar.targets.transformers import TRANSFORMERS
+
+TARGETS: dict[str, Target] = {
+    t.name: t for t in (ACCELERATE, TRANSFORMERS, TORCHTITAN, NANOTRON, DEEPSPEED, MEGATRON)
+}
+"""Every target by its name, in the order in which files are recognized."""
+
+
+def target_of(name: str) -> Target:
+    """The target of a name or alias. Raises AutoparError for an unknown one."""
+    lower = name.lower() if isinstance(name, str) else ""
+    for target in TARGETS.values():
+        if lower in (target.name, *target.aliases):
+            return target
+    raise AutoparError(f"target {shown(name)} is not known; {', '.join(TARGETS)} are")
+
+
+def read_job(path: str | Path, target: str | None = None) -> Job:
+    """The job that a file of another framework says. Nothing in the file is run.
+
+    Args:
+        path: a launch script, a configuration file or a dump of arguments.
+        target: the framework; by default the one whose form the file has.
+
+    Raises:
+        AutoparError: the file cannot be read, is no job, or the target is not known.
+    """
+    text = read_text(path, "job")
+    folder = Path(path).parent
+
+    def beside(name: str) -> str | None:
+        found = folder / Path(name).name if not (folder / name).is_file() else folder / name
+        return read_text(found, "script") if found.is_file() else None
+
+    source = Source(text, Path(path).name, beside)
+    if target is not None:
+        return target_of(target).read(source)
+    for known in TARGETS.values():
+        if known.reads(source):
+            return known.read(source)
+    raise AutoparError(
+        f"{path} is no job that autopar knows: it has options of none of {', '.join(TARGETS)}"
+    )

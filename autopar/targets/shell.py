@@ -1,0 +1,506 @@
+"""Reads a launch script as a shell would expand it. Nothing is run: a command substitution, the
+environment and positional arguments are values that are not known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from autopar.errors import AutoparError
+from autopar.targets.arithmetic import NotANumber, evaluate
+from autopar.targets.shell_syntax import Block, Command, Node, Part, Word, parse, parse_text
+
+OPEN, CLOSE = "\ue000", "\ue001"
+"""Brackets around the description of a value that is not known, inside an expanded text."""
+MOST_STEPS = 20_000
+"""The most commands that are read, those of functions counted each time."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
+_DECLARE = ("export", "declare", "local", "readonly", "typeset")
+Value = str | tuple[str, ...]
+ReadFile = Callable[[str], str | None]
+"""Returns the text of a file that a script reads with `source`, or None."""
+
+
+def unknown(what: str) -> str:
+    """The marker of a value that is not known, such as '$SLURM_NNODES'."""
+    return f"{OPEN}{what.replace(OPEN, '').replace(CLOSE, '')}{CLOSE}"
+
+
+def is_known(text: str) -> bool:
+    """Whether an expanded text has no value that is not known."""
+    return OPEN not in text
+
+
+def shown_value(text: str) -> str:
+    """An expanded text for a message: what is not known is named as in the file."""
+    return text.replace(OPEN, "").replace(CLOSE, "")
+
+
+@dataclass
+class Script:
+    """What a script says.
+
+    Attributes:
+        commands: each command as its expanded words, with the operator behind it.
+        variables: the last value of each variable.
+        notes: what was assumed, one sentence each.
+        unread: files that the script reads with `source` and that are not there.
+    """
+
+    commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+    variables: dict[str, Value] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Adds a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def text_of(self, name: str) -> str:
+        """The value of a variable as a text; the marker of an unknown value if it is not set."""
+        value = self.variables.get(name)
+        if value is None:
+            return unknown(f"${name}")
+        return value if isinstance(value, str) else (value[0] if value else "")
+
+
+def read_script(text: str, read_file: ReadFile = lambda name: None) -> Script:
+    """A script with its words expanded, without running anything. `read_file(name)` gives the text
+    of another script that it reads. Raises AutoparError for a text that is no script.
+    """
+    script = Script()
+    script.variables |= _batch_variables(text)
+    reader = _Reader(script, read_file)
+    reader.run(parse(text))
+    return script
+
+
+def _batch_variables(text: str) -> dict[str, Value]:
+    """The variables that Slurm sets, as far as `#SBATCH` lines fix them."""
+    options: dict[str, str] = {}
+    letters = {"-N": "--nodes", "-n": "--ntasks"}
+    for line in re.findall(r"^#SBATCH\s+(.*)$", text, re.MULTILINE):
+        found = re.match(r"(--?[\w-]+)(?:=|\s+)?([^\s#]*)", line.strip())
+        if found:
+            options[letters.get(found[1], found[1])] = found[2]
+    numbers = {name: int(v) for name, v in options.items() if re.fullmatch(r"\d{1,7}", v)}
+    gpus = re.search(r"gpu:(?:[\w.-]+:)?(\d+)", options.get("--gres", ""))
+    each = numbers.get("--gpus-per-node") or (int(gpus[1]) if gpus else 0)
+    each = each or int((re.search(r"(\d+)$", options.get("--gpus-per-node", "")) or [0, 0])[1])
+    found_values: dict[str, Value] = {}
+    if nodes := numbers.get("--nodes"):
+        found_values |= dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), str(nodes))
+    tasks = numbers.get("--ntasks") or (nodes or 0) * numbers.get("--ntasks-per-node", 0)
+    if tasks:
+        found_values |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), str(tasks))
+    if per_node := numbers.get("--ntasks-per-node"):
+        found_values["SLURM_NTASKS_PER_NODE"] = str(per_node)
+    if each:
+        found_values |= dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), str(each))
+    return found_values
+
+
+class _Stop(Exception):
+    """The script ends here."""
+
+
+class _Reader:
+    """Expands the commands of a script one after the other."""
+
+    def __init__(self, script: Script, read_file: ReadFile) -> None:
+        self.script, self.read_file = script, read_file
+        self.functions: dict[str, tuple[Node, ...]] = {}
+        self.arguments: tuple[str, ...] | None = None  # of the function that runs
+        self.steps = self.depth = self.unsure = self.branches = 0
+
+    # ------------------------------------------------------------------------------------ commands
+
+    def run(self, nodes: Sequence[Node]) -> None:
+        """Reads commands in order. Those behind an `exit` that certainly runs are left out."""
+        try:
+            self._run(nodes)
+        except _Stop:
+            return
+
+    def _run(self, nodes: Sequence[Node]) -> None:
+        self.depth += 1
+        if self.depth > 40:
+            raise AutoparError("the script calls its functions deeper than 40 times")
+        verdict: bool | None = True
+        for node in nodes:
+            self.steps += 1
+            if self.steps > MOST_STEPS:
+                raise AutoparError(f"the script has more than {MOST_STEPS:,} commands")
+            if isinstance(node, Block):
+                self._block(node)
+                continue
+            self.unsure += verdict is None
+            if verdict is not False:
+                self._command(node)
+            self.unsure -= verdict is None
+            # `test && command`: the command runs only if the test says so
+            verdict = True
+            if node.end in ("&&", "||"):
+                truth = self._test(node)
+                verdict = truth if node.end == "&&" or truth is None else not truth
+                if truth is None and not self._is_test(node):
+                    verdict = node.end == "&&"  # a program is taken to succeed
+        self.depth -= 1
+
+    def _block(self, node: Block) -> None:
+        if node.kind == "function":
+            self.functions[node.name] = node.branches[0][1]
+        elif node.kind == "group":
+            self._run(node.branches[0][1])
+        elif node.kind == "if":
+            self._if(node)
+        elif node.kind == "case":
+            self._case(node)
+        else:
+            self._unsurely(body for _, body in node.branches)
+
+    def _unsurely(self, bodies: object) -> None:
+        """Reads bodies of which it is not known whether they run."""
+        self.unsure += 1
+        for body in bodies:  # type: ignore[attr-defined]
+            try:
+                self._run(body)
+            except _Stop:
+                continue
+        self.unsure -= 1
+
+    def _if(self, node: Block) -> None:
+        for number, (condition, body) in enumerate(node.branches):
+            truth = True if condition is None else self._truth(condition)
+            if truth:
+                self.branches += 1
+                self._run(body)
+                self.branches -= 1
+                return
+            if truth is None:
+                self._unsurely(body for _, body in node.branches[number:])
+                return
+
+    def _case(self, node: Block) -> None:
+        condition = node.branches[0][0]
+        words = condition[0].words if condition and isinstance(condition[0], Command) else ()
+        subject = "".join(self.text(word) for word in words[:1])
+        if not is_known(subject):
+            self._unsurely(body for _, body in node.branches[1:])
+            return
+        for patterns, body in node.branches[1:]:
+            command = patterns[0] if patterns else None
+            texts = [self.text(w) for w in command.words] if isinstance(command, Command) else []
+            choices = [part.strip() for text in texts for part in text.split("|")]
+            if any(fnmatchcase(subject, choice) for choice in choices):
+                self._run(body)
+                return
+
+    def _command(self, node: Command) -> None:
+        arrays, at = dict(node.arrays), 0
+        words = list(node.words)
+        leads = len(words[0]) == 1 and words[0][0].kind == "text" if words else False
+        declares = leads and words[0][0].text in _DECLARE
+        if declares:
+            at = 1
+        while at < len(words):
+            if declares and (self.text(words[at]).startswith("-")):
+                at += 1
+                continue
+            if not self._assign(words[at], arrays.get(at), node.line):
+                break
+            at += 1
+        if declares or at == len(words):
+            return
+        expanded = tuple(field for word in words[at:] for field in self.fields(word))
+        if expanded:
+            self._call(expanded, node)
+
+    def _assign(self, word: Word, array: tuple[Word, ...] | None, line: int) -> bool:
+        """Takes over an assignment; False if the word is none."""
+        first = word[0] if word else None
+        if first is None or first.kind != "text" or first.quoted:
+            return False
+        found = _ASSIGNMENT.fullmatch(first.text)
+        if found is None:
+            return False
+        name, adds = found[1], found[3] == "+"
+        if array is not None:
+            value: Value = tuple(field for item in array for field in self.fields(item))
+        else:
+            value = self.text((Part("text", found[4], True), *word[1:]))
+        old = self.script.variables.get(name)
+        if self.unsure:
+            self._maybe(name, old, value, adds, line)
+        elif adds and isinstance(value, tuple):
+            before = old if isinstance(old, tuple) else ((old,) if old else ())
+            self.script.variables[name] = before + value
+        elif adds and isinstance(old, str) and isinstance(value, str):
+            self.script.variables[name] = old + value
+        else:
+            self.script.variables[name] = value
+        return True
+
+    def _maybe(self, name: str, old: Value | None, value: Value, adds: bool, line: int) -> None:
+        """An assignment that may not happen: a value from before stays, with a note."""
+        if old is None and value:
+            where = f"{name}, which line {line} sets under a condition that the file does not tell"
+            self.script.variables[name] = (
+                (unknown(where),) if isinstance(value, tuple) else unknown(where)
+            )
+        elif old is None:
+            self.script.variables[name] = value
+        if old is not None and old != value:
+            words = " ".join(value) if isinstance(value, tuple) else value
+            verb = "adds" if adds else "sets"
+            self.script.note(
+                f"line {line} {verb} {name} ({shown_value(words)[:80]}) under a condition that the file does not tell: not taken"
+            )
+
+    def _call(self, words: tuple[str, ...], node: Command) -> None:
+        name = words[0]
+        if name in self.functions:
+            before, self.arguments = self.arguments, words[1:]
+            self._run(self.functions[name])
+            self.arguments = before
+        elif name in ("source", ".") and len(words) > 1:
+            self._source(words[1])
+        elif name == "set" and "--" in words:
+            self.arguments = words[words.index("--") + 1 :]
+        elif name in ("exit", "return"):
+            # guards such as `if [ -z "$DATA" ]; then exit 1; fi` are taken to hold
+            if not (self.unsure or self.branches) and name == "exit":
+                raise _Stop
+        elif name == "unset" and not self.unsure:
+            for word in words[1:]:
+                self.script.variables.pop(word, None)
+        elif name == "read":
+            for word in words[1:]:
+                self.script.variables[word] = unknown(f"${word}, which is read from the terminal")
+        elif name in ("eval", "exec") and len(words) > 1:
+            self._nested(" ".join(words[1:]), node)
+        else:
+            self.script.commands.append((words, node.end))
+            for word in words[1:]:
+                if re.search(r"\s--?\w", word) and re.search(r"\s", word.strip()):
+                    self._nested(word, node)
+
+    def _nested(self, text: str, node: Command) -> None:
+        """Reads a command that a word holds, as in `bash -c "torchrun ..."`."""
+        try:
+            self._run(parse(text))
+        except AutoparError:
+            self.script.commands.append((tuple(text.split()), node.end))
+
+    def _source(self, name: str) -> None:
+        text = self.read_file(name) if is_known(name) else None
+        if text is None:
+            self.script.unread.append(shown_value(name))
+        else:
+            self._run(parse(text))
+
+    # ---------------------------------------------------------------------------------- conditions
+
+    def _truth(self, nodes: Sequence[Node]) -> bool | None:
+        """Whether a condition holds; None if the file does not tell."""
+        truth: bool | None = None
+        connector = ";"
+        for node in nodes:
+            value = self._test(node) if isinstance(node, Command) else None
+            if connector == "&&":
+                both = (truth, value)
+                truth = False if False in both else None if None in both else True
+            elif connector == "||":
+                either = (truth, value)
+                truth = True if True in either else None if None in either else False
+            else:
+                truth = value
+            connector = node.end if isinstance(node, Command) else ";"
+        return truth
+
+    @staticmethod
+    def _is_test(node: Command) -> bool:
+        first = node.words[0] if node.words else ()
+        return len(first) == 1 and first[0].text in ("[", "[[", "test")
+
+    def _test(self, node: Command) -> bool | None:
+        words = [self.text(word) for word in node.words]
+        words = words[1:] if words and words[0] in ("[", "[[", "test") else words
+        words = words[:-1] if words and words[-1] in ("]", "]]") else words
+        if words and words[0] == "!":
+            inner = self._compare(words[1:])
+            return None if inner is None else not inner
+        return self._compare(words)
+
+    def _compare(self, words: list[str]) -> bool | None:
+        if words in (["true"], ["false"], [":"]):
+            return words != ["false"]
+        if len(words) == 2 and words[0] in ("-z", "-n"):
+            return self._is_empty(words[1]) == (words[0] == "-z")
+        if len(words) != 3 or not (is_known(words[0]) and is_known(words[2])):
+            return None
+        a, operator, b = words
+        if operator in ("=", "=="):
+            return fnmatchcase(a, b)
+        if operator == "!=":
+            return not fnmatchcase(a, b)
+        order = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+        if operator in order:
+            try:
+                return bool(evaluate(f"{a} {order[operator]} {b}", self.script.text_of))
+            except NotANumber:
+                return None
+        return None
+
+    def _is_empty(self, text: str) -> bool:
+        """Whether a text is empty. What comes from outside of the script is taken to be unset."""
+        if is_known(text):
+            return not text
+        self.script.note(f"{shown_value(text)} is taken to be unset")
+        return True
+
+    # ----------------------------------------------------------------------------------- expansion
+
+    def text(self, word: Word) -> str:
+        """A word expanded without splitting."""
+        return "".join(" ".join(self._part(part)) for part in word)
+
+    def fields(self, word: Word) -> list[str]:
+        """A word expanded and split as the shell splits it."""
+        found: list[str] = []
+        current: str | None = None
+        for part in word:
+            if part.kind == "text":
+                current = (current or "") + part.text
+                continue
+            values = self._part(part)
+            if (
+                part.kind == "variable"
+                and re.search(r"\[[@*]\]$|^[@*]$", part.text)
+                and part.quoted
+            ):
+                pieces = list(values)
+            elif part.quoted:
+                pieces = [" ".join(values)]
+            else:
+                pieces = [piece for value in values for piece in _split(value)]
+            for number, piece in enumerate(pieces):
+                if number:
+                    found.append(current or "")
+                    current = None
+                current = (current or "") + piece
+        return found if current is None else [*found, current]
+
+    def _part(self, part: Part) -> tuple[str, ...]:
+        if part.kind == "text":
+            return (part.text,)
+        if part.kind == "command":
+            return (unknown(f"$({part.text.strip()[:60]})"),)
+        if part.kind == "sum":
+            try:
+                inner = "".join(" ".join(self._part(p)) for p in parse_text(part.text))
+                return (str(evaluate(inner, self.script.text_of)),)
+            except NotANumber:
+                return (unknown(f"$(({part.text.strip()[:60]}))"),)
+        return self._variable(part.text)
+
+    def _variable(self, text: str) -> tuple[str, ...]:
+        """The values of `${text}`."""
+        found = re.fullmatch(
+            r"([#!]?)([A-Za-z_]\w*|[0-9]+|[@*#?!$-])(?:\[([^]]*)\])?(.*)", text, re.DOTALL
+        )
+        if found is None:
+            return (unknown(f"${{{text}}}"),)
+        if found[1]:
+            value = self.script.variables.get(found[2])
+            if found[1] == "#" and value is not None and all(map(is_known, value)):
+                return (str(len(value)),)
+            return (unknown(f"${{{text}}}"),)
+        values = self._values(found[2], found[3])
+        return (
+            self._changed(values, found[2], found[4])
+            if found[4]
+            else values or self._unset(found[2])
+        )
+
+    def _values(self, name: str, index: str | None) -> tuple[str, ...] | None:
+        """The values of a variable, or None if it is not set here."""
+        if re.fullmatch(r"[0-9]+|[@*]", name):
+            arguments = self.arguments
+            if name in "@*":
+                return arguments
+            number = int(name)
+            inside = arguments is not None and 1 <= number <= len(arguments)
+            return (arguments[number - 1],) if arguments is not None and inside else None
+        value = self.script.variables.get(name)
+        if value is None:
+            return None
+        values = value if isinstance(value, tuple) else (value,)
+        if index is None or index in "@*":
+            return values if index is not None else (values[0] if values else "",)
+        at = "".join(" ".join(self._part(part)) for part in parse_text(index))
+        return (values[int(at)],) if at.isdigit() and int(at) < len(values) else None
+
+    def _unset(self, name: str) -> tuple[str, ...]:
+        if name in ("@", "*"):
+            return (unknown(f'"${name}", the arguments of the script'),)
+        return (unknown(f"${name}"),)
+
+    def _changed(self, values: tuple[str, ...] | None, name: str, change: str) -> tuple[str, ...]:
+        """The values after the change that `${name...}` asks for, such as a default."""
+        found = re.match(r"(:?[-=+?])", change)
+        if found is None:
+            return self._trimmed(values or self._unset(name), name, change)
+        is_set = values is not None and (":" not in found[1] or any(values))
+        rest = "".join(" ".join(self._part(part)) for part in parse_text(change[found.end() :]))
+        kind = found[1][-1]
+        if kind == "+":
+            return (rest,) if is_set else ("",)
+        if is_set and values is not None:
+            return values
+        if kind == "?":
+            return self._unset(name)
+        if rest:
+            self.script.note(
+                f"${name} is taken to be unset, so that it is {shown_value(rest)[:60]}"
+            )
+        if kind == "=" and not self.unsure:
+            self.script.variables[name] = rest
+        return (rest,)
+
+    def _trimmed(self, values: tuple[str, ...], name: str, change: str) -> tuple[str, ...]:
+        if not all(map(is_known, values)):
+            return values
+        if change in ("^^", ",,"):
+            return tuple(v.upper() if change == "^^" else v.lower() for v in values)
+        if part := re.fullmatch(r":(\d+)(?::(\d+))?", change):
+            end = int(part[1]) + int(part[2]) if part[2] else None
+            return tuple(value[int(part[1]) : end] for value in values)
+        if part := re.fullmatch(r"(//?)([^/*?\[]+)/(.*)", change):
+            count = -1 if part[1] == "//" else 1
+            return tuple(value.replace(part[2], part[3], count) for value in values)
+        if part := re.fullmatch(r"(##?|%%?)(.+)", change):
+            return tuple(_without(value, part[1], part[2]) for value in values)
+        return (unknown(f"${{{name}{change}}}"),)
+
+
+def _split(value: str) -> list[str]:
+    """The words of an expanded value. Descriptions of unknown values are not split."""
+    pieces = re.findall(rf"(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^\s])+", value)
+    return pieces
+
+
+def _without(value: str, side: str, pattern: str) -> str:
+    """A text without the shortest or longest beginning or end that matches a pattern."""
+    sizes = range(len(value) + 1)
+    order = reversed(sizes) if len(side) == 2 else sizes
+    for size in order:
+        piece = value[:size] if side[0] == "#" else value[len(value) - size :]
+        if fnmatchcase(piece, pattern):
+            return value[size:] if side[0] == "#" else value[: len(value) - size]
+    return value

@@ -1,0 +1,477 @@
+"""The syntax of shell scripts: words, commands and their nesting. Nothing is expanded or run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.errors import AutoparError
+
+MOST_CHARACTERS = 2_000_000
+"""The largest script that is read."""
+MOST_DEPTH = 60
+"""The deepest nesting of quotes, expansions and blocks."""
+
+_OPERATORS = (
+    "&&",
+    "||",
+    ";;",
+    "|&",
+    "&>>",
+    "&>",
+    ">>",
+    "<<<",
+    "<<-",
+    "<<",
+    ">&",
+    "<&",
+    ">",
+    "<",
+    ";",
+    "&",
+    "|",
+    "(",
+    ")",
+)
+_SPACE = " \t\r"
+_ENDS = frozenset(" \t\r\n;&|<>()")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a word: `kind` is 'text', 'variable' (the text inside `${}`), 'command' (what
+    would be run) or 'sum' (the text inside `$(())`). A quoted part is not split at blanks.
+    """
+
+    kind: str
+    text: str
+    quoted: bool
+
+
+Word = tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A word, an operator or the end of a line. `array` has the words in parentheses behind a word
+    such as `A=` or `A+=`, or None.
+    """
+
+    kind: str  # 'word', 'operator', 'line'
+    line: int
+    text: str = ""
+    word: Word = ()
+    array: tuple[Word, ...] | None = None
+
+
+def tokens_of(text: str) -> list[Token]:
+    """The tokens of a script, without comments. Raises AutoparError for quotes or brackets that do
+    not end.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise AutoparError(f"a script of {len(text):,} characters is no launch script")
+    return list(_Scanner(text.replace("\r\n", "\n")).tokens())
+
+
+class _Scanner:
+    """Reads a text from left to right; `at` is the next character."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at, self.depth = text, 0, 0
+        self.waiting: list[tuple[str, bool]] = []  # ends of here-documents
+
+    def _line(self) -> int:
+        return self.text.count("\n", 0, self.at) + 1
+
+    def tokens(self) -> Iterator[Token]:
+        while self.at < len(self.text):
+            self._skip_blanks()
+            if self.at >= len(self.text):
+                return
+            character, line = self.text[self.at], self._line()
+            if character == "#":
+                self._skip_to_line_end()
+            elif character == "\n":
+                self.at += 1
+                self._skip_documents()
+                yield Token("line", line)
+            elif operator := self._operator():
+                self.at += len(operator)
+                if operator in ("<<", "<<-"):
+                    self._skip_blanks()
+                    end = "".join(part.text for part in self.word())
+                    self.waiting.append((end, operator == "<<-"))
+                else:
+                    yield Token("operator", line, operator)
+            else:
+                yield self._word_token(line)
+
+    def _word_token(self, line: int) -> Token:
+        word = self.word()
+        plain = word[0].text if len(word) == 1 and word[0].kind == "text" else ""
+        if re.fullmatch(r"[A-Za-z_]\w*\+?=", plain) and self.text[self.at : self.at + 1] == "(":
+            self.at += 1
+            return Token("word", line, word=word, array=tuple(self._array()))
+        return Token("word", line, word=word)
+
+    def _array(self) -> Iterator[Word]:
+        start = self._line()
+        while self.at < len(self.text):
+            self._skip_blanks()
+            character = self.text[self.at : self.at + 1]
+            if character == ")":
+                self.at += 1
+                return
+            if character == "#":
+                self._skip_to_line_end()
+            elif character in ("\n", "|", ";", "&", "<", ">", "("):
+                if (
+                    character != "\n"
+                ):  # bash refuses these; the bar of a layout is told by its reader
+                    yield (Part("text", character, True),)
+                self.at += 1
+            elif character:
+                yield self.word()
+        raise AutoparError(f"the array that begins in line {start} has no end")
+
+    def _operator(self) -> str:
+        return next((op for op in _OPERATORS if self.text.startswith(op, self.at)), "")
+
+    def _skip_blanks(self) -> None:
+        while True:
+            if self.text[self.at : self.at + 1] in tuple(_SPACE):
+                self.at += 1
+            elif self.text.startswith("\\\n", self.at):
+                self.at += 2
+            else:
+                return
+
+    def _skip_to_line_end(self) -> None:
+        end = self.text.find("\n", self.at)
+        self.at = len(self.text) if end < 0 else end
+
+    def _skip_documents(self) -> None:
+        for end, tabs in self.waiting:
+            while self.at < len(self.text):
+                stop = self.text.find("\n", self.at)
+                stop = len(self.text) if stop < 0 else stop
+                line = self.text[self.at : stop]
+                self.at = stop + 1
+                if (line.lstrip("\t") if tabs else line) == end:
+                    break
+        self.waiting = []
+
+    def word(self) -> Word:
+        """The word that begins here, up to a blank or an operator."""
+        parts: list[Part] = []
+        while self.at < len(self.text) and self.text[self.at] not in _ENDS:
+            character = self.text[self.at]
+            if character == "'":
+                parts.append(Part("text", self._until("'"), True))
+            elif character == '"':
+                parts += self._double_quoted()
+            elif self.text.startswith("$'", self.at):
+                self.at += 1
+                parts.append(Part("text", self._until("'"), True))
+            elif character in "$`":
+                parts.append(self._expansion(False))
+            elif character == "\\":
+                escaped = self.text[self.at + 1 : self.at + 2]
+                self.at += 2
+                if escaped != "\n":
+                    parts.append(Part("text", escaped, True))
+            else:
+                parts.append(Part("text", character, False))
+                self.at += 1
+        if not parts:
+            self.at += 1
+        return _joined(parts)
+
+    def _until(self, quote: str) -> str:
+        line, end = self._line(), self.text.find(quote, self.at + 1)
+        if end < 0:
+            raise AutoparError(f"the quote {quote} in line {line} has no end")
+        found = self.text[self.at + 1 : end]
+        self.at = end + 1
+        return found
+
+    def _double_quoted(self) -> list[Part]:
+        line = self._line()
+        self.at += 1
+        parts = [Part("text", "", True)]
+        while self.at < len(self.text):
+            character = self.text[self.at]
+            if character == '"':
+                self.at += 1
+                return parts
+            if character == "\\" and self.text[self.at + 1 : self.at + 2] in tuple('"\\$`\n'):
+                escaped = self.text[self.at + 1]
+                parts += [] if escaped == "\n" else [Part("text", escaped, True)]
+                self.at += 2
+            elif character in "$`":
+                parts.append(self._expansion(True))
+            else:
+                parts.append(Part("text", character, True))
+                self.at += 1
+        raise AutoparError(f'the quote " in line {line} has no end')
+
+    def _expansion(self, quoted: bool) -> Part:
+        """The expansion that begins here with `$` or a backtick."""
+        if self.text[self.at] == "`":
+            return Part("command", self._until("`"), quoted)
+        if self.text.startswith("$((", self.at):
+            return Part("sum", self._balanced(3, "(", ")")[:-1], quoted)
+        if self.text.startswith("$(", self.at):
+            return Part("command", self._balanced(2, "(", ")"), quoted)
+        if self.text.startswith("${", self.at):
+            return Part("variable", self._balanced(2, "{", "}"), quoted)
+        name = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]").match(self.text, self.at + 1)
+        if name is None:
+            self.at += 1
+            return Part("text", "$", quoted)
+        self.at = name.end()
+        return Part("variable", name[0], quoted)
+
+    def _balanced(self, skip: int, opening: str, closing: str) -> str:
+        """The text from `skip` characters on up to the bracket that closes the first one."""
+        line, start = self._line(), self.at + skip
+        depth, quote, self.at = skip - 1, "", start
+        while self.at < len(self.text):
+            character = self.text[self.at]
+            self.at += 1
+            if character == "\\":
+                self.at += 1
+            elif quote:
+                quote = "" if character == quote else quote
+            elif character in "\"'":
+                quote = character
+            elif character == opening:
+                depth += 1
+            elif character == closing:
+                depth -= 1
+                if depth == 0:
+                    return self.text[start : self.at - 1]
+        raise AutoparError(f"the {opening} in line {line} has no end")
+
+
+def _joined(parts: list[Part]) -> Word:
+    """The parts, with neighbouring texts of one quoting as one part."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if last and part.kind == last.kind == "text" and part.quoted == last.quoted:
+            found[-1] = Part("text", last.text + part.text, last.quoted)
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A simple command. `end` is the operator behind it: ';', '|', '&&', ...; `arrays` are the
+    words of assignments of arrays, by the index of their word.
+    """
+
+    words: tuple[Word, ...]
+    arrays: tuple[tuple[int, tuple[Word, ...]], ...]
+    line: int
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A compound command. `kind` is 'if', 'loop', 'case', 'function' or 'group'. For 'if' the
+    branches are pairs of condition and body; the condition of `else` is None. Others have one
+    branch for each body.
+    """
+
+    kind: str
+    branches: tuple[tuple[tuple[Node, ...] | None, tuple[Node, ...]], ...]
+    line: int
+    name: str = ""
+
+
+Node = Command | Block
+
+_OPENS = {
+    "if": "fi",
+    "while": "done",
+    "until": "done",
+    "for": "done",
+    "select": "done",
+    "case": "esac",
+    "{": "}",
+}
+
+
+def parse(text: str) -> tuple[Node, ...]:
+    """The commands of a script. Raises AutoparError if it is not one."""
+    parser = _Parser(tokens_of(text))
+    found = parser.nodes(frozenset())
+    return found
+
+
+class _Parser:
+    """Reads commands from tokens."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self.tokens, self.at, self.depth = tokens, 0, 0
+
+    def _peek(self) -> Token | None:
+        return self.tokens[self.at] if self.at < len(self.tokens) else None
+
+    def _keyword(self) -> str:
+        token = self._peek()
+        if token is None or token.kind != "word" or token.array is not None:
+            return ""
+        part = token.word[0] if len(token.word) == 1 else None
+        return part.text if part and part.kind == "text" and not part.quoted else ""
+
+    def nodes(self, ends: frozenset[str]) -> tuple[Node, ...]:
+        """The commands up to one of the keywords or operators `ends`, which is not read."""
+        self.depth += 1
+        if self.depth > MOST_DEPTH:
+            raise AutoparError(f"the script nests its blocks deeper than {MOST_DEPTH}")
+        found: list[Node] = []
+        while (token := self._peek()) is not None:
+            word = self._keyword()
+            if word in ends or (token.kind == "operator" and token.text in ends):
+                break
+            if token.kind == "line" or (token.kind == "operator" and token.text not in "("):
+                self.at += 1
+            elif word in _OPENS:
+                found.append(self._block(word, token.line))
+            elif word in ("then", "do", "else", "fi", "done", "esac", "}", "in"):
+                self.at += 1  # stray: bash would refuse it
+            elif token.kind == "operator":
+                self.at += 1
+                body = self.nodes(frozenset(")"))
+                self.at += 1
+                found.append(Block("group", ((None, body),), token.line))
+            else:
+                found.append(self._function() or self._command())
+        self.depth -= 1
+        return tuple(found)
+
+    def _function(self) -> Block | None:
+        word = self._keyword()
+        after = self.tokens[self.at + 1 : self.at + 3]
+        called = [t.text for t in after if t.kind == "operator"] == ["(", ")"]
+        if word == "function" and after and after[0].kind == "word":
+            self.at += 1
+            word = self._keyword()
+            called = [t.text for t in self.tokens[self.at + 1 : self.at + 3]] == ["(", ")"]
+        elif not (called and re.fullmatch(r"[\w.:-]+", word)):
+            return None
+        line = self.tokens[self.at].line
+        self.at += 3 if called else 1
+        while (token := self._peek()) is not None and token.kind == "line":
+            self.at += 1
+        if self._keyword() != "{":
+            return Block("function", ((None, ()),), line, word)
+        block = self._block("{", line)
+        return Block("function", block.branches, line, word)
+
+    def _block(self, opening: str, line: int) -> Block:
+        self.at += 1
+        if opening == "{":
+            body = self.nodes(frozenset("}"))
+            self.at += 1
+            return Block("group", ((None, body),), line)
+        if opening == "if":
+            return self._if(line)
+        if opening == "case":
+            return self._case(line)
+        head = self.nodes(frozenset({"do"}))
+        self.at += 1
+        body = self.nodes(frozenset({"done"}))
+        self.at += 1
+        return Block("loop", ((head, body),), line)
+
+    def _if(self, line: int) -> Block:
+        branches: list[tuple[tuple[Node, ...] | None, tuple[Node, ...]]] = []
+        ends = frozenset({"elif", "else", "fi"})
+        while True:
+            condition = self.nodes(frozenset({"then"}))
+            self.at += 1
+            branches.append((condition, self.nodes(ends)))
+            word = self._keyword()
+            self.at += 1
+            if word == "else":
+                branches.append((None, self.nodes(frozenset({"fi"}))))
+                self.at += 1
+            if word != "elif":
+                return Block("if", tuple(branches), line)
+
+    def _case(self, line: int) -> Block:
+        """A case: the first branch has the subject as its condition, the others their patterns."""
+        subject = self._command_until("in", line)
+        branches: list[tuple[tuple[Node, ...] | None, tuple[Node, ...]]] = [((subject,), ())]
+        while (token := self._peek()) is not None and self._keyword() != "esac":
+            if token.kind == "line" or (token.kind == "operator" and token.text in ("(", ";;")):
+                self.at += 1
+                continue
+            patterns = self._command_until(")", token.line)
+            body = self.nodes(frozenset({";;", "esac"}))
+            branches.append(((patterns,), body))
+        self.at += 1
+        return Block("case", tuple(branches), line)
+
+    def _command_until(self, end: str, line: int) -> Command:
+        """The words up to the keyword or operator `end`, which is read too."""
+        words: list[Word] = []
+        while (token := self._peek()) is not None:
+            self.at += 1
+            if token.kind == "word" and token.word == (Part("text", end, False),):
+                break
+            if token.kind == "operator" and token.text == end:
+                break
+            words += [token.word] if token.kind == "word" else []
+        return Command(tuple(words), (), line, end)
+
+    def _command(self) -> Command:
+        words: list[Word] = []
+        arrays: list[tuple[int, tuple[Word, ...]]] = []
+        line, end = self.tokens[self.at].line, ";"
+        while (token := self._peek()) is not None:
+            if token.kind == "line":
+                self.at += 1
+                break
+            if token.kind == "operator" and token.text in (
+                ";",
+                "&",
+                "|",
+                "|&",
+                "&&",
+                "||",
+                ";;",
+                ")",
+            ):
+                end = token.text
+                self.at += end not in (";;", ")")
+                break
+            if token.kind == "operator":  # a redirection, and where it goes
+                self.at += 1
+                target = self._peek()
+                self.at += token.text not in "()" and target is not None and target.kind == "word"
+                continue
+            if token.array is not None:
+                arrays.append((len(words), token.array))
+            words.append(token.word)
+            self.at += 1
+        return Command(tuple(words), tuple(arrays), line, end)
+
+
+def parse_text(text: str) -> Word:
+    """The parts of a text that stands inside an expansion, such as a default. Blanks and operators
+    are plain text there.
+    """
+    scanner, parts = _Scanner(text), list[Part]()
+    while scanner.at < len(text):
+        if text[scanner.at] in _ENDS:
+            parts.append(Part("text", text[scanner.at], False))
+            scanner.at += 1
+        else:
+            parts += scanner.word()
+    return _joined(parts)

@@ -1,0 +1,83 @@
+"""A target: another framework, as data and a few functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autopar.errors import AutoparError
+from autopar.request.restriction import Restriction
+from autopar.targets.job import Exported, Finding, Job, ModelShape
+from autopar.targets.shell import ReadFile
+
+
+class NotExpressible(AutoparError):
+    """A plan that a framework cannot run. The message names what cannot be said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The text of a file, its name, and how files beside it are read."""
+
+    text: str
+    name: str = "file"
+    read_file: ReadFile = lambda name: None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Another framework.
+
+    Attributes:
+        name: how users name it.
+        title: its name in words, with the version that is written for.
+        reads: whether a file looks like a job of this framework.
+        read: the job of such a file.
+        refusals: what the framework refuses at start, for a job on a number of devices.
+        restriction: what it can run, for a model, tokens of a sequence and a number of devices.
+        write: a job in its form.  Raises NotExpressible.
+        software: the words by which predictions choose the software's facts.
+        flags: a job's options in its form, by name; differences of two jobs are told in these.
+    """
+
+    name: str
+    title: str
+    reads: Callable[[Source], bool]
+    read: Callable[[Source], Job]
+    refusals: Callable[[Job, int], list[Finding]]
+    restriction: Callable[[ModelShape, int, int], Restriction]
+    write: Callable[[Job], Exported]
+    software: str
+    flags: Callable[[Job], dict[str, str]]
+    aliases: tuple[str, ...] = field(default=())
+
+
+def divisors_near(number: int, value: int, most: int | None = None) -> list[int]:
+    """The divisors of `number` next to `value`: the largest one below and the smallest above, both
+    up to `most`.
+    """
+    found = [d for d in range(1, min(number, most or number, 100_000) + 1) if number % d == 0]
+    below, above = [d for d in found if d < value], [d for d in found if d > value]
+    return below[-1:] + above[:1]
+
+
+def multiples_near(unit: int, value: int) -> list[int]:
+    """The multiples of `unit` next to `value`, without 0."""
+    below = value // unit * unit
+    return [number for number in (below, below + unit) if number > 0]
+
+
+VOCABULARIES = (
+    (r"llama[-_]?3", 128256), (r"llama[-_]?2|codellama", 32000), (r"mixtral|mistral[-_]?7b", 32000),
+    (r"qwen[-_.]?(2|2\.5|3)", 151936), (r"deepseek[-_]?v3|deepseek[-_]?r1", 129280), (r"deepseek[-_]?v2", 102400),
+    (r"gemma[-_]?2", 256000), (r"gpt2|gpt-2", 50257),
+)  # fmt: skip
+"""Tokens of the vocabularies of public models, by words in the path of a tokenizer: `vocab_size` of
+their config.json files on Hugging Face.
+"""
+
+
+def vocabulary_of(path: str) -> int:
+    """The vocabulary of a public tokenizer, by words in its path; 0 if it is not known."""
+    return next((size for pattern, size in VOCABULARIES if re.search(pattern, path, re.I)), 0)

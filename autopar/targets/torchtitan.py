@@ -1,0 +1,523 @@
+"""torchtitan: TOML files, flags, and functions of its registry in Python."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.request.restriction import Restriction
+from autopar.targets.arguments import Arguments, flat
+from autopar.targets.job import Exported, Facts, Finding, Job, Layout, ModelShape
+from autopar.targets.shell import read_script, unknown
+from autopar.targets.target import NotExpressible, Source, Target, divisors_near, multiples_near
+
+P, T = "parallelism.", "training."
+FLAVORS: dict[tuple[str, str], ModelShape] = {
+    ("llama3", "8b"): ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True),
+    ("llama3", "70b"): ModelShape(80, 8192, 64, 8, 128, 28672, 128256, gated=True),
+    ("llama3", "405b"): ModelShape(126, 16384, 128, 8, 128, 53248, 128256, gated=True),
+    ("qwen3", "32b"): ModelShape(64, 5120, 64, 8, 128, 25600, 151936, gated=True),
+}
+"""Dimensions by model and flavor: those of the models' published config.json files."""
+SCHEDULES = {
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    "interleaved1f1b": "interleaved_1f1b",
+    "interleavedzerobubble": "zero_bubble",
+}
+WRITTEN = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "zero_bubble": "InterleavedZeroBubble",
+}
+_NEUTRAL = re.compile(
+    r"(job|profiling|profiler|metrics|lr_scheduler|checkpoint|comm|validation|validator|memory_estimation|fault_tolerance|experimental|debug|"
+    r"dataloader|override)\..*|optimizer\.(lr|eps|weight_decay|beta.*|name|implementation)|training\.(steps|max_norm|dataset.*|gc_.*|dataloader.*|"
+    r"mixed_precision_reduce|disable_cuda_graphs)|model\.(hf_assets_path|tokenizer_path|print_after_conversion)|compile\.(components|backend)|"
+    r"parallelism\.(context_parallel_(load_balancer|rotate_method)|spmd_backend|pipeline_parallel_schedule_csv)|module|config|"
+    r"activation_checkpoint\.(per_op_.*|preserve_rng.*|determinism.*|debug|early_stop)|nproc.*|nnodes|rdzv.*|local_ranks.*|role|tee|hf_assets_path"
+)
+
+
+def _reads(source: Source) -> bool:
+    text = source.text
+    return (
+        re.search(
+            r"^\[parallelism\]|--parallelism\.|^\s*parallelism\s*=\s*ParallelismConfig\(",
+            text,
+            re.MULTILINE,
+        )
+        is not None
+        or "data_parallel_shard_degree" in text
+        or "tensor_parallel_degree" in text
+    )
+
+
+def read(source: Source) -> Job:
+    """The job of a TOML file, of flags in a script, or of a function in Python, which is parsed and
+    never run. Raises AutoparError if there is none.
+    """
+    name = source.name.lower()
+    if name.endswith(".toml"):
+        values = _of_toml(source)
+    elif name.endswith(".py"):
+        values = _of_python(source)
+    else:
+        values = _of_script(source)
+    if not any(key.startswith((P, T)) for key in values):
+        raise AutoparError(
+            f"no job: {source.name} sets nothing of parallelism or training of torchtitan"
+        )
+    return _job(Arguments(values))
+
+
+def _of_toml(source: Source) -> dict[str, str]:
+    try:
+        data: Mapping[str, Any] = tomllib.loads(source.text)
+    except tomllib.TOMLDecodeError as error:
+        raise AutoparError(f"{source.name} is no TOML: {error}") from None
+    return {path: str(value) for path, value in flat(data).items()}
+
+
+def _of_script(source: Source) -> dict[str, str]:
+    script = read_script(source.text, source.read_file)
+    found: dict[str, str] = {}
+    for words, _ in script.commands:
+        option = ""
+        for word in words:
+            match = re.fullmatch(r"--([A-Za-z_][\w.-]*)(?:=(.*))?", word, re.DOTALL)
+            if match:
+                option = match[1].replace("-", "_")
+                found[option] = match[2] or ""
+                option = "" if match[2] is not None else option
+            elif option:
+                found[option], option = word, ""
+    for variable in ("NGPU", "CONFIG", "MODULE"):
+        if variable in script.variables:
+            found.setdefault(
+                {"NGPU": "nproc_per_node"}.get(variable, variable.lower()), script.text_of(variable)
+            )
+    return found
+
+
+_SECTIONS = {"ParallelismConfig": P, "TrainingConfig": T, "CompileConfig": "compile."}
+
+
+def _of_python(source: Source) -> dict[str, str]:
+    try:
+        tree = ast.parse(source.text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise AutoparError(f"{source.name} is no Python: {error}") from None
+    functions = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and "ParallelismConfig" in ast.unparse(node)
+    ]
+    found: dict[str, str] = {}
+    for node in ast.walk(functions[0] if functions else tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        section = _SECTIONS.get(called.rpartition(".")[2])
+        if section:
+            found |= {
+                f"{section}{key.arg}": _constant(key.value) for key in node.keywords if key.arg
+            }
+        if called.startswith(("FullAC", "SelectiveAC", "MemoryBudgetAC")):
+            found["activation_checkpoint.mode"] = {
+                "F": "full",
+                "S": "selective",
+                "M": "memory_budget",
+            }[called[0]]
+        if called == "model_registry" and node.args:
+            found["model.flavor"] = _constant(node.args[0])
+    if functions:
+        found["model.name"] = functions[0].name.partition("_")[0]
+    return found
+
+
+def _constant(node: ast.expr) -> str:
+    try:
+        return str(ast.literal_eval(node))
+    except (ValueError, TypeError):
+        product = node if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) else None
+        if (
+            product
+            and isinstance(product.left, ast.Constant)
+            and isinstance(product.right, ast.Constant)
+        ):
+            left, right = product.left.value, product.right.value
+            if isinstance(left, int) and isinstance(right, int):
+                return str(left * right)
+        return unknown(ast.unparse(node)[:60])
+
+
+def _job(args: Arguments) -> Job:
+    shape = _shape(args)
+    layout, seq = _layout(args, shape)
+    converters = (args.text("model.converters") or "").lower()
+    fp8 = _fp8(args)
+    facts = Facts(
+        precision="fp32" if args.text(f"{T}mixed_precision_param") == "float32" else "bf16",
+        fp8=fp8 if "float8" in converters else "",
+        compile=bool(args.flag("compile.enable")),
+        tp_overlap=bool(
+            args.flag(f"{P}enable_async_tensor_parallel", "compile.enable_async_tensor_parallel")
+        ),
+        dropout=0.0,
+    )
+    per_node, nodes = args.whole("nproc_per_node"), args.whole("nnodes")
+    gpus = per_node * nodes if per_node and nodes else None
+    flags = {name: value for name, value in args.values.items() if name in args.read}
+    return Job(
+        "torchtitan",
+        shape,
+        layout,
+        gpus,
+        per_node,
+        seq,
+        facts,
+        flags,
+        args.rest(_NEUTRAL),
+        tuple(args.findings),
+    )
+
+
+def _fp8(args: Arguments) -> str:
+    recipe = args.text("quantize.linear.float8.recipe_name", "float8.recipe_name") or "tensorwise"
+    for name in (
+        "enable_fsdp_float8_all_gather",
+        "precompute_float8_dynamic_scale_for_fsdp",
+        "filter_fqns",
+    ):
+        args.text(f"quantize.linear.float8.{name}")
+    return "rowwise" if recipe.startswith("rowwise") else "tensorwise"
+
+
+def _shape(args: Arguments) -> ModelShape:
+    name, flavor = args.text("model.name", "module") or "", args.text("model.flavor") or ""
+    config = args.text("config") or ""
+    if not flavor and (found := re.fullmatch(r"([a-z0-9]+?)_(\d+b)(_.*)?", config)):
+        name, flavor = found[1], found[2]
+    shape = FLAVORS.get((name.lower(), flavor.lower()))
+    if shape is None and (name or flavor):
+        args.find("note", f"the dimensions of {name} {flavor} are not known here: give --model")
+    return shape or ModelShape()
+
+
+def _layout(args: Arguments, shape: ModelShape) -> tuple[Layout, int]:
+    pp = args.whole(f"{P}pipeline_parallel_degree") or 1
+    tp, cp = (
+        args.whole(f"{P}tensor_parallel_degree") or 1,
+        args.whole(f"{P}context_parallel_degree") or 1,
+    )
+    replicas = args.whole(f"{P}data_parallel_replicate_degree") or 1
+    text = args.text(f"{P}data_parallel_shard_degree") or "-1"
+    shard = int(text) if re.fullmatch(r"\d{1,8}", text) and int(text) else None
+    args.text("activation_checkpoint.mode")
+    ac = args.values.get("activation_checkpoint.mode", "selective").lower()
+    option = args.text("activation_checkpoint.selective_ac_option") or "op"
+    every = (
+        "op"
+        if option == "op"
+        else f"every-{option}"
+        if option.isdigit() and int(option) > 1
+        else "full"
+    )
+    recompute = {"none": "none", "full": "full"}.get(ac, every)
+    if ac == "memory_budget":
+        args.find("note", "activation_checkpoint.mode memory_budget: priced as selective by op")
+        recompute = "op"
+    schedule = SCHEDULES.get(
+        re.sub(r"[ _-]", "", (args.text(f"{P}pipeline_parallel_schedule") or "1F1B").lower())
+    )
+    if schedule is None:
+        args.find("note", "this pipeline schedule is not priced: priced as interleaved 1F1B")
+        schedule = "interleaved_1f1b"
+    reshard = args.text(f"{P}fsdp_reshard_after_forward") or "default"
+    sharded = shard != 1 or cp > 1
+    zero = (2 if reshard == "never" or (reshard == "default" and pp > 1) else 3) if sharded else 0
+    vpp, stages = _stages(args, shape, pp, schedule) if pp > 1 else (1, ())
+    micro_batch, batch, seq = _batches(args, pp, replicas * shard if shard else None)
+    sequence_parallel = tp > 1 and args.flag(f"{P}enable_sequence_parallel") is not False
+    return Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp=replicas * shard if shard else None,
+        ep=args.whole(f"{P}expert_parallel_degree") or 1,
+        etp=args.whole(f"{P}expert_tensor_parallel_degree"),
+        vpp=vpp,
+        stages=stages,
+        micro_batch=micro_batch,
+        global_batch=batch,
+        zero=zero,
+        copies=replicas if sharded else 1,
+        recompute=recompute,
+        schedule=schedule if pp > 1 else "none",
+        sequence_parallel=sequence_parallel,
+        offload="parameters" if args.flag(f"{T}enable_cpu_offload") else "none",
+    ), seq
+
+
+def _batches(args: Arguments, pp: int, dp: int | None) -> tuple[int, int | None, int]:
+    """(micro-batch, global batch or None, tokens of a sequence), from the names of 0.2 and 0.3 or
+    from those that count tokens.
+    """
+    seq = args.whole(f"{T}seq_len", f"{T}max_context_length") or 2048
+    tokens = args.whole(f"{T}num_tokens_per_microbatch_per_dp_rank")
+    if tokens is not None:
+        step = (
+            args.whole(f"{T}num_tokens_per_train_step")
+            if args.values.get(f"{T}num_tokens_per_train_step") != "-1"
+            else None
+        )
+        number = args.whole(f"{P}num_pp_microbatches") or 1
+        micro_batch = max(1, tokens // seq)
+        whole = micro_batch * number * dp if dp and pp > 1 else None
+        return micro_batch, step // seq if step else whole, seq
+    local = args.whole(f"{T}local_batch_size", f"{T}batch_size") or 8
+    text = args.values.get(f"{T}global_batch_size", "-1")
+    batch = args.whole(f"{T}global_batch_size") if text != "-1" else None
+    args.read.add(f"{T}global_batch_size")
+    inside = args.whole(f"{P}pipeline_parallel_microbatch_size") or 1
+    if batch is None and pp > 1:
+        batch = local * dp if dp else None
+        if batch is None:
+            args.find(
+                "note",
+                "the global batch is that of one micro-batch for each rank: give --global-batch",
+            )
+    return (inside if pp > 1 else local), batch, seq
+
+
+def split_layers(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
+    """The layers of each stage: as if embedding and head were `first` and `last` layers, with one
+    more for the first stages if they do not divide. () if a stage would be left without.
+    """
+    each, more = divmod(layers + first + last, stages)
+    sizes = [each + (number < more) for number in range(stages)]
+    sizes[0] -= first
+    sizes[-1] -= last
+    return tuple(sizes) if min(sizes) >= 0 and max(first, last) <= each else ()
+
+
+def _stages(
+    args: Arguments, shape: ModelShape, pp: int, schedule: str
+) -> tuple[int, tuple[int, ...]]:
+    parts = args.text(f"{P}module_fqns_per_model_part")
+    if parts:
+        try:
+            data = ast.literal_eval(parts)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            data = None
+        if isinstance(data, list) and all(isinstance(part, list) for part in data):
+            sizes = tuple(sum(str(name).startswith("layers.") for name in part) for part in data)
+            return max(1, len(sizes) // pp), sizes
+        args.find("unknown", "module_fqns_per_model_part is no list of lists of names")
+    first = args.whole(f"{P}pipeline_parallel_first_stage_less_layers", least=0)
+    last = args.whole(f"{P}pipeline_parallel_last_stage_less_layers", least=0)
+    ends = (1 if first is None else first, 1 if last is None else last)
+    each = args.whole(f"{P}pipeline_parallel_layers_per_stage")
+    single = schedule in ("1f1b", "gpipe")
+    count = (
+        -(-(shape.layers + sum(ends)) // each)
+        if each and shape.layers
+        else pp * (1 if single else 2)
+    )
+    sizes = split_layers(shape.layers, count, *ends) if shape.layers else ()
+    even = len(set(sizes)) == 1
+    return max(1, count // pp), () if even else sizes
+
+
+def refusals(job: Job, gpus: int) -> list[Finding]:
+    """What torchtitan refuses at start."""
+    by, shape, found = job.layout, job.shape, list[Finding]()
+
+    def refuse(what: str, theirs: str, *legal: str) -> None:
+        found.append(Finding("refused", what, theirs, legal))
+
+    fixed = by.tp * by.pp * by.cp
+    total = fixed * by.dp_on(gpus)
+    if total != gpus:
+        legal = (
+            [f"--{P}data_parallel_shard_degree {gpus // fixed // by.copies}"]
+            if gpus % (fixed * by.copies) == 0
+            else []
+        )
+        legal += (
+            []
+            if legal
+            else [
+                f"--{P}tensor_parallel_degree {d}"
+                for d in divisors_near(gpus // (by.pp * by.cp) or 1, by.tp)
+            ]
+        )
+        refuse(
+            f"replicate x shard x cp x tp x pp = {total}, and there are {gpus} devices",
+            "Invalid parallel dims: ... != WORLD_SIZE",
+            *legal,
+        )
+    if job.seq and job.seq % (2 * by.cp * by.tp if by.cp > 1 else by.tp):
+        unit = 2 * by.cp * by.tp if by.cp > 1 else by.tp
+        refuse(f"{job.seq} tokens are no multiple of {unit}", "seq_len must be divisible by tp and 2 x cp",
+               *(f"--{T}seq_len {n}" for n in multiples_near(unit, job.seq)))  # fmt: skip
+    for words, heads in (
+        ("attention heads", shape.heads),
+        ("heads of keys and values", shape.kv_heads),
+    ):
+        if heads and heads % by.tp:
+            refuse(f"tp={by.tp} does not divide {heads} {words}", "n_heads must be divisible by tensor_parallel_degree",
+                   *(f"--{P}tensor_parallel_degree {d}" for d in divisors_near(heads, by.tp)))  # fmt: skip
+    rows = by.micro_batch * by.dp_on(gpus)
+    if by.batch_on(gpus) % rows:
+        refuse(f"global batch {by.batch_on(gpus)} is no multiple of {rows}",
+               "global batch size must be multiple of local batch size times data-parallel degree",
+               *(f"--{T}global_batch_size {n}" for n in multiples_near(rows, by.batch_on(gpus))))  # fmt: skip
+    region = by.dp_on(gpus) // by.copies * by.cp * by.tp
+    if by.ep > 1 and region % by.ep:
+        refuse(f"ep={by.ep} does not divide dp_shard x cp x tp = {region}", "expert_parallel_degree must divide dp_shard * cp * tp",
+               *(f"--{P}expert_parallel_degree {d}" for d in divisors_near(region, by.ep)))  # fmt: skip
+    if by.ep > 1 and shape.experts and shape.experts % by.ep:
+        refuse(f"ep={by.ep} does not divide {shape.experts} experts", "num_experts must be divisible by expert_parallel_degree",
+               *(f"--{P}expert_parallel_degree {d}" for d in divisors_near(shape.experts, by.ep)))  # fmt: skip
+    if by.pp > 1 and by.stages and len(by.stages) % by.pp:
+        refuse(f"{len(by.stages)} stages are not divisible by pp={by.pp}",
+               "Number of virtual stages must be divisible by pipeline parallel size")  # fmt: skip
+    if by.pp > 1 and by.vpp == 1 and by.schedule == "interleaved_1f1b":
+        refuse("an interleaved schedule with one stage a rank", "Multi-stage schedule requires at least 2 stages per rank",
+               f"--{P}pipeline_parallel_schedule 1F1B")  # fmt: skip
+    return found
+
+
+def restriction(shape: ModelShape, seq: int, gpus: int) -> Restriction:
+    """What torchtitan can run: FSDP or copies, tp with sequence parallelism, cp, pipelines."""
+
+    def allows(choice: Any) -> bool:
+        mesh = choice.mesh
+        heads = shape.kv_heads or shape.heads
+        unit = 2 * mesh.cp * mesh.tp if mesh.cp > 1 else mesh.tp
+        sharded = choice.zero > 1 or mesh.dp * mesh.cp == 1 or (choice.zero == 0 and mesh.cp == 1)
+        return (
+            not (heads and heads % mesh.tp)
+            and seq % unit == 0
+            and sharded
+            and mesh.order == ""
+            and not (mesh.pp > 1 and choice.zero == 3)
+            and (mesh.ep == 1 or (shape.experts > 0 and shape.experts % mesh.ep == 0))
+        )
+
+    return Restriction(
+        "torchtitan",
+        {"sequence_parallel": True},
+        ("none", "op", "full"),
+        ("1f1b", "gpipe", "interleaved_1f1b"),
+        allows,
+    )
+
+
+def flags_of(job: Job) -> dict[str, str]:
+    """The flags of a job, by name. Raises NotExpressible if torchtitan cannot run it."""
+    by, lacking = job.layout, []
+    if by.zero == 1:
+        lacking.append("ZeRO-1: the nearest is FSDP with fsdp_reshard_after_forward never (ZeRO-2)")
+    if by.recompute == "selective" or by.recompute_layers:
+        lacking.append(f"recompute {by.recompute}: the nearest are selective by op, and full")
+    if by.order:
+        lacking.append(
+            f"the rank order {by.order}: it has tp, cp, shard, replicate, pp from the inside"
+        )
+    if by.offload == "optimizer":
+        lacking.append(
+            "the optimizer's state alone in host memory: the nearest is training.enable_cpu_offload"
+        )
+    if by.zero == 0 and by.cp > 1:
+        lacking.append("cp without FSDP")
+    if lacking:
+        raise NotExpressible(f"torchtitan cannot say {'; '.join(lacking)}")
+    dp = by.dp_on(job.gpus or by.tp * by.pp * by.cp)
+    batch = by.batch_on(job.gpus or by.tp * by.pp * by.cp)
+    replicas, shards = (by.copies, dp // by.copies) if by.zero else (dp, 1)
+    found = {
+        f"{P}data_parallel_replicate_degree": str(replicas),
+        f"{P}data_parallel_shard_degree": str(shards),
+    }
+    found |= {f"{P}tensor_parallel_degree": str(by.tp), f"{P}context_parallel_degree": str(by.cp)}
+    found |= {f"{P}pipeline_parallel_degree": str(by.pp), f"{P}expert_parallel_degree": str(by.ep)}
+    found |= {} if by.sequence_parallel or by.tp == 1 else {f"{P}enable_sequence_parallel": "False"}
+    found |= (
+        {f"{P}fsdp_reshard_after_forward": "never" if by.zero == 2 else "always"} if by.zero else {}
+    )
+    local = batch // dp if by.pp > 1 else by.micro_batch
+    found |= {f"{T}local_batch_size": str(local), f"{T}global_batch_size": str(batch)}
+    found |= {f"{T}seq_len": str(job.seq)} if job.seq else {}
+    if by.pp > 1:
+        found |= {
+            f"{P}pipeline_parallel_schedule": WRITTEN[by.schedule],
+            f"{P}pipeline_parallel_microbatch_size": str(by.micro_batch),
+        }
+        found |= _parts(by, job.shape)
+    mode = {"none": "none", "full": "full"}.get(by.recompute, "selective")
+    found["activation_checkpoint.mode"] = mode
+    if mode == "selective":
+        found["activation_checkpoint.selective_ac_option"] = (
+            "op" if by.recompute == "op" else by.recompute.removeprefix("every-")
+        )
+    found |= {f"{T}enable_cpu_offload": "True"} if by.offload == "parameters" else {}
+    return found | ({"compile.enable": "True"} if job.facts.compile else {})
+
+
+def _parts(by: Layout, shape: ModelShape) -> dict[str, str]:
+    """The modules of each stage, if its layers are known."""
+    stages = by.pp * by.vpp
+    sizes = by.stages or (
+        (shape.layers // stages,) * stages if shape.layers and shape.layers % stages == 0 else ()
+    )
+    parts, at = [], 0
+    for number, size in enumerate(sizes):
+        names = ["tok_embeddings"] if number == 0 else []
+        names += [f"layers.{layer}" for layer in range(at, at + size)]
+        parts.append(names + (["norm", "output"] if number == len(sizes) - 1 else []))
+        at += size
+    return {f"{P}module_fqns_per_model_part": repr(parts).replace("'", '"')} if parts else {}
+
+
+def write(job: Job) -> Exported:
+    """A TOML file of torchtitan 0.2, whose names its flags have too. Raises NotExpressible if
+    torchtitan cannot run the job.
+    """
+    sections: dict[str, list[str]] = {}
+    for name, value in flags_of(job).items():
+        section, _, key = name.partition(".")
+        number = re.fullmatch(r"-?\d+|\[.*\]", value) is not None
+        text = value.lower() if value in ("True", "False") else value if number else f'"{value}"'
+        sections.setdefault(section, []).append(f"{key} = {text}")
+    text = "\n".join(
+        f"[{section}]\n" + "\n".join(lines) + "\n" for section, lines in sections.items()
+    )
+    per_node = job.gpus_per_node or min(job.gpus or 1, 8)
+    nodes = max(1, (job.gpus or 1) // per_node)
+    launch = f"torchrun --nproc-per-node {per_node} --nnodes {nodes} -m torchtitan.train --job.config_file train.toml"
+    losses = ["the model: set model.name and model.flavor"]
+    losses += ["fp8: set model.converters and quantize.linear.float8"] if job.facts.fp8 else []
+    return Exported("torchtitan 0.2", text, launch, {}, tuple(losses), "train.toml")
+
+
+TORCHTITAN = Target(
+    "torchtitan",
+    "torchtitan 0.2",
+    _reads,
+    read,
+    refusals,
+    restriction,
+    write,
+    "torchtitan",
+    flags_of,
+    ("titan",),
+)
+"""torchtitan."""

@@ -1,0 +1,222 @@
+"""Answers to jobs: layers and memory of ranks, times, refusals, better plans and changes that fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import autopar
+from autopar.cli.plan_commands import cli
+from autopar.errors import AutoparError
+from autopar.jobs.check import Answer, check_job
+from autopar.jobs.pricing import mode_of, pins_of
+from autopar.jobs.report import gap_words
+from autopar.targets.job import Job, Layout, ModelShape
+from autopar.targets.registry import read_job
+
+SCRIPT = """
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+ARGS="--num-layers 8 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
+ --position-embedding-type rope --swiglu --untie-embeddings-and-output-weights --vocab-size 32000 --hidden-dropout 0 --attention-dropout 0
+ --micro-batch-size 2 --global-batch-size 64 --bf16"
+torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py $ARGS """
+
+
+def script(tmp_path: Path, arguments: str) -> Path:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT + arguments)
+    return path
+
+
+def answer(tmp_path: Path, arguments: str, **asked: object) -> Answer:
+    job = read_job(script(tmp_path, arguments))
+    return check_job(job, "h100:8", **({"advise": False} | asked))  # type: ignore[arg-type]
+
+
+def test_ranks_hold_their_layers(tmp_path: Path) -> None:
+    found = answer(
+        tmp_path,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+    )
+    assert found.plan is not None and found.fits
+    assert found.layers == ((4,), (4,))
+    assert len(found.plan.predicted.peak_memory_bytes) == 2
+    assert (found.plan.mesh.tp, found.plan.mesh.pp, found.plan.mesh.dp, found.plan.zero) == (
+        2,
+        2,
+        2,
+        1,
+    )
+    assert found.chance is not None and found.chance > 0.9
+    assert found.findings == ()
+
+
+def test_a_layout_with_its_own_stages(tmp_path: Path) -> None:
+    layout = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|t*2|t*2|t*3L'"
+    found = answer(tmp_path, layout)
+    assert found.layers == ((1, 2), (2, 3)), "stages 0 and 2 are of rank 0"
+    assert found.plan is not None and found.plan.schedule == "interleaved_1f1b"
+
+
+def test_more_recomputation_takes_longer_and_holds_less(tmp_path: Path) -> None:
+    full = "--recompute-granularity full --recompute-method "
+    kept, half, whole = (
+        answer(tmp_path, arguments).plan
+        for arguments in (
+            "",
+            full + "block --recompute-num-layers 4",
+            full + "uniform --recompute-num-layers 1",
+        )
+    )
+    assert kept is not None and half is not None and whole is not None
+    times = [plan.predicted.step_time_s for plan in (kept, half, whole)]
+    peaks = [max(plan.predicted.peak_memory_bytes) for plan in (kept, half, whole)]
+    assert times == sorted(times) and len(set(times)) == 3
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_refusals_come_with_the_answer(tmp_path: Path) -> None:
+    found = answer(tmp_path, "--tensor-model-parallel-size 3")
+    assert found.plan is None and "3" in found.why_not
+    assert found.refused[0].legal == (
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 4",
+    )
+
+
+def test_better_plans_in_its_own_options(tmp_path: Path) -> None:
+    slow = "--tensor-model-parallel-size 8 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    found = answer(tmp_path, slow, advise=True)
+    assert found.plan is not None and found.best is not None
+    assert found.best.predicted.step_time_s < 0.7 * found.plan.predicted.step_time_s
+    told = {str(difference) for difference in found.differences}
+    assert "drop --recompute-granularity" in told
+    assert any(text.startswith("--tensor-model-parallel-size 8 -> ") for text in told)
+    # the best plan in Megatron's words is a job with the predicted step
+    text = autopar.export(found.best, "megatron").text
+    path = tmp_path / "best.sh"
+    path.write_text(text)
+    again = check_job(
+        replace(read_job(path), shape=read_job(script(tmp_path, "")).shape), "h100:8", advise=False
+    )
+    assert again.refused == ()
+
+
+def test_changes_that_fit(tmp_path: Path) -> None:
+    job = read_job(script(tmp_path, ""))
+    big = replace(
+        job, layout=replace(job.layout, micro_batch=8), shape=replace(job.shape, layers=64)
+    )
+    found = check_job(big, "h100:8", time_limit_s=30)
+    assert found.plan is not None and not found.fits
+    assert found.changes
+    times = [change.step_time_s for change in found.changes]
+    assert times == sorted(times)
+    assert all(
+        change.peak_bytes <= found.cluster.device.memory_bytes and change.differences
+        for change in found.changes
+    )
+
+
+def test_the_model_and_the_length_may_come_from_outside(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n"
+    )
+    job = autopar.read_job(path)
+    assert "give --seq" in job.check("h100:8", advise=False).why_not
+    assert "give --model" in job.check("h100:8", seq=128, advise=False).why_not
+    found = job.check("h100:8", model="llama-tiny", seq=64, advise=False)
+    assert found.plan.zero == 3 and found.plan.mesh.dp == 8
+
+
+def test_what_is_measured_is_compared(tmp_path: Path) -> None:
+    found = answer(tmp_path, "--tensor-model-parallel-size 8", advise=True, measured_s=30.0)
+    words = gap_words(found)
+    assert words.startswith("the layout explains") and "are left" in words
+    assert "not slower" in gap_words(replace(found, measured_s=1e-6))
+
+
+def test_other_numbers_of_devices_are_told(tmp_path: Path) -> None:
+    found = check_job(read_job(script(tmp_path, "")), "h100:4", advise=False)
+    assert "starts 8 processes, and h100:4 has 4 devices" in found.findings[0].what
+    assert found.plan is not None and found.plan.mesh.dp == 4
+
+
+def test_pins_of_layouts() -> None:
+    layout = Layout(
+        tp=2,
+        pp=2,
+        ep=4,
+        etp=1,
+        vpp=2,
+        stages=(1, 2, 2, 3),
+        micro_batch=1,
+        global_batch=16,
+        zero=1,
+        schedule="interleaved_1f1b",
+    )
+    pins = pins_of(layout, 16, 8)
+    assert (pins["stages"], pins["dp"], pins["ep"], pins["vpp"]) == ("1-2-2-3", 4, 4, 2)
+    assert (
+        pins_of(replace(layout, vpp=1, stages=(), schedule="1f1b", global_batch=4), 16, 8)[
+            "schedule"
+        ]
+        == "gpipe"
+    )
+    assert pins_of(Layout(zero=1), 1, 8)["zero"] == 0
+    partly = Layout(recompute="full", recompute_layers=4)
+    assert [mode_of(partly, layers) for layers in (4, 8, 12)] == ["full", "every-2", "every-3"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = script(tmp_path, "--tensor-model-parallel-size 2 --sequence-parallel --new-switch")
+    done = CliRunner().invoke(
+        cli, ["check", str(path), "--cluster", "h100:8", "--measured", "2400 tokens/s/gpu"]
+    )
+    assert done.exit_code == 0, done.output
+    for words in (
+        "Ranks of the pipeline",
+        "fits",
+        "Options without a price",
+        "new_switch",
+        "Best plan within this framework",
+        "measured",
+    ):
+        assert words in done.output
+    done = CliRunner().invoke(cli, ["check", str(path), "--cluster", "h100:8", "--json"])
+    data = json.loads(done.stdout)
+    assert (
+        data["layers"] == [[8]] and data["layout"]["tp"] == 2 and data["unpriced"] == ["new_switch"]
+    )
+    done = CliRunner().invoke(
+        cli,
+        ["check", str(script(tmp_path, "--tensor-model-parallel-size 3")), "--cluster", "h100:8"],
+    )
+    assert done.exit_code == 1 and "Refused at start" in done.output
+
+
+@pytest.mark.parametrize("measured", ["fast", "-1s", "0", "8 hours"])
+def test_what_is_no_measurement(tmp_path: Path, measured: str) -> None:
+    done = CliRunner().invoke(
+        cli, ["check", str(script(tmp_path, "")), "--cluster", "h100:8", "--measured", measured]
+    )
+    assert done.exit_code == 2 and "is not a time or rate" in done.output
+
+
+def test_a_file_that_is_no_job(tmp_path: Path) -> None:
+    path = tmp_path / "notes.md"
+    path.write_text("# Notes\n")
+    done = CliRunner().invoke(cli, ["check", str(path), "--cluster", "h100:8"])
+    assert done.exit_code == 2 and "is no job that autopar knows" in done.output
+
+
+def test_unknown_dimensions_are_an_error() -> None:
+    job = Job("megatron", ModelShape(layers=2), seq=64)
+    assert "hidden, heads, vocab" in check_job(job, "h100:1").why_not
+    with pytest.raises(AutoparError, match="is not known"):
+        check_job(replace(job, framework="jax"), "h100:1")
