@@ -66,7 +66,7 @@ first.
 
 _MANY_CELLS = 200
 """Number of cells above which candidates are opened by a bound that is cheaper and lower, so that all
-have one early. Mixtures of experts on hundreds of devices have so many.
+have one early. Mixtures of experts on hundreds of devices have more.
 """
 
 _SPLITS = 4
