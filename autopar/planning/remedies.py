@@ -247,8 +247,7 @@ class Climb:
         self.tell(f"planning {rung.words}")
         try:
             left_s = self.end_s - self.clock()
-            # while nothing is found, a search takes twice its time
-            self.plans[rung.words] = self.plan_for(rung.ask, left_s / 2)
+            self.plans[rung.words] = self.plan_for(rung.ask, left_s)
             return True
         except NoPlanFits as error:
             self.late |= not error.proven

@@ -47,7 +47,7 @@ def test_the_time_is_the_planners_own_answer():
         and found.value == found.plan.predicted.step_time_s
         and found.bound == found.plan.certificate.bound_s
     )
-    assert found.plan.notes == t.plan().notes and "no plan of the space less" in found.claim
+    assert found.plan.notes == t.plan().notes and "the optimum of the space" in found.claim
 
 
 @pytest.mark.slow

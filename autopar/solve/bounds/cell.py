@@ -35,7 +35,7 @@ class Cell:
     modes: tuple[str, ...]
     singles: dict[tuple[int, bool], Tables] = field(default_factory=dict)
     units: dict[tuple[int, ...], Tables] = field(default_factory=dict)
-    glanced: dict[tuple[Schedule, int], float] = field(default_factory=dict)
+    glanced: dict[tuple[Schedule, int, bool], float] = field(default_factory=dict)
 
     @staticmethod
     def of(models: Models) -> Cell:
@@ -142,16 +142,26 @@ class Cell:
         forward_s, _, work_s = zip(*(self._at_once[key] for key in self.keys), strict=True)
         return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s))
 
-    def glance_s(self, schedule: Schedule, micro_batches: int) -> float:
-        """A lower bound on the step seconds with unlimited memory, for a step of `micro_batches`.
-        Cached by both; a schedule that does not alternate (GPipe) takes the result of 1F1B.
+    @cached_property
+    def hasty_glance(self) -> Sketch:
+        """A sketch that is cheaper and lower than `glance`: every op takes its cheapest strategy, and
+        nothing is converted.
         """
-        key = (
-            replace(schedule, name="1f1b") if not schedule.alternates else schedule,
-            micro_batches,
-        )
+        of_class = cheapest_s(self.first)
+        forward_s = [of_class[index][0] for index in self.first.segments]
+        work_s = [sum(of_class[index]) for index in self.first.segments]
+        return Sketch.of_units(self.by_unit(forward_s), self.by_unit(work_s))
+
+    def glance_s(self, schedule: Schedule, micro_batches: int, is_hasty: bool = False) -> float:
+        """A lower bound on the step seconds with unlimited memory, for a step of `micro_batches`,
+        by `glance`, or by `hasty_glance` if `is_hasty`. Cached; a schedule that does not alternate
+        (GPipe) takes the result of 1F1B.
+        """
+        alternating = replace(schedule, name="1f1b") if not schedule.alternates else schedule
+        key = alternating, micro_batches, is_hasty
         if key not in self.glanced:
-            self.glanced[key] = self.glance.bound_s(*key)
+            sketch = self.hasty_glance if is_hasty else self.glance
+            self.glanced[key] = sketch.bound_s(alternating, micro_batches)
         return self.glanced[key]
 
     @cached_property

@@ -87,11 +87,13 @@ class CandidateBounds:
         """
         return self.cell.tables.parameters(self.models.least)
 
-    def glance(self, micro_batches: int) -> float:
+    def glance(self, micro_batches: int, is_hasty: bool = False) -> float:
         """Sets `by_schedule` to bounds from the cell alone, without a memory limit, and returns the
-        lowest one in seconds. Only the cell is annotated for it.
+        lowest one in seconds. Only the cell is annotated for it. `is_hasty` is as for
+        `Cell.glance_s`.
         """
-        self.by_schedule = {s: self.cell.glance_s(s, micro_batches) for s in self.schedules}
+        glance_s = self.cell.glance_s
+        self.by_schedule = {s: glance_s(s, micro_batches, is_hasty) for s in self.schedules}
         return self.least_s
 
     def raise_by_cell(

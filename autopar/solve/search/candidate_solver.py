@@ -28,8 +28,8 @@ class CandidateSolver(Protocol):
         `Staged` plan found below `upper_bound_s`, or None; a lower bound in seconds on all
         placements).
 
-        After `time_limit_s` seconds a solver may stop if it has a plan. Without a plan it goes on.
-        A second call does not continue the first.
+        After `time_limit_s` seconds a solver may stop if a plan is known: its own, or another if
+        `upper_bound_s` is finite. Without a plan it goes on. A second call does not continue the first.
         """
 
     def narrow(

@@ -34,6 +34,11 @@ _MUCH_BETTER = 0.9
 fraction of the next one's.
 """
 
+_DIVE_SHARE = 0.1
+"""Share of the time limit after which candidates are solved while others are still opened, until
+there is a plan.
+"""
+
 _NAP_S = 0.02
 """Seconds that a process waits for others to open candidates."""
 
@@ -153,7 +158,19 @@ class Driver:
                 if entry.outcome == "open":
                     state.put_back(number)
                 self._share_out()
+                self._dive()
         state.board.busy[sharing.me] = 0
+
+    def _dive(self) -> None:
+        """Solves the most promising open candidate if no plan is known after a tenth of the time. A
+        plan excludes candidates that are opened later, and is an answer if time runs out.
+        """
+        state = self.state
+        late = state.elapsed_s > _DIVE_SHARE * state.limits.time_s
+        if late and state.queue and state.best_s == inf:
+            *_, number = heapq.heappop(state.queue)
+            if self._take(number):
+                self._refine(number, at_once=True)
 
     def _open(self, number: int) -> None:
         """Finds the first bound of candidate `number`, and writes it to the board for other

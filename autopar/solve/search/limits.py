@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLimits:
-    """Limits of one search: `time_s` seconds of annotation and solving (twice that while no plan is
-    known), `processes`, and `threads` of CP-SAT.
+    """Limits of one search: `time_s` seconds of wall time for annotation and solving, `processes`,
+    and `threads` of CP-SAT. A step that has begun is ended.
 
     A search with `processes` > 1 forks helpers after `alone_s` seconds, or at once if it has at
     least `alone_candidates` candidates. A search in one process always finds the same of two
     equally fast plans. Raises ValueError for less than one process or thread.
     """
 
-    time_s: float = 60.0  # of annotation and solving; twice that while no plan is known
+    time_s: float = 60.0  # of annotation and solving
     processes: int = 1
     alone_s: float = 0.5
     alone_candidates: int = 100

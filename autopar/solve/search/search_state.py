@@ -73,9 +73,8 @@ class SearchState:
 
     @property
     def time_left_s(self) -> float:
-        """Seconds until the limit, at least 0. The limit is doubled while no plan is known."""
-        limit_s = self.limits.time_s * (1 if self.best_s < inf else 2)
-        return max(limit_s - self.elapsed_s, 0.0)
+        """Seconds until the limit, at least 0."""
+        return max(self.limits.time_s - self.elapsed_s, 0.0)
 
     # ----------------------------------------------------------------------------------------------------------- queue
 

@@ -19,9 +19,10 @@ from autopar.solve.costs.schedule import Schedule
 from autopar.solve.search.restaging import Part, Restaged, Restager, parts_of
 from autopar.solve.search.result import SearchResult, outcome_data
 
-_AS_FAST = 1e-3
+_SAME, _AS_FAST = 1e-6, 1e-3
 """A plan that is as simple as the fastest replaces it if it takes at most this fraction longer. It
-makes equal requests give equal plans where several processes find equally fast ones.
+makes equal requests give equal plans where several processes find equally fast ones. The second
+applies to searches that ended with a gap.
 """
 
 
@@ -73,17 +74,24 @@ class Preference:
         bounds_s: dict[tuple[int, tuple[Schedule, ...]], float] = {}
         for simplicity, alike in groupby(offers, key=lambda offer: offer.simplicity):
             open_ = [offer for offer in alike if self._bound_s(offer, limit_s, bounds_s) < limit_s]
-            share = _AS_FAST if simplicity == bare else self.tolerance
-            within_s = (1 + share) * solution.time_s
+            is_own = simplicity == bare
+            within_s = (1 + (self._share(found) if is_own else self.tolerance)) * solution.time_s
             parts = [offer.part for offer in open_ if offer.bound_s <= within_s]
             best, unsettled = fastest(self.restager, parts, within_s)
-            if best is None:
-                left += unsettled if simplicity < bare else 0
-                continue
-            if self._is_crowded(best.memory_bytes):
+            if is_own:
+                best, unsettled = best if _is_better(best, found) else None, 0
+            held = solution if is_own and best is None else best
+            if held is not None and self._is_crowded(held.memory_bytes):
                 best = self._roomier([offer.part for offer in open_], limit_s) or best
-            return _with(found, candidates, best, left)
+            if best is not None:
+                return _with(found, candidates, best, left)
+            left += unsettled
         return replace(found, simpler_left=left)
+
+    @staticmethod
+    def _share(found: SearchResult) -> float:
+        """The fraction by which a plan as simple as the fastest may take longer, to replace it."""
+        return _SAME if found.status == "optimal" else _AS_FAST
 
     def _bound_s(
         self,
@@ -135,6 +143,15 @@ def fastest(
         if found is not None:
             best, upper_bound_s = found, found.time_s
     return best, unsettled
+
+
+def _is_better(best: Restaged | None, found: SearchResult) -> bool:
+    """Whether a plan as simple as the fastest of a search is to replace it: always after a gap, and
+    otherwise if it needs no more memory.
+    """
+    if best is None or found.best is None:
+        return False
+    return found.status != "optimal" or best.memory_bytes <= found.best[1].memory_bytes
 
 
 def _offers(place: int, group: Sequence[Candidate], bound_s: float) -> Iterator[Offer]:

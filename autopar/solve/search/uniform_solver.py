@@ -77,8 +77,8 @@ class UniformSolver:
 
     def solve(self, upper_bound_s: float, time_limit_s: float) -> tuple[Staged | None, float]:
         """(the best `Staged` plan of some placements below `upper_bound_s`, or None; a lower bound
-        on all). `raise_bounds` must be called first. Once it has a plan, no more are staged after
-        `time_limit_s` seconds.
+        on all). `raise_bounds` must be called first. Once any plan is known, no more are staged
+        after `time_limit_s` seconds.
 
         With an infinite `upper_bound_s`, the plan is the leanest placement if none of the others
         fits.
@@ -88,7 +88,7 @@ class UniformSolver:
             least_s, placements = inf, self._placements(schedule)
             for choices in placements:
                 late = time.perf_counter() - start > time_limit_s
-                if bounds_s[schedule] >= upper_bound_s or (best and late):
+                if bounds_s[schedule] >= upper_bound_s or (late and upper_bound_s < inf):
                     break
                 found = self.stager.staged(choices, schedule, upper_bound_s)
                 least_s = min(least_s, bound_of(found))

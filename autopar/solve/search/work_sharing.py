@@ -103,7 +103,7 @@ class Sharing:
         if not self.team.helpers:
             return False
         self.state.board.leave()
-        died = self.hear(self.state.start + 2 * self.state.limits.time_s)
+        died = self.hear(self.state.start + self.state.limits.time_s)
         self.state.board.enter()
         return died
 
