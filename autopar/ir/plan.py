@@ -110,6 +110,12 @@ class Plan(PlanFields):
         edited = digest is not None and digest != _digest(data) and EDITED not in plan.notes
         return replace(plan, notes=(*plan.notes, EDITED)) if edited else plan
 
+    def export(self, target: str, model: str | None = None) -> Any:
+        """`autopar.export` of this plan: the plan in the words of another framework."""
+        import autopar
+
+        return autopar.export(self, target, model)
+
     def save(self, path: str | Path) -> None:
         """Write the plan to `path` as JSON. Raises AutoparError if that fails."""
         write_text(path, self.to_json() + "\n", "plan")

@@ -100,8 +100,9 @@ def is_sequence_parallel(plan: Plan) -> bool:
 def _left_whole(name: str, axes: Mapping[str, AxisChoice]) -> bool:
     """Whether an op is the weight of a product that tp does not shard."""
     choice = axes.get("tp")
-    is_weight = choice is not None and not choice.inputs and name.endswith("_weight")
-    return is_weight and not _WHOLE.search(name) and not str(choice.outputs[0]).startswith("S")
+    if choice is None or choice.inputs or not name.endswith("_weight") or _WHOLE.search(name):
+        return False
+    return not str(choice.outputs[0]).startswith("S")
 
 
 def job_of_plan(
