@@ -7,6 +7,9 @@ import numpy as np
 _TOGETHER = 100
 """Number of rows that are compared with all others at once."""
 
+_FEW = 32
+"""Up to this many levels of the narrow columns, rows are compared level by level."""
+
 
 def undominated(keys: np.ndarray) -> list[int]:
     """Indices of the rows of `keys` that no other row dominates. A row dominates another if it is
@@ -14,16 +17,57 @@ def undominated(keys: np.ndarray) -> list[int]:
     the rows' first column, then the next.
     """
     order = np.lexsort(keys.T[::-1])
-    columns, found = keys[order].T, []
-    # those that tell rows apart; the first of them ascends
+    # those that tell rows apart; the first of them ascends, so that only earlier rows dominate
+    columns = keys[order].T
     columns = columns[(columns != columns[:, :1]).any(axis=1)][1:]
-    while len(order):
-        here, rest = columns[:, :_TOGETHER], columns[:, _TOGETHER:]
+    if len(order) > _TOGETHER and len(columns):
+        ranks = [np.unique(column, return_inverse=True)[1] for column in columns]
+        unlike = {ranked.tobytes(): ranked for ranked in ranks}.values()
+        wide, *narrow = sorted(unlike, key=lambda ranked: -int(ranked.max()))
+        levels, level_of = _levels(narrow, len(order))
+        if len(levels) <= _FEW:
+            return order[_by_levels(wide, levels, level_of)].tolist()
+    return order[_by_pairs(columns)].tolist()
+
+
+def _levels(narrow: list[np.ndarray], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(the distinct rows of the columns `narrow` as an array [level, column], the level of each of
+    the `count` rows).
+    """
+    codes = np.zeros(count, dtype=int)
+    for column in narrow:
+        codes = codes * (int(column.max()) + 1) + column
+    _, first, level_of = np.unique(codes, return_index=True, return_inverse=True)
+    rows = np.array(narrow, dtype=int).reshape(len(narrow), count)
+    return rows[:, first].T, level_of
+
+
+def _by_levels(wide: np.ndarray, levels: np.ndarray, level_of: np.ndarray) -> np.ndarray:
+    """Indices of the rows that no earlier row dominates. Row i has the rank `wide[i]` in one
+    column, and `levels[level_of[i]]` in the others. For each level, the rows at most there need
+    only be compared in the one column.
+    """
+    found = np.zeros(len(wide), dtype=bool)
+    most = int(wide.max()) + 1
+    for number, level in enumerate(levels):
+        is_below = (levels <= level).all(axis=1)[level_of]
+        least = np.minimum.accumulate(np.where(is_below, wide, most))
+        before = np.concatenate([[most], least[:-1]])
+        found |= (level_of == number) & (wide < before)
+    return np.flatnonzero(found)
+
+
+def _by_pairs(columns: np.ndarray) -> np.ndarray:
+    """Indices of the rows that no earlier row dominates, which are compared with each other.
+    `columns` is indexed [column, row].
+    """
+    found, left = [np.zeros(0, dtype=int)], np.arange(columns.shape[1])
+    while len(left):
+        here, rest = columns[:, left[:_TOGETHER]], columns[:, left[_TOGETHER:]]
         best = np.flatnonzero(~np.triu(_at_most(here, here), 1).any(axis=0))
-        left = ~_at_most(here[:, best], rest).any(axis=0)
-        found += order[best].tolist()
-        order, columns = order[_TOGETHER:][left], rest[:, left]
-    return found
+        found.append(left[:_TOGETHER][best])
+        left = left[_TOGETHER:][~_at_most(here[:, best], rest).any(axis=0)]
+    return np.concatenate(found)
 
 
 def _at_most(columns: np.ndarray, others: np.ndarray) -> np.ndarray:

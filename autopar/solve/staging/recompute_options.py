@@ -167,7 +167,7 @@ class RecomputeOptions:
             amounts=np.zeros((1, 0, self.modes), dtype=int),
         )
         for kind, count in zip(self.kinds, counts, strict=True):
-            amounts = np.array(list(_splits(int(count), self.modes)))
+            amounts = _splits(int(count), self.modes)
             needed = np.array(kind.parted if parted else kind.transient)
             more_s = amounts @ np.array(kind.more_s)
             more = Options(
@@ -276,28 +276,37 @@ def _amounts(counts: tuple[int, ...], modes: int) -> np.ndarray:
     """Every way to run `counts[kind]` blocks of each kind: how many run in each of `modes` modes,
     as an array [option, kind, mode].
     """
-    return np.array(list(product(*(_splits(int(count), modes) for count in counts))))
+    found = np.zeros((1, 0, modes), dtype=int)
+    for count in counts:
+        each = _splits(int(count), modes)
+        left, right = _pairs(len(found), len(each))
+        found = np.concatenate([found[left], each[right, None]], axis=1)
+    return found
 
 
-@lru_cache(maxsize=4096)
-def _splits(count: int, parts: int) -> tuple[tuple[int, ...], ...]:
-    """All tuples of `parts` numbers, at least 0, that sum to `count`; those with a larger first
-    number come first.
+@lru_cache(maxsize=256)
+def _splits(count: int, parts: int) -> np.ndarray:
+    """All ways to write `count` as a sum of `parts` numbers, at least 0, as an array [way, part];
+    those with a larger first number come first.
     """
     if parts == 1:
-        return ((count,),)
-    return tuple(
-        (first, *rest)
-        for first in range(count, -1, -1)
-        for rest in _splits(count - first, parts - 1)
-    )
+        return np.array([[count]])
+    rests = [_splits(rest, parts - 1) for rest in range(count + 1)]
+    firsts = np.repeat(np.arange(count, -1, -1), [len(rest) for rest in rests])
+    return np.column_stack([firsts, np.concatenate(rests)])
+
+
+def _pairs(left: int, right: int) -> tuple[np.ndarray, np.ndarray]:
+    """The indices of all pairs of one of `left` things and one of `right`, by the left one first."""
+    first, second = np.divmod(np.arange(left * right), right)
+    return first, second
 
 
 def _joined(a: Options, b: Options) -> Options:
     """All combinations of an option of `a` and one of `b`: costs add up, peaks are the larger one.
     The kinds of `a` come before those of `b` in `amounts`.
     """
-    left, right = np.divmod(np.arange(len(a.more_s) * len(b.more_s)), len(b.more_s))
+    left, right = _pairs(len(a.more_s), len(b.more_s))
     return Options(
         more_s=a.more_s[left] + b.more_s[right],
         least_s=a.least_s[left] + b.least_s[right],
@@ -311,10 +320,14 @@ def _joined(a: Options, b: Options) -> Options:
 
 
 def _sifted(options: Options) -> Options:
-    """The options that are Pareto-optimal in bytes (kept, peak, late) and in `more_s`, or in these
-    bytes and `least_s`. Fastest first.
+    """The options that are Pareto-optimal in bytes and in `more_s`, or in these bytes and
+    `least_s`. Fastest first.
+
+    Bytes are those that are kept, those of a micro-batch that waits for gradients of parameters
+    (late ones too), and the peak. No more micro-batches wait than are held, so that no others
+    can fit better.
     """
-    needs = [options.more_kept, options.moment, options.late]
+    needs = [options.more_kept, options.more_kept + options.late, options.moment]
     chosen = {
         number
         for seconds in (options.more_s, options.least_s)
